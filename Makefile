@@ -43,8 +43,8 @@ mutants: venv ## put small faults into copies of the package, one at a time: som
 demo: venv ## train a GPT over a slow network in ten ways, each for the same time; make demo ARGS=--quick
 	@$(BIN)/commpress demo $(ARGS)
 
-lint: venv ## ruff
-	@$(BIN)/ruff check --quiet
+lint: venv ## ruff: rules and layout
+	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --check --quiet
 
 types: venv ## mypy
 	@$(BIN)/mypy

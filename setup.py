@@ -1,5 +1,6 @@
-"""Steps of a build that pyproject.toml cannot say: LLVM bitcode of the CPU kernels (``kernels/cpu/build.py``), and, if the
-environment asks with COMMPRESS_CUBINS="80 90 100", machine code of the CUDA kernels (``kernels/cuda/machine_code.py``)."""
+"""Steps of a build that pyproject.toml cannot say: LLVM bitcode of the CPU kernels
+(``kernels/cpu/build.py``), and, if the environment asks with COMMPRESS_CUBINS="80 90 100", machine
+code of the CUDA kernels (``kernels/cuda/machine_code.py``)."""
 
 import os
 import shutil
@@ -16,12 +17,16 @@ CUBINS = os.environ.get("COMMPRESS_CUBINS", "").split()  # architectures, as 90 
 
 
 class BuildWithKernels(build_py):
-    """Bitcode goes into the wheel; of an editable install into ``kernels/cpu/bitcode`` of the checkout, which git ignores."""
+    """Bitcode goes into the wheel; of an editable install into ``kernels/cpu/bitcode`` of the
+    checkout, which git ignores."""
 
     def run(self) -> None:
         super().run()
-        kernels = Path(ROOT if self.editable_mode else self.build_lib, "commpress", "kernels").resolve()
-        with tempfile.TemporaryDirectory() as place:  # the folders lie where their imports say only once they are installed
+        kernels = Path(
+            ROOT if self.editable_mode else self.build_lib, "commpress", "kernels"
+        ).resolve()
+        # the folders lie where their imports say only once they are installed
+        with tempfile.TemporaryDirectory() as place:
             package = Path(place, "commpress")
             left_out = shutil.ignore_patterns("__pycache__", "bitcode", "cubins")
             shutil.copytree(ROOT / "commpress" / "kernels", package / "kernels", ignore=left_out)
@@ -32,7 +37,12 @@ class BuildWithKernels(build_py):
             path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
             for module, *arguments in steps:
                 command = [sys.executable, "-m", f"commpress.kernels.{module}", *arguments]
-                subprocess.run(command, cwd=place, env=os.environ | {"PYTHONPATH": path}, check=True)
+                subprocess.run(
+                    command, cwd=place, env=os.environ | {"PYTHONPATH": path}, check=True
+                )
 
 
-setup(cmdclass={"build_py": BuildWithKernels}, setup_requires=["nvidia-cuda-nvrtc-cu12>=12.8"] if CUBINS else [])
+setup(
+    cmdclass={"build_py": BuildWithKernels},
+    setup_requires=["nvidia-cuda-nvrtc-cu12>=12.8"] if CUBINS else [],
+)

@@ -1,10 +1,12 @@
-"""The command line of the benchmarks: ``python benchmarks``, in a checkout that need not be installed."""
+"""The command line of the benchmarks: ``python benchmarks``, in a checkout that need not be
+installed."""
 
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-if find_spec("commpress") is None:  # by a link of its own: what else lies beside it must not hide packages of others
+# by a link of its own: what else lies beside it must not hide packages of others
+if find_spec("commpress") is None:
     root = Path(__file__).resolve().parents[1]
     link = root / "build" / "path" / "commpress"
     link.parent.mkdir(parents=True, exist_ok=True)

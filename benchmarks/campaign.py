@@ -1,4 +1,5 @@
-"""Campaign against ranks that train: killed at some byte that they send, alone or two at once, as they join or give."""
+"""Campaign against ranks that train: killed at some byte that they send, alone or two at once, as
+they join or give."""
 
 import faulthandler
 import json
@@ -31,7 +32,8 @@ STEPS = 1 << 30  # without end
 CALM = 3  # steps that all commit together before a fault
 PATIENCE = 60.0  # seconds until a run hangs
 SENT_PER_STEP = 1 << 17  # bytes among which the last one is drawn: some steps' worth
-JOINING, GIVING = 1 << 16, 1 << 19  # likewise, of a newcomer since its start, and of a donor since it began to give
+# likewise, of a newcomer since its start, and of a donor since it began to give
+JOINING, GIVING = 1 << 16, 1 << 19
 Meeting = tuple[int, int, int, int, float]
 FAULTS = {"one": 7, "two": 1, "newcomer": 1, "donor": 1}  # how often of ten
 
@@ -47,7 +49,9 @@ class Kill:
 
     workload: str
     kind: str
-    bytes: int  # that the last victim sent after it was told, the last of which is its last; -1: a signal ended it
+    # that the last victim sent after it was told, the last of which is its last; -1: a signal ended
+    # it
+    bytes: int
     victims: tuple[int, ...]
     survive: float
     back: float
@@ -59,7 +63,13 @@ class Kill:
 def _model() -> nn.Sequential:
     with torch.random.fork_rng():  # data are each rank's own
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, 1),
+        )
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], float]:
@@ -84,19 +94,25 @@ def _hook(join: Any, steps: int) -> Any:
     ddp = DistributedDataParallel(_model())
     commpress.compress(ddp, "sign", min_numel=1)
     optimizer = _momentum(ddp)
-    return commpress.elastic(_step(ddp, optimizer), {"model": ddp, "optimizer": optimizer}, steps=steps, join=join)
+    return commpress.elastic(
+        _step(ddp, optimizer), {"model": ddp, "optimizer": optimizer}, steps=steps, join=join
+    )
 
 
 def _backend(join: Any, steps: int) -> Any:
     ddp = DistributedDataParallel(_model())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    return commpress.elastic(_step(ddp, optimizer), {"model": ddp, "optimizer": optimizer}, steps=steps, join=join)
+    return commpress.elastic(
+        _step(ddp, optimizer), {"model": ddp, "optimizer": optimizer}, steps=steps, join=join
+    )
 
 
 def _optimizer(join: Any, steps: int) -> Any:
     model = _model()
     optimizer = commpress.OneBitAdam(model.named_parameters(), lr=1e-3)
-    return commpress.elastic(_step(model, optimizer), {"model": model, "optimizer": optimizer}, steps=steps, join=join)
+    return commpress.elastic(
+        _step(model, optimizer), {"model": model, "optimizer": optimizer}, steps=steps, join=join
+    )
 
 
 def _fsdp2(join: Any, steps: int) -> Any:
@@ -109,39 +125,60 @@ def _fsdp2(join: Any, steps: int) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return _step(model, optimizer), {"model": model, "optimizer": optimizer}
 
-    return commpress.elastic(build=build, snapshots=commpress.Snapshots("snapshots", every=5), steps=steps, join=join)
+    return commpress.elastic(
+        build=build, snapshots=commpress.Snapshots("snapshots", every=5), steps=steps, join=join
+    )
 
 
 def _local(join: Any, steps: int) -> Any:
     model = _model()
     inner = _momentum(model)
-    optimizer = commpress.LocalUpdates(inner, every=4, codec="int4", outer=commpress.Average(), min_numel=1)
-    return commpress.elastic(_step(model, optimizer), {"model": model, "optimizer": optimizer}, steps=steps, join=join)
+    optimizer = commpress.LocalUpdates(
+        inner, every=4, codec="int4", outer=commpress.Average(), min_numel=1
+    )
+    return commpress.elastic(
+        _step(model, optimizer), {"model": model, "optimizer": optimizer}, steps=steps, join=join
+    )
 
 
 WORKLOADS: dict[str, Callable[[Any, int], Any]] = {
-    "hook": _hook, "backend": _backend, "optimizer": _optimizer, "fsdp2": _fsdp2, "local": _local,
-}  # fmt: skip
+    "hook": _hook,
+    "backend": _backend,
+    "optimizer": _optimizer,
+    "fsdp2": _fsdp2,
+    "local": _local,
+}
 
 # ---------------------------------------------------------------- a rank
 
 
-def _rank(workload: str, folder: str, name: str, join: bool, meeting: Meeting, left: Any, given: Any) -> None:
-    """Train until killed. ``left``: bytes that this process may still send, 0 for any number; ``given``: so many once it gives
-    its state to others. ``meeting``: rank, size, seed, steps, and the seconds slept after each."""
+def _rank(
+    workload: str, folder: str, name: str, join: bool, meeting: Meeting, left: Any, given: Any
+) -> None:
+    """Train until killed. ``left``: bytes that this process may still send, 0 for any number;
+    ``given``: so many once it gives its state to others. ``meeting``: rank, size, seed, steps, and
+    the seconds slept after each."""
     rank, size, seed, steps, pause = meeting
     faulthandler.enable(open(f"{folder}/{name}.stacks", "w"))  # noqa: SIM115
     sys.stdout = sys.stderr = open(f"{folder}/{name}.log", "w", buffering=1)  # noqa: SIM115
     os.chdir(folder)
-    os.environ |= {"COMMPRESS_EVENTS": f"{folder}/{name}.jsonl", "COMMPRESS_HASH_EVERY": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {
+        "COMMPRESS_EVENTS": f"{folder}/{name}.jsonl",
+        "COMMPRESS_HASH_EVERY": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     torch.set_num_threads(1)
     _limit(left)
     _limit_gifts(left, given)
     backend = GroupOptions("sign", min_numel=1, only="gradients") if workload == "backend" else None
     dist.init_process_group(
-        "commpress", init_method=f"file://{folder}/meet-{name if join else 'first'}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=20), pg_options=backend,
-    )  # fmt: skip
+        "commpress",
+        init_method=f"file://{folder}/meet-{name if join else 'first'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=20),
+        pg_options=backend,
+    )
     members = dist.FileStore(f"{folder}/members", -1)
     torch.manual_seed(seed)
     if not join:
@@ -159,10 +196,13 @@ def _rank(workload: str, folder: str, name: str, join: bool, meeting: Meeting, l
 
 
 def _limit_gifts(left: Any, given: Any) -> None:
-    """A process that has been told so may send ``given.value`` more bytes from when it begins to give others its state."""
+    """A process that has been told so may send ``given.value`` more bytes from when it begins to
+    give others its state."""
 
     def limited(call: Any) -> Any:
-        def counting(*arguments: Any, donors: Sequence[int], needy: Collection[int], **options: Any) -> Any:
+        def counting(
+            *arguments: Any, donors: Sequence[int], needy: Collection[int], **options: Any
+        ) -> Any:
             if given.value and needy and dist.get_rank() in donors:
                 left.value, given.value = given.value, 0
             return (yield from call(*arguments, donors=donors, needy=needy, **options))
@@ -173,7 +213,8 @@ def _limit_gifts(left: Any, given: Any) -> None:
 
 
 def _limit(left: Any) -> None:
-    """Sockets of this process send ``left.value`` more bytes, in the middle of a message if it comes so; then it is killed."""
+    """Sockets of this process send ``left.value`` more bytes, in the middle of a message if it
+    comes so; then it is killed."""
     whole, many = socket.socket.send, socket.socket.sendmsg
 
     def spend(connection: socket.socket, data: bytes) -> None:
@@ -205,32 +246,54 @@ def _limit(left: Any) -> None:
 class Campaign:
     """Ranks of one workload, of which some are killed and replaced, again and again."""
 
-    def __init__(self, workload: str, seed: int, folder: Path, *, steps: int = STEPS, pause: float = 0.0) -> None:
-        self.workload, self.seed, self.folder, self.steps, self.pause = workload, seed, folder, steps, pause
+    def __init__(
+        self, workload: str, seed: int, folder: Path, *, steps: int = STEPS, pause: float = 0.0
+    ) -> None:
+        self.workload, self.seed, self.folder, self.steps, self.pause = (
+            workload,
+            seed,
+            folder,
+            steps,
+            pause,
+        )
         self.draws = random.Random(f"{workload} {seed}")
         self.context = multiprocessing.get_context("fork")
         self.history, self.kills = History(), list[Kill]()
         self.processes: list[Any] = [None] * RANKS
-        self.left, self.given = ([self.context.Value("q", 0, lock=False) for _ in range(RANKS)] for _ in range(2))
+        self.left, self.given = (
+            [self.context.Value("q", 0, lock=False) for _ in range(RANKS)] for _ in range(2)
+        )
         self.lives = [-1] * RANKS
         folder.mkdir(parents=True)
         for rank in range(RANKS):
             self._start(rank, RANKS)
 
     def run(
-        self, faults: int, report: Callable[[Kill], None], kinds: Collection[str] = tuple(FAULTS), *, after: int = 0
+        self,
+        faults: int,
+        report: Callable[[Kill], None],
+        kinds: Collection[str] = tuple(FAULTS),
+        *,
+        after: int = 0,
     ) -> str:
-        """All that happened is in ``kills`` and ``history``; what went wrong, or nothing. ``after``: steps before the first."""
+        """All that happened is in ``kills`` and ``history``; what went wrong, or nothing.
+        ``after``: steps before the first."""
         kinds, often = list(kinds), [FAULTS[kind] for kind in kinds]
         try:
-            self._until(lambda: any(commit.step >= after for commit in self.history.commits), f"step {after} is committed")
+            self._until(
+                lambda: any(commit.step >= after for commit in self.history.commits),
+                f"step {after} is committed",
+            )
             for _ in range(faults):
                 self._until(self._calm, "all ranks commit steps together")
                 self.kills.append(self._fault(*self.draws.choices(kinds, often)))
                 report(self.kills[-1])
             self._until(self._calm, "all ranks commit steps together")
             if self.steps != STEPS:
-                self._until(lambda: all(process.exitcode == 0 for process in self.processes), "all ranks end")
+                self._until(
+                    lambda: all(process.exitcode == 0 for process in self.processes),
+                    "all ranks end",
+                )
         except TimeoutError as error:
             return str(error)
         finally:
@@ -241,29 +304,54 @@ class Campaign:
         return ""
 
     def verdict(self) -> Verdict:
-        """Figures of all that was committed so far, but for what those alone know of who were killed then."""
+        """Figures of all that was committed so far, but for what those alone know of who were
+        killed then."""
         self.history.read()
-        known, last = History(), {(commit.victim, commit.life): commit for commit in self.history.commits}
+        known, last = (
+            History(),
+            {(commit.victim, commit.life): commit for commit in self.history.commits},
+        )
         ends = {id(commit) for (victim, life), commit in last.items() if life < self.lives[victim]}
         known.commits = [commit for commit in self.history.commits if id(commit) not in ends]
         return Verdict(known, [], RANKS, 0.0, time.monotonic())
 
     def told(self) -> list[tuple[int, float, tuple[int, str] | None]]:
-        """Step, loss, and of local updates the exchange and a hash of the shared weights, as each rank told of each step."""
+        """Step, loss, and of local updates the exchange and a hash of the shared weights, as each
+        rank told of each step."""
         told: list[tuple[int, float, tuple[int, str] | None]] = []
         for file in self.folder.glob("*.told"):
-            lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("]")]
+            lines = [
+                json.loads(line) for line in file.read_text().splitlines() if line.endswith("]")
+            ]
             rank, life = map(int, file.stem.split("."))
-            last = lines[-1][2] if lines and life < self.lives[rank] else None  # it may have been the only one that knew of it
-            told += [(step, loss, tuple(digest) if digest and digest != last else None) for step, loss, digest in lines]
+            # it may have been the only one that knew of it
+            last = lines[-1][2] if lines and life < self.lives[rank] else None
+            told += [
+                (step, loss, tuple(digest) if digest and digest != last else None)
+                for step, loss, digest in lines
+            ]
         return told
 
     def _start(self, rank: int, size: int, left: int = 0) -> None:
         self.lives[rank] += 1
         self.left[rank].value, self.given[rank].value = left, 0
         name, join = f"{rank}.{self.lives[rank]}", self.lives[rank] > 0
-        meeting = 0 if join else rank, size, 1000 * self.seed + RANKS * self.lives[rank] + rank, self.steps, self.pause
-        arguments = (self.workload, str(self.folder), name, join, meeting, self.left[rank], self.given[rank])
+        meeting = (
+            0 if join else rank,
+            size,
+            1000 * self.seed + RANKS * self.lives[rank] + rank,
+            self.steps,
+            self.pause,
+        )
+        arguments = (
+            self.workload,
+            str(self.folder),
+            name,
+            join,
+            meeting,
+            self.left[rank],
+            self.given[rank],
+        )
         self.processes[rank] = self.context.Process(target=_rank, args=arguments, daemon=True)
         self.processes[rank].start()
         self.history.follow(self.folder / f"{name}.jsonl", rank, self.lives[rank])
@@ -294,8 +382,12 @@ class Campaign:
         return Kill(self.workload, kind, nbytes, tuple(victims), survive, max(back))
 
     def _wait_for_the_end(self, victim: int, seconds: float = 5.0) -> int:
-        """Bytes that it had left to send; -1 if it did not send them, and was killed by a signal instead."""
-        process, nbytes = self.processes[victim], self.left[victim].value or self.given[victim].value
+        """Bytes that it had left to send; -1 if it did not send them, and was killed by a signal
+        instead."""
+        process, nbytes = (
+            self.processes[victim],
+            self.left[victim].value or self.given[victim].value,
+        )
         process.join(seconds)
         if process.is_alive():  # what it sends does not pass through Python
             nbytes = -1
@@ -308,7 +400,10 @@ class Campaign:
         """Seconds until all others have committed a step."""
         begin = time.monotonic()
         others = [rank for rank in range(RANKS) if rank not in victims]
-        self._until(lambda: all(self._first(rank, begin) for rank in others), f"survivors go on without ranks {victims}")
+        self._until(
+            lambda: all(self._first(rank, begin) for rank in others),
+            f"survivors go on without ranks {victims}",
+        )
         return max(self._first(rank, begin) for rank in others) - begin
 
     def _back(self, victim: int, start: float) -> float:
@@ -317,7 +412,9 @@ class Campaign:
 
     def _first(self, rank: int, after: float) -> float:
         """The clock of the first step that the rank committed after one; 0 if there is none."""
-        return next((c.clock for c in self.history.commits if c.victim == rank and c.clock > after), 0.0)
+        return next(
+            (c.clock for c in self.history.commits if c.victim == rank and c.clock > after), 0.0
+        )
 
     def _calm(self) -> bool:
         """Every process has committed the same few steps, the last of all."""
@@ -333,7 +430,9 @@ class Campaign:
             self.history.read()
             for rank, process in enumerate(self.processes):
                 if not process.is_alive() and process.exitcode and self.left[rank].value == 0:
-                    raise TimeoutError(f"rank {rank} ended with status {process.exitcode}: {self._said(rank)}")
+                    raise TimeoutError(
+                        f"rank {rank} ended with status {process.exitcode}: {self._said(rank)}"
+                    )
             if time.monotonic() > end:
                 raise TimeoutError(f"not within {PATIENCE:g} s: {what}")
             time.sleep(0.01)

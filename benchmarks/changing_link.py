@@ -1,10 +1,12 @@
 """the pace of local updates while their link changes, against fresh starts
 
-Hosts (network namespaces) train a GPT by ``LocalUpdates`` as it is. Their links go from --rates' first to the second and back,
-after --steps steps each; then each rate has a run of its own from the start. A model of 10.8 M parameters by default.
+Hosts (network namespaces) train a GPT by ``LocalUpdates`` as it is. Their links go from --rates'
+first to the second and back, after --steps steps each; then each rate has a run of its own from the
+start. A model of 10.8 M parameters by default.
   steps a round      at the end of the phase
   settles            steps of the phase until a round has the length that it has at the end
-  step ms            mean of the steps after the first --after of the phase, waiting included, on the slowest rank
+  step ms            mean of the steps after the first --after of the phase, waiting included, on
+                     the slowest rank
   against fresh      that of the same rate in a run of its own
 
   python benchmarks changing_link --check --json link.json       3 minutes on 2 cores
@@ -53,35 +55,66 @@ class Phase:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rates", default="1gbit,25mbit", metavar="A,B", help="of the links (default 1gbit,25mbit)")
-    parser.add_argument("--delay", default="0ms", metavar="T", help="of each link, one way; needs netem (default 0ms)")
+    parser.add_argument(
+        "--rates", default="1gbit,25mbit", metavar="A,B", help="of the links (default 1gbit,25mbit)"
+    )
+    parser.add_argument(
+        "--delay",
+        default="0ms",
+        metavar="T",
+        help="of each link, one way; needs netem (default 0ms)",
+    )
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="hosts (default 2)")
-    parser.add_argument("--steps", type=int, default=60, metavar="N", help="of each phase (default 60)")
-    parser.add_argument("--after", type=int, default=20, metavar="N", help="steps of a phase that are not timed (default 20)")
-    parser.add_argument("--width", type=int, default=384, metavar="N", help="of the model (default 384)")
-    parser.add_argument("--layers", type=int, default=6, metavar="N", help="of the model (default 6)")
-    harness.add_options(parser, check=f"after so many steps a step takes at most {WORSE} times as long as in a fresh run")
+    parser.add_argument(
+        "--steps", type=int, default=60, metavar="N", help="of each phase (default 60)"
+    )
+    parser.add_argument(
+        "--after",
+        type=int,
+        default=20,
+        metavar="N",
+        help="steps of a phase that are not timed (default 20)",
+    )
+    parser.add_argument(
+        "--width", type=int, default=384, metavar="N", help="of the model (default 384)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=6, metavar="N", help="of the model (default 6)"
+    )
+    harness.add_options(
+        parser,
+        check=f"after so many steps a step takes at most {WORSE} times as long as in a fresh run",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     rates = options.rates.split(",")
     if len(rates) != 2 or not 0 < options.after < options.steps:
         raise InvalidArgument(
-            f"--rates is {options.rates!r} and --after {options.after}, expected two rates and fewer than --steps"
+            f"--rates is {options.rates!r} and --after {options.after}, expected two rates and "
+            "fewer than --steps"
         )
     speeds, delay = {rate: parse_rate(rate) for rate in rates}, parse_delay(options.delay)
     phases: list[Phase] = []
-    with Hosts(options.ranks, delay=delay) as hosts, ranks.LocalRanks(options.ranks, hosts=hosts) as pool:
+    with (
+        Hosts(options.ranks, delay=delay) as hosts,
+        ranks.LocalRanks(options.ranks, hosts=hosts) as pool,
+    ):
 
         def shape(rate: str) -> None:
             for host in range(len(hosts)):
                 hosts.shape(host, speeds[rate], delay)
 
-        for name, walked in (("changes", (rates[0], rates[1], rates[0])), *((f"fresh {rate}", (rate,)) for rate in rates)):
+        for name, walked in (
+            ("changes", (rates[0], rates[1], rates[0])),
+            *((f"fresh {rate}", (rate,)) for rate in rates),
+        ):
             walk = Walk(walked, options.steps, options.width, options.layers)
             shape(walked[0])
             seen = pool.call(train, walk, lambda *_: None, answer=partial(_change, walk, shape))
-            phases += [_phase(name, walk, number, seen, options.after) for number in range(len(walked))]
+            phases += [
+                _phase(name, walk, number, seen, options.after) for number in range(len(walked))
+            ]
             lengths = ", ".join(str(phase.length) for phase in phases if phase.run == name)
             print(f"{name}: rounds of {lengths} steps", flush=True)
     for phase in phases:
@@ -101,7 +134,11 @@ def train(rank: int, size: int, walk: Walk, ask: Any) -> list[tuple[float, int]]
     torch.manual_seed(0)
     model = GPT(width=walk.width, layers=walk.layers)
     local = commpress.LocalUpdates(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    draws, text, seen = torch.Generator().manual_seed(rank), standard_library()[: -training.HELD_OUT], []
+    draws, text, seen = (
+        torch.Generator().manual_seed(rank),
+        standard_library()[: -training.HELD_OUT],
+        [],
+    )
     for step in range(walk.steps * len(walk.rates)):
         if step % walk.steps == 0:
             dist.barrier()
@@ -122,20 +159,41 @@ def train(rank: int, size: int, walk: Walk, ask: Any) -> list[tuple[float, int]]
 def _phase(name: str, walk: Walk, number: int, seen: list[tuple[float, int]], after: int) -> Phase:
     mine = seen[number * walk.steps : (number + 1) * walk.steps]
     last = mine[-1][1]
-    settled = next((at for at in range(len(mine)) if all(abs(length - last) <= 1 for _, length in mine[at:])), len(mine))
-    return Phase(name, number, walk.rates[number], last, settled, mean(seconds for seconds, _ in mine[after:]))
+    settled = next(
+        (at for at in range(len(mine)) if all(abs(length - last) <= 1 for _, length in mine[at:])),
+        len(mine),
+    )
+    return Phase(
+        name,
+        number,
+        walk.rates[number],
+        last,
+        settled,
+        mean(seconds for seconds, _ in mine[after:]),
+    )
 
 
 def cells(phase: Phase) -> list[str]:
     return [
-        phase.run, str(phase.number + 1), phase.rate, str(phase.length), str(phase.settled), f"{1e3 * phase.seconds:.0f}",
+        phase.run,
+        str(phase.number + 1),
+        phase.rate,
+        str(phase.length),
+        str(phase.settled),
+        f"{1e3 * phase.seconds:.0f}",
         f"{phase.seconds / phase.fresh:.2f}",
-    ]  # fmt: skip
+    ]
 
 
 def judge(phases: list[Phase]) -> list[tuple[str, bool]]:
     return [
-        (f"phase {p.number + 1} at {p.rate}: {p.seconds / p.fresh:.2f} of a fresh start's step (bar {WORSE})",
-         p.seconds <= WORSE * p.fresh)
-        for p in phases if p.run == "changes" and p.number
-    ]  # fmt: skip
+        (
+            (
+                f"phase {p.number + 1} at {p.rate}: {p.seconds / p.fresh:.2f} of a fresh start's "
+                f"step (bar {WORSE})"
+            ),
+            p.seconds <= WORSE * p.fresh,
+        )
+        for p in phases
+        if p.run == "changes" and p.number
+    ]

@@ -1,6 +1,7 @@
 """every codec on the gradients of a small GPT: the table of docs/codecs.md
 
-Trains the demo's GPT (width 128, 4 layers) for 60 steps, then encodes the gradients of all its tensors on one thread:
+Trains the demo's GPT (width 128, 4 layers) for 60 steps, then encodes the gradients of all its
+tensors on one thread:
   bits           per element of all tensors, scales, places and padding included
   error          of one encoding, relative; output layer: of that tensor alone
   encode, decode GB of float32 per second, residual included
@@ -33,9 +34,30 @@ from commpress.kernels.matrices import Matrix, stack
 from commpress.kernels.pieces import Piece, cut
 
 ROWS = 4
-NAMED = (*NAMES, "terngrad", *(f"bits{b}" for b in range(2, 9)), "shift8", "topk-16", "topk-64", "topk-256", "randk-32",
-         "sketch-64", "powersgd-2", "powersgd-8")  # fmt: skip
-HEAD = ("codec", "bits", "error", "output layer", "encode GB/s", "decode GB/s", "residual", "noise", "CUDA")
+NAMED = (
+    *NAMES,
+    "terngrad",
+    *(f"bits{b}" for b in range(2, 9)),
+    "shift8",
+    "topk-16",
+    "topk-64",
+    "topk-256",
+    "randk-32",
+    "sketch-64",
+    "powersgd-2",
+    "powersgd-8",
+)
+HEAD = (
+    "codec",
+    "bits",
+    "error",
+    "output layer",
+    "encode GB/s",
+    "decode GB/s",
+    "residual",
+    "noise",
+    "CUDA",
+)
 STEPS, MIN_NUMEL = 60, 256
 
 
@@ -52,8 +74,18 @@ class Line:
     cuda: bool
 
     def cells(self) -> list[str]:
-        numbers = [f"{self.bits:.2f}", f"{self.error:.4f}", f"{self.output:.4f}", f"{self.encode:.1f}", f"{self.decode:.1f}"]
-        return [self.codec, *numbers, *("yes" if has else "" for has in (self.residual, self.noise, self.cuda))]
+        numbers = [
+            f"{self.bits:.2f}",
+            f"{self.error:.4f}",
+            f"{self.output:.4f}",
+            f"{self.encode:.1f}",
+            f"{self.decode:.1f}",
+        ]
+        return [
+            self.codec,
+            *numbers,
+            *("yes" if has else "" for has in (self.residual, self.noise, self.cuda)),
+        ]
 
 
 def gradients(steps: int = STEPS) -> dict[str, torch.Tensor]:
@@ -82,7 +114,11 @@ def measure() -> tuple[list[Line], dict[str, float]]:
             if isinstance(codec, LowRankCodec):
                 lines.append(_matrices(name, codec, found))
             else:
-                lines.append(_sketch(name, codec, found) if isinstance(codec, SketchCodec) else _rows(name, codec, found))
+                lines.append(
+                    _sketch(name, codec, found)
+                    if isinstance(codec, SketchCodec)
+                    else _rows(name, codec, found)
+                )
         return lines, exponents(torch.cat([g.flatten() for g in found.values()]))
     finally:
         torch.set_num_threads(threads)
@@ -96,20 +132,33 @@ def _rows(name: str, codec: Codec, found: dict[str, torch.Tensor]) -> Line:
         spans[key] = slice(at, at + g.numel())
         at += g.numel()
     layout = cut(pieces, ROWS)
-    message, flag, out = torch.zeros(ROWS, layout.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
+    message, flag, out = (
+        torch.zeros(ROWS, layout.row_bytes, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.uint8),
+        x.clone(),
+    )
     residual, left = torch.zeros(layout.residual_numel), torch.zeros(layout.residual_numel)
-    encode = _seconds(lambda: cpu.encode(x, message, flag, layout, residual=residual, new_residual=left))
+    encode = _seconds(
+        lambda: cpu.encode(x, message, flag, layout, residual=residual, new_residual=left)
+    )
     decode = _seconds(lambda: cpu.decode(message, out, layout))
     gigabytes = 4e-9 * x.numel()
     return Line(
-        name, 8 * message.numel() / x.numel(), _error(x, out), _error(x[spans["head.weight"]], out[spans["head.weight"]]),
-        gigabytes / encode, gigabytes / decode, codec.feedback and not codec.lossless,
-        codec.spec.startswith(("ternary", "randk", "shift")), True,
-    )  # fmt: skip
+        name,
+        8 * message.numel() / x.numel(),
+        _error(x, out),
+        _error(x[spans["head.weight"]], out[spans["head.weight"]]),
+        gigabytes / encode,
+        gigabytes / decode,
+        codec.feedback and not codec.lossless,
+        codec.spec.startswith(("ternary", "randk", "shift")),
+        True,
+    )
 
 
 def _matrices(name: str, codec: LowRankCodec, found: dict[str, torch.Tensor]) -> Line:
-    """A warm start: the basis has seen this gradient before, as in training it has seen one like it. The rest is exact."""
+    """A warm start: the basis has seen this gradient before, as in training it has seen one like
+    it. The rest is exact."""
     x, lines, at, exact, head = torch.cat([g.flatten() for g in found.values()]), [], 0, 0, slice(0)
     for key, g in found.items():
         shape = codec.matrix(g.shape)
@@ -139,13 +188,21 @@ def _matrices(name: str, codec: LowRankCodec, found: dict[str, torch.Tensor]) ->
     encode_seconds, decode_seconds = _seconds(encode), _seconds(decode)
     gigabytes = 4e-9 * matrices.numel
     return Line(
-        name, 32 * (matrices.left + matrices.right + exact) / x.numel(), _error(x, out), _error(x[head], out[head]),
-        gigabytes / encode_seconds, gigabytes / decode_seconds, True, False, True,
-    )  # fmt: skip
+        name,
+        32 * (matrices.left + matrices.right + exact) / x.numel(),
+        _error(x, out),
+        _error(x[head], out[head]),
+        gigabytes / encode_seconds,
+        gigabytes / decode_seconds,
+        True,
+        False,
+        True,
+    )
 
 
 def _sketch(name: str, codec: SketchCodec, found: dict[str, torch.Tensor]) -> Line:
-    """One rank's way into the cells of ``ROWS`` ranks, and the peeling of what it put there. The quanta are known."""
+    """One rank's way into the cells of ``ROWS`` ranks, and the peeling of what it put there. The
+    quanta are known."""
     x, spans, at = torch.cat([g.flatten() for g in found.values()]), [], 0
     for key, g in found.items():
         spans.append(Span(key, at, g.numel()))
@@ -156,7 +213,11 @@ def _sketch(name: str, codec: SketchCodec, found: dict[str, torch.Tensor]) -> Li
     kept, _ = keep(x, old, new, plan, workspace, 1.0)
     plan.quanta.update(next_quanta(peaks_of(kept, plan), ROWS))
     factors, told = plan.factors(), torch.empty(x.numel(), dtype=torch.float64)
-    table, bitmap, out = torch.zeros(plan.cells.pieces.numel), torch.zeros(-(-x.numel() // 8), dtype=torch.uint8), x.clone()
+    table, bitmap, out = (
+        torch.zeros(plan.cells.pieces.numel),
+        torch.zeros(-(-x.numel() // 8), dtype=torch.uint8),
+        x.clone(),
+    )
 
     def encode() -> None:
         kept, _ = keep(x, old, new, plan, workspace, 1.0)
@@ -169,12 +230,21 @@ def _sketch(name: str, codec: SketchCodec, found: dict[str, torch.Tensor]) -> Li
         cpu_cells.scaled(told, plan.starts, factors, out)
 
     encode_seconds, decode_seconds = _seconds(encode), _seconds(decode)
-    (head,) = (slice(span.source, span.source + span.numel) for span in spans if span.name == "head.weight")
+    (head,) = (
+        slice(span.source, span.source + span.numel) for span in spans if span.name == "head.weight"
+    )
     sent, gigabytes = plan.cells.pieces.row_bytes * ROWS + bitmap.numel(), 4e-9 * x.numel()
     return Line(
-        name, 8 * sent / x.numel(), _error(x, out), _error(x[head], out[head]), gigabytes / encode_seconds,
-        gigabytes / decode_seconds, True, False, False,
-    )  # fmt: skip
+        name,
+        8 * sent / x.numel(),
+        _error(x, out),
+        _error(x[head], out[head]),
+        gigabytes / encode_seconds,
+        gigabytes / decode_seconds,
+        True,
+        False,
+        False,
+    )
 
 
 def exponents(x: torch.Tensor) -> dict[str, float]:
@@ -184,11 +254,17 @@ def exponents(x: torch.Tensor) -> dict[str, float]:
     entropy = float(-(share[share > 0] * np.log2(share[share > 0])).sum())
     raw = exponent.tobytes()
     packed = zlib.compress(raw, 1)
-    encode, decode = _seconds(lambda: zlib.compress(raw, 1)), _seconds(lambda: zlib.decompress(packed))
+    encode, decode = (
+        _seconds(lambda: zlib.compress(raw, 1)),
+        _seconds(lambda: zlib.decompress(packed)),
+    )
     return {
-        "entropy_bits": entropy, "zlib_bits": 8 * len(packed) / len(raw), "best_share": (8 + entropy) / 16,
-        "encode_gb_per_second": 2e-9 * len(raw) / encode, "decode_gb_per_second": 2e-9 * len(raw) / decode,
-    }  # fmt: skip
+        "entropy_bits": entropy,
+        "zlib_bits": 8 * len(packed) / len(raw),
+        "best_share": (8 + entropy) / 16,
+        "encode_gb_per_second": 2e-9 * len(raw) / encode,
+        "decode_gb_per_second": 2e-9 * len(raw) / decode,
+    }
 
 
 def _error(x: torch.Tensor, out: torch.Tensor) -> float:
@@ -201,15 +277,25 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def markdown(lines: list[Line], lossless: dict[str, float]) -> str:
     rows = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-    rows += ["| `" + line.cells()[0] + "` | " + " | ".join(line.cells()[1:]) + " |" for line in lines]
-    pays = 1 / (1 / lossless["encode_gb_per_second"] + 1 / lossless["decode_gb_per_second"]) * (1 - lossless["best_share"])
+    rows += [
+        "| `" + line.cells()[0] + "` | " + " | ".join(line.cells()[1:]) + " |" for line in lines
+    ]
+    pays = (
+        1
+        / (1 / lossless["encode_gb_per_second"] + 1 / lossless["decode_gb_per_second"])
+        * (1 - lossless["best_share"])
+    )
     rows += [
         "",
-        f"Lossless coding of bf16's exponents: their entropy here is {lossless['entropy_bits']:.2f} bits of 8, so no code of "
-        f"single exponents sends less than {100 * lossless['best_share']:.0f} % of bf16. zlib (level 1) reaches "
-        f"{lossless['zlib_bits']:.2f} bits, encoding {lossless['encode_gb_per_second']:.2f} and decoding "
+        "Lossless coding of bf16's exponents: their entropy here is "
+        f"{lossless['entropy_bits']:.2f} bits of 8, so no code of "
+        f"single exponents sends less than {100 * lossless['best_share']:.0f} % of bf16. zlib "
+        "(level 1) reaches "
+        f"{lossless['zlib_bits']:.2f} bits, encoding {lossless['encode_gb_per_second']:.2f} and "
+        "decoding "
         f"{lossless['decode_gb_per_second']:.2f} GB of bf16 per "
-        f"second and core: even with the best code at zlib's speed it would pay only below {8 * pays:.2f} Gbit/s.",
+        "second and core: even with the best code at zlib's speed it would pay only below "
+        f"{8 * pays:.2f} Gbit/s.",
     ]
     return "\n".join(rows)
 
@@ -225,11 +311,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def judge(lines: list[Line]) -> list[tuple[str, bool]]:
-    """More bits, smaller error: within a family of codecs, where that must hold on any gradients."""
+    """More bits, smaller error: within a family of codecs, where that must hold on any
+    gradients."""
     of = {line.codec: line for line in lines}
-    families = [[f"bits{b}" for b in range(2, 9)], ["topk-256", "topk-64", "topk-16"], ["powersgd-2", "powersgd-8"]]
+    families = [
+        [f"bits{b}" for b in range(2, 9)],
+        ["topk-256", "topk-64", "topk-16"],
+        ["powersgd-2", "powersgd-8"],
+    ]
     return [
-        (f"errors fall: {', '.join(f'{name} {of[name].error:.3f}' for name in family)}", _falls([of[n].error for n in family]))
+        (
+            f"errors fall: {', '.join(f'{name} {of[name].error:.3f}' for name in family)}",
+            _falls([of[n].error for n in family]),
+        )
         for family in families
     ]
 
@@ -242,22 +336,42 @@ def draw(path: str, lines: list[Line]) -> None:
     from commpress.cli import charts
 
     title = "Codecs on the gradients of a small GPT: bits and error"
-    least = min((line.error for line in lines if line.error > 0), default=1e-3) / 3  # where errors of zero lie
+    # where errors of zero lie
+    least = min((line.error for line in lines if line.error > 0), default=1e-3) / 3
     with charts.chart(path, title, size=(9, 6)) as (panel,):
         for line in lines:
             colour = charts.COLOURS[1 if line.residual else 2]
             panel.plot(line.bits, line.error or least, "o", color=colour, markersize=5)
-        places = {line.codec + ("" if line.error else " (exact)"): (line.bits, line.error or least) for line in lines}
+        places = {
+            line.codec + ("" if line.error else " (exact)"): (line.bits, line.error or least)
+            for line in lines
+        }
         for group in neighbours(places):
             right = max(places[name][0] for name in group)
             height = max(places[name][1] for name in group)
-            crowded = any(1 < x / right < 1.45 and 0.8 < y / height < 1.3 for x, y in places.values())
-            side = {"xytext": (-5, 3), "ha": "right"} if crowded else {"xytext": (5, 3), "ha": "left"}
-            panel.annotate(", ".join(group), (right, height), textcoords="offset points", fontsize=8, **side)
-        for label, colour in (("with error feedback", charts.COLOURS[1]), ("without", charts.COLOURS[2])):
+            crowded = any(
+                1 < x / right < 1.45 and 0.8 < y / height < 1.3 for x, y in places.values()
+            )
+            side = (
+                {"xytext": (-5, 3), "ha": "right"} if crowded else {"xytext": (5, 3), "ha": "left"}
+            )
+            panel.annotate(
+                ", ".join(group), (right, height), textcoords="offset points", fontsize=8, **side
+            )
+        for label, colour in (
+            ("with error feedback", charts.COLOURS[1]),
+            ("without", charts.COLOURS[2]),
+        ):
             panel.plot([], [], "o", color=colour, label=label)
-        panel.set(xscale="log", yscale="log", xlabel="bits per element", ylabel="relative error of one encoding")
-        panel.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16, 32], ["1/4", "1/2", "1", "2", "4", "8", "16", "32"])
+        panel.set(
+            xscale="log",
+            yscale="log",
+            xlabel="bits per element",
+            ylabel="relative error of one encoding",
+        )
+        panel.set_xticks(
+            [0.25, 0.5, 1, 2, 4, 8, 16, 32], ["1/4", "1/2", "1", "2", "4", "8", "16", "32"]
+        )
         panel.minorticks_off()
         panel.set_xlim(right=64)
 
@@ -267,7 +381,10 @@ def neighbours(places: dict[str, tuple[float, float]]) -> list[list[str]]:
     groups: list[list[str]] = []
     for name, (x, y) in sorted(places.items(), key=lambda item: item[1]):
         for group in groups:
-            if any(x < 1.25 * places[other][0] and 0.65 < y / places[other][1] < 1.55 for other in group):
+            if any(
+                x < 1.25 * places[other][0] and 0.65 < y / places[other][1] < 1.55
+                for other in group
+            ):
                 group.append(name)
                 break
         else:

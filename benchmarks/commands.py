@@ -37,17 +37,36 @@ What developers of commpress measure; `commpress bench` has what users measure o
 All take --check, --json FILE and --plot FILE but faults, which writes a document.
 """
 BENCHMARKS = {
-    "changing_link": changing_link, "codec_table": codec_table, "convergence": convergence, "encoders": encoders,
-    "expert_tiers": expert_tiers, "faults": faults, "fsdp": fsdp, "gpu": gpu, "grids": grids, "guard": guard,
-    "hierarchical": hierarchical, "kills": kills, "local_loss": local_loss, "local_speed": local_speed, "loss": loss,
-    "observe": observe, "optimizer": optimizer, "pipeline": pipeline, "plan": plan, "powersgd": powersgd, "scaling": scaling,
+    "changing_link": changing_link,
+    "codec_table": codec_table,
+    "convergence": convergence,
+    "encoders": encoders,
+    "expert_tiers": expert_tiers,
+    "faults": faults,
+    "fsdp": fsdp,
+    "gpu": gpu,
+    "grids": grids,
+    "guard": guard,
+    "hierarchical": hierarchical,
+    "kills": kills,
+    "local_loss": local_loss,
+    "local_speed": local_speed,
+    "loss": loss,
+    "observe": observe,
+    "optimizer": optimizer,
+    "pipeline": pipeline,
+    "plan": plan,
+    "powersgd": powersgd,
+    "scaling": scaling,
     "simulate": simulate,
-}  # fmt: skip
+}
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="benchmarks", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = top.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     for name, benchmark in BENCHMARKS.items():

@@ -8,9 +8,9 @@ Three tasks, four ranks simulated in one process, production code without a netw
   onebit, onebit-lamb     exact for 15 % of the steps, then momentum in one bit
   zero-one                the same, then variance and synchronisations on schedules
   sharded-onebit, sharded-zero-one     those with their state divided over the ranks
-The bar: the mean final loss of a compressed optimizer lies at most as high as the worst seed of its reference. With
---no-feedback it must not hold. The --json file is written after each run, and a run that it has is not done again: a long
-comparison can be stopped at any time and continued.
+The bar: the mean final loss of a compressed optimizer lies at most as high as the worst seed of its
+reference. With --no-feedback it must not hold. The --json file is written after each run, and a run
+that it has is not done again: a long comparison can be stopped at any time and continued.
 
   python benchmarks convergence --plot convergence.png --check
   python benchmarks convergence --tasks gpt --seeds 1 2 --json runs.json
@@ -36,15 +36,26 @@ from commpress.cli import harness
 from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, MissingPackage
-from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.optim import (
+    OneBitAdam,
+    OneBitLamb,
+    ShardedOneBitAdam,
+    ShardedZeroOneAdam,
+    ZeroOneAdam,
+)
 from commpress.optim.optimizer import CompressedOptimizer
 
 RANKS = 4
 TASKS = ("gpt", "bert", "digits")
 REFERENCE = {
-    "adam": "adam", "onebit": "adam", "zero-one": "adam", "sharded-onebit": "adam", "sharded-zero-one": "adam", "lamb": "lamb",
+    "adam": "adam",
+    "onebit": "adam",
+    "zero-one": "adam",
+    "sharded-onebit": "adam",
+    "sharded-zero-one": "adam",
+    "lamb": "lamb",
     "onebit-lamb": "lamb",
-}  # fmt: skip
+}
 OPTIMIZERS = tuple(REFERENCE)
 RATES = {"adam": 2e-3, "lamb": 1e-2}
 SYNC = defaultdict(lambda: "qsr", {"sharded-zero-one": "linear"})  # the default of each optimizer
@@ -82,8 +93,16 @@ class Run:
 
     @property
     def label(self) -> str:
-        name = self.optimizer if self.sync == SYNC[self.optimizer] else f"{self.optimizer}, {self.sync}"
-        name += "" if self.exact_codec == "none" or self.optimizer == self.reference else f", {self.exact_codec}"
+        name = (
+            self.optimizer
+            if self.sync == SYNC[self.optimizer]
+            else f"{self.optimizer}, {self.sync}"
+        )
+        name += (
+            ""
+            if self.exact_codec == "none" or self.optimizer == self.reference
+            else f", {self.exact_codec}"
+        )
         return name if self.feedback else f"{name}, no feedback"
 
 
@@ -100,19 +119,43 @@ Groups = dict[tuple[str, str], list[Finished]]  # by task and label
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="NAME", help=f"default {' '.join(TASKS)}")
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASKS), metavar="NAME", help=f"default {' '.join(TASKS)}"
+    )
     says = f"default {' '.join(OPTIMIZERS)}"
-    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME", help=says)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="N", help="default 1 to 5")
+    parser.add_argument(
+        "--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME", help=says
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="N", help="default 1 to 5"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
-    parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
-    parser.add_argument("--exact-codec", default="none", metavar="NAME", help="of gradients in exact steps (default none)")
+    parser.add_argument(
+        "--codec", default="sign", metavar="NAME", help="of momentum (default sign)"
+    )
+    parser.add_argument(
+        "--exact-codec",
+        default="none",
+        metavar="NAME",
+        help="of gradients in exact steps (default none)",
+    )
     says = "when zero-one and sharded-zero-one synchronise (default qsr and linear, their own)"
     parser.add_argument("--sync", choices=("qsr", "linear", "rate", "every"), help=says)
-    parser.add_argument("--no-feedback", action="store_true", help="forget what compression leaves behind")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
-    parser.add_argument("--merge", nargs="+", metavar="FILE", help="show runs of earlier --json files instead of new ones")
-    harness.add_options(parser, check="every compressed optimizer ends as low as the worst seed of its reference")
+    parser.add_argument(
+        "--no-feedback", action="store_true", help="forget what compression leaves behind"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)"
+    )
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        metavar="FILE",
+        help="show runs of earlier --json files instead of new ones",
+    )
+    harness.add_options(
+        parser, check="every compressed optimizer ends as low as the worst seed of its reference"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,7 +172,16 @@ def run(options: argparse.Namespace) -> int:
     else:
         syncs = {name: options.sync or SYNC[name] for name in options.optimizers}
         runs = [
-            Run(task, name, seed, options.steps, not options.no_feedback, options.codec, syncs[name], options.exact_codec)
+            Run(
+                task,
+                name,
+                seed,
+                options.steps,
+                not options.no_feedback,
+                options.codec,
+                syncs[name],
+                options.exact_codec,
+            )
             for task in options.tasks
             for seed in options.seeds
             for name in options.optimizers
@@ -142,8 +194,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train_all(runs: list[Run], processes: int, file: str | None) -> list[Finished]:
-    """The runs, in order; those that ``file`` has are taken from there, and each other one is added to it at its end."""
-    have = {finished.run: finished for finished in load(file)} if file and Path(file).exists() else {}
+    """The runs, in order; those that ``file`` has are taken from there, and each other one is added
+    to it at its end."""
+    have = (
+        {finished.run: finished for finished in load(file)} if file and Path(file).exists() else {}
+    )
     missing = [run for run in runs if run not in have]
     for finished in _trained(missing, processes):
         have[finished.run] = finished
@@ -161,7 +216,10 @@ def _trained(runs: list[Run], processes: int) -> Iterator[Finished]:
 
 
 def load(file: str) -> list[Finished]:
-    return [Finished(**entry | {"run": Run(**entry["run"])}) for entry in json.loads(Path(file).read_text())["runs"]]
+    return [
+        Finished(**entry | {"run": Run(**entry["run"])})
+        for entry in json.loads(Path(file).read_text())["runs"]
+    ]
 
 
 def save(finished: list[Finished], file: str) -> None:
@@ -184,11 +242,15 @@ def summary(groups: Groups) -> str:
         against = mean(finals) - mean(r.final for r in reference) if reference else float("nan")
         rows.append(
             [
-                task, name, f"{mean(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})", str(len(runs)),
-                f"{against:+.3f}", f"1/{mean(r.ratio for r in runs):.1f}",
+                task,
+                name,
+                f"{mean(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})",
+                str(len(runs)),
+                f"{against:+.3f}",
+                f"1/{mean(r.ratio for r in runs):.1f}",
                 f"{100 * mean(r.rounds / r.run.steps for r in runs):.0f} %",
             ]
-        )  # fmt: skip
+        )
     return harness.render(HEAD, rows)
 
 
@@ -200,7 +262,12 @@ def judge(groups: Groups) -> list[tuple[str, bool]]:
         if name == standard or not reference:
             continue
         worst, ours = max(r.final for r in reference), mean(r.final for r in runs)
-        bars.append((f"{task}: {name} ends at {ours:.3f}, the worst seed of {standard} at {worst:.3f}", ours <= worst))
+        bars.append(
+            (
+                f"{task}: {name} ends at {ours:.3f}, the worst seed of {standard} at {worst:.3f}",
+                ours <= worst,
+            )
+        )
     return bars
 
 
@@ -209,12 +276,23 @@ def draw(path: str, groups: Groups) -> None:
     from commpress.cli import charts
 
     tasks = list(dict.fromkeys(task for task, _ in groups))
-    with charts.chart(path, "Losses, mean over seeds; final losses in the legends", panels=len(tasks), size=(5, 4.4)) as panels:
+    with charts.chart(
+        path,
+        "Losses, mean over seeds; final losses in the legends",
+        panels=len(tasks),
+        size=(5, 4.4),
+    ) as panels:
         for task, panel in zip(tasks, panels, strict=True):
             names, curves = [name for of, name in groups if of == task], []
-            for name in sorted(names, key=lambda name: list(STYLES).index(name) if name in STYLES else len(STYLES)):
+            for name in sorted(
+                names, key=lambda name: list(STYLES).index(name) if name in STYLES else len(STYLES)
+            ):
                 runs = groups[task, name]
-                curves.append(charts.smooth([mean(step) for step in zip(*(r.losses for r in runs), strict=True)]))
+                curves.append(
+                    charts.smooth(
+                        [mean(step) for step in zip(*(r.losses for r in runs), strict=True)]
+                    )
+                )
                 style = STYLES.get(name) or STYLES[runs[0].run.optimizer] | OTHERWISE
                 label = f"{name}: {mean(r.final for r in runs):.3f}"
                 panel.plot(range(1, len(curves[-1]) + 1), curves[-1], label=label, **style)
@@ -224,7 +302,8 @@ def draw(path: str, groups: Groups) -> None:
 
 # ---------------------------------------------------------------- one training run
 #
-# The ranks run the production generators in lockstep, so what is compared is what training does, without a network.
+# The ranks run the production generators in lockstep, so what is compared is what training does,
+# without a network.
 
 
 class Bert(nn.Module):
@@ -243,7 +322,9 @@ class Bert(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return F.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), targets.flatten(), ignore_index=-100
+        )
 
 
 class Digits(nn.Module):
@@ -274,13 +355,16 @@ def digits_batches() -> Callable[[torch.Generator], Batch]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise MissingPackage("the digits come with scikit-learn: pip install scikit-learn") from error
+        raise MissingPackage(
+            "the digits come with scikit-learn: pip install scikit-learn"
+        ) from error
     images, targets = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(targets)
 
     def draw(draws: torch.Generator) -> Batch:
         rows = torch.randint(len(x), (8,), generator=draws)
-        noise = 0.3 * torch.randn(8, 1, 8, 8, generator=draws)  # no two batches alike, so that losses do not reach zero
+        # no two batches alike, so that losses do not reach zero
+        noise = 0.3 * torch.randn(8, 1, 8, 8, generator=draws)
         return x[rows] + noise, y[rows]
 
     return draw
@@ -298,14 +382,21 @@ def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOpt
     """``adam`` and ``lamb`` are ours with exact steps only, which are torch's Adam and LAMB."""
     lr = RATES[run.reference]
     options = {
-        "lr": lr, "weight_decay": 0.01, "codec": run.codec, "transport": transport, "error_feedback": run.feedback,
-        "betas": (0.9, 0.99), "max_grad_norm": 1.0, "exact_codec": run.exact_codec,
-    }  # fmt: skip
+        "lr": lr,
+        "weight_decay": 0.01,
+        "codec": run.codec,
+        "transport": transport,
+        "error_feedback": run.feedback,
+        "betas": (0.9, 0.99),
+        "max_grad_norm": 1.0,
+        "exact_codec": run.exact_codec,
+    }
     named = list(model.named_parameters())
     if run.optimizer == "zero-one":
         return ZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
     if run.optimizer == "sharded-zero-one":
-        return ShardedZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
+        options |= {"sync": run.sync}
+        return ShardedZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
     if run.optimizer == "sharded-onebit":
         return ShardedOneBitAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
     exact = run.optimizer in ("adam", "lamb")
@@ -343,10 +434,13 @@ def train(run: Run) -> Finished:
         losses.append(round(mean, 5))
     counters, last = optimizers[0].counters, losses[-max(run.steps // 10, 1) :]
     rounds = counters.exact_rounds + counters.compressed_rounds
-    return Finished(run, losses, sum(last) / len(last), counters.ratio if not exact else 1.0, rounds)
+    return Finished(
+        run, losses, sum(last) / len(last), counters.ratio if not exact else 1.0, rounds
+    )
 
 
 def warm_and_decay(step: int, steps: int) -> float:
-    """Factor of the learning rate: up over the first twentieth of the steps, linearly down to zero over the rest."""
+    """Factor of the learning rate: up over the first twentieth of the steps, linearly down to zero
+    over the rest."""
     warm = max(steps // 20, 1)
     return (step + 1) / warm if step < warm else (steps - step) / (steps - warm)

@@ -1,7 +1,9 @@
-"""DeepSpeed's 1-bit optimizers under DDP, to be compared with: up to its release 0.19.6, which is the last that has them.
+"""DeepSpeed's 1-bit optimizers under DDP, to be compared with: up to its release 0.19.6, which is
+the last that has them.
 
-They ask an engine whether gradients are to be averaged in backward; here that is DDP's flag. Where CuPy has no GPU, the few
-functions of it that they call are NumPy's, which share memory with torch's CPU tensors alike.
+They ask an engine whether gradients are to be averaged in backward; here that is DDP's flag. Where
+CuPy has no GPU, the few functions of it that they call are NumPy's, which share memory with torch's
+CPU tensors alike.
 """
 
 import importlib
@@ -36,9 +38,11 @@ class Engine:
 def optimizer(
     family: str, ddp: DistributedDataParallel, betas: tuple[float, float], exact: int, updates: int
 ) -> torch.optim.Optimizer:
-    """``exact``: first steps of 1-bit Adam that average gradients; ``updates``: of 0/1 Adam's variance at each interval.
+    """``exact``: first steps of 1-bit Adam that average gradients; ``updates``: of 0/1 Adam's
+    variance at each interval.
 
-    Its first step only makes buffers; it is taken here, so that none of the run's gradients is lost.
+    Its first step only makes buffers; it is taken here, so that none of the run's gradients is
+    lost.
     """
     module, name, more = {
         "onebit": ("adam", "OnebitAdam", {"freeze_step": exact + 1}),  # with the step below
@@ -49,13 +53,19 @@ def optimizer(
         found = importlib.import_module(f"deepspeed.runtime.fp16.onebit.{module}")
     except ImportError as error:
         raise MissingPackage(
-            "DeepSpeed's 1-bit optimizers were not found: pip install deepspeed==0.19.6 (later releases do not have them)"
+            "DeepSpeed's 1-bit optimizers were not found: pip install deepspeed==0.19.6 (later "
+            "releases do not have them)"
         ) from error
     comm = importlib.import_module("deepspeed.comm")
     comm.init_distributed(dist_backend="gloo", verbose=False)
     importlib.import_module("deepspeed.runtime.comm.nccl").dist = _Gathers(comm)  # type: ignore[attr-defined]
     made: torch.optim.Optimizer = getattr(found, name)(
-        [p for p in ddp.parameters() if p.requires_grad], deepspeed=Engine(ddp), lr=1e-4, betas=betas, weight_decay=0.01, **more
+        [p for p in ddp.parameters() if p.requires_grad],
+        deepspeed=Engine(ddp),
+        lr=1e-4,
+        betas=betas,
+        weight_decay=0.01,
+        **more,
     )
     for p in ddp.parameters():
         p.grad = torch.zeros_like(p)
@@ -83,7 +93,8 @@ class _Exported:
 
 
 class _Gathers:
-    """Their calls, for Gloo: it gathers a scale into tensors of one element only from such a tensor."""
+    """Their calls, for Gloo: it gathers a scale into tensors of one element only from such a
+    tensor."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -99,8 +110,15 @@ def _stand_in() -> None:
     if torch.cuda.is_available() or "cupy" in sys.modules:
         return
     fake: Any = ModuleType("cupy")
-    fake.packbits, fake.unpackbits, fake.split, fake.zeros = np.packbits, np.unpackbits, np.split, np.zeros
+    fake.packbits, fake.unpackbits, fake.split, fake.zeros = (
+        np.packbits,
+        np.unpackbits,
+        np.split,
+        np.zeros,
+    )
     fake.from_dlpack = lambda capsule: np.from_dlpack(_Exported(capsule))
     stream = SimpleNamespace(synchronize=lambda: None)
-    fake.cuda = SimpleNamespace(Device=lambda index: SimpleNamespace(use=lambda: None), get_current_stream=lambda: stream)
+    fake.cuda = SimpleNamespace(
+        Device=lambda index: SimpleNamespace(use=lambda: None), get_current_stream=lambda: stream
+    )
     sys.modules["cupy"] = fake

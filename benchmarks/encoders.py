@@ -1,7 +1,8 @@
 """reasons for Numba: one encoder written with the tools at hand, timed in one run
 
-The task is the sign encoder with residual in place, one mean |c| per 2048 elements: c = x + e, bits of c >= 0, the scales,
-e := c - scale * sign(c). Every candidate fills buffers made beforehand as far as its tool allows; all must agree.
+The task is the sign encoder with residual in place, one mean |c| per 2048 elements: c = x + e, bits
+of c >= 0, the scales, e := c - scale * sign(c). Every candidate fills buffers made beforehand as
+far as its tool allows; all must agree.
 
   python benchmarks encoders
   python benchmarks encoders --numel 1048576 --threads 1
@@ -22,10 +23,12 @@ from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import SIGN_L1
 
 BLOCK = 2048
-SLICE = 1 << 16  # elements that NumPy and blocked torch handle at a time: 256 KiB, in the second-level cache
+# elements that NumPy and blocked torch handle at a time: 256 KiB, in the second-level cache
+SLICE = 1 << 16
 HEAD = ["candidate", "threads", "first call s", "ms", "GB/s float32", "of copy"]
 Rows = list[dict[str, Any]]
-Task = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x, residual → bits, scales
+# x, residual → bits, scales
+Task = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def torch_operations(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +72,10 @@ def numpy_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor,
 
 def ours(numel: int) -> Task:
     pieces = cut([Piece(0, numel, SIGN_L1, BLOCK)], ROWS)
-    message, flag = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    message, flag = (
+        torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.uint8),
+    )
     scales = 4 * (numel // ROWS // BLOCK)
 
     def encode(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +115,16 @@ def compare(numel: int, threads: list[int]) -> Rows:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)")
-    parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
+    parser.add_argument(
+        "--numel",
+        type=int,
+        default=1 << 25,
+        metavar="N",
+        help="floats in the buffer (default 33554432)",
+    )
+    parser.add_argument(
+        "--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)"
+    )
     harness.add_options(parser, check="ours takes at most 1.05 of the fastest candidate's time")
 
 
@@ -120,33 +134,59 @@ def run(options: argparse.Namespace) -> int:
 
 
 def judge(rows: Rows) -> list[tuple[str, bool]]:
-    one = {row["candidate"]: row["seconds"] for row in rows if row["threads"] == rows[0]["threads"] and "seconds" in row}
+    one = {
+        row["candidate"]: row["seconds"]
+        for row in rows
+        if row["threads"] == rows[0]["threads"] and "seconds" in row
+    }
     ours, best = one["Numba (commpress)"], min(one.values())
-    return [(f"ours takes {ours / best:.2f} of the fastest candidate's time, at most 1.05 expected", ours <= 1.05 * best)]
+    return [
+        (
+            f"ours takes {ours / best:.2f} of the fastest candidate's time, at most 1.05 expected",
+            ours <= 1.05 * best,
+        )
+    ]
 
 
 def draw(path: str, rows: Rows) -> None:
     from commpress.cli import charts
 
-    names, threads = (list(dict.fromkeys(row[key] for row in rows)) for key in ("candidate", "threads"))
-    rates = {(r["candidate"], r["threads"]): 4e-9 * r["numel"] / r["seconds"] for r in rows if "seconds" in r}
-    series = {f"{count} thread{'s' * (count > 1)}": [rates.get((name, count)) for name in names] for count in threads}
+    names, threads = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("candidate", "threads")
+    )
+    rates = {
+        (r["candidate"], r["threads"]): 4e-9 * r["numel"] / r["seconds"]
+        for r in rows
+        if "seconds" in r
+    }
+    series = {
+        f"{count} thread{'s' * (count > 1)}": [rates.get((name, count)) for name in names]
+        for count in threads
+    }
     with charts.chart(path, "One sign encoder, written in several ways", size=(8, 4.2)) as (panel,):
         charts.bars(panel, names, series, "GB of float32 per second")
 
 
-def enter(task: Task, x: torch.Tensor, residual: torch.Tensor, spare: torch.Tensor) -> dict[str, Any]:
+def enter(
+    task: Task, x: torch.Tensor, residual: torch.Tensor, spare: torch.Tensor
+) -> dict[str, Any]:
     spare.copy_(residual)
     start = perf_counter()
     try:
         bits, scales = task(x, spare)
-    except Exception as error:  # torch.compile without a C++ compiler, or another that this machine cannot run
+    # torch.compile without a C++ compiler, or another that this machine cannot run
+    except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
     first = perf_counter() - start
     agree(x + residual, bits, scales, spare)
     took = harness.alternately({"task": lambda: task(x, residual), "copy": lambda: spare.copy_(x)})
     moved = (12 + 1 / 8) * len(x) / took["task"]
-    return {"numel": len(x), "first_call": first, "seconds": took["task"], "of_copy": moved / (8 * len(x) / took["copy"])}
+    return {
+        "numel": len(x),
+        "first_call": first,
+        "seconds": took["task"],
+        "of_copy": moved / (8 * len(x) / took["copy"]),
+    }
 
 
 def agree(c: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, left: torch.Tensor) -> None:
@@ -157,7 +197,8 @@ def agree(c: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, left: torch
     np.testing.assert_array_equal(bits.numpy().reshape(-1), np.packbits(c.numpy() >= 0))
     torch.testing.assert_close(scales, want, rtol=1e-5, atol=0)
     torch.testing.assert_close(
-        left, (c.view(-1, BLOCK) - torch.where(c.view(-1, BLOCK) >= 0, 1, -1) * want[:, None]).view(-1)
+        left,
+        (c.view(-1, BLOCK) - torch.where(c.view(-1, BLOCK) >= 0, 1, -1) * want[:, None]).view(-1),
     )
 
 
@@ -165,6 +206,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     if "failed" in row:
         return [row["candidate"], str(row["threads"]), "", "", "", f"failed: {row['failed']}"]
     return [
-        row["candidate"], str(row["threads"]), f"{row['first_call']:.1f}", f"{1e3 * row['seconds']:.1f}",
-        f"{row['numel'] * 4 / row['seconds'] / 1e9:.2f}", f"{100 * row['of_copy']:.0f}%",
-    ]  # fmt: skip
+        row["candidate"],
+        str(row["threads"]),
+        f"{row['first_call']:.1f}",
+        f"{1e3 * row['seconds']:.1f}",
+        f"{row['numel'] * 4 / row['seconds'] / 1e9:.2f}",
+        f"{100 * row['of_copy']:.0f}%",
+    ]

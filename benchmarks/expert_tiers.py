@@ -1,8 +1,8 @@
 """a step of experts in a tiered store, against the store alone with as many bytes
 
-Trains one layer whose experts are in a store, a few of them in memory, under AdamW on one thread; every expert has tokens. In
-turns with it, the store alone reads and writes as many bytes as the step did, in tensors of the size of an expert's weights,
-eight under way: the floor.
+Trains one layer whose experts are in a store, a few of them in memory, under AdamW on one thread;
+every expert has tokens. In turns with it, the store alone reads and writes as many bytes as the
+step did, in tensors of the size of an expert's weights, eight under way: the floor.
   forward, backward, update    milliseconds, medians; step is all three
   read, written                GB of a step
   floor                        milliseconds, median of the store alone
@@ -32,7 +32,16 @@ from commpress.tiered_mem import Pending
 MOST = 1.3
 UNDER_WAY = 8  # reads, and as many writes
 WARM = 2
-HEAD = ["forward ms", "backward ms", "update ms", "step ms", "read GB", "written GB", "floor ms", "of floor"]
+HEAD = [
+    "forward ms",
+    "backward ms",
+    "update ms",
+    "step ms",
+    "read GB",
+    "written GB",
+    "floor ms",
+    "of floor",
+]
 PHASES = ("forward", "backward", "update")
 
 
@@ -52,17 +61,38 @@ class TierTimes:
 
 def options(parser: argparse.ArgumentParser) -> None:
     for name, value, says in (
-        ("experts", 64, "of the layer"), ("resident", 8, "experts in memory"), ("width", 512, "of a token"),
-        ("tokens", 8, "of an expert"), ("rounds", 7, "steps that count"),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{says} (default {value})")
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="on the disk to use (default: the temporary folder)")
+        ("experts", 64, "of the layer"),
+        ("resident", 8, "experts in memory"),
+        ("width", 512, "of a token"),
+        ("tokens", 8, "of an expert"),
+        ("rounds", 7, "steps that count"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=value, metavar="N", help=f"{says} (default {value})"
+        )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        metavar="DIR",
+        help="on the disk to use (default: the temporary folder)",
+    )
     harness.add_options(parser, check=f"a step takes at most {MOST} floors")
 
 
 def run(options: argparse.Namespace) -> int:
-    if min(options.resident, options.width // 256, options.tokens, options.rounds, options.experts // 2) < 1:
-        raise InvalidArgument("expected --experts of at least 2, --width of at least 256, and all else at least 1")
+    if (
+        min(
+            options.resident,
+            options.width // 256,
+            options.tokens,
+            options.rounds,
+            options.experts // 2,
+        )
+        < 1
+    ):
+        raise InvalidArgument(
+            "expected --experts of at least 2, --width of at least 256, and all else at least 1"
+        )
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory(prefix="expert-tiers-", dir=options.directory) as folder:
@@ -92,7 +122,12 @@ def draw(path: str, rows: list[TierTimes]) -> None:
 
     names = (*PHASES, "step", "floor")
     with charts.chart(path, "A step of experts in a store", size=(8, 3)) as (panel,):
-        charts.bars(panel, list(names), {"": [1e3 * median(getattr(row, name) for row in rows) for name in names]}, "ms")
+        charts.bars(
+            panel,
+            list(names),
+            {"": [1e3 * median(getattr(row, name) for row in rows) for name in names]},
+            "ms",
+        )
 
 
 class Bench:
@@ -102,14 +137,23 @@ class Bench:
         count, width = options.experts, options.width
         self.nbytes = 2 * width * 2 * width * 4  # of an expert's weights
         host = (options.resident * 4 * self.nbytes) + (1 << 20)
-        self.store, self.bare = (commpress.TieredStore.open(folder / name, host=host) for name in ("experts", "bare"))
+        self.store, self.bare = (
+            commpress.TieredStore.open(folder / name, host=host) for name in ("experts", "bare")
+        )
         exchange = commpress.ExpertExchange(count, transport=Loopback(1).transport(0))
         made = (_expert(width) for _ in range(count))
-        self.layer = commpress.moe.Experts(made, exchange, store=self.store, resident=options.resident)
-        self.optimizer = commpress.moe.ExpertOptimizer(self.layer.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+        self.layer = commpress.moe.Experts(
+            made, exchange, store=self.store, resident=options.resident
+        )
+        self.optimizer = commpress.moe.ExpertOptimizer(
+            self.layer.parameters(), torch.optim.AdamW, lr=1e-3, fused=True
+        )
         choices = torch.arange(2 * (count * options.tokens // 2)) % count
         self.chosen = choices.view(-1, 2)
-        self.rows, self.gates = torch.randn(len(self.chosen), width), torch.ones(len(self.chosen), 2)
+        self.rows, self.gates = (
+            torch.randn(len(self.chosen), width),
+            torch.ones(len(self.chosen), 2),
+        )
         self.stored = 0  # tensors of the second store
 
     def round(self) -> TierTimes:
@@ -120,19 +164,27 @@ class Bench:
         at.append(perf_counter())
         self.optimizer.step()
         at.append(perf_counter())
-        read, written = (after - first for after, first in zip(self.store.traffic(), before, strict=True))
+        read, written = (
+            after - first for after, first in zip(self.store.traffic(), before, strict=True)
+        )
         forward, backward, update = (b - a for a, b in pairwise(at))
         return TierTimes(forward, backward, update, read, written, self._floor(read, written))
 
     def _floor(self, read: int, written: int) -> float:
         """Seconds in which the store alone reads and writes so much, both at once."""
         reads = read // self.nbytes
-        writes = min(written // self.nbytes, reads)  # what is written is read later, but for the first steps
+        # what is written is read later, but for the first steps
+        writes = min(written // self.nbytes, reads)
         for i in range(self.stored, reads):
             self.bare.put(str(i), torch.randn(self.nbytes // 4))
             self.bare.evict(str(i)).wait()
         self.stored = max(self.stored, reads)
-        start, coming, leaving, due = perf_counter(), deque[tuple[str, Pending[int]]](), deque[Pending[None]](), 0
+        start, coming, leaving, due = (
+            perf_counter(),
+            deque[tuple[str, Pending[int]]](),
+            deque[Pending[None]](),
+            0,
+        )
         for i in range(reads + UNDER_WAY):
             if i < reads:
                 coming.append((str(i), self.bare.prefetch(str(i))))
@@ -159,5 +211,8 @@ class Bench:
 
 
 def _expert(width: int) -> torch.nn.Module:
-    up, down = torch.nn.Linear(width, 2 * width, bias=False), torch.nn.Linear(2 * width, width, bias=False)
+    up, down = (
+        torch.nn.Linear(width, 2 * width, bias=False),
+        torch.nn.Linear(2 * width, width, bias=False),
+    )
     return torch.nn.Sequential(up, torch.nn.SiLU(), down)

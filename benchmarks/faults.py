@@ -1,8 +1,9 @@
 """errors that survivors see: every call of a process group against every fault
 
-Three local processes form a group over the backend "commpress". The last one is killed or stopped, or calls with another
-shape, dtype, codec, or another operation. The other two report the exception, whom it names, and after how many seconds;
-then both destroy the group, and build another one of the two of them, to show that they can go on.
+Three local processes form a group over the backend "commpress". The last one is killed or stopped,
+or calls with another shape, dtype, codec, or another operation. The other two report the exception,
+whom it names, and after how many seconds; then both destroy the group, and build another one of the
+two of them, to show that they can go on.
 
   python benchmarks faults                        all of it, about three minutes
   python benchmarks faults --calls all_reduce     one row
@@ -76,27 +77,44 @@ class Case:
     seen: list[Seen | None]  # None: it hung or died
 
     def holds(self, limit: float) -> bool:
-        return all(s is not None and self._named(s) and s.seconds <= limit and s.went_on for s in self.seen)
+        return all(
+            s is not None and self._named(s) and s.seconds <= limit and s.went_on for s in self.seen
+        )
 
     def _named(self, seen: Seen) -> bool:
-        """A rank that receives from anybody may first hear that the other two disagree, and from which is chance."""
+        """A rank that receives from anybody may first hear that the other two disagree, and from
+        which is chance."""
         one_of_two = self.call == ANYBODY and seen.error == "Mismatch" and len(seen.ranks) == 1
         return seen.error in ("Mismatch", "PeerFailure") and (one_of_two or seen.ranks == (FAULTY,))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", nargs="+", metavar="NAME", help="only these rows")
-    parser.add_argument("--faults", nargs="+", metavar="NAME", choices=FAULTS, help=f"of {', '.join(FAULTS)}")
-    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="of the group, in seconds (default 3)")
-    parser.add_argument("--markdown", metavar="FILE", help="write the table as a document, such as docs/faults.md")
-    parser.add_argument("--json", metavar="FILE", help="everything seen, with the texts of the errors")
+    parser.add_argument(
+        "--faults", nargs="+", metavar="NAME", choices=FAULTS, help=f"of {', '.join(FAULTS)}"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="of the group, in seconds (default 3)",
+    )
+    parser.add_argument(
+        "--markdown", metavar="FILE", help="write the table as a document, such as docs/faults.md"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="everything seen, with the texts of the errors"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     names = [*CALLS, COMPRESSED]
     for name in options.calls or ():
         if name not in names:
-            raise InvalidArgument(f"call is {name!r}, expected one of {', '.join(map(repr, names))}")
+            raise InvalidArgument(
+                f"call is {name!r}, expected one of {', '.join(map(repr, names))}"
+            )
     import_module("commpress.backend")
     if sys.platform.startswith("linux"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -107,14 +125,20 @@ def run(options: argparse.Namespace) -> int:
         row = [observe(call, fault, options.timeout) for fault in faults if applies(call, fault)]
         cases += row
         cells = {case.fault: cell(case) for case in row}
-        print(harness.line([call, *(cells.get(f, "-") for f in faults)], _widths(len(faults))), flush=True)
+        print(
+            harness.line([call, *(cells.get(f, "-") for f in faults)], _widths(len(faults))),
+            flush=True,
+        )
     limit = options.timeout + 1
     if options.markdown:
         Path(options.markdown).write_text(document(cases, calls, faults, options.timeout))
     if options.json:
         harness.write_json(options.json, [asdict(case) for case in cases])
     bad = [f"{case.call} / {case.fault}" for case in cases if not case.holds(limit)]
-    what = f"{len(cases)} cases: typed, the right rank named by all, within {limit:g} s, and a new group works"
+    what = (
+        f"{len(cases)} cases: typed, the right rank named by all, within {limit:g} s, and a "
+        "new group works"
+    )
     return harness.verdict([(what + (f"; not: {', '.join(bad)}" if bad else ""), not bad)])
 
 
@@ -124,7 +148,9 @@ def cell(case: Case) -> str:
     seen = [s for s in case.seen if s is not None]
     kinds = "/".join(dict.fromkeys(s.error for s in seen))
     named = "/".join(dict.fromkeys(",".join(map(str, s.ranks)) or "nobody" for s in seen))
-    return f"{kinds} {named} {max(s.seconds for s in seen):.2f} s" + ("" if all(s.went_on for s in seen) else " stuck")
+    return f"{kinds} {named} {max(s.seconds for s in seen):.2f} s" + (
+        "" if all(s.went_on for s in seen) else " stuck"
+    )
 
 
 def document(cases: list[Case], calls: list[str], faults: list[str], timeout: float) -> str:
@@ -143,14 +169,17 @@ def _widths(faults: int) -> list[int]:
 
 
 def observe(call: str, fault: str, timeout: float) -> Case:
-    """Forked processes: they start in milliseconds, and this one runs no threads yet that a fork would lose."""
+    """Forked processes: they start in milliseconds, and this one runs no threads yet that a fork
+    would lose."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="commpress-") as folder:
         pipes: list[Connection] = []
         processes: list[Any] = []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, folder, call, fault, timeout, theirs), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, folder, call, fault, timeout, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -159,7 +188,9 @@ def observe(call: str, fault: str, timeout: float) -> Case:
             for pipe in pipes:
                 pipe.recv()  # all have met
             if fault in ("kill -9", "SIGSTOP"):
-                os.kill(processes[FAULTY].pid, signal.SIGKILL if fault == "kill -9" else signal.SIGSTOP)
+                os.kill(
+                    processes[FAULTY].pid, signal.SIGKILL if fault == "kill -9" else signal.SIGSTOP
+                )
             for pipe in pipes[:FAULTY] if fault in ("kill -9", "SIGSTOP") else pipes:
                 pipe.send("go")
             return Case(call, fault, [_answer(pipe, timeout + PATIENCE) for pipe in pipes[:FAULTY]])
@@ -214,11 +245,16 @@ def _goes_on(folder: str, rank: int) -> bool:
 def _join(folder: str, name: str, rank: int, size: int, timeout: float, options: Any) -> None:
     where = f"file://{Path(folder) / name}"
     dist.init_process_group(
-        "commpress", init_method=where, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), pg_options=options
+        "commpress",
+        init_method=where,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+        pg_options=options,
     )
 
 
-# ---------------------------------------------------------------- every call as it is made right, and made wrong by one rank
+# --------------------------------------- every call as it is made right, and made wrong by one rank
 
 
 def _rows(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -252,7 +288,9 @@ def _gather_list(n: int, dtype: torch.dtype) -> None:
 
 
 def _gather_single(n: int, dtype: torch.dtype) -> None:
-    all_gather_single(torch.ones(n * dist.get_world_size(), dtype=dtype), torch.ones(n, dtype=dtype))
+    all_gather_single(
+        torch.ones(n * dist.get_world_size(), dtype=dtype), torch.ones(n, dtype=dtype)
+    )
 
 
 def _gather_single_coalesced(n: int, dtype: torch.dtype) -> None:
@@ -262,11 +300,15 @@ def _gather_single_coalesced(n: int, dtype: torch.dtype) -> None:
 
 
 def _gather(n: int, dtype: torch.dtype) -> None:
-    dist.gather(torch.ones(n, dtype=dtype), _rows(n, dtype) if dist.get_rank() == 0 else None, dst=0)
+    dist.gather(
+        torch.ones(n, dtype=dtype), _rows(n, dtype) if dist.get_rank() == 0 else None, dst=0
+    )
 
 
 def _scatter(n: int, dtype: torch.dtype) -> None:
-    dist.scatter(torch.ones(n, dtype=dtype), _rows(n, dtype) if dist.get_rank() == 0 else None, src=0)
+    dist.scatter(
+        torch.ones(n, dtype=dtype), _rows(n, dtype) if dist.get_rank() == 0 else None, src=0
+    )
 
 
 def _scatter_list(n: int, dtype: torch.dtype) -> None:
@@ -274,7 +316,9 @@ def _scatter_list(n: int, dtype: torch.dtype) -> None:
 
 
 def _scatter_single(n: int, dtype: torch.dtype) -> None:
-    reduce_scatter_single(torch.ones(n, dtype=dtype), torch.ones(n * dist.get_world_size(), dtype=dtype))
+    reduce_scatter_single(
+        torch.ones(n, dtype=dtype), torch.ones(n * dist.get_world_size(), dtype=dtype)
+    )
 
 
 def _scatter_single_coalesced(n: int, dtype: torch.dtype) -> None:
@@ -284,7 +328,8 @@ def _scatter_single_coalesced(n: int, dtype: torch.dtype) -> None:
 
 
 def _all_to_all(n: int, dtype: torch.dtype) -> None:
-    """Over the group itself: torch's function refuses lists of tensors on anything but NCCL and MPI by its name."""
+    """Over the group itself: torch's function refuses lists of tensors on anything but NCCL and MPI
+    by its name."""
     dist.group.WORLD.alltoall(_rows(n, dtype), _rows(n, dtype)).wait()  # type: ignore[union-attr]
 
 
@@ -303,7 +348,9 @@ def _wait(works: list[dist.Work | None]) -> None:
         work.wait()
 
 
-def _with_the_last(mine: Callable[..., object], its: Callable[..., dist.Work | None], n: int, dtype: torch.dtype) -> None:
+def _with_the_last(
+    mine: Callable[..., object], its: Callable[..., dist.Work | None], n: int, dtype: torch.dtype
+) -> None:
     last = dist.get_world_size() - 1
     if dist.get_rank() < last:
         mine(torch.ones(n, dtype=dtype), last)

@@ -1,8 +1,9 @@
 """a training step under FSDP2: time and bytes of plain and compressed sharding
 
-Trains a GPT with each block and the rest under fully_shard, bf16 parameters and gradients on the wire (--dtype float32: as
-FSDP2 sends them unless told otherwise), float32 arithmetic (many processors have no other that is fast), once per variant, in
-rounds of a few steps each, so that moods of machine and network hit all alike.
+Trains a GPT with each block and the rest under fully_shard, bf16 parameters and gradients on the
+wire (--dtype float32: as FSDP2 sends them unless told otherwise), float32 arithmetic (many
+processors have no other that is fast), once per variant, in rounds of a few steps each, so that
+moods of machine and network hit all alike.
   compute FSDP2 without a network: every rank copies its own part (not among the default variants)
   plain   torch's own collectives
   bf16    commpress with bf16 both ways: the same bytes in theory, point to point, one rounding
@@ -11,9 +12,10 @@ rounds of a few steps each, so that moods of machine and network hit all alike.
   diff    int4 gradients, weights as int4 differences
   half    as int4, residuals in bf16 (not among the default variants)
   byte    as int4, residuals in a byte (not among the default variants)
-"of plain" compares the bytes that commpress counts with what collectives of that dtype send in theory, (P−1)/P of each
-buffer; "MB sent" is what the kernel counted, of everything. --train N --seeds K trains N steps instead and compares held-out
-losses over K seeds: a variant's mean must lie within the spread of plain.
+"of plain" compares the bytes that commpress counts with what collectives of that dtype send in
+theory, (P−1)/P of each buffer; "MB sent" is what the kernel counted, of everything. --train N
+--seeds K trains N steps instead and compares held-out losses over K seeds: a variant's mean must
+lie within the spread of plain.
 
   python benchmarks fsdp                                                  4 local processes
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks fsdp --check
@@ -56,7 +58,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": None}  # None: no mixed precisi
 BARS = {"int8": 0.52, "int4": 0.44, "diff": 0.30}  # of the bytes of bf16 collectives
 FASTER = 1.8  # than plain, with --check
 WARM = 2
-HEAD = ["variant", "step ms", "against plain", "MB sent/rank", "of plain", "gradients", "weights", "loss"]
+HEAD = [
+    "variant",
+    "step ms",
+    "against plain",
+    "MB sent/rank",
+    "of plain",
+    "gradients",
+    "weights",
+    "loss",
+]
 
 
 @dataclass
@@ -74,10 +85,23 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=UNASKED, metavar="A,B", help=f"default {UNASKED}")
-    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="of what plain sends (default bfloat16)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=list(DTYPES),
+        help="of what plain sends (default bfloat16)",
+    )
     training.add_options(parser, rounds=3, steps=3, batch=1)
-    parser.add_argument("--train", type=int, default=0, metavar="N", help="compare losses after N steps instead of times")
-    parser.add_argument("--seeds", type=int, default=5, metavar="K", help="of each variant with --train (default 5)")
+    parser.add_argument(
+        "--train",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compare losses after N steps instead of times",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, metavar="K", help="of each variant with --train (default 5)"
+    )
     ranks.add_options(parser)
     harness.add_options(
         parser,
@@ -91,7 +115,9 @@ def run(options: argparse.Namespace) -> int:
     if options.train < 0 or options.seeds < 1:
         raise InvalidArgument("--train must be at least 0 and --seeds at least 1")
     bars = partial(judge, trained=bool(options.train))
-    return harness.run(options, _train if options.train else _time, judge=bars, draw=draw, summary=summary)
+    return harness.run(
+        options, _train if options.train else _time, judge=bars, draw=draw, summary=summary
+    )
 
 
 def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
@@ -109,12 +135,16 @@ class WideLinear(nn.Linear):
     """Computes in float32 whatever its parameters are gathered in."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        return F.linear(
+            x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+        )
 
 
 class WideNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return F.layer_norm(
+            x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        )
 
 
 WIDE = {nn.Linear: WideLinear, nn.LayerNorm: WideNorm}
@@ -123,10 +153,18 @@ WIDE = {nn.Linear: WideLinear, nn.LayerNorm: WideNorm}
 class OwnRows(_AllGather):  # type: ignore[misc,valid-type]
     """Every row is this rank's."""
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        async_op: bool = False,
+    ) -> None:
         output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
 
 
@@ -134,7 +172,12 @@ class OwnGradients(OwnRows, _ReduceScatter):  # type: ignore[misc,valid-type]
     """The mean is this rank's part."""
 
     def __call__(  # type: ignore[override]
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
@@ -155,12 +198,16 @@ class Sharded(training.Trainee):
         self.state = None
         if gradients is not None:
             kept = RESIDUALS.get(name, "none")
-            self.state = commpress.compress_fsdp(model, gradients, weights, regather=name == "bf16", residuals=kept)
+            self.state = commpress.compress_fsdp(
+                model, gradients, weights, regather=name == "bf16", residuals=kept
+            )
         if name == "compute":
             for module in (*model.blocks, model):
                 module.set_custom_all_gather(OwnRows())
                 module.set_custom_reduce_scatter(OwnGradients())
-        super().__init__(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), load)
+        super().__init__(
+            name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), load
+        )
         self.before = self.counted()
 
     def counted(self) -> list[int]:
@@ -174,7 +221,9 @@ class Sharded(training.Trainee):
         """The mean over all ranks' held-out windows, the same for every seed and variant."""
         draws = torch.Generator().manual_seed(dist.get_rank())
         with torch.no_grad():
-            loss = self.wrapped(*batch(self.corpus[-training.HELD_OUT :], 64, self.load.length, draws)).float()
+            loss = self.wrapped(
+                *batch(self.corpus[-training.HELD_OUT :], 64, self.load.length, draws)
+            ).float()
         dist.all_reduce(loss)
         return float(loss) / dist.get_world_size()
 
@@ -186,11 +235,16 @@ class Sharded(training.Trainee):
         return Measured(self.name, seconds, sent, of[0], of[1], of[2], self.loss, self.parameters)
 
 
-def _time(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+def _time(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[Measured]:
     load = training.load_of(options)
     every = {name: Sharded(name, load, options.dtype) for name in variants_of(options)}
     parameters = every["plain"].parameters / 1e6
-    report(f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} rounds of {load.steps}")
+    report(
+        f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} rounds "
+        f"of {load.steps}"
+    )
     for one in every.values():
         one.train(WARM)  # differences begin with an exact gather
         one.before = one.counted()
@@ -198,7 +252,9 @@ def _time(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     return [one.measured(float(seconds[name].median()), sent[name]) for name, one in every.items()]
 
 
-def _train(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+def _train(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[Measured]:
     results = []
     for name in variants_of(options):
         losses, took = [], []
@@ -225,16 +281,23 @@ def _cells(m: Measured, plain: Measured) -> list[str]:
     if m.variant not in ("compute", "plain"):
         shares = [f"{100 * x:.1f} %" for x in (m.of_plain, m.gradients, m.weights)]
     return [
-        m.variant, f"{1e3 * m.step_seconds:.1f}", f"{plain.step_seconds / m.step_seconds:.2f}x",
-        "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}", *shares, f"{m.loss:.3f}",
-    ]  # fmt: skip
+        m.variant,
+        f"{1e3 * m.step_seconds:.1f}",
+        f"{plain.step_seconds / m.step_seconds:.2f}x",
+        "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}",
+        *shares,
+        f"{m.loss:.3f}",
+    ]
 
 
 def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
     plain, others = measured[0], [m for m in measured[1:] if m.variant != "compute"]
     bars = [
         (
-            f"{m.variant} sends {100 * m.of_plain:.1f} % of plain, at most {100 * BARS[m.variant]:.0f} %",
+            (
+                f"{m.variant} sends {100 * m.of_plain:.1f} % of plain, at most "
+                f"{100 * BARS[m.variant]:.0f} %"
+            ),
             m.of_plain <= BARS[m.variant],
         )
         for m in others
@@ -244,7 +307,8 @@ def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
         low, high, seeds = min(plain.losses), max(plain.losses), len(plain.losses)
         return bars + [
             (
-                f"{m.variant} ends at {m.loss:.4f} on average over {seeds} seeds ({m.loss - plain.loss:+.4f} against plain), "
+                f"{m.variant} ends at {m.loss:.4f} on average over {seeds} seeds "
+                f"({m.loss - plain.loss:+.4f} against plain), "
                 f"plain at {low:.4f} to {high:.4f}",
                 m.loss <= high,
             )
@@ -252,7 +316,13 @@ def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
         ]
     best = min(others, key=lambda m: m.step_seconds, default=plain)
     factor = plain.step_seconds / best.step_seconds
-    return [*bars, (f"{best.variant} is {factor:.2f} times faster than plain, at least {FASTER}", factor >= FASTER)]
+    return [
+        *bars,
+        (
+            f"{best.variant} is {factor:.2f} times faster than plain, at least {FASTER}",
+            factor >= FASTER,
+        ),
+    ]
 
 
 def draw(path: str, measured: list[Measured]) -> None:
@@ -263,7 +333,8 @@ def draw(path: str, measured: list[Measured]) -> None:
     with charts.chart(path, title, panels=2) as (time, sent):
         charts.bars(time, names, {"": [1e3 * m.step_seconds for m in measured]}, "one step, ms")
         shares = {
-            "gradients": [100 * m.gradients for m in measured], "weights": [100 * m.weights for m in measured],
+            "gradients": [100 * m.gradients for m in measured],
+            "weights": [100 * m.weights for m in measured],
             "together": [100 * m.of_plain for m in measured],
-        }  # fmt: skip
+        }
         charts.bars(sent, names, shares, "bytes sent, % of plain collectives", show="{:.1f}")

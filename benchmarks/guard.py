@@ -1,7 +1,8 @@
 """the cost of agreement: an exact all-reduce over "commpress" against the same over Gloo
 
-Both run alternately, a few calls back to back each, so that a network's moods hit both; times are medians over rounds of the
-slowest rank's. Calls that repeat themselves begin on promises: the difference is a record of 64 bytes beside the data.
+Both run alternately, a few calls back to back each, so that a network's moods hit both; times are
+medians over rounds of the slowest rank's. Calls that repeat themselves begin on promises: the
+difference is a record of 64 bytes beside the data.
 
   python benchmarks guard                                          4 local processes
   torchrun ... benchmarks guard                 the ranks of a launcher
@@ -40,9 +41,18 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     harness.add_sizes(parser, "64KiB", "16MiB", factor=4)
-    parser.add_argument("--rounds", type=int, default=12, metavar="N", help=f"of {CALLS} calls, for each size (default 12)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=12,
+        metavar="N",
+        help=f"of {CALLS} calls, for each size (default 12)",
+    )
     ranks.add_options(parser)
-    check = f"results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most {DEAREST:.0%} more"
+    check = (
+        "results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most "
+        f"{DEAREST:.0%} more"
+    )
     harness.add_options(parser, check=check)
 
 
@@ -50,12 +60,19 @@ def run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise InvalidArgument("--rounds must be at least 1")
     harness.sizes_of(options)
-    return harness.run(options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells))
+    return harness.run(
+        options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells)
+    )
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+def bench(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[Measured]:
     import_module("commpress.backend")
-    groups = {name: dist.new_group(timeout=timedelta(minutes=5), backend=name) for name in ("gloo", "commpress")}
+    groups = {
+        name: dist.new_group(timeout=timedelta(minutes=5), backend=name)
+        for name in ("gloo", "commpress")
+    }
     report(f"# {size} ranks")
     results = []
     for nbytes in harness.sizes_of(options):
@@ -67,7 +84,11 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
 def measure(numel: int, groups: dict[str, dist.ProcessGroup], rounds: int) -> Measured:
     tensor = torch.zeros(numel)
     calls = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
-    took = harness.medians({name: partial(harness.together, call, CALLS) for name, call in calls.items()}, rounds, warm=1)
+    took = harness.medians(
+        {name: partial(harness.together, call, CALLS) for name, call in calls.items()},
+        rounds,
+        warm=1,
+    )
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     both = [drawn.clone() for _ in groups]
     for one, group in zip(both, groups.values(), strict=True):
@@ -79,16 +100,22 @@ def measure(numel: int, groups: dict[str, dist.ProcessGroup], rounds: int) -> Me
 
 def cells(m: Measured) -> list[str]:
     return [
-        str(m.size), f"{1e6 * m.gloo_seconds:.0f}", f"{1e6 * m.seconds:.0f}", f"{1e6 * (m.seconds - m.gloo_seconds):.0f}",
+        str(m.size),
+        f"{1e6 * m.gloo_seconds:.0f}",
+        f"{1e6 * m.seconds:.0f}",
+        f"{1e6 * (m.seconds - m.gloo_seconds):.0f}",
         f"{100 * m.overhead:.1f} %",
-    ]  # fmt: skip
+    ]
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     bars = [("every element has the bits of Gloo's", all(m.wrong == 0 for m in measured))]
     last = measured[-1]
     if last.size >= 4 << 20:
-        cost = f"agreement costs {100 * last.overhead:.1f} % at {last.size >> 20} MiB, at most {100 * DEAREST:.0f} %"
+        cost = (
+            f"agreement costs {100 * last.overhead:.1f} % at {last.size >> 20} MiB, at most "
+            f"{100 * DEAREST:.0f} %"
+        )
         bars.append((cost, last.overhead <= DEAREST))
     return bars
 
@@ -96,8 +123,13 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
 def draw(path: str, measured: list[Measured]) -> None:
     from commpress.cli import charts
 
-    with charts.chart(path, "What agreement costs: an exact all-reduce over \"commpress\" and over Gloo") as (panel,):
-        charts.over_sizes(panel, {
-            "Gloo": [(m.size, m.gloo_seconds) for m in measured],
-            "commpress": [(m.size, m.seconds) for m in measured],
-        })  # fmt: skip
+    with charts.chart(
+        path, 'What agreement costs: an exact all-reduce over "commpress" and over Gloo'
+    ) as (panel,):
+        charts.over_sizes(
+            panel,
+            {
+                "Gloo": [(m.size, m.gloo_seconds) for m in measured],
+                "commpress": [(m.size, m.seconds) for m in measured],
+            },
+        )

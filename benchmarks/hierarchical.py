@@ -1,15 +1,16 @@
 """the all-reduce in two levels, against the flat one and torch's float32 all-reduce
 
-All three run interleaved, some calls back to back, so that a network's moods hit them alike. Which ranks share a node is
-what the launcher says, or --topology. One line per size and codec:
-  torch, flat, levels   milliseconds, medians of the slowest rank's: torch's float32 all_reduce, our flat one with the
-                        codec, and the hierarchical one, which compresses between nodes only
+All three run interleaved, some calls back to back, so that a network's moods hit them alike. Which
+ranks share a node is what the launcher says, or --topology. One line per size and codec:
+  torch, flat, levels   milliseconds, medians of the slowest rank's: torch's float32 all_reduce, our
+                        flat one with the codec, and the hierarchical one, which compresses between
+                        nodes only
   speed-up              torch / levels
   #wrong                elements whose bits differ between ranks after the hierarchical one
-  node B, formula       bytes that left the busiest node in one hierarchical all-reduce, headers included, against
-                        2(m-1)/m * size of the codec's rows for m nodes
-  choice, loss          which of flat and levels the file of --links makes collectives take, and what that costs
-                        against the faster of the two
+  node B, formula       bytes that left the busiest node in one hierarchical all-reduce, headers
+                        included, against 2(m-1)/m * size of the codec's rows for m nodes
+  choice, loss          which of flat and levels the file of --links makes collectives take, and
+                        what that costs against the faster of the two
 
   python benchmarks hierarchical --topology 2x2 --codec none,sign                  4 local processes, as if on two nodes
   torchrun --nnodes 2 --nproc-per-node 8 ... benchmarks hierarchical --links links.json --check
@@ -32,10 +33,21 @@ from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of
 
 HEAD = [
-    "size B", "codec", "torch ms", "flat ms", "levels ms", "speed-up", "#wrong", "node B", "formula", "choice", "loss",
-]  # fmt: skip
+    "size B",
+    "codec",
+    "torch ms",
+    "flat ms",
+    "levels ms",
+    "speed-up",
+    "#wrong",
+    "node B",
+    "formula",
+    "choice",
+    "loss",
+]
 WIDTHS = [10, 8, 9, 9, 9, 8, 6, 10, 7, 12, 6]
-HEADERS_FROM = 1 << 20  # bytes of a buffer from which headers are below 2 % of the formula, also with one bit
+# bytes of a buffer from which headers are below 2 % of the formula, also with one bit
+HEADERS_FROM = 1 << 20
 
 
 @dataclass
@@ -65,12 +77,27 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_topology(parser)
-    parser.add_argument("--codec", default="none,sign", metavar="A,B", help="between nodes (default none,sign)")
-    parser.add_argument("--links", metavar="FILE", help="what commpress probe measured: show what it makes collectives take")
+    parser.add_argument(
+        "--codec", default="none,sign", metavar="A,B", help="between nodes (default none,sign)"
+    )
+    parser.add_argument(
+        "--links",
+        metavar="FILE",
+        help="what commpress probe measured: show what it makes collectives take",
+    )
     harness.add_sizes(parser, "1MiB", "32MiB")
-    parser.add_argument("--iterations", type=int, default=5, metavar="N", help="timed, of each line; more if short (default 5)")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=5,
+        metavar="N",
+        help="timed, of each line; more if short (default 5)",
+    )
     ranks.add_options(parser)
-    harness.add_options(parser, check="ranks agree bit for bit, bytes fit the formula and the choice loses at most 5 %")
+    harness.add_options(
+        parser,
+        check="ranks agree bit for bit, bytes fit the formula and the choice loses at most 5 %",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,7 +107,9 @@ def run(options: argparse.Namespace) -> int:
     links_of(options), harness.sizes_of(options)
     for codec in options.codec.split(","):
         codec_named(codec)
-    return harness.run(options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells))
+    return harness.run(
+        options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells)
+    )
 
 
 def links_of(options: argparse.Namespace) -> Links | None:
@@ -90,19 +119,27 @@ def links_of(options: argparse.Namespace) -> Links | None:
 # ---------------------------------------------------------------- on every rank
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+def bench(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[Measured]:
     channel, hierarchy = on_nodes(options.topology)
     topology, links = hierarchy.topology, links_of(options)
     if links is not None and links.topology != topology:
         raise InvalidArgument(
-            f"--links was measured on nodes {str(links.topology)!r}, these are {str(topology)!r}: run commpress probe here"
+            f"--links was measured on nodes {str(links.topology)!r}, these are "
+            f"{str(topology)!r}: run commpress probe here"
         )
     report(f"# nodes {topology}")
-    trials("none", channel, hierarchy, options.iterations, ladder=LADDER[:1])  # a cold process is slow
+    # a cold process is slow
+    trials("none", channel, hierarchy, options.iterations, ladder=LADDER[:1])
     measured = []
     for nbytes in harness.sizes_of(options):
         for codec in options.codec.split(","):
-            measured.append(_measure(TwoLevel(nbytes // 4, codec, channel, hierarchy), options.iterations, links))
+            measured.append(
+                _measure(
+                    TwoLevel(nbytes // 4, codec, channel, hierarchy), options.iterations, links
+                )
+            )
             report(measured[-1])
     return measured
 
@@ -115,12 +152,24 @@ def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured
     buffer.levels()  # whose result is checked
     nodes, numel = buffer.hierarchy.topology.nodes, buffer.input.numel()
     sent = torch.zeros(len(nodes), dtype=torch.int64)
-    sent[buffer.hierarchy.topology.node(buffer.channel.rank)] = (buffer.sent() - before) // (calls + 1)
+    sent[buffer.hierarchy.topology.node(buffer.channel.rank)] = (buffer.sent() - before) // (
+        calls + 1
+    )
     dist.all_reduce(sent)
-    formula = 2 * (len(nodes) - 1) / len(nodes) * codec_named(buffer.codec).row_bytes(width_of(numel, 1))
+    formula = (
+        2 * (len(nodes) - 1) / len(nodes) * codec_named(buffer.codec).row_bytes(width_of(numel, 1))
+    )
     choice = choose(numel, buffer.codec, links) if links else None
     return Measured(
-        4 * numel, buffer.codec, took["torch"], took["flat"], took["levels"], buffer.wrong(), int(sent.max()), formula, choice
+        4 * numel,
+        buffer.codec,
+        took["torch"],
+        took["flat"],
+        took["levels"],
+        buffer.wrong(),
+        int(sent.max()),
+        formula,
+        choice,
     )
 
 
@@ -129,33 +178,53 @@ def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured
 
 def cells(m: Measured) -> list[str]:
     return [
-        str(m.size), m.codec, *(f"{1e3 * s:.2f}" for s in (m.torch_seconds, m.flat_seconds, m.levels_seconds)),
-        f"{m.speed_up:.2f}", str(m.wrong), str(m.node_bytes), f"{m.node_bytes / max(m.formula_bytes, 1):.3f}",
-        m.choice or "-", "-" if m.loss is None else f"{100 * m.loss:.0f}%",
-    ]  # fmt: skip
+        str(m.size),
+        m.codec,
+        *(f"{1e3 * s:.2f}" for s in (m.torch_seconds, m.flat_seconds, m.levels_seconds)),
+        f"{m.speed_up:.2f}",
+        str(m.wrong),
+        str(m.node_bytes),
+        f"{m.node_bytes / max(m.formula_bytes, 1):.3f}",
+        m.choice or "-",
+        "-" if m.loss is None else f"{100 * m.loss:.0f}%",
+    ]
 
 
 def draw(path: str, measured: list[Measured]) -> None:
     from commpress.cli import charts
 
     codecs = list(dict.fromkeys(m.codec for m in measured))
-    with charts.chart(path, "One all-reduce: torch's, flat and in two levels", panels=len(codecs), share=True) as panels:
+    with charts.chart(
+        path, "One all-reduce: torch's, flat and in two levels", panels=len(codecs), share=True
+    ) as panels:
         for codec, panel in zip(codecs, panels, strict=True):
             of = [m for m in measured if m.codec == codec]
-            charts.over_sizes(panel, {
-                "torch, float32": [(m.size, m.torch_seconds) for m in of],
-                f"flat, {codec}": [(m.size, m.flat_seconds) for m in of],
-                f"two levels, {codec}": [(m.size, m.levels_seconds) for m in of],
-            })  # fmt: skip
+            charts.over_sizes(
+                panel,
+                {
+                    "torch, float32": [(m.size, m.torch_seconds) for m in of],
+                    f"flat, {codec}": [(m.size, m.flat_seconds) for m in of],
+                    f"two levels, {codec}": [(m.size, m.levels_seconds) for m in of],
+                },
+            )
             panel.set_title(f"between nodes: {codec}")
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     large = [m for m in measured if m.size >= HEADERS_FROM]
-    off = max((abs(m.node_bytes / m.formula_bytes - 1) for m in large if m.formula_bytes), default=0.0)
+    off = max(
+        (abs(m.node_bytes / m.formula_bytes - 1) for m in large if m.formula_bytes), default=0.0
+    )
     bars = [
         ("every element has the same bits on every rank", all(m.wrong == 0 for m in measured)),
-        (f"bytes between nodes are the formula's within {100 * off:.1f} %, 2 % allowed (from 1 MiB on)", off <= 0.02),
+        (
+            (
+                f"bytes between nodes are the formula's within {100 * off:.1f} %, 2 % allowed "
+                "(from "
+                "1 MiB on)"
+            ),
+            off <= 0.02,
+        ),
     ]
     losses = [m.loss for m in measured if m.loss is not None]
     if losses:

@@ -1,18 +1,24 @@
-"""kill -9 at a random byte of what a rank sends, again and again: when survivors go on, and whether all stay equal
+"""kill -9 at a random byte of what a rank sends, again and again: when survivors go on, and whether
+all stay equal
 
-Four local processes train under commpress.elastic. One of them ends itself by SIGKILL after a random number of bytes, in the
-middle of a send; the others commit the next step, a new process takes its place and is healed. Sometimes two die at once, or
-the new process dies while it joins, or one that gives it the state. Over the hook of DDP, the compressed backend, a compressed
-optimizer, local updates, and FSDP2, which is built anew from a snapshot.
+Four local processes train under commpress.elastic. One of them ends itself by SIGKILL after a
+random number of bytes, in the middle of a send; the others commit the next step, a new process
+takes its place and is healed. Sometimes two die at once, or the new process dies while it joins, or
+one that gives it the state. Over the hook of DDP, the compressed backend, a compressed optimizer,
+local updates, and FSDP2, which is built anew from a snapshot.
 
   python benchmarks kills                                      10 faults of each, some ten minutes
-  python benchmarks kills --kills 60 --account all.json        goes on from what the file has; may be interrupted
+  python benchmarks kills --kills 60 --account all.json        goes on from what the file has; may
+                                                               be interrupted
   python benchmarks kills --only hook fsdp2 --kinds donor      some of them
-  python benchmarks kills --loss 600                           losses of disturbed runs beside those of undisturbed ones
-  python benchmarks kills --cost                               processor time of the loop itself in a step without faults
+  python benchmarks kills --loss 600                           losses of disturbed runs beside those
+                                                               of undisturbed ones
+  python benchmarks kills --cost                               processor time of the loop itself in
+                                                               a step without faults
 
-survive: seconds from the kill to the next step that the slowest survivor has committed; back: seconds from the start of the new
-process to its first committed step. Processes are forked, so that importing torch is not in these figures.
+survive: seconds from the kill to the next step that the slowest survivor has committed; back:
+seconds from the start of the new process to its first committed step. Processes are forked, so that
+importing torch is not in these figures.
 """
 
 import argparse
@@ -41,8 +47,10 @@ BATCH = 10  # faults of one campaign; the next one begins with new processes
 LIMITS = {"fsdp2": 15.0}  # seconds until survivors go on, where that is not 5
 SURVIVE, BACK = 5.0, 20.0
 COST_ROUNDS, COST_STEPS = 5, 1000
-SEEDS, LOSS_FAULTS = 3, 5  # runs of each kind whose losses are compared; faults in each that is disturbed
-LOSS_PAUSE = 0.05  # seconds between their steps, so that a run of 300 is not over before its faults are
+# runs of each kind whose losses are compared; faults in each that is disturbed
+SEEDS, LOSS_FAULTS = 3, 5
+# seconds between their steps, so that a run of 300 is not over before its faults are
+LOSS_PAUSE = 0.05
 DIVIDED = ("fsdp2",)  # other weights on each rank, and back to a snapshot
 
 
@@ -69,7 +77,10 @@ class Account:
             for *_, digest in campaign.told():
                 if digest is not None:
                     hashes[digest[0]].add(digest[1])
-            self.compared, self.unequal = len(hashes), [number for number, seen in hashes.items() if len(seen) > 1]
+            self.compared, self.unequal = (
+                len(hashes),
+                [number for number, seen in hashes.items() if len(seen) > 1],
+            )
             return
         self.compared, self.unequal = verdict.hashed_steps, verdict.unequal
         self.skipped, self.repeated = verdict.skipped, verdict.repeated
@@ -78,18 +89,46 @@ class Account:
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kills", type=int, default=10, metavar="N", help="faults of each workload (default 10)")
-    add("--only", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"some of {', '.join(WORKLOADS)}")
-    add("--kinds", nargs="+", choices=FAULTS, metavar="KIND", help=f"some of {', '.join(FAULTS)} (default all)")
+    add(
+        "--only",
+        nargs="+",
+        choices=WORKLOADS,
+        metavar="NAME",
+        help=f"some of {', '.join(WORKLOADS)}",
+    )
+    add(
+        "--kinds",
+        nargs="+",
+        choices=FAULTS,
+        metavar="KIND",
+        help=f"some of {', '.join(FAULTS)} (default all)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of victims and bytes (default 0)")
-    add("--account", metavar="FILE", help="keep what came of each fault here, and go on from what is there")
-    add("--loss", type=int, metavar="STEPS", help="instead: losses of so many steps, disturbed and not")
-    add("--cost", action="store_true", help="instead: processor time that the loop itself takes in a step without faults")
+    add(
+        "--account",
+        metavar="FILE",
+        help="keep what came of each fault here, and go on from what is there",
+    )
+    add(
+        "--loss",
+        type=int,
+        metavar="STEPS",
+        help="instead: losses of so many steps, disturbed and not",
+    )
+    add(
+        "--cost",
+        action="store_true",
+        help="instead: processor time that the loop itself takes in a step without faults",
+    )
     add("--logs", metavar="FOLDER", help="keep output and events of the processes here")
     harness.add_options(
-        parser, check="survivors go on within 5 s (fsdp2: 15 s), victims are back within 20 s, all ranks are equal, nothing is "
-        "lost; with --cost: the loop takes 0.1 ms at most, 1 % of a step of 10 ms; with --loss: losses of disturbed runs are "
+        parser,
+        check="survivors go on within 5 s (fsdp2: 15 s), victims are back within 20 s, all "
+        "ranks are equal, nothing is "
+        "lost; with --cost: the loop takes 0.1 ms at most, 1 % of a step of 10 ms; with --loss: "
+        "losses of disturbed runs are "
         "within the spread of undisturbed ones",
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -109,8 +148,15 @@ def run(options: argparse.Namespace) -> int:
     rows = [kill for account in accounts for kill in account.kills]
     bars = [bar for workload in options.only or WORKLOADS for bar in judge(workload, accounts)]
     if options.json:
-        harness.write_json(options.json, {**harness.machine(), "settings": harness.settings(options), "bars": bars,
-                                          "rows": list(map(harness.row, rows))})  # fmt: skip
+        harness.write_json(
+            options.json,
+            {
+                **harness.machine(),
+                "settings": harness.settings(options),
+                "bars": bars,
+                "rows": list(map(harness.row, rows)),
+            },
+        )
     if options.plot:
         draw(options.plot, rows)
     return harness.verdict(bars)
@@ -123,14 +169,32 @@ def campaigns(options: argparse.Namespace, folder: Path) -> list[Account]:
     """Those that the file knows, and as many more as are wanted, of each workload in turn."""
     accounts = read(options.account)
     table = harness.Table(
-        ("workload", "kind", "bytes", "victims", "survive s", "back s"), (10, 9, 8, 8, 10, 8),
-        lambda k: (k.workload, k.kind, str(k.bytes) if k.bytes > 0 else "-", " ".join(map(str, k.victims)),
-                   f"{k.survive:.2f}", f"{k.back:.2f}"),
-    )  # fmt: skip
+        ("workload", "kind", "bytes", "victims", "survive s", "back s"),
+        (10, 9, 8, 8, 10, 8),
+        lambda k: (
+            k.workload,
+            k.kind,
+            str(k.bytes) if k.bytes > 0 else "-",
+            " ".join(map(str, k.victims)),
+            f"{k.survive:.2f}",
+            f"{k.back:.2f}",
+        ),
+    )
     while True:
-        done = {name: sum(len(a.kills) for a in accounts if a.workload == name) for name in options.only or WORKLOADS}
-        ended = {name for name in done if any(a.wrong for a in accounts if a.workload == name and a.seed >= options.seed)}
-        due = [name for name in done if done[name] < options.kills and (name not in ended or options.account)]
+        done = {
+            name: sum(len(a.kills) for a in accounts if a.workload == name)
+            for name in options.only or WORKLOADS
+        }
+        ended = {
+            name
+            for name in done
+            if any(a.wrong for a in accounts if a.workload == name and a.seed >= options.seed)
+        }
+        due = [
+            name
+            for name in done
+            if done[name] < options.kills and (name not in ended or options.account)
+        ]
         if not due:
             return accounts
         workload = min(due, key=lambda name: done[name])
@@ -143,7 +207,9 @@ def campaigns(options: argparse.Namespace, folder: Path) -> list[Account]:
             account.take(campaign)
             write(options.account, accounts)
 
-        account.wrong = campaign.run(min(BATCH, options.kills - done[workload]), report, options.kinds or tuple(FAULTS))
+        account.wrong = campaign.run(
+            min(BATCH, options.kills - done[workload]), report, options.kinds or tuple(FAULTS)
+        )
         account.take(campaign)
         write(options.account, accounts)
 
@@ -152,7 +218,10 @@ def read(path: str | None) -> list[Account]:
     if path is None or not Path(path).exists():
         return []
     found = json.loads(Path(path).read_text())["campaigns"]
-    kills = [[Kill(**kill | {"victims": tuple(kill["victims"])}) for kill in each["kills"]] for each in found]
+    kills = [
+        [Kill(**kill | {"victims": tuple(kill["victims"])}) for kill in each["kills"]]
+        for each in found
+    ]
     return [Account(**each | {"kills": of}) for each, of in zip(found, kills, strict=True)]
 
 
@@ -168,18 +237,29 @@ def judge(workload: str, accounts: Sequence[Account]) -> Iterator[tuple[str, boo
     kills = [kill for account in mine for kill in account.kills]
     ended = [f"with seed {account.seed}: {account.wrong}" for account in mine if account.wrong]
     died = sum(len(kill.victims) + (kill.kind == "newcomer") for kill in kills)
-    yield f"{workload}: {len(kills)} faults, {died} kills" + "; ".join(["", *ended]), not ended and bool(kills)
+    yield (
+        f"{workload}: {len(kills)} faults, {died} kills" + "; ".join(["", *ended]),
+        not ended and bool(kills),
+    )
     limit = LIMITS.get(workload, SURVIVE)
-    for what, name, most in (("survivors go on", "survive", limit), ("victims are back", "back", BACK)):
+    for what, name, most in (
+        ("survivors go on", "survive", limit),
+        ("victims are back", "back", BACK),
+    ):
         seconds = [getattr(kill, name) for kill in kills]
         if seconds:
-            says = f"{what} after {median(seconds):.2f} s, {max(seconds):.2f} s at most (≤ {most:g})"
+            says = (
+                f"{what} after {median(seconds):.2f} s, {max(seconds):.2f} s at most (≤ {most:g})"
+            )
             yield f"{workload}: {says}", max(seconds) <= most
     if workload not in DIVIDED:
         unequal = [(account.seed, account.unequal) for account in mine if account.unequal]
         compared = sum(account.compared for account in mine)
         what = "exchanges" if workload == "local" else "steps"
-        yield f"{workload}: weights equal on all ranks after {compared} {what}" + _some(unequal), compared > 0 and not unequal
+        yield (
+            f"{workload}: weights equal on all ranks after {compared} {what}" + _some(unequal),
+            compared > 0 and not unequal,
+        )
         lost = [(a.seed, a.skipped, a.repeated) for a in mine if a.skipped or a.repeated]
         yield f"{workload}: no step lost or committed twice" + _some(lost), not lost
 
@@ -189,10 +269,17 @@ def _some(found: Sequence[Any]) -> str:
 
 
 def draw(path: str, rows: list[Kill]) -> None:
-    with charts.chart(path, "kill -9 at a random byte: seconds until the survivors' next step") as (panel,):
+    with charts.chart(path, "kill -9 at a random byte: seconds until the survivors' next step") as (
+        panel,
+    ):
         for name in dict.fromkeys(row.workload for row in rows):
             seconds = sorted(row.survive for row in rows if row.workload == name)
-            panel.plot(seconds, [(i + 1) / len(seconds) for i in range(len(seconds))], drawstyle="steps-post", label=name)
+            panel.plot(
+                seconds,
+                [(i + 1) / len(seconds) for i in range(len(seconds))],
+                drawstyle="steps-post",
+                label=name,
+            )
         panel.set(xlabel="seconds", ylabel="share of kills", xlim=(0, None), ylim=(0, 1))
 
 
@@ -200,7 +287,8 @@ def draw(path: str, rows: list[Kill]) -> None:
 
 
 def measure_cost() -> int:
-    """Of a model with 24 buffers, whose own step does nothing, on one rank: what is repeated is remembered on each alike."""
+    """Of a model with 24 buffers, whose own step does nothing, on one rank: what is repeated is
+    remembered on each alike."""
     dist.init_process_group("commpress", store=dist.HashStore(), rank=0, world_size=1)
     model = nn.Sequential(*(nn.BatchNorm1d(256) for _ in range(8)))
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
@@ -223,11 +311,13 @@ def measure_cost() -> int:
 def compare_losses(options: argparse.Namespace, folder: Path) -> int:
     """Mean losses of the last tenth of so many steps, in three runs with faults and three without.
 
-    Faults come after a third of them: those in the warmup of a compressed Adam leave a larger variance behind, and so smaller
-    steps, which end at a lower loss than undisturbed ones.
+    Faults come after a third of them: those in the warmup of a compressed Adam leave a larger
+    variance behind, and so smaller steps, which end at a lower loss than undisturbed ones.
     """
     table = harness.Table(
-        ("workload", "seed", "faults", "loss"), (10, 6, 8, 12), lambda r: (r[0], str(r[1]), str(r[2]), f"{r[3]:.5f}")
+        ("workload", "seed", "faults", "loss"),
+        (10, 6, 8, 12),
+        lambda r: (r[0], str(r[1]), str(r[2]), f"{r[3]:.5f}"),
     )
     rows, bars = [], []
     for workload in options.only or [name for name in WORKLOADS if name not in DIVIDED]:
@@ -239,7 +329,9 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
                 wrong = campaign.run(faults, lambda kill: None, ("one",), after=options.loss // 3)
                 losses = [loss for step, loss, _ in campaign.told() if step > 0.9 * options.loss]
                 if wrong:
-                    bars.append((f"{workload}: run of seed {seed} with {faults} faults: {wrong}", False))
+                    bars.append(
+                        (f"{workload}: run of seed {seed} with {faults} faults: {wrong}", False)
+                    )
                     continue
                 ends[faults].append(mean(losses))
                 rows.append((workload, seed, faults, ends[faults][-1]))
@@ -247,10 +339,20 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
         calm, disturbed = ends.values()
         if calm and disturbed:
             spread, apart = max(calm) - min(calm), abs(mean(disturbed) - mean(calm))
-            says = f"mean losses {mean(calm):.5f} and with faults {mean(disturbed):.5f} differ by {apart:.5f}, and"
-            bars.append((f"{workload}: {says} undisturbed ones among each other by {spread:.5f}", apart <= spread))
+            says = (
+                f"mean losses {mean(calm):.5f} and with faults {mean(disturbed):.5f} differ "
+                f"by {apart:.5f}, and"
+            )
+            bars.append(
+                (
+                    f"{workload}: {says} undisturbed ones among each other by {spread:.5f}",
+                    apart <= spread,
+                )
+            )
     print()
     if options.json:
         settings = harness.settings(options)
-        harness.write_json(options.json, {**harness.machine(), "settings": settings, "bars": bars, "rows": rows})
+        harness.write_json(
+            options.json, {**harness.machine(), "settings": settings, "bars": bars, "rows": rows}
+        )
     return harness.verdict(bars)

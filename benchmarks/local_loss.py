@@ -1,13 +1,17 @@
-"""held-out losses of local updates against synchronous training, equal tokens, by steps of a round and codec
+"""held-out losses of local updates against synchronous training, equal tokens, by steps of a round
+and codec
 
-A GPT of 1.1 M parameters on the source of Python's standard library, its ranks simulated in one process, production code
-without a network, 2,000 steps of AdamW, the first tenth of them synchronous and shared by all ways (their tokens and bytes
-count). First the learning rate of synchronous training is searched, then, from the same rates, the inner rate of local updates
-at each number of steps a round, and their outer rate at 30; then comes the table. The --json file is written after each run,
-and a run that it has is not done again: the command can be stopped at any time and continued.
---hidden K K: also rounds of so many steps that are overlapped as a whole by their exchange, as every="auto" makes them: means
-of weights, half of a rank's own stays when one arrives. Their rate is searched for each.
-  gap      held-out loss against synchronous training at its best rate, mean over the seeds that both have
+A GPT of 1.1 M parameters on the source of Python's standard library, its ranks simulated in one
+process, production code without a network, 2,000 steps of AdamW, the first tenth of them
+synchronous and shared by all ways (their tokens and bytes count). First the learning rate of
+synchronous training is searched, then, from the same rates, the inner rate of local updates at each
+number of steps a round, and their outer rate at 30; then comes the table. The --json file is
+written after each run, and a run that it has is not done again: the command can be stopped at any
+time and continued. --hidden K K: also rounds of so many steps that are overlapped as a whole by
+their exchange, as every="auto" makes them: means of weights, half of a rank's own stays when one
+arrives. Their rate is searched for each.
+  gap      held-out loss against synchronous training at its best rate, mean over the seeds that
+           both have
   bytes    of one rank against float32 all-reduces at every step
 
   python benchmarks local_loss --json local.json --processes 2 --check     about 45 runs of some minutes
@@ -36,8 +40,10 @@ from commpress.optim.outer import Average, Nesterov
 WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5  # windows of all ranks in a step
 RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3, 8e-3), (0.5, 0.7, 0.9)
 STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
-SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]  # cells of several seeds
-BARS = {(30, "int4"): 1.0, (30, "bits2"): 1.5, (10, "int4"): 0.0, (10, "bits2"): 0.0}  # per cent above synchronous training
+# cells of several seeds
+SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]
+# per cent above synchronous training
+BARS = {(30, "int4"): 1.0, (30, "bits2"): 1.5, (10, "int4"): 0.0, (10, "bits2"): 0.0}
 HEAD = ["way", "H", "codec", "rate", "outer rate", "held-out loss", "seeds", "gap", "bytes"]
 
 
@@ -63,16 +69,43 @@ class Finished:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--every", nargs="+", type=int, default=list(EVERY), metavar="H", help="default 10 30 100")
-    parser.add_argument("--hidden", nargs="+", type=int, default=[], metavar="K", help="rounds that hide (default none)")
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"default {' '.join(CODECS)}")
+    parser.add_argument(
+        "--every", nargs="+", type=int, default=list(EVERY), metavar="H", help="default 10 30 100"
+    )
+    parser.add_argument(
+        "--hidden",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="K",
+        help="rounds that hide (default none)",
+    )
+    parser.add_argument(
+        "--codecs",
+        nargs="+",
+        default=list(CODECS),
+        metavar="NAME",
+        help=f"default {' '.join(CODECS)}",
+    )
     says = "of cells with a bar (default 1 2 3)"
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help=says)
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="which share 32 windows a step (default 4)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=4,
+        metavar="N",
+        help="which share 32 windows a step (default 4)",
+    )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
-    parser.add_argument("--decay", type=float, default=0.95, metavar="X", help="of residuals (default 0.95)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
-    harness.add_options(parser, check="int4 loses at most 1 % and bits2 1.5 % at H = 30, neither anything at H = 10")
+    parser.add_argument(
+        "--decay", type=float, default=0.95, metavar="X", help="of residuals (default 0.95)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)"
+    )
+    harness.add_options(
+        parser, check="int4 loses at most 1 % and bits2 1.5 % at H = 30, neither anything at H = 10"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,16 +116,25 @@ def run(options: argparse.Namespace) -> int:
         for one in _trained(missing, options.processes):
             done[one.run] = one
             if options.json:
-                harness.write_json(f"{options.json}.part", {"runs": [asdict(each) for each in done.values()]})
+                harness.write_json(
+                    f"{options.json}.part", {"runs": [asdict(each) for each in done.values()]}
+                )
                 Path(f"{options.json}.part").replace(options.json)
             print(f"{one.run}: {one.loss:.4f}", flush=True)
         return [done[each] for each in runs]
 
     plain = Run(0, steps=options.steps, decay=options.decay, ranks=options.ranks)
-    best = min(finished([replace(plain, rate=rate) for rate in RATES]), key=lambda f: f.loss).run.rate
+    best = min(
+        finished([replace(plain, rate=rate) for rate in RATES]), key=lambda f: f.loss
+    ).run.rate
     local = replace(plain, every=30)
-    inner = min(finished([replace(local, rate=rate) for rate in RATES]), key=lambda f: f.loss).run.rate
-    outer = min(finished([replace(local, rate=inner, outer_rate=each) for each in OUTER_RATES]), key=lambda f: f.loss).run
+    inner = min(
+        finished([replace(local, rate=rate) for rate in RATES]), key=lambda f: f.loss
+    ).run.rate
+    outer = min(
+        finished([replace(local, rate=inner, outer_rate=each) for each in OUTER_RATES]),
+        key=lambda f: f.loss,
+    ).run
     tuned: dict[int, Run] = {}
     for every in options.every:
         tried = finished([replace(outer, every=every, rate=rate) for rate in RATES])
@@ -101,8 +143,14 @@ def run(options: argparse.Namespace) -> int:
     runs = [replace(plain, rate=best, seed=seed) for seed in options.seeds]
     for steps in options.hidden:
         hidden = replace(plain, every=steps, hidden=True, codec=options.codecs[0])
-        rate = min(finished([replace(hidden, rate=rate) for rate in RATES]), key=lambda f: f.loss).run.rate
-        runs += [replace(hidden, rate=rate, codec=codec, seed=seed) for codec in options.codecs for seed in options.seeds]
+        rate = min(
+            finished([replace(hidden, rate=rate) for rate in RATES]), key=lambda f: f.loss
+        ).run.rate
+        runs += [
+            replace(hidden, rate=rate, codec=codec, seed=seed)
+            for codec in options.codecs
+            for seed in options.seeds
+        ]
     for every, codec in cells:
         seeds = options.seeds if (every, codec) in SEEDED else options.seeds[:1]
         runs += [replace(tuned[every], codec=codec, seed=seed) for seed in seeds]
@@ -132,11 +180,17 @@ def summary(runs: list[Finished]) -> str:
         one = cell[0].run
         rows.append(
             [
-                "hidden" if hidden else "local" if every else "synchronous", str(every or 1), codec, f"{one.rate:g}",
-                f"{one.outer_rate:g}" if every and not hidden else "-", f"{mean(f.loss for f in cell):.4f}", str(len(cell)),
-                f"{_gap(cell, runs):+.2f} %", f"1/{plain / mean(f.sent for f in cell):.0f}",
+                "hidden" if hidden else "local" if every else "synchronous",
+                str(every or 1),
+                codec,
+                f"{one.rate:g}",
+                f"{one.outer_rate:g}" if every and not hidden else "-",
+                f"{mean(f.loss for f in cell):.4f}",
+                str(len(cell)),
+                f"{_gap(cell, runs):+.2f} %",
+                f"1/{plain / mean(f.sent for f in cell):.0f}",
             ]
-        )  # fmt: skip
+        )
     return harness.render(HEAD, rows)
 
 
@@ -145,7 +199,9 @@ def judge(runs: list[Finished]) -> list[tuple[str, bool]]:
     for (every, codec, hidden), cell in _cells(runs).items():
         if (every, codec) in BARS and not hidden:
             gap, bar = _gap(cell, runs), BARS[every, codec]
-            says = f"H = {every}, {codec}: {gap:+.2f} % above synchronous training (bar {bar:+.1f} %)"
+            says = (
+                f"H = {every}, {codec}: {gap:+.2f} % above synchronous training (bar {bar:+.1f} %)"
+            )
             bars.append((says, gap <= bar))
     return bars
 
@@ -153,13 +209,23 @@ def judge(runs: list[Finished]) -> list[tuple[str, bool]]:
 def draw(path: str, runs: list[Finished]) -> None:
     from commpress.cli import charts
 
-    with charts.chart(path, "Held-out loss against synchronous training, by steps of a round", size=(6, 4.4)) as (panel,):
+    with charts.chart(
+        path, "Held-out loss against synchronous training, by steps of a round", size=(6, 4.4)
+    ) as (panel,):
         for codec in dict.fromkeys(f.run.codec for f in runs if f.run.every):
-            mine = {key: cell for key, cell in _cells(runs).items() if key[1] == codec and key[0] and not key[2]}
+            mine = {
+                key: cell
+                for key, cell in _cells(runs).items()
+                if key[1] == codec and key[0] and not key[2]
+            }
             cells = {every: cell for (every, _, _), cell in mine.items()}
-            panel.plot(list(cells), [_gap(cell, runs) for cell in cells.values()], marker="o", label=codec)
+            panel.plot(
+                list(cells), [_gap(cell, runs) for cell in cells.values()], marker="o", label=codec
+            )
         panel.axhline(0, color="#999999")
-        panel.set(xscale="log", xlabel="steps of a round", ylabel="per cent above synchronous training")
+        panel.set(
+            xscale="log", xlabel="steps of a round", ylabel="per cent above synchronous training"
+        )
         panel.legend()
 
 
@@ -169,7 +235,10 @@ def draw(path: str, runs: list[Finished]) -> None:
 def _load(file: str | None) -> dict[Run, Finished]:
     if not file or not Path(file).exists():
         return {}
-    every = [Finished(**entry | {"run": Run(**entry["run"])}) for entry in json.loads(Path(file).read_text())["runs"]]
+    every = [
+        Finished(**entry | {"run": Run(**entry["run"])})
+        for entry in json.loads(Path(file).read_text())["runs"]
+    ]
     return {each.run: each for each in every}
 
 
@@ -184,7 +253,11 @@ def _trained(runs: list[Run], processes: int) -> Iterator[Finished]:
 def factor(step: int, steps: int) -> float:
     """Of the learning rate: up over the first twentieth, then a cosine down to a tenth."""
     warm = max(steps // 20, 1)
-    return (step + 1) / warm if step < warm else 0.1 + 0.45 * (1 + cos(pi * (step - warm) / (steps - warm)))
+    return (
+        (step + 1) / warm
+        if step < warm
+        else 0.1 + 0.45 * (1 + cos(pi * (step - warm) / (steps - warm)))
+    )
 
 
 def train(run: Run) -> Finished:
@@ -195,11 +268,18 @@ def train(run: Run) -> Finished:
     torch.manual_seed(run.seed)
     model = GPT(width=WIDTH, layers=LAYERS, length=LENGTH)
     optimizer = _adamw(model, run)
-    rows, numel, sent, training = WINDOWS // run.ranks, sum(p.numel() for p in model.parameters()), 0.0, []
+    rows, numel, sent, training = (
+        WINDOWS // run.ranks,
+        sum(p.numel() for p in model.parameters()),
+        0.0,
+        [],
+    )
     together = run.steps if not run.every else run.steps // 10
     for step in range(together):
         parts = [batch(text, rows, LENGTH, d) for d in draws]
-        loss = _step(model, optimizer, run, step, *(torch.cat(each) for each in zip(*parts, strict=True)))
+        loss = _step(
+            model, optimizer, run, step, *(torch.cat(each) for each in zip(*parts, strict=True))
+        )
         optimizer.step()
         sent += 8 * numel * (run.ranks - 1) / run.ranks
         training += [round(loss, 4)] if step % 50 == 0 else []
@@ -211,11 +291,16 @@ def train(run: Run) -> Finished:
         outer = Average() if run.hidden else Nesterov(run.outer_rate, 0.9)
         local = [
             LocalUpdates(
-                each, every=run.every, outer=outer, overlap=run.every if run.hidden else 0,
-                codec=None if run.codec == "none" else run.codec, feedback_decay=run.decay, transport=transport,
+                each,
+                every=run.every,
+                outer=outer,
+                overlap=run.every if run.hidden else 0,
+                codec=None if run.codec == "none" else run.codec,
+                feedback_decay=run.decay,
+                transport=transport,
             )
             for each, transport in zip(optimizers, Loopback(run.ranks).transports(), strict=True)
-        ]  # fmt: skip
+        ]
         for step in range(together, run.steps):
             losses = []
             for replica, inner, d in zip(models, optimizers, draws, strict=True):
@@ -229,11 +314,18 @@ def train(run: Run) -> Finished:
 
 
 def _adamw(model: torch.nn.Module, run: Run) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=run.rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=run.rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+    )
 
 
 def _step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: Run, step: int, x: torch.Tensor, y: torch.Tensor
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: Run,
+    step: int,
+    x: torch.Tensor,
+    y: torch.Tensor,
 ) -> float:
     optimizer.zero_grad()
     loss = model(x, y)

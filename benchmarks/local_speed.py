@@ -14,12 +14,14 @@ the interface and came in (of all but loopback, headers included, mean over the 
 a formula allows: of two phases 2(K-1)/K times 2.25 bits for bits2/1024, of sparse messages (K-1) times 0.25 bits, of each
 parameter.
 
-Every host runs the same command, as for any benchmark. --link names the link in the table: shape it with tc, or run hosts as
-network namespaces. The --json file takes the rows of all links and devices, is written after each way, and a way that it has is
-not measured again: the command can be stopped at any time and goes on.
+Every host runs the same command, as for any benchmark. --link names the link in the table: shape it
+with tc, or run hosts as network namespaces. The --json file takes the rows of all links and
+devices, is written after each way, and a way that it has is not measured again: the command can be
+stopped at any time and goes on.
 
-  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks local_speed --link 100mbit --json speed.json
-  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --ways local:bits2/1024,sign
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks local_speed --link
+  100mbit --json speed.json python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device
+  5ms --ways local:bits2/1024,sign
 """
 
 import argparse
@@ -44,11 +46,22 @@ from commpress.errors import InvalidArgument
 from commpress.schedules import Every
 from commpress.units import parse_time
 
-VARIANTS = "local:bits2/1024,local:bits2/1024:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
+VARIANTS = (
+    "local:bits2/1024,local:bits2/1024:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
+)
 ALONE = 10  # steps of computing alone before each way, and after it
 SYNCHRONISED = 16  # steps of zero-one between two synchronisations
 ALLOWED = {"bits2/1024": 2.25, "topk-64+bits2": 0.25}  # bits of a parameter, at most, with headers
-HEAD = ["device", "variant", "link", "ms", "of compute", "MB out, round", "MB in, round", "of what is allowed"]
+HEAD = [
+    "device",
+    "variant",
+    "link",
+    "ms",
+    "of compute",
+    "MB out, round",
+    "MB in, round",
+    "of what is allowed",
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,8 @@ class Row:
     step_seconds: float
     alone_seconds: float  # of a step of computing alone, before this way and after it
     steps: int  # that were timed
-    sent_bytes: float | None  # by the interface, mean over the ranks, of a round; None where ranks share it
+    # by the interface, mean over the ranks, of a round; None where ranks share it
+    sent_bytes: float | None
     received_bytes: float | None
     allowed_bytes: float | None
 
@@ -72,14 +86,33 @@ def options(parser: argparse.ArgumentParser) -> None:
     says = "cpu, or the time of a step stood in, such as 60ms (default cpu)"
     parser.add_argument("--device", default="cpu", metavar="D", help=says)
     parser.add_argument("--link", default="-", metavar="NAME", help="of the link, for the table")
-    parser.add_argument("--every", type=int, default=30, metavar="H", help="steps of a round (default 30)")
-    parser.add_argument("--overlap", type=int, default=None, metavar="N", help="steps under way of :overlap (default H - 1)")
-    parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each way, after warming up (default 8)")
+    parser.add_argument(
+        "--every", type=int, default=30, metavar="H", help="steps of a round (default 30)"
+    )
+    parser.add_argument(
+        "--overlap",
+        type=int,
+        default=None,
+        metavar="N",
+        help="steps under way of :overlap (default H - 1)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=8.0,
+        metavar="S",
+        help="of each way, after warming up (default 8)",
+    )
     option_groups.add_measuring(
-        parser, rounds=1, steps=1, batch=4,
-        check="bits2 overlapped runs at 0.95 of computing alone (0.9 of a device stood in, 0.45 at 10 Mbit/s, where "
-        "sparse messages reach 0.9), bytes stay within what is allowed, and are 400 times fewer than DDP's in float32",
-    )  # fmt: skip
+        parser,
+        rounds=1,
+        steps=1,
+        batch=4,
+        check="bits2 overlapped runs at 0.95 of computing alone (0.9 of a device stood in, 0.45 "
+        "at 10 Mbit/s, where "
+        "sparse messages reach 0.9), bytes stay within what is allowed, and are 400 times fewer "
+        "than DDP's in float32",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,10 +145,13 @@ def _check_variant(variant: str) -> None:
 
 
 class RecordedBlock(torch.autograd.Function):
-    """Forward: nothing. Backward: sleeps its part of the step and gives recorded gradients of its parameters."""
+    """Forward: nothing. Backward: sleeps its part of the step and gives recorded gradients of its
+    parameters."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, block: "SleptBlock", *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, block: "SleptBlock", *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.block = block
         return x.clone()
 
@@ -142,8 +178,13 @@ class SleptGPT(torch.nn.Module):
         self.blocks = []
         for unit in units:
             parameters = list(unit.parameters())
-            self.blocks.append(SleptBlock(parameters, seconds * sum(p.numel() for p in parameters) / numel))
-        net(*batch(standard_library(), load.batch, load.length, torch.Generator().manual_seed(0))).backward()  # all ranks alike
+            self.blocks.append(
+                SleptBlock(parameters, seconds * sum(p.numel() for p in parameters) / numel)
+            )
+        # all ranks alike
+        net(
+            *batch(standard_library(), load.batch, load.length, torch.Generator().manual_seed(0))
+        ).backward()
         for block in self.blocks:
             block.recorded = [p.grad for p in block.parameters if p.grad is not None]
         net.zero_grad()
@@ -168,7 +209,8 @@ class OneUpdate:
 
 
 class Training:
-    """One way to train: ``step`` takes one, ``period`` says how many belong together, ``warm`` how many come first."""
+    """One way to train: ``step`` takes one, ``period`` says how many belong together, ``warm`` how
+    many come first."""
 
     def __init__(self, variant: str, options: argparse.Namespace, load: training.Load) -> None:
         net: torch.nn.Module = load.model()
@@ -182,12 +224,19 @@ class Training:
         if name == "compute":
             self.optimizer: torch.optim.Optimizer = self._adamw()
         elif name == "local":
-            self._local(rest.removesuffix(":overlap"), options, overlapped=rest.endswith(":overlap"))
+            self._local(
+                rest.removesuffix(":overlap"), options, overlapped=rest.endswith(":overlap")
+            )
         else:
-            self.net = ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, init_sync=False)
+            self.net = ddp = DistributedDataParallel(
+                net, gradient_as_bucket_view=True, init_sync=False
+            )
             if name == "zero-one":
                 self.optimizer = commpress.ZeroOneAdam(
-                    net.parameters(), lr=1e-4, sync=Every(SYNCHRONISED), variance_updates=OneUpdate()
+                    net.parameters(),
+                    lr=1e-4,
+                    sync=Every(SYNCHRONISED),
+                    variance_updates=OneUpdate(),
                 )
                 commpress.overlap(ddp, self.optimizer)
                 self.period = SYNCHRONISED
@@ -205,8 +254,15 @@ class Training:
         more = {"overlap": steps, "alpha": 0.5} if overlapped else {}
         if "topk" in codec and "bits" in codec:
             more["outer"] = commpress.SparseLoCo()
-        local = commpress.LocalUpdates(self._adamw(), every=options.every, codec=codec_of(codec), **more)
-        self.optimizer, self.end, self.period, self.warm = local, local.close, options.every, options.every
+        local = commpress.LocalUpdates(
+            self._adamw(), every=options.every, codec=codec_of(codec), **more
+        )
+        self.optimizer, self.end, self.period, self.warm = (
+            local,
+            local.close,
+            options.every,
+            options.every,
+        )
 
     def step(self) -> None:
         windows = batch(self.corpus, self.load.batch, self.load.length, self.draws)
@@ -215,7 +271,8 @@ class Training:
         self.optimizer.zero_grad(set_to_none=False)
 
     def timed(self, steps: int) -> tuple[float, tuple[int, int]]:
-        """Seconds of all these steps on the slowest rank, and what left the interface and came in; collective."""
+        """Seconds of all these steps on the slowest rank, and what left the interface and came in;
+        collective."""
         dist.barrier()
         start, before = perf_counter(), interface_bytes()
         for _ in range(steps):
@@ -257,11 +314,14 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     return found
 
 
-def _measured(variant: str, size: int, options: argparse.Namespace, load: training.Load, alone: Training) -> Row:
+def _measured(
+    variant: str, size: int, options: argparse.Namespace, load: training.Load, alone: Training
+) -> Row:
     one, before = Training(variant, options, load), alone.timed(ALONE)[0]
     took, crossed = one.timed(one.warm)
     steps, each = one.warm, took / one.warm
-    if one.period > 1 or took < options.seconds:  # a step that takes longer is a measurement already
+    # a step that takes longer is a measurement already
+    if one.period > 1 or took < options.seconds:
         if one.period == 1:
             each, _ = one.timed(1)
         steps = min(max(ceil(options.seconds / each / one.period), 1), 60) * one.period
@@ -275,9 +335,19 @@ def _measured(variant: str, size: int, options: argparse.Namespace, load: traini
     bits = ALLOWED.get(rest.removesuffix(":overlap")) if name == "local" else None
     factor = size - 1 if rest.startswith("topk") else 2 * (size - 1) / size
     return Row(
-        options.device, variant, options.link, options.every, one.parameters, size, took / steps, compute, steps,
-        out or None, came or None, None if bits is None else factor * bits * one.parameters / 8,
-    )  # fmt: skip
+        options.device,
+        variant,
+        options.link,
+        options.every,
+        one.parameters,
+        size,
+        took / steps,
+        compute,
+        steps,
+        out or None,
+        came or None,
+        None if bits is None else factor * bits * one.parameters / 8,
+    )
 
 
 def _loaded(file: str | None) -> list[Row]:
@@ -290,20 +360,34 @@ def _loaded(file: str | None) -> list[Row]:
 
 
 def line(row: Row) -> str:
-    return f"{row.device} {row.link} {row.variant}: {1e3 * row.step_seconds:.1f} ms a step, {row.steps} steps"
+    return (
+        f"{row.device} {row.link} {row.variant}: {1e3 * row.step_seconds:.1f} ms a step, "
+        f"{row.steps} steps"
+    )
 
 
 def _speed(row: Row) -> float:
-    """Relative to computing alone at about the same time: the machine may be busier at one time than at another."""
+    """Relative to computing alone at about the same time: the machine may be busier at one time
+    than at another."""
     return row.alone_seconds / row.step_seconds
 
 
 def cells(row: Row) -> list[str]:
     counted = ["-" if b is None else f"{b / 1e6:.3f}" for b in (row.sent_bytes, row.received_bytes)]
-    allowed = "-" if row.allowed_bytes is None or row.sent_bytes is None else f"{row.sent_bytes / row.allowed_bytes:.3f}"
+    allowed = (
+        "-"
+        if row.allowed_bytes is None or row.sent_bytes is None
+        else f"{row.sent_bytes / row.allowed_bytes:.3f}"
+    )
     return [
-        row.device, row.variant, row.link, f"{1e3 * row.step_seconds:.1f}", f"{_speed(row):.3f}", *counted, allowed,
-    ]  # fmt: skip
+        row.device,
+        row.variant,
+        row.link,
+        f"{1e3 * row.step_seconds:.1f}",
+        f"{_speed(row):.3f}",
+        *counted,
+        allowed,
+    ]
 
 
 def summary(rows: list[Row]) -> str:
@@ -318,19 +402,43 @@ def bits_per_second(link: str) -> float:
 def judge(rows: list[Row]) -> list[tuple[str, bool]]:
     bars: list[tuple[str, bool]] = []
     if not any(row.variant.endswith(":overlap") for row in rows):
-        raise InvalidArgument("--check judges ways that overlap: name one in --ways, such as local:bits2/1024:overlap")
+        raise InvalidArgument(
+            "--check judges ways that overlap: name one in --ways, such as local:bits2/1024:overlap"
+        )
     for row in rows:
         speed = _speed(row)
         if row.variant.endswith(":overlap"):
             slow = bits_per_second(row.link) < 50e6 and "topk" not in row.variant
             bar = 0.95 if row.device == "cpu" else 0.45 if slow else 0.9
-            bars.append((f"{row.device} {row.link} {row.variant}: {speed:.3f} of computing alone (bar {bar})", speed >= bar))
+            bars.append(
+                (
+                    (
+                        f"{row.device} {row.link} {row.variant}: {speed:.3f} of computing alone "
+                        f"(bar {bar})"
+                    ),
+                    speed >= bar,
+                )
+            )
         if row.allowed_bytes is not None and row.sent_bytes is not None:
             share = row.sent_bytes / row.allowed_bytes
-            bars.append((f"{row.device} {row.link} {row.variant}: {share:.3f} of the bytes allowed", share <= 1))
+            bars.append(
+                (
+                    f"{row.device} {row.link} {row.variant}: {share:.3f} of the bytes allowed",
+                    share <= 1,
+                )
+            )
         if row.variant.startswith("local:bits2") and row.sent_bytes is not None:
             fewer = 8 * (row.ranks - 1) / row.ranks * row.parameters * row.every / row.sent_bytes
-            bars.append((f"{row.device} {row.link} {row.variant}: {fewer:.0f} times fewer bytes than float32", fewer >= 400))
+            bars.append(
+                (
+                    (
+                        f"{row.device} {row.link} {row.variant}: {fewer:.0f} times fewer bytes "
+                        "than "
+                        "float32"
+                    ),
+                    fewer >= 400,
+                )
+            )
     return bars
 
 
@@ -338,13 +446,23 @@ def draw(path: str, rows: list[Row]) -> None:
     from commpress.cli import charts
 
     devices = list(dict.fromkeys(row.device for row in rows))
-    with charts.chart(path, "Speed relative to computing alone", panels=len(devices), size=(6, 4.2)) as panels:
+    with charts.chart(
+        path, "Speed relative to computing alone", panels=len(devices), size=(6, 4.2)
+    ) as panels:
         for panel, device in zip(panels, devices, strict=True):
             mine = [row for row in rows if row.device == device]
             for variant in dict.fromkeys(row.variant for row in mine):
                 points = sorted(
-                    (bits_per_second(row.link) / 1e6, _speed(row)) for row in mine if row.variant == variant
+                    (bits_per_second(row.link) / 1e6, _speed(row))
+                    for row in mine
+                    if row.variant == variant
                 )
                 panel.plot(*zip(*points, strict=True), marker="o", label=variant)
-            panel.set(xscale="log", xlabel="Mbit/s", ylabel="of computing alone", title=device, ylim=(0, 1.05))
+            panel.set(
+                xscale="log",
+                xlabel="Mbit/s",
+                ylabel="of computing alone",
+                title=device,
+                ylim=(0, 1.05),
+            )
             panel.legend()

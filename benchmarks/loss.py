@@ -1,7 +1,7 @@
 """seconds to a target loss over a network, several ways of communicating side by side
 
-What a step does to the loss does not depend on the network, and what it costs does not depend on the loss. So both are
-measured where each is measured best, and multiplied:
+What a step does to the loss does not depend on the network, and what it costs does not depend on
+the loss. So both are measured where each is measured best, and multiplied:
   losses   each variant trains one GPT from equal weights on equal batches until the mean loss of its last 160 windows
            reaches --target, at most --train steps, once with each learning rate of --lr, which falls in a line to a tenth;
            the rate that needs the fewest steps counts, for each variant its own.
@@ -17,8 +17,8 @@ Seconds to the target are the sum of the times of the steps up to it, whatever t
                            exact rounds later, and local steps once the rate falls; zero-one-int8-12-every has none of these
   deepspeed-onebit-12, deepspeed-zero-one   of DeepSpeed 0.19.6 under DDP; on CPU with NumPy in place of CuPy
 
-  python benchmarks loss --losses curves.json --lr 5e-4,1e-3 --no-times
-  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks loss --losses curves.json
+  python benchmarks loss --losses curves.json --lr 5e-4,1e-3 --no-times torchrun --nnodes 4
+  --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks loss --losses curves.json
 """
 
 import argparse
@@ -46,17 +46,31 @@ from commpress.optim.optimizer import CompressedOptimizer
 from commpress.schedules import Facts
 
 VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-log3-20,zero-one-log3-8"
-WARM = 3  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin after two
+# untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin
+# after two
+WARM = 3
 RATE = 5e-4
 FASTER, THAN_HOOKS = 8.0, 1.15
-HEAD = ["variant", "rate", "seconds", "steps", "exact", "compressed", "local", "loss", "against plain"]
+HEAD = [
+    "variant",
+    "rate",
+    "seconds",
+    "steps",
+    "exact",
+    "compressed",
+    "local",
+    "loss",
+    "against plain",
+]
 
 
-SMOOTHED = 160  # windows of text whose mean loss is compared with the target: fewer, and noise would reach it
+# windows of text whose mean loss is compared with the target: fewer, and noise would reach it
+SMOOTHED = 160
 SHORTEST = 10  # steps, however many windows each has
 RISING = 10  # steps over which the learning rate rises, to fall in a line from there
 ENDS = 0.1  # of the peak, at the last step
-VARIANCE_UPDATES = 2  # of 0/1 Adam at each interval: the published 16 are meant for runs of 100,000 steps
+# of 0/1 Adam at each interval: the published 16 are meant for runs of 100,000 steps
+VARIANCE_UPDATES = 2
 UNSET = 1e-4  # rate of an optimizer that is set before each step, or whose steps are only timed
 PLAIN_FIRST = 2  # steps before PowerSGD compresses
 _OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4|log3))?(?:-(\d+))?(-every)?")
@@ -66,7 +80,8 @@ BETA1 = 0.9
 
 @dataclass(frozen=True)
 class Variant:
-    """``onebit-int8-12``: 1-bit Adam whose twelve exact rounds travel in int8; ``-every``: 0/1 Adam without local steps."""
+    """``onebit-int8-12``: 1-bit Adam whose twelve exact rounds travel in int8; ``-every``: 0/1 Adam
+    without local steps."""
 
     name: str
     family: str
@@ -95,8 +110,10 @@ def variant_of(name: str, warmup: int) -> Variant:
     match = _OURS.fullmatch(name)
     if match is None:
         raise InvalidArgument(
-            f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with or without the codec and "
-            "number of its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or deepspeed-zero-one"
+            f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with "
+            "or without the codec and "
+            "number of its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or "
+            "deepspeed-zero-one"
         )
     return Variant(name, match[1], match[2] or "none", int(match[3] or warmup), not match[4])
 
@@ -110,7 +127,8 @@ class Curve:
     seed: int = 0
     losses: list[float] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    bytes: dict[str, int] = field(default_factory=dict)  # of the last step of each kind, as the optimizer counts; ours only
+    # of the last step of each kind, as the optimizer counts; ours only
+    bytes: dict[str, int] = field(default_factory=dict)
     finer: list[str] = field(default_factory=list)  # parameters that travel in the spiky codec
     window: int = SHORTEST  # steps whose mean loss is compared with the target
 
@@ -141,7 +159,8 @@ def rate(peak: float, step: int, steps: int) -> float:
 class Measured:
     variant: str
     lr: float
-    seconds: float | None  # to the target, mean over the seeds; None where one of them does not reach it
+    # to the target, mean over the seeds; None where one of them does not reach it
+    seconds: float | None
     every: list[float | None]  # of each seed
     steps: list[int]
     kinds: dict[str, int]  # of the first seed's
@@ -157,19 +176,57 @@ class Results:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
-    parser.add_argument("--target", type=float, default=2.8, metavar="LOSS", help="nats per byte (default 2.8)")
-    parser.add_argument("--losses", metavar="FILE", help="curves: read if it exists, written with those that were missing")
-    parser.add_argument("--no-times", action="store_true", help="train missing curves and measure no steps")
-    parser.add_argument("--times", metavar="FILE", help="step times of an earlier --json file instead of new ones")
-    parser.add_argument("--train", type=int, default=150, metavar="N", help="steps of each curve at most (default 150)")
-    parser.add_argument("--lr", metavar="R,R", help="peaks to try (default: those that a variant's curves have, else 5e-4)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="of each curve (default 1)")
-    parser.add_argument("--beta2", type=float, default=0.999, metavar="B", help="of Adam's variance (default 0.999)")
-    parser.add_argument("--warmup", type=int, default=20, metavar="N", help="exact steps of ours (default 20)")
-    parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
-    parser.add_argument("--spiky", default="log3", metavar="NAME", help="of tensors with few large elements (default log3)")
-    parser.add_argument("--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)")
-    check = f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner than hooks"
+    parser.add_argument(
+        "--target", type=float, default=2.8, metavar="LOSS", help="nats per byte (default 2.8)"
+    )
+    parser.add_argument(
+        "--losses",
+        metavar="FILE",
+        help="curves: read if it exists, written with those that were missing",
+    )
+    parser.add_argument(
+        "--no-times", action="store_true", help="train missing curves and measure no steps"
+    )
+    parser.add_argument(
+        "--times", metavar="FILE", help="step times of an earlier --json file instead of new ones"
+    )
+    parser.add_argument(
+        "--train",
+        type=int,
+        default=150,
+        metavar="N",
+        help="steps of each curve at most (default 150)",
+    )
+    parser.add_argument(
+        "--lr",
+        metavar="R,R",
+        help="peaks to try (default: those that a variant's curves have, else 5e-4)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="of each curve (default 1)"
+    )
+    parser.add_argument(
+        "--beta2", type=float, default=0.999, metavar="B", help="of Adam's variance (default 0.999)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=20, metavar="N", help="exact steps of ours (default 20)"
+    )
+    parser.add_argument(
+        "--codec", default="sign", metavar="NAME", help="of momentum (default sign)"
+    )
+    parser.add_argument(
+        "--spiky",
+        default="log3",
+        metavar="NAME",
+        help="of tensors with few large elements (default log3)",
+    )
+    parser.add_argument(
+        "--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)"
+    )
+    check = (
+        f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times "
+        "sooner than hooks"
+    )
     option_groups.add_measuring(parser, rounds=3, steps=2, batch=2, check=check)
 
 
@@ -186,13 +243,19 @@ def run(options: argparse.Namespace) -> int:
     measured = [reached(curve, results.seconds, options.target) for curve in results.curves]
     print(step_table(results), summary(measured), sep="\n\n")
     return harness.deliver(
-        options, measured, judge=judge, draw=partial(draw, target=options.target), step_seconds=results.seconds,
+        options,
+        measured,
+        judge=judge,
+        draw=partial(draw, target=options.target),
+        step_seconds=results.seconds,
         step_bytes=results.sent,
-    )  # fmt: skip
+    )
 
 
 def variants_of(options: argparse.Namespace) -> tuple[Variant, ...]:
-    return tuple(variant_of(name, options.warmup) for name in dict.fromkeys(options.ways.split(",")))
+    return tuple(
+        variant_of(name, options.warmup) for name in dict.fromkeys(options.ways.split(","))
+    )
 
 
 def rates_of(words: str | None) -> tuple[float, ...]:
@@ -215,15 +278,28 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     curves = {(curve.variant, curve.lr, curve.seed): curve for curve in load(options)}
     chosen, seeds = [], range(options.seeds)
     for variant in variants_of(options):
-        rates = rates_of(options.lr) or tuple(dict.fromkeys(lr for name, lr, _ in curves if name == variant.name)) or (RATE,)
+        rates = (
+            rates_of(options.lr)
+            or tuple(dict.fromkeys(lr for name, lr, _ in curves if name == variant.name))
+            or (RATE,)
+        )
         for at in ((variant.name, lr, seed) for lr in rates for seed in seeds):
             curve = curves.get(at)
-            if curve is None or (len(curve.losses) < options.train and curve.steps_to(options.target) is None):
+            if curve is None or (
+                len(curve.losses) < options.train and curve.steps_to(options.target) is None
+            ):
                 curve = curves[at] = train(variant, *at[1:], options)
-                report(f"{at[0]}, rate {at[1]:g}, seed {at[2]}: loss {curve.last():.3f} after {len(curve.losses)} steps")
+                report(
+                    f"{at[0]}, rate {at[1]:g}, seed {at[2]}: loss {curve.last():.3f} after "
+                    f"{len(curve.losses)} steps"
+                )
                 if rank == 0:
                     save(options, curves.values())
-        chosen.append(best([[curves[variant.name, lr, seed] for seed in seeds] for lr in rates], options.target))
+        chosen.append(
+            best(
+                [[curves[variant.name, lr, seed] for seed in seeds] for lr in rates], options.target
+            )
+        )
     return Results(chosen, {}, {}) if options.no_times or options.times else times(chosen, options)
 
 
@@ -231,7 +307,9 @@ def times(chosen: list[Sequence[Curve]], options: argparse.Namespace) -> Results
     """Each kind of step, as the first variant and the first seed that have it do it."""
     trainees: dict[str, training.Trainee] = {}
     expected: dict[str, int] = {}
-    for variant, curve in ((v, curve) for v, every in zip(variants_of(options), chosen, strict=True) for curve in every):
+    for variant, curve in (
+        (v, curve) for v, every in zip(variants_of(options), chosen, strict=True) for curve in every
+    ):
         for kind in dict.fromkeys(curve.kinds[: curve.steps_to(options.target)]):
             if kind not in trainees:
                 whose = Variant("plain", "plain") if kind == "plain" else variant
@@ -245,11 +323,14 @@ def times(chosen: list[Sequence[Curve]], options: argparse.Namespace) -> Results
         trainees[kind].train(1)
         if (sent := counters.wire_bytes - before) != count:
             raise StateMismatch(
-                f"a step {kind!r} sends {sent} bytes here, but sent {count} when its curve was trained: remove that curve from "
+                f"a step {kind!r} sends {sent} bytes here, but sent {count} when its curve was "
+                "trained: remove that curve from "
                 "the file of --losses"
             )
     seconds, sent_bytes = training.timed(trainees, training.load_of(options))
-    return Results(chosen, {kind: float(took.median()) for kind, took in seconds.items()}, sent_bytes)
+    return Results(
+        chosen, {kind: float(took.median()) for kind, took in seconds.items()}, sent_bytes
+    )
 
 
 def train(variant: Variant, lr: float, seed: int, options: argparse.Namespace) -> Curve:
@@ -269,17 +350,27 @@ def train(variant: Variant, lr: float, seed: int, options: argparse.Namespace) -
         curve.losses.append(round(float(mean) / dist.get_world_size(), 5))
         if own is None or before is None:
             plain = variant.family.startswith("powersgd") and step < PLAIN_FIRST
-            curve.kinds.append("plain" if plain else f"deepspeed, {sends}" if sends else variant.name)
+            curve.kinds.append(
+                "plain" if plain else f"deepspeed, {sends}" if sends else variant.name
+            )
             continue
         compressed = own.counters.compressed_rounds > before.compressed_rounds
         local = own.counters.local_steps > before.local_steps
-        kind = compressed_kind(variant) if compressed else local_kind(variant) if local else variant.exact
+        kind = (
+            compressed_kind(variant)
+            if compressed
+            else local_kind(variant)
+            if local
+            else variant.exact
+        )
         curve.kinds.append(kind)
         curve.bytes[kind] = own.counters.wire_bytes - before.wire_bytes
     if own is not None and own.flat is not None:
         spiky = codec_named(options.spiky)
         sizes = zip(own.flat.names, own.flat.places, strict=True)
-        curve.finer = [name for name, (_, numel) in sizes if own.quantized.policy.choose(name, numel) == spiky]
+        curve.finer = [
+            name for name, (_, numel) in sizes if own.quantized.policy.choose(name, numel) == spiky
+        ]
     return curve
 
 
@@ -318,8 +409,11 @@ class Always:
         return 1
 
 
-def repeater(kind: str, variant: Variant, curve: Curve, options: argparse.Namespace) -> training.Trainee:
-    """One that does steps of one kind only, after its first, with the codecs that the run of ``curve`` came to.
+def repeater(
+    kind: str, variant: Variant, curve: Curve, options: argparse.Namespace
+) -> training.Trainee:
+    """One that does steps of one kind only, after its first, with the codecs that the run of
+    ``curve`` came to.
 
     Left to choose, it would find every tensor spiky whose first gradient is.
     """
@@ -329,45 +423,79 @@ def repeater(kind: str, variant: Variant, curve: Curve, options: argparse.Namesp
     if not variant.ours:
         return theirs(variant, ddp, options)
     if kind == variant.exact:
-        return ours(replace(variant, family="onebit"), ddp, options, warmup_steps=1 << 30, codec=options.codec)
+        return ours(
+            replace(variant, family="onebit"),
+            ddp,
+            options,
+            warmup_steps=1 << 30,
+            codec=options.codec,
+        )
     more: dict[str, Any] = {}
     if variant.family == "zero-one":
         always = Always(1 << 30 if kind == local_kind(variant) else 1)
         more = {"variance_updates": always, "sync": always}
-    policy = ByName({f"^{re.escape(name)}$": options.spiky for name in curve.finer}, policy_of(options.codec, min_numel=256))
+    policy = ByName(
+        {f"^{re.escape(name)}$": options.spiky for name in curve.finer},
+        policy_of(options.codec, min_numel=256),
+    )
     return ours(variant, ddp, options, warmup_steps=1, codec=policy, spiky_codec=None, **more)
 
 
-def wrapped(variant: Variant, options: argparse.Namespace, seed: int = 0) -> DistributedDataParallel:
+def wrapped(
+    variant: Variant, options: argparse.Namespace, seed: int = 0
+) -> DistributedDataParallel:
     size = ONE_BUCKET if variant.family.startswith("powersgd") else options.bucket_mb
-    model = training.load_of(options, seed=seed).model()  # equal on all ranks, and a broadcast over a slow network takes long
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=size, init_sync=False)
+    # equal on all ranks, and a broadcast over a slow network takes long
+    model = training.load_of(options, seed=seed).model()
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=size, init_sync=False
+    )
 
 
 def theirs(
     variant: Variant, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0
 ) -> training.Trainee:
     attach(ddp, variant.name)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=UNSET, betas=(BETA1, options.beta2), fused=True)
+    optimizer = torch.optim.AdamW(
+        ddp.parameters(), lr=UNSET, betas=(BETA1, options.beta2), fused=True
+    )
     return training.Trainee(variant.name, ddp, optimizer, training.load_of(options, seed=seed))
 
 
 def peers(
-    family: str, exact: int, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0
+    family: str,
+    exact: int,
+    ddp: DistributedDataParallel,
+    options: argparse.Namespace,
+    seed: int = 0,
 ) -> training.Trainee:
-    optimizer = deepspeed_peer.optimizer(family, ddp, (BETA1, options.beta2), exact, VARIANCE_UPDATES)
-    return training.Trainee(f"deepspeed-{family}", ddp, optimizer, training.load_of(options, seed=seed))
+    optimizer = deepspeed_peer.optimizer(
+        family, ddp, (BETA1, options.beta2), exact, VARIANCE_UPDATES
+    )
+    return training.Trainee(
+        f"deepspeed-{family}", ddp, optimizer, training.load_of(options, seed=seed)
+    )
 
 
 def ours(
-    variant: Variant, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0, **more: Any
+    variant: Variant,
+    ddp: DistributedDataParallel,
+    options: argparse.Namespace,
+    seed: int = 0,
+    **more: Any,
 ) -> training.Trainee:
     cls = commpress.OneBitAdam if variant.family == "onebit" else commpress.ZeroOneAdam
     optimizer = cls(
-        list(ddp.module.named_parameters()), lr=UNSET, betas=(BETA1, options.beta2), weight_decay=0.01,
-        exact_codec=variant.exact_codec, **more,
-    )  # fmt: skip
-    return training.Trainee(variant.name, ddp, commpress.overlap(ddp, optimizer), training.load_of(options, seed=seed))
+        list(ddp.module.named_parameters()),
+        lr=UNSET,
+        betas=(BETA1, options.beta2),
+        weight_decay=0.01,
+        exact_codec=variant.exact_codec,
+        **more,
+    )
+    return training.Trainee(
+        variant.name, ddp, commpress.overlap(ddp, optimizer), training.load_of(options, seed=seed)
+    )
 
 
 # ---------------------------------------------------------------- curves in a file
@@ -375,7 +503,10 @@ def ours(
 
 def task(options: argparse.Namespace) -> dict[str, object]:
     """All that two curves must have in common to be comparable."""
-    shared = {key: getattr(options, key) for key in ("width", "layers", "length", "batch", "codec", "beta2", "spiky")}
+    shared = {
+        key: getattr(options, key)
+        for key in ("width", "layers", "length", "batch", "codec", "beta2", "spiky")
+    }
     return shared | {"steps": options.train}
 
 
@@ -385,7 +516,8 @@ def load(options: argparse.Namespace) -> list[Curve]:
     content = json.loads(Path(options.losses).read_text())
     if content["task"] != task(options):
         raise InvalidArgument(
-            f"the curves in {options.losses} are of {content['task']}, expected {task(options)}: name another file"
+            f"the curves in {options.losses} are of {content['task']}, expected "
+            f"{task(options)}: name another file"
         )
     return [Curve(**entry) for entry in content["curves"]]
 
@@ -393,12 +525,21 @@ def load(options: argparse.Namespace) -> list[Curve]:
 def save(options: argparse.Namespace, curves: Iterable[Curve]) -> None:
     lines = ",\n".join(json.dumps(asdict(curve)) for curve in curves)
     if options.losses is not None:
-        Path(options.losses).write_text(f'{{"task": {json.dumps(task(options))}, "curves": [\n{lines}\n]}}\n')
+        Path(options.losses).write_text(
+            f'{{"task": {json.dumps(task(options))}, "curves": [\n{lines}\n]}}\n'
+        )
 
 
 def best(rates: Sequence[Sequence[Curve]], target: float) -> Sequence[Curve]:
-    """Curves of all seeds at the rate that needs the fewest steps, or, where none gets there, ends lowest."""
-    return min(rates, key=lambda every: (sum(c.steps_to(target) or inf for c in every), sum(c.last() for c in every)))
+    """Curves of all seeds at the rate that needs the fewest steps, or, where none gets there, ends
+    lowest."""
+    return min(
+        rates,
+        key=lambda every: (
+            sum(c.steps_to(target) or inf for c in every),
+            sum(c.last() for c in every),
+        ),
+    )
 
 
 # ---------------------------------------------------------------- on paper
@@ -410,21 +551,32 @@ def reached(curves: Sequence[Curve], seconds: dict[str, float], target: float) -
         steps = curve.steps_to(target)
         kinds = curve.kinds[:steps]
         if unknown := [kind for kind in kinds if kind not in seconds]:
-            raise InvalidArgument(f"no step {unknown[0]!r} was timed: measure this variant, without --times")
+            raise InvalidArgument(
+                f"no step {unknown[0]!r} was timed: measure this variant, without --times"
+            )
         every.append(None if steps is None else sum(seconds[kind] for kind in kinds))
         taken.append(len(kinds))
         losses.append(curve.last() if steps is None else curve.smooth()[steps - curve.window])
     total = sum(took for took in every if took is not None)
     kinds = first.kinds[: taken[0]]
     return Measured(
-        first.variant, first.lr, None if None in every else total / len(every), every, taken,
-        {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, sum(losses) / len(losses),
-    )  # fmt: skip
+        first.variant,
+        first.lr,
+        None if None in every else total / len(every),
+        every,
+        taken,
+        {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        sum(losses) / len(losses),
+    )
 
 
 def step_table(results: Results) -> str:
     rows = [
-        [kind, f"{took:.3f}", "-" if results.sent[kind] is None else f"{(results.sent[kind] or 0) / 1e6:.2f}"]
+        [
+            kind,
+            f"{took:.3f}",
+            "-" if results.sent[kind] is None else f"{(results.sent[kind] or 0) / 1e6:.2f}",
+        ]
         for kind, took in results.seconds.items()
     ]
     return harness.render(["kind of step", "s", "MB sent/rank"], rows)
@@ -434,13 +586,21 @@ def summary(measured: list[Measured]) -> str:
     plain = next((m.seconds for m in measured if m.variant == "plain"), None)
     rows = []
     for m in measured:
-        counts = [sum(n for kind, n in m.kinds.items() if word in kind) for word in ("exact", "compressed", "local")]
+        counts = [
+            sum(n for kind, n in m.kinds.items() if word in kind)
+            for word in ("exact", "compressed", "local")
+        ]
         rows.append(
             [
-                m.variant, f"{m.lr:g}", "not reached" if m.seconds is None else f"{m.seconds:.1f}", " ".join(map(str, m.steps)),
-                *map(str, counts), f"{m.loss:.3f}", f"{plain / m.seconds:.2f}x" if plain and m.seconds else "-",
+                m.variant,
+                f"{m.lr:g}",
+                "not reached" if m.seconds is None else f"{m.seconds:.1f}",
+                " ".join(map(str, m.steps)),
+                *map(str, counts),
+                f"{m.loss:.3f}",
+                f"{plain / m.seconds:.2f}x" if plain and m.seconds else "-",
             ]
-        )  # fmt: skip
+        )
     return harness.render(HEAD, rows)
 
 
@@ -452,13 +612,26 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     if best is None or best.seconds is None:
         return [("one of ours reaches the target", False)]
     bars = []
-    for name, bar, others in (("plain", FASTER, [plain] if plain else []), ("torch's hooks", THAN_HOOKS, hooks)):
+    for name, bar, others in (
+        ("plain", FASTER, [plain] if plain else []),
+        ("torch's hooks", THAN_HOOKS, hooks),
+    ):
         other = min(others, key=lambda m: m.seconds or 0, default=None)
         if other is None or other.seconds is None:
-            bars.append((f"nothing to compare with: {name} did not reach the target, or was not run", False))
+            bars.append(
+                (f"nothing to compare with: {name} did not reach the target, or was not run", False)
+            )
         else:
             ratio = other.seconds / best.seconds
-            bars.append((f"{best.variant} {ratio:.2f} times sooner than {other.variant}, at least {bar:g}", ratio >= bar))
+            bars.append(
+                (
+                    (
+                        f"{best.variant} {ratio:.2f} times sooner than {other.variant}, at least "
+                        f"{bar:g}"
+                    ),
+                    ratio >= bar,
+                )
+            )
     return bars
 
 
@@ -466,5 +639,7 @@ def draw(path: str, measured: list[Measured], *, target: float) -> None:
     from commpress.cli import charts
 
     names = [m.variant for m in measured]
-    with charts.chart(path, f"To a training loss of {target:g} nats per byte", size=(8, 4)) as (panel,):
+    with charts.chart(path, f"To a training loss of {target:g} nats per byte", size=(8, 4)) as (
+        panel,
+    ):
         charts.bars(panel, names, {"": [m.seconds for m in measured]}, "seconds (–: not reached)")

@@ -1,4 +1,5 @@
-"""The machines a benchmark runs on, as the simulator sees them: links, network stack and kernels, measured on the ranks."""
+"""The machines a benchmark runs on, as the simulator sees them: links, network stack and kernels,
+measured on the ranks."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -32,8 +33,10 @@ class Machines:
         latency = cluster.latency if self.links.between else cluster.inside_latency
         cores = f", {cluster.machine_cores:.0f} cores for all" if cluster.machine_cores else ""
         return (
-            f"{cluster.size} ranks: {min(node.nic, node.inside) / 1e6:.1f} MB/s, latency {1e6 * latency:.0f} us; of a core "
-            f"{1e6 * cluster.message_seconds:.0f} us for a message, {1e9 * cluster.byte_seconds:.2f} ns for a byte{cores}"
+            f"{cluster.size} ranks: {min(node.nic, node.inside) / 1e6:.1f} MB/s, latency "
+            f"{1e6 * latency:.0f} us; of a core "
+            f"{1e6 * cluster.message_seconds:.0f} us for a message, "
+            f"{1e9 * cluster.byte_seconds:.2f} ns for a byte{cores}"
         )
 
 
@@ -57,10 +60,11 @@ def links(rank: int, size: int) -> Links:
 
 
 def kernels(codecs: Sequence[str], numel: int = BEYOND) -> Costs:
-    """Collective. On all ranks at once, since busy cores slow each other down; the slowest rank's count.
+    """Collective. On all ranks at once, since busy cores slow each other down; the slowest rank's
+    count.
 
-    ``numel``: of the buffer, which caches hold if it is short and used again and again. What a call takes whatever its
-    size is then in what each element takes.
+    ``numel``: of the buffer, which caches hold if it is short and used again and again. What a call
+    takes whatever its size is then in what each element takes.
     """
     dist.barrier()
     own = measure_costs(codecs, numel=numel)

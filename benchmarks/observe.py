@@ -1,14 +1,18 @@
-"""the cost of watching a run: figures of every step, an endpoint and a timeline, all at once, against none
+"""the cost of watching a run: figures of every step, an endpoint and a timeline, all at once,
+against none
 
-Trains a GPT under DistributedDataParallel with compressed gradients twice, in rounds of a few steps: unwatched, and with
-Metrics after every step (callback and endpoint, norms every 100 steps) and a Timeline of encode, wire, decode and compute.
+Trains a GPT under DistributedDataParallel with compressed gradients twice, in rounds of a few
+steps: unwatched, and with Metrics after every step (callback and endpoint, norms every 100 steps)
+and a Timeline of encode, wire, decode and compute.
   step               milliseconds, median of the slowest rank's
-  difference         of the two, as a share of a step; on a busy machine its scatter is larger than itself
-  accounted          what watching does in a step, each part timed alone: spans times the cost of one, plus reading the
-                     counters; as a share of an unwatched step
+  difference         of the two, as a share of a step; on a busy machine its scatter is larger than
+                     itself
+  accounted          what watching does in a step, each part timed alone: spans times the cost of
+                     one, plus reading the counters; as a share of an unwatched step
 
   python benchmarks observe                                4 local processes
-  python benchmarks observe --ranks 2 --check              exit status 1 if more than 1 % is accounted for
+  python benchmarks observe --ranks 2 --check              exit status 1 if more than 1 % is
+                                                           accounted for
 """
 
 import argparse
@@ -51,7 +55,13 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
-    option_groups.add_measuring(parser, rounds=9, steps=4, batch=4, check=f"watching accounts for at most {MOST:.0%} of a step")
+    option_groups.add_measuring(
+        parser,
+        rounds=9,
+        steps=4,
+        batch=4,
+        check=f"watching accounts for at most {MOST:.0%} of a step",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,8 +73,13 @@ def run(options: argparse.Namespace) -> int:
 def summary(measured: list[Measured]) -> str:
     (m,) = measured
     on = [f"{m.spans:.0f}", f"{1e6 * m.span_seconds:.2f}", f"{1e6 * m.counter_seconds:.0f}"]
-    rows = [["unwatched", f"{1e3 * m.off_seconds:.2f}", "", "", ""], ["watched", f"{1e3 * m.on_seconds:.2f}", *on]]
-    shares = f"difference {100 * m.difference:+.2f} %, accounted {100 * m.accounted:.3f} % of a step"
+    rows = [
+        ["unwatched", f"{1e3 * m.off_seconds:.2f}", "", "", ""],
+        ["watched", f"{1e3 * m.on_seconds:.2f}", *on],
+    ]
+    shares = (
+        f"difference {100 * m.difference:+.2f} %, accounted {100 * m.accounted:.3f} % of a step"
+    )
     return f"{harness.render(HEAD, rows)}\n{shares}"
 
 
@@ -79,13 +94,19 @@ def draw(path: str, measured: list[Measured]) -> None:
 
     (m,) = measured
     parts = {
-        "spans": m.spans * m.span_seconds, "reading counters": m.counter_seconds,
+        "spans": m.spans * m.span_seconds,
+        "reading counters": m.counter_seconds,
         "difference of the steps": m.on_seconds - m.off_seconds,
-    }  # fmt: skip
+    }
     title = f"Watching a step of {1e3 * m.off_seconds:.0f} ms"
     with charts.chart(path, title, size=(8, 3)) as (panel,):
         shares = [100 * max(value, 0.0) / m.off_seconds for value in parts.values()]
-        charts.bars(panel, list(parts), {"": shares}, f"% of an unwatched step; dashed: at most {100 * MOST:.0f} %")
+        charts.bars(
+            panel,
+            list(parts),
+            {"": shares},
+            f"% of an unwatched step; dashed: at most {100 * MOST:.0f} %",
+        )
         panel.set_xlim(0, max(panel.get_xlim()[1], 110 * MOST))
         panel.axvline(100 * MOST, color="#333333", linewidth=1, linestyle="--")
 
@@ -96,7 +117,13 @@ def draw(path: str, measured: list[Measured]) -> None:
 class Watched(training.Trainee):
     """Everything is on; what it does after the step belongs to the step."""
 
-    def __init__(self, name: str, ddp: DistributedDataParallel, state: commpress.CompressedState, load: training.Load) -> None:
+    def __init__(
+        self,
+        name: str,
+        ddp: DistributedDataParallel,
+        state: commpress.CompressedState,
+        load: training.Load,
+    ) -> None:
         super().__init__(name, ddp, torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True), load)
         self.timeline, self.endpoint = commpress.Timeline(), commpress.MetricsEndpoint()
         self.watch = commpress.watch(self.timeline, state, model=ddp, optimizer=self.optimizer)
@@ -115,16 +142,23 @@ class Watched(training.Trainee):
         self.endpoint.close()
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+def bench(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[Measured]:
     load = training.load_of(options)
     ddps = [DistributedDataParallel(load.model()) for _ in range(2)]
     states = [commpress.compress(ddp, options.codec) for ddp in ddps]
-    off = training.Trainee("off", ddps[0], torch.optim.AdamW(ddps[0].parameters(), lr=3e-4, fused=True), load)
+    off = training.Trainee(
+        "off", ddps[0], torch.optim.AdamW(ddps[0].parameters(), lr=3e-4, fused=True), load
+    )
     on = Watched("on", ddps[1], states[1], load)
     for one in (off, on):
         one.train(WARM)
     parameters = sum(p.numel() for p in ddps[0].parameters())
-    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} steps each")
+    report(
+        f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of "
+        f"{load.steps} steps each"
+    )
     before = len(on.timeline)
     seconds, _ = training.timed({"off": off, "on": on}, load)
     spans = (len(on.timeline) - before) / (load.rounds * load.steps)

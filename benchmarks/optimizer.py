@@ -1,17 +1,19 @@
-"""an optimizer's arithmetic on one rank, against torch.optim.AdamW(fused=True), without any communication
+"""an optimizer's arithmetic on one rank, against torch.optim.AdamW(fused=True), without any
+communication
 
-Steps of all variants alternate, so that the machine's moods hit all alike, in an order drawn each round, so that it makes no
-difference which comes after which; medians. "arithmetic" is what one step of an optimizer computes apart from encoding,
-sending and decoding:
+Steps of all variants alternate, so that the machine's moods hit all alike, in an order drawn each
+round, so that it makes no difference which comes after which; medians. "arithmetic" is what one
+step of an optimizer computes apart from encoding, sending and decoding:
   exact        a step with mean gradients
   compressed   adding gradient and momentum before the round, parameters and momentum after it
   local        a step of 0/1 Adam that sends nothing
-against torch's fused AdamW for the same parameters. What a rank of two computes to encode its message, to average the row that
-it owns and to decode the answer is communication, not arithmetic; it has a row of its own, which comes on top of every
-step that is "compressed" or "synchronising". "B/parameter" is what the passes of a step move to and from memory if a layer
-fits into a cache and no more, lines fetched only to be overwritten included; "at copy speed" is how long that takes at
-the speed of copying a buffer, which moves 12 bytes per float. With --tokens a step is a whole training step of that many
-tokens, forward and backward with it.
+against torch's fused AdamW for the same parameters. What a rank of two computes to encode its
+message, to average the row that it owns and to decode the answer is communication, not arithmetic;
+it has a row of its own, which comes on top of every step that is "compressed" or "synchronising".
+"B/parameter" is what the passes of a step move to and from memory if a layer fits into a cache and
+no more, lines fetched only to be overwritten included; "at copy speed" is how long that takes at
+the speed of copying a buffer, which moves 12 bytes per float. With --tokens a step is a whole
+training step of that many tokens, forward and backward with it.
 
   python benchmarks optimizer
   python benchmarks optimizer --width 512 --layers 8 --threads 2 --check
@@ -44,10 +46,18 @@ LENGTH = 64  # tokens of a sequence
 HEAD = ["step", "ms", "against AdamW(fused)", "B/parameter", "at copy speed, ms"]
 CODEC, COPY = "codec of one rank of two", "copy of a buffer"
 MOVES = {
-    "AdamW(fused=True)": 28, "1-bit Adam, exact": 28, "1-bit Adam, compressed": 40, "0/1 Adam, synchronising": 40,
-    "0/1 Adam, local": 36, "0/1 Adam, local, first of a window": 32, "1-bit LAMB, exact": 28, "1-bit LAMB, compressed": 44,
-    "1-bit LAMB, frozen rates": 48, CODEC: 20, COPY: 12,
-}  # fmt: skip
+    "AdamW(fused=True)": 28,
+    "1-bit Adam, exact": 28,
+    "1-bit Adam, compressed": 40,
+    "0/1 Adam, synchronising": 40,
+    "0/1 Adam, local": 36,
+    "0/1 Adam, local, first of a window": 32,
+    "1-bit LAMB, exact": 28,
+    "1-bit LAMB, compressed": 44,
+    "1-bit LAMB, frozen rates": 48,
+    CODEC: 20,
+    COPY: 12,
+}
 
 
 @dataclass(frozen=True)
@@ -58,19 +68,35 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--width", type=int, default=384, metavar="N", help="of the model (default 384)")
-    parser.add_argument("--layers", type=int, default=6, metavar="N", help="of the model (default 6)")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each variant (default 30)")
+    parser.add_argument(
+        "--width", type=int, default=384, metavar="N", help="of the model (default 384)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=6, metavar="N", help="of the model (default 6)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, metavar="N", help="of each variant (default 30)"
+    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
-    parser.add_argument("--tokens", type=int, default=0, metavar="N", help="of whole training steps (default 0: the optimizer)")
-    harness.add_options(parser, check=f"all steps take at most {BAR} of AdamW's, {BAR_WHOLE} with --tokens")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of whole training steps (default 0: the optimizer)",
+    )
+    harness.add_options(
+        parser, check=f"all steps take at most {BAR} of AdamW's, {BAR_WHOLE} with --tokens"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     if min(options.width, options.layers, options.steps, options.threads) < 1:
         raise InvalidArgument("--width, --layers, --steps and --threads must be at least 1")
     if options.tokens < 0 or options.tokens % LENGTH:
-        raise InvalidArgument(f"--tokens is {options.tokens}, expected a multiple of {LENGTH}, or 0")
+        raise InvalidArgument(
+            f"--tokens is {options.tokens}, expected a multiple of {LENGTH}, or 0"
+        )
     torch.set_num_threads(options.threads)
     if options.tokens:
         return run_whole(options)
@@ -79,11 +105,14 @@ def run(options: argparse.Namespace) -> int:
     per_byte = measured[-1].seconds / MOVES[COPY]
     rows = [
         [
-            m.name, f"{1e3 * m.seconds:.2f}", f"{m.seconds / base:.2f}x", str(MOVES[m.name]),
+            m.name,
+            f"{1e3 * m.seconds:.2f}",
+            f"{m.seconds / base:.2f}x",
+            str(MOVES[m.name]),
             f"{1e3 * MOVES[m.name] * per_byte:.2f}",
         ]
         for m in measured
-    ]  # fmt: skip
+    ]
     print(f"{measured[0].parameters / 1e6:.1f} M parameters, {options.threads} thread(s)")
     print(harness.render(HEAD, rows))
     return harness.deliver(options, measured, judge=judge, draw=draw)
@@ -93,7 +122,10 @@ def run_whole(options: argparse.Namespace) -> int:
     measured = measure_whole(options.width, options.layers, options.steps, options.tokens)
     base = measured[0].seconds
     rows = [[m.name, f"{1e3 * m.seconds:.2f}", f"{m.seconds / base:.3f}x"] for m in measured]
-    print(f"{measured[0].parameters / 1e6:.1f} M parameters, {options.tokens} tokens, {options.threads} thread(s)")
+    print(
+        f"{measured[0].parameters / 1e6:.1f} M parameters, {options.tokens} tokens, "
+        f"{options.threads} thread(s)"
+    )
     print(harness.render(["whole training step", "ms", "against AdamW(fused)"], rows))
     return harness.deliver(options, measured, judge=partial(judge, bar=BAR_WHOLE), draw=draw)
 
@@ -110,9 +142,16 @@ def judge(measured: list[Measured], bar: float = BAR) -> list[tuple[str, bool]]:
 def draw(path: str, measured: list[Measured]) -> None:
     from commpress.cli import charts
 
-    title = f"An optimizer's arithmetic, {measured[0].parameters / 1e6:.1f} M parameters, nothing sent"
+    title = (
+        f"An optimizer's arithmetic, {measured[0].parameters / 1e6:.1f} M parameters, nothing sent"
+    )
     with charts.chart(path, title, size=(8, 4)) as (panel,):
-        charts.bars(panel, [m.name for m in measured], {"": [1e3 * m.seconds for m in measured]}, "one step, ms")
+        charts.bars(
+            panel,
+            [m.name for m in measured],
+            {"": [1e3 * m.seconds for m in measured]},
+            "one step, ms",
+        )
 
 
 def measure(width: int, layers: int, steps: int) -> list[Measured]:
@@ -125,10 +164,14 @@ def measure(width: int, layers: int, steps: int) -> list[Measured]:
         "1-bit Adam, compressed": arithmetic(OneBitAdam, new(), RoundKind.COMPRESSED),
         "0/1 Adam, synchronising": arithmetic(ZeroOneAdam, new(), RoundKind.COMPRESSED),
         "0/1 Adam, local": arithmetic(ZeroOneAdam, new(), RoundKind.LOCAL),
-        "0/1 Adam, local, first of a window": arithmetic(ZeroOneAdam, new(), RoundKind.LOCAL, begins=True),
+        "0/1 Adam, local, first of a window": arithmetic(
+            ZeroOneAdam, new(), RoundKind.LOCAL, begins=True
+        ),
         "1-bit LAMB, exact": arithmetic(OneBitLamb, new(), RoundKind.EXACT),
         "1-bit LAMB, compressed": arithmetic(OneBitLamb, new(), RoundKind.COMPRESSED),
-        "1-bit LAMB, frozen rates": arithmetic(OneBitLamb, new(), RoundKind.COMPRESSED, rates="frozen"),
+        "1-bit LAMB, frozen rates": arithmetic(
+            OneBitLamb, new(), RoundKind.COMPRESSED, rates="frozen"
+        ),
         CODEC: codec(width, layers),
         COPY: copying(width, layers),
     }
@@ -153,15 +196,23 @@ def measure_whole(width: int, layers: int, steps: int, tokens: int) -> list[Meas
     variants = {
         "AdamW(fused=True)": whole(adamw),
         "1-bit Adam, one rank": whole(lambda net: alone(OneBitAdam, net)),
-        "1-bit Adam, compressed": whole(lambda net: arithmetic(OneBitAdam, net, RoundKind.COMPRESSED)),
-        "0/1 Adam, synchronising": whole(lambda net: arithmetic(ZeroOneAdam, net, RoundKind.COMPRESSED)),
+        "1-bit Adam, compressed": whole(
+            lambda net: arithmetic(OneBitAdam, net, RoundKind.COMPRESSED)
+        ),
+        "0/1 Adam, synchronising": whole(
+            lambda net: arithmetic(ZeroOneAdam, net, RoundKind.COMPRESSED)
+        ),
         "0/1 Adam, local": whole(lambda net: arithmetic(ZeroOneAdam, net, RoundKind.LOCAL)),
-        "1-bit LAMB, compressed": whole(lambda net: arithmetic(OneBitLamb, net, RoundKind.COMPRESSED)),
+        "1-bit LAMB, compressed": whole(
+            lambda net: arithmetic(OneBitLamb, net, RoundKind.COMPRESSED)
+        ),
     }
     return interleaved(variants, steps, numel_of(model(width, layers)))
 
 
-def interleaved(variants: Mapping[str, Callable[[], object]], steps: int, numel: int) -> list[Measured]:
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], steps: int, numel: int
+) -> list[Measured]:
     """Medians of so many rounds, in an order drawn for each, after two that do not count."""
     took: dict[str, list[float]] = {name: [] for name in variants}
     draws, order = random.Random(0), list(variants.items())
@@ -193,7 +244,9 @@ def adamw(net: GPT) -> Callable[[], object]:
 
 def alone(cls: Callable[..., ReplicatedOptimizer], net: GPT) -> Callable[[], object]:
     """A whole ``step`` where there is one rank."""
-    return cls(net.parameters(), lr=1e-4, weight_decay=0.01, transport=Loopback(1).transport(0)).step
+    return cls(
+        net.parameters(), lr=1e-4, weight_decay=0.01, transport=Loopback(1).transport(0)
+    ).step
 
 
 def copying(width: int, layers: int) -> Callable[[], object]:
@@ -204,7 +257,10 @@ def copying(width: int, layers: int) -> Callable[[], object]:
 
 def codec(width: int, layers: int) -> Callable[[], float]:
     """Seconds in kernels of rank 0 for a compressed all-reduce of what an optimizer sends."""
-    optimizers = [ZeroOneAdam(model(width, layers).parameters(), transport=t) for t in Loopback(2).transports()]
+    optimizers = [
+        ZeroOneAdam(model(width, layers).parameters(), transport=t)
+        for t in Loopback(2).transports()
+    ]
     first = optimizers[0]
     for o in optimizers:
         o.work.normal_()
@@ -215,19 +271,28 @@ def codec(width: int, layers: int) -> Callable[[], float]:
         every = range(len(first._flat.parameters))
         for outcomes in simulate([o.reduce(RoundKind.COMPRESSED, every) for o in optimizers]):
             settle(outcomes, taken=True)
-        return first.channel.workspace.encode_seconds + first.channel.workspace.decode_seconds - before
+        return (
+            first.channel.workspace.encode_seconds + first.channel.workspace.decode_seconds - before
+        )
 
     return step
 
 
 def arithmetic(
-    cls: Callable[..., ReplicatedOptimizer], net: GPT, kind: RoundKind, *, begins: bool = False, **options: object
+    cls: Callable[..., ReplicatedOptimizer],
+    net: GPT,
+    kind: RoundKind,
+    *,
+    begins: bool = False,
+    **options: object,
 ) -> Callable[[], object]:
     """The part of one step of rank 0 of two that touches no codec and no wire."""
     more: dict[str, object] = options | {"warmup_steps": 1, "spiky_codec": None, "min_numel": 0}
     if cls is ZeroOneAdam:
         more |= {"sync": DoublingIntervals(1, 1 << 30), "warmup_steps": 0}
-    optimizer = cls(net.parameters(), lr=1e-4, weight_decay=0.01, transport=Loopback(2).transport(0), **more)
+    optimizer = cls(
+        net.parameters(), lr=1e-4, weight_decay=0.01, transport=Loopback(2).transport(0), **more
+    )
     optimizer.exact([p.grad for p in optimizer._flat.parameters if p.grad is not None])
     optimizer.steps_done = 1
     if kind is not RoundKind.EXACT:

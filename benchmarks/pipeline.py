@@ -1,7 +1,9 @@
-"""a pipeline of two stages on two hosts: the time of an edge, a step and the loss, exact and in four bits, by rate of the link
+"""a pipeline of two stages on two hosts: the time of an edge, a step and the loss, exact and in
+four bits, by rate of the link
 
-Makes two hosts on this machine (needs root or namespaces of users), and for every rate runs both stages of a GPT under torch's
-Schedule1F1B with each codec for activations and gradients. One line per rate and codec:
+Makes two hosts on this machine (needs root or namespaces of users), and for every rate runs both
+stages of a GPT under torch's Schedule1F1B with each codec for activations and gradients. One line
+per rate and codec:
   edge ms     from an activation of a micro-batch here to the same there: encoding, the link, decoding, an answer of 8 bytes
   x exact     how many times longer float32 takes
   step ms     of the pipeline; medians of the slower rank's
@@ -54,14 +56,37 @@ class EdgeTimes:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rates", default="100mbit,1gbit", metavar="A,B", help="of the link (default 100mbit,1gbit)")
-    parser.add_argument("--width", type=int, default=512, metavar="D", help="of the model (default 512)")
-    parser.add_argument("--rows", type=int, default=4, metavar="N", help="of a micro-batch, 128 bytes each (default 4)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="steps timed (default 3)")
-    parser.add_argument("--loss-steps", type=int, default=60, metavar="N", help="of each loss; 0: none (default 60)")
+    parser.add_argument(
+        "--rates",
+        default="100mbit,1gbit",
+        metavar="A,B",
+        help="of the link (default 100mbit,1gbit)",
+    )
+    parser.add_argument(
+        "--width", type=int, default=512, metavar="D", help="of the model (default 512)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=4,
+        metavar="N",
+        help="of a micro-batch, 128 bytes each (default 4)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="steps timed (default 3)"
+    )
+    parser.add_argument(
+        "--loss-steps", type=int, default=60, metavar="N", help="of each loss; 0: none (default 60)"
+    )
     parser.add_argument("--on", help=argparse.SUPPRESS)  # a rank, on one link
     ranks.add_options(parser, ranks=2)
-    harness.add_options(parser, check="at 100mbit int4's edge is 5 times shorter than exact, its steps at most 1.1 of unshaped")
+    harness.add_options(
+        parser,
+        check=(
+            "at 100mbit int4's edge is 5 times shorter than exact, its steps at most 1.1 of "
+            "unshaped"
+        ),
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +109,10 @@ def run(options: argparse.Namespace) -> int:
     for row in rows:
         exact = next(r for r in rows if (r.link, r.codec) == (row.link, "none"))
         fast = next(r for r in rows if (r.link, r.codec) == (FAST, row.codec))
-        row.gain, row.of_fast = exact.edge_seconds / row.edge_seconds, row.step_seconds / fast.step_seconds
+        row.gain, row.of_fast = (
+            exact.edge_seconds / row.edge_seconds,
+            row.step_seconds / fast.step_seconds,
+        )
     print(harness.render(HEAD, [cells(row) for row in rows]))
     for codec, each in losses.items():
         apart = [a - b for a, b in zip(each, losses["none"], strict=True)]
@@ -93,19 +121,39 @@ def run(options: argparse.Namespace) -> int:
     return harness.deliver(options, rows, judge=judge, draw=draw, losses=losses)
 
 
-def _on_hosts(hosts: Hosts, options: argparse.Namespace, loss_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _on_hosts(
+    hosts: Hosts, options: argparse.Namespace, loss_steps: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows of one link, and losses, from a process on each host."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "rows.json")
         command = [
-            sys.executable, str(Path(__file__).parent), "pipeline", "--on", str(result), "--width", str(options.width),
-            "--rows", str(options.rows), "--rounds", str(options.rounds), "--loss-steps", str(loss_steps),
-            "--threads", str(options.threads),
-        ]  # fmt: skip
+            sys.executable,
+            str(Path(__file__).parent),
+            "pipeline",
+            "--on",
+            str(result),
+            "--width",
+            str(options.width),
+            "--rows",
+            str(options.rows),
+            "--rounds",
+            str(options.rounds),
+            "--loss-steps",
+            str(loss_steps),
+            "--threads",
+            str(options.threads),
+        ]
         started = []
         for rank in range(2):
-            there = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": hosts.addresses[0],
-                     "MASTER_PORT": str(PORT), "OMP_WAIT_POLICY": "passive"}  # fmt: skip
+            there = {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": hosts.addresses[0],
+                "MASTER_PORT": str(PORT),
+                "OMP_WAIT_POLICY": "passive",
+            }
             started.append(hosts.start(rank, command, {**os.environ, **there}))
         for process in started:
             if process.wait():
@@ -144,11 +192,15 @@ def error_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 class Trainee:
     """One stage of a pipeline with its edges in a codec."""
 
-    def __init__(self, rank: int, codec: str, width: int, layers: int, length: int, rows: int, seed: int = 0) -> None:
+    def __init__(
+        self, rank: int, codec: str, width: int, layers: int, length: int, rows: int, seed: int = 0
+    ) -> None:
         torch.manual_seed(seed)
         self.rank, self.length, self.rows = rank, length, rows
         self.half = Half(rank, width, layers, length)
-        self.schedule = Schedule1F1B(PipelineStage(self.half, rank, 2, torch.device("cpu")), 4, loss_fn=error_of)
+        self.schedule = Schedule1F1B(
+            PipelineStage(self.half, rank, 2, torch.device("cpu")), 4, loss_fn=error_of
+        )
         self.edges = commpress.compress_pipeline(self.schedule, codec)
         self.optimizer = torch.optim.Adam(self.half.parameters(), 1e-3)
         self.generator = torch.Generator().manual_seed(seed)
@@ -166,20 +218,35 @@ class Trainee:
         return sum(float(loss.detach()) for loss in found) / 4
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> dict[str, Any]:
-    trainees = {codec: Trainee(rank, codec, options.width, 2, 128, options.rows) for codec in CODECS}
+def bench(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> dict[str, Any]:
+    trainees = {
+        codec: Trainee(rank, codec, options.width, 2, 128, options.rows) for codec in CODECS
+    }
     for one in trainees.values():
         one.step()
-    edges = harness.medians({codec: partial(_edge, rank, codec, options) for codec in CODECS}, 5, warm=1)
+    edges = harness.medians(
+        {codec: partial(_edge, rank, codec, options) for codec in CODECS}, 5, warm=1
+    )
     calls = {codec: partial(harness.together, one.step) for codec, one in trainees.items()}
     steps = harness.medians(calls, options.rounds)
     rows = []
     for codec in CODECS:
-        totals = torch.tensor([trainees[codec].edges.counters.sent_bytes, trainees[codec].edges.counters.exact_bytes])
+        totals = torch.tensor(
+            [trainees[codec].edges.counters.sent_bytes, trainees[codec].edges.counters.exact_bytes]
+        )
         dist.all_reduce(totals)
         sent, exact = (totals / (options.rounds + 1)).tolist()
-        rows.append({"codec": codec, "edge_seconds": edges[codec], "step_seconds": steps[codec], "sent_bytes": sent,
-                     "ratio": exact / sent})  # fmt: skip
+        rows.append(
+            {
+                "codec": codec,
+                "edge_seconds": edges[codec],
+                "step_seconds": steps[codec],
+                "sent_bytes": sent,
+                "ratio": exact / sent,
+            }
+        )
     losses = {}
     if options.loss_steps:
         for codec in CODECS:
@@ -189,14 +256,20 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
 
 def _edge(rank: int, codec: str, options: argparse.Namespace) -> float:
     """Seconds until the other stage has an activation and says so; of the sender."""
-    x, answer, how = torch.randn(options.rows, 128, options.width), torch.zeros(1, dtype=torch.float64), edge_codec(codec)
+    x, answer, how = (
+        torch.randn(options.rows, 128, options.width),
+        torch.zeros(1, dtype=torch.float64),
+        edge_codec(codec),
+    )
     dist.barrier()
     start = perf_counter()
     if rank == 0:
         dist.send(x if how is None else encoded(x, how), 1)
         dist.recv(answer, 1)
         return perf_counter() - start
-    message = x if how is None else torch.empty(how.size(x.numel(), options.width), dtype=torch.uint8)
+    message = (
+        x if how is None else torch.empty(how.size(x.numel(), options.width), dtype=torch.uint8)
+    )
     dist.recv(message, 0)
     if how is not None:
         decode_into(x, message, how)
@@ -217,9 +290,15 @@ def _loss(rank: int, codec: str, seed: int, steps: int) -> float:
 
 def cells(row: EdgeTimes) -> list[str]:
     return [
-        row.link, row.codec, f"{1e3 * row.edge_seconds:.1f}", f"{row.gain:.1f}", f"{1e3 * row.step_seconds:.0f}",
-        f"{row.of_fast:.2f}", f"{row.sent_bytes / 1e6:.2f}", f"{row.ratio:.1f}",
-    ]  # fmt: skip
+        row.link,
+        row.codec,
+        f"{1e3 * row.edge_seconds:.1f}",
+        f"{row.gain:.1f}",
+        f"{1e3 * row.step_seconds:.0f}",
+        f"{row.of_fast:.2f}",
+        f"{row.sent_bytes / 1e6:.2f}",
+        f"{row.ratio:.1f}",
+    ]
 
 
 def judge(rows: list[EdgeTimes]) -> list[tuple[str, bool]]:
@@ -227,8 +306,21 @@ def judge(rows: list[EdgeTimes]) -> list[tuple[str, bool]]:
     for row in rows:
         if row.codec == "int4" and row.link != FAST:
             if parse_rate(row.link) <= 1e8:
-                bars.append((f"{row.link}: the edge is {row.gain:.1f} times shorter in int4 (at least 5)", row.gain >= 5))
-            bars.append((f"{row.link}: the step takes {row.of_fast:.2f} of unshaped (at most 1.1)", row.of_fast <= 1.1))
+                bars.append(
+                    (
+                        (
+                            f"{row.link}: the edge is {row.gain:.1f} times shorter in int4 (at "
+                            "least 5)"
+                        ),
+                        row.gain >= 5,
+                    )
+                )
+            bars.append(
+                (
+                    f"{row.link}: the step takes {row.of_fast:.2f} of unshaped (at most 1.1)",
+                    row.of_fast <= 1.1,
+                )
+            )
     return bars
 
 

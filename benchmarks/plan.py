@@ -1,8 +1,10 @@
-"""a plan against the fastest way here: a training step in every way, measured and as commpress plan predicts it
+"""a plan against the fastest way here: a training step in every way, measured and as commpress plan
+predicts it
 
-Measures links, network stack and kernels as commpress probe does, then a step of a GPT of 10.9 M parameters under
-DistributedDataParallel in every way, in rounds of a few steps, and without communication. Then plans with the figures of before
-and the step without communication, as commpress plan --links does, and compares the choice with the fastest way measured.
+Measures links, network stack and kernels as commpress probe does, then a step of a GPT of 10.9 M
+parameters under DistributedDataParallel in every way, in rounds of a few steps, and without
+communication. Then plans with the figures of before and the step without communication, as
+commpress plan --links does, and compares the choice with the fastest way measured.
   plain       torch's all-reduce of float32
   bf16        torch's bf16_compress_hook; no plan can name it, but it counts as the fastest if it is
   sign, ...   commpress with that codec
@@ -35,7 +37,9 @@ class Row(machines.Forecast):
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, bf16 and codecs (default {WAYS})")
+    parser.add_argument(
+        "--ways", default=WAYS, metavar="A,B", help=f"plain, bf16 and codecs (default {WAYS})"
+    )
     check = f"the choice is at most {CLOSE:.0%} slower than the fastest way"
     option_groups.add_measuring(parser, rounds=5, steps=3, batch=4, check=check)
 
@@ -51,8 +55,13 @@ def run(options: argparse.Namespace) -> int:
     print(harness.render(HEAD, [cells(row) for row in rows]))
     print(f"the plan: {why}")
     chosen, best = choice(rows)
-    print(f"chosen: {chosen.way}, fastest: {best.way}; the choice takes {chosen.seconds / best.seconds:.2f} of the fastest")
-    return harness.deliver(options, rows, judge=judge, draw=draw, machines=measured.as_dict(), why=why, seconds=seconds)
+    print(
+        f"chosen: {chosen.way}, fastest: {best.way}; the choice takes "
+        f"{chosen.seconds / best.seconds:.2f} of the fastest"
+    )
+    return harness.deliver(
+        options, rows, judge=judge, draw=draw, machines=measured.as_dict(), why=why, seconds=seconds
+    )
 
 
 def ways_of(options: argparse.Namespace) -> tuple[str, ...]:
@@ -85,10 +94,13 @@ def bench(
 # ---------------------------------------------------------------- on paper
 
 
-def planned(measured: machines.Machines, seconds: dict[str, float], load: training.Load) -> tuple[list[Row], str]:
+def planned(
+    measured: machines.Machines, seconds: dict[str, float], load: training.Load
+) -> tuple[list[Row], str]:
     """Measured beside predicted, and what the plan says.
 
-    ``compute`` was measured on all ranks at once. Where they share cores, that is longer than a rank would take alone.
+    ``compute`` was measured on all ranks at once. Where they share cores, that is longer than a
+    rank would take alone.
     """
     cluster, model = measured.cluster(), Model.of(load.model())
     share = min(cluster.machine_cores / cluster.size, 1.0) if cluster.machine_cores else 1.0
@@ -98,9 +110,15 @@ def planned(measured: machines.Machines, seconds: dict[str, float], load: traini
     chosen = candidates.recommended(found, ways)
     predicted = {c.name: c.seconds for c in found}
     rows = [
-        Row(way, seconds=took, predicted_seconds=predicted[PREDICTED.get(way, way)], chosen=way == chosen.codec)
-        for way, took in seconds.items() if way != COMPUTE
-    ]  # fmt: skip
+        Row(
+            way,
+            seconds=took,
+            predicted_seconds=predicted[PREDICTED.get(way, way)],
+            chosen=way == chosen.codec,
+        )
+        for way, took in seconds.items()
+        if way != COMPUTE
+    ]
     return rows, candidates.plan_of(chosen, found, cluster, BUCKET_MB).why
 
 
@@ -111,9 +129,12 @@ def choice(rows: list[Row]) -> tuple[Row, Row]:
 
 def cells(row: Row) -> list[str]:
     return [
-        row.way, f"{1e3 * row.seconds:.1f}", f"{1e3 * row.predicted_seconds:.1f}", f"{100 * row.off:+.0f} %",
+        row.way,
+        f"{1e3 * row.seconds:.1f}",
+        f"{1e3 * row.predicted_seconds:.1f}",
+        f"{100 * row.off:+.0f} %",
         "chosen" if row.chosen else "",
-    ]  # fmt: skip
+    ]
 
 
 def judge(rows: list[Row]) -> list[tuple[str, bool]]:
@@ -127,9 +148,15 @@ def draw(path: str, rows: list[Row]) -> None:
     from commpress.cli import charts
 
     chosen, _ = choice(rows)
-    with charts.chart(path, f"A training step in every way; the plan takes {chosen.way}", size=(8, 4)) as (panel,):
+    with charts.chart(
+        path, f"A training step in every way; the plan takes {chosen.way}", size=(8, 4)
+    ) as (panel,):
         charts.bars(
-            panel, [row.way for row in rows],
-            {"measured": [1e3 * row.seconds for row in rows], "predicted": [1e3 * row.predicted_seconds for row in rows]},
+            panel,
+            [row.way for row in rows],
+            {
+                "measured": [1e3 * row.seconds for row in rows],
+                "predicted": [1e3 * row.predicted_seconds for row in rows],
+            },
             "one step, ms",
-        )  # fmt: skip
+        )

@@ -1,11 +1,13 @@
 """our PowerSGD against torch's powerSGD_hook: seconds, approximation error, size of the residuals
 
-A bucket of equal matrices is handed to three hooks in turn on the same ranks: ours, torch's as it stands, and torch's with
-batch_tensors_with_same_shape. Gradients are noise around a common mean of slowly falling singular values. "error" is the norm
-of what all steps together still owe over the norm of what they should have brought; "residual" is the largest norm of a
-rank's residual after the first quarter of the steps and after all.
+A bucket of equal matrices is handed to three hooks in turn on the same ranks: ours, torch's as it
+stands, and torch's with batch_tensors_with_same_shape. Gradients are noise around a common mean of
+slowly falling singular values. "error" is the norm of what all steps together still owe over the
+norm of what they should have brought; "residual" is the largest norm of a rank's residual after the
+first quarter of the steps and after all.
 
-  python benchmarks powersgd                       100 matrices of 256x512 on 2 local processes, about a minute
+  python benchmarks powersgd                       100 matrices of 256x512 on 2 local processes,
+                                                   about a minute
   python benchmarks powersgd --check               exit status 1 if a bar is missed
 """
 
@@ -64,33 +66,66 @@ class Bucket:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--count", type=int, default=100, metavar="N", help="matrices (default 100)")
-    parser.add_argument("--shape", default="256x512", metavar="RxC", help="of each (default 256x512)")
-    parser.add_argument("--rank", type=int, default=4, metavar="R", help="of the approximation (default 4)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed calls of each hook (default 10)")
-    parser.add_argument("--walk", type=int, default=400, metavar="N", help="steps of the long run (default 400)")
+    parser.add_argument(
+        "--count", type=int, default=100, metavar="N", help="matrices (default 100)"
+    )
+    parser.add_argument(
+        "--shape", default="256x512", metavar="RxC", help="of each (default 256x512)"
+    )
+    parser.add_argument(
+        "--rank", type=int, default=4, metavar="R", help="of the approximation (default 4)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="timed calls of each hook (default 10)"
+    )
+    parser.add_argument(
+        "--walk", type=int, default=400, metavar="N", help="steps of the long run (default 400)"
+    )
     ranks.add_options(parser, ranks=2)
-    harness.add_options(parser, check="it is 1.5 times as fast as torch's hook, errs no more and its residuals stay bounded")
+    harness.add_options(
+        parser,
+        check=(
+            "it is 1.5 times as fast as torch's hook, errs no more and its residuals stay bounded"
+        ),
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     sides_of(options)
     return harness.run(
-        options, bench, judge=judge, draw=partial(draw, options=options), summary=partial(summary, walk=options.walk)
+        options,
+        bench,
+        judge=judge,
+        draw=partial(draw, options=options),
+        summary=partial(summary, walk=options.walk),
     )
 
 
 def sides_of(options: argparse.Namespace) -> tuple[int, int]:
     sides = options.shape.split("x")
     if len(sides) != 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise InvalidArgument(f"--shape is {options.shape!r}, expected rows and columns such as 256x512")
+        raise InvalidArgument(
+            f"--shape is {options.shape!r}, expected rows and columns such as 256x512"
+        )
     return int(sides[0]), int(sides[1])
 
 
 def summary(measured: list[Measured], *, walk: int) -> str:
-    head = ["hook", "ms per call", "error", f"residual at {walk // 4}", f"at {walk}", f"error at {walk}"]
+    head = [
+        "hook",
+        "ms per call",
+        "error",
+        f"residual at {walk // 4}",
+        f"at {walk}",
+        f"error at {walk}",
+    ]
     rows = [
-        [m.hook, f"{1e3 * m.seconds:.1f}", *(f"{x:.4f}" for x in (m.error, m.early, m.late, m.walk_error))] for m in measured
+        [
+            m.hook,
+            f"{1e3 * m.seconds:.1f}",
+            *(f"{x:.4f}" for x in (m.error, m.early, m.late, m.walk_error)),
+        ]
+        for m in measured
     ]
     return harness.render(head, rows)
 
@@ -98,10 +133,15 @@ def summary(measured: list[Measured], *, walk: int) -> str:
 def draw(path: str, measured: list[Measured], *, options: argparse.Namespace) -> None:
     from commpress.cli import charts
 
-    title = f"PowerSGD of rank {options.rank}: {options.count} matrices of {options.shape.replace('x', '×')}"
+    title = (
+        f"PowerSGD of rank {options.rank}: {options.count} matrices of "
+        f"{options.shape.replace('x', '×')}"
+    )
     with charts.chart(path, title, panels=3, size=(5, 3.4), share=True) as (time, error, residual):
         charts.bars(time, HOOKS, {"": [1e3 * m.seconds for m in measured]}, "one call, ms")
-        charts.bars(error, HOOKS, {"": [m.error for m in measured]}, "relative error of what was delivered")
+        charts.bars(
+            error, HOOKS, {"": [m.error for m in measured]}, "relative error of what was delivered"
+        )
         norms = {
             f"after {options.walk // 4} steps": [m.early for m in measured],
             f"after {options.walk} steps": [m.late for m in measured],
@@ -115,25 +155,45 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     error = max(ours.error / plain.error, ours.walk_error / plain.walk_error)
     grows, theirs = ours.late / ours.early, plain.late / plain.early
     return [
-        (f"{speed:.2f}x as fast as torch's hook, {against:.2f}x as fast as the batched one, 1.5x expected", speed >= 1.5),
+        (
+            (
+                f"{speed:.2f}x as fast as torch's hook, {against:.2f}x as fast as the batched one, "
+                "1.5x expected"
+            ),
+            speed >= 1.5,
+        ),
         (f"its error is {error:.3f} of torch's, at most 1.02 expected", error <= 1.02),
-        (f"residual norm x{grows:.2f} over the last three quarters, at most 1.2 expected (torch: x{theirs:.2f})", grows <= 1.2),
+        (
+            (
+                f"residual norm x{grows:.2f} over the last three quarters, at most 1.2 expected "
+                f"(torch: x{theirs:.2f})"
+            ),
+            grows <= 1.2,
+        ),
     ]
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+def bench(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[Measured]:
     timed = _compare(rank, size, options.count, *sides_of(options), options.rank, options.steps + 2)
     walked = _compare(rank, size, 100, *WALK, min(options.rank, 4), options.walk)
     return [
         Measured(
-            name, median(timed[name]["seconds"][2:]), timed[name]["error"], walked[name]["norms"][options.walk // 4],
-            walked[name]["norms"][-1], walked[name]["error"],
+            name,
+            median(timed[name]["seconds"][2:]),
+            timed[name]["error"],
+            walked[name]["norms"][options.walk // 4],
+            walked[name]["norms"][-1],
+            walked[name]["error"],
         )
         for name in HOOKS
-    ]  # fmt: skip
+    ]
 
 
-def _compare(rank: int, size: int, count: int, tall: int, wide: int, r: int, steps: int) -> dict[str, dict[str, Any]]:
+def _compare(
+    rank: int, size: int, count: int, tall: int, wide: int, r: int, steps: int
+) -> dict[str, dict[str, Any]]:
     """Every hook on the same gradients, in turn."""
     bucket = Bucket(count, tall, wide)
     names = {f"w{i}": p for i, p in enumerate(bucket.parameters())}
@@ -142,11 +202,14 @@ def _compare(rank: int, size: int, count: int, tall: int, wide: int, r: int, ste
     )
     theirs = [
         PowerSGDState(
-            None, matrix_approximation_rank=r, start_powerSGD_iter=2, min_compression_rate=1,
+            None,
+            matrix_approximation_rank=r,
+            start_powerSGD_iter=2,
+            min_compression_rate=1,
             batch_tensors_with_same_shape=batched,
         )
         for batched in (False, True)
-    ]  # fmt: skip
+    ]
     for one in theirs:
         one.iter = 2  # past the exact steps, which there are for the sake of DDP's first buckets
     hooks: dict[str, Callable[[], torch.Tensor]] = {
@@ -155,14 +218,19 @@ def _compare(rank: int, size: int, count: int, tall: int, wide: int, r: int, ste
         "torch batched": lambda: powerSGD_hook(theirs[1], bucket).wait(),  # type: ignore[arg-type]
     }
     residuals: dict[str, Callable[[], float]] = {
-        "commpress": lambda: float(sum(sent.square().sum() for _, sent, _ in state.residuals.places()) ** 0.5),
+        "commpress": lambda: float(
+            sum(sent.square().sum() for _, sent, _ in state.residuals.places()) ** 0.5
+        ),
         "torch": lambda: float(theirs[0].error_dict[0].norm()),
         "torch batched": lambda: float(theirs[1].error_dict[0].norm()),
     }
     mean = _signal(count, tall, wide)
     draw = torch.Generator().manual_seed(1 + rank)
     out: dict[str, dict[str, Any]] = {name: {"seconds": [], "norms": []} for name in HOOKS}
-    given, wanted = {name: torch.zeros_like(bucket.flat) for name in HOOKS}, torch.zeros_like(bucket.flat)
+    given, wanted = (
+        {name: torch.zeros_like(bucket.flat) for name in HOOKS},
+        torch.zeros_like(bucket.flat),
+    )
     for _ in range(steps):
         gradient = mean + 0.1 * torch.randn(mean.shape, generator=draw)
         total = gradient.clone()
@@ -184,6 +252,9 @@ def _compare(rank: int, size: int, count: int, tall: int, wide: int, r: int, ste
 def _signal(count: int, tall: int, wide: int) -> torch.Tensor:
     """Matrices with singular values 1, 1/2, 1/3 …, the same on every rank."""
     draw, few = torch.Generator().manual_seed(0), min(16, tall, wide)
-    left, right = torch.randn(count, tall, few, generator=draw), torch.randn(count, few, wide, generator=draw)
+    left, right = (
+        torch.randn(count, tall, few, generator=draw),
+        torch.randn(count, few, wide, generator=draw),
+    )
     values = 1 / torch.arange(1, few + 1)
     return ((left * values) @ right / few**0.5).flatten()

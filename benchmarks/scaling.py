@@ -1,7 +1,9 @@
-"""published scaling of Megatron-LM, MT-NLG and Frontier beside what is simulated, with gradients exact and compressed
+"""published scaling of Megatron-LM, MT-NLG and Frontier beside what is simulated, with gradients
+exact and compressed
 
-The speed of computing is set so that the first row of a series is met; all other rows follow from it: bubbles, rings of tensor
-parallelism, edges of the pipeline, and the averaging of gradients, which runs the production collectives on simulated time.
+The speed of computing is set so that the first row of a series is met; all other rows follow from
+it: bubbles, rings of tensor parallelism, edges of the pipeline, and the averaging of gradients,
+which runs the production collectives on simulated time.
   published    teraflop/s of a device; of Frontier the efficiency against the first row, in per cent
   simulated    the same, gradients in bfloat16
   dp ms        that averaging gradients adds to a step: in bfloat16, and in int8 and sign
@@ -20,7 +22,19 @@ from commpress.plan.grids import Grid, MeshWork, Numel, predicted
 from commpress.plan.mesh_simulator import simulate_mesh
 from commpress.plan.pair_links import PairLinks
 
-HEAD = ["series", "parameters", "devices", "grid", "step s", "published", "simulated", "off", "dp ms bf16", "int8", "sign"]
+HEAD = [
+    "series",
+    "parameters",
+    "devices",
+    "grid",
+    "step s",
+    "published",
+    "simulated",
+    "off",
+    "dp ms bf16",
+    "int8",
+    "sign",
+]
 WAYS = ("bf16-ring", "int8", "sign")
 VOCABULARY, LENGTH = 51_200, 2048
 MEMORY = 1.5e12  # bytes per second of a device
@@ -50,13 +64,24 @@ class Published:
     def work(self, speed: float) -> MeshWork:
         seconds, h = self.flops / self.grid.size / speed, self.width
         return MeshWork(
-            Numel(VOCABULARY * h), (Numel(12 * h * h, 13 * h),) * self.layers, Numel(0, 2 * h), h, self.batch, LENGTH,
-            seconds / 4, 3 * seconds / 4, element=2, gradient=2, interleave=self.interleave,
-        )  # fmt: skip
+            Numel(VOCABULARY * h),
+            (Numel(12 * h * h, 13 * h),) * self.layers,
+            Numel(0, 2 * h),
+            h,
+            self.batch,
+            LENGTH,
+            seconds / 4,
+            3 * seconds / 4,
+            element=2,
+            gradient=2,
+            interleave=self.interleave,
+        )
 
     @property
     def cluster(self) -> Cluster:
-        return Cluster(((self.node, self.grid.size // self.node.ranks),), latency=5e-6, inside_latency=3e-6)
+        return Cluster(
+            ((self.node, self.grid.size // self.node.ranks),), latency=5e-6, inside_latency=3e-6
+        )
 
 
 ROWS = (
@@ -70,10 +95,18 @@ ROWS = (
     Published("MT-NLG", DGX, 20480, 105, Grid(pp=35, dp=8, tp=8), 1920, 126),
     Published("MT-NLG", DGX, 20480, 105, Grid(pp=35, dp=10, tp=8), 1920, 121),
     Published("MT-NLG", DGX, 20480, 105, Grid(pp=35, dp=12, tp=8), 1920, 113),
-    Published("Frontier, weak", CRAY, 25600, 128, Grid(pp=64, dp=2, tp=8), 3200, 100, relative=True),
-    Published("Frontier, weak", CRAY, 25600, 128, Grid(pp=64, dp=6, tp=8), 9600, 100, relative=True),
-    Published("Frontier, strong", CRAY, 25600, 128, Grid(pp=64, dp=1, tp=8), 8016, 100, relative=True),
-    Published("Frontier, strong", CRAY, 25600, 128, Grid(pp=64, dp=6, tp=8), 8016, 87.05, relative=True),
+    Published(
+        "Frontier, weak", CRAY, 25600, 128, Grid(pp=64, dp=2, tp=8), 3200, 100, relative=True
+    ),
+    Published(
+        "Frontier, weak", CRAY, 25600, 128, Grid(pp=64, dp=6, tp=8), 9600, 100, relative=True
+    ),
+    Published(
+        "Frontier, strong", CRAY, 25600, 128, Grid(pp=64, dp=1, tp=8), 8016, 100, relative=True
+    ),
+    Published(
+        "Frontier, strong", CRAY, 25600, 128, Grid(pp=64, dp=6, tp=8), 8016, 87.05, relative=True
+    ),
 )
 FRONTIER = 61.2e12  # flop/s of a die that the first rows of its series reach: 31.96 % of its peak
 
@@ -95,8 +128,11 @@ class ScalingRow:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    check = "MT-NLG and Frontier are within 10 % of what was published, Megatron-LM within 30 %, and int8 adds less than " \
-        "bf16 where that adds 20 ms"  # fmt: skip
+    check = (
+        "MT-NLG and Frontier are within 10 % of what was published, Megatron-LM within 30 %, "
+        "and int8 adds less than "
+        "bf16 where that adds 20 ms"
+    )
     harness.add_options(parser, check=check)
 
 
@@ -107,39 +143,73 @@ def run(options: argparse.Namespace) -> int:
         if not rows or row.series != rows[-1].series:
             speed = speed_of(row, FRONTIER if row.relative else 1e12 * row.figure)
             first = 0.0
-        steps = {way: simulate_mesh(row.cluster, device_costs(MEMORY), row.work(speed), row.grid, way) for way in WAYS}
+        steps = {
+            way: simulate_mesh(row.cluster, device_costs(MEMORY), row.work(speed), row.grid, way)
+            for way in WAYS
+        }
         step = steps[WAYS[0]]
         reached = row.flops / row.grid.size / step.seconds / 1e12
         first = first or reached
         numel = 12 * row.layers * row.width**2 + VOCABULARY * row.width
-        shown, added = 100 * reached / first if row.relative else reached, {way: s.parts["dp"] for way, s in steps.items()}
-        rows.append(ScalingRow(row.series, numel, row.grid.size, str(row.grid), step.seconds, row.figure, shown, added))
+        shown, added = (
+            100 * reached / first if row.relative else reached,
+            {way: s.parts["dp"] for way, s in steps.items()},
+        )
+        rows.append(
+            ScalingRow(
+                row.series,
+                numel,
+                row.grid.size,
+                str(row.grid),
+                step.seconds,
+                row.figure,
+                shown,
+                added,
+            )
+        )
     print(harness.render(HEAD, [cells(row) for row in rows]))
     return harness.deliver(options, rows, judge=judge, draw=draw)
 
 
 def speed_of(row: Published, reached: float) -> float:
-    """Flop/s of computing alone with which a device reaches so many: seconds are a part that computes and one that does not."""
+    """Flop/s of computing alone with which a device reaches so many: seconds are a part that
+    computes and one that does not."""
     links, costs = PairLinks.of_cluster(row.cluster), device_costs(MEMORY)
-    fast, slow = (predicted(row.grid, row.work(speed), links, costs).seconds for speed in (2 * reached, reached))
+    fast, slow = (
+        predicted(row.grid, row.work(speed), links, costs).seconds
+        for speed in (2 * reached, reached)
+    )
     still = 2 * fast - slow  # at infinite speed
     return reached * (slow - still) / (row.flops / row.grid.size / reached - still)
 
 
 def cells(row: ScalingRow) -> list[str]:
     return [
-        row.series, f"{row.parameters / 1e9:.1f} B", str(row.devices), row.grid, f"{row.step_seconds:.1f}",
-        f"{row.published:.0f}", f"{row.simulated:.0f}", f"{row.off:+.0%}",
+        row.series,
+        f"{row.parameters / 1e9:.1f} B",
+        str(row.devices),
+        row.grid,
+        f"{row.step_seconds:.1f}",
+        f"{row.published:.0f}",
+        f"{row.simulated:.0f}",
+        f"{row.off:+.0%}",
         *(f"{1e3 * row.dp_seconds[way]:.0f}" for way in WAYS),
-    ]  # fmt: skip
+    ]
 
 
 def judge(rows: list[ScalingRow]) -> list[tuple[str, bool]]:
     bars = []
     for series in dict.fromkeys(row.series for row in rows):
-        worst, most = max(abs(row.off) for row in rows if row.series == series), 0.3 if series == "Megatron-LM" else 0.1
+        worst, most = (
+            max(abs(row.off) for row in rows if row.series == series),
+            0.3 if series == "Megatron-LM" else 0.1,
+        )
         bars.append((f"{series}: at most {worst:.0%} off (at most {most:.0%})", worst <= most))
-    fewer = all(row.dp_seconds["int8"] < row.dp_seconds["bf16-ring"] for row in rows if row.dp_seconds["bf16-ring"] > 0.02)
+    fewer = all(
+        row.dp_seconds["int8"] < row.dp_seconds["bf16-ring"]
+        for row in rows
+        if row.dp_seconds["bf16-ring"] > 0.02
+    )
     return [*bars, ("where averaging adds 20 ms in bf16, it adds less in int8", fewer)]
 
 
@@ -149,8 +219,15 @@ def draw(path: str, rows: list[ScalingRow]) -> None:
     with charts.chart(path, "Published and simulated scaling", panels=1) as (panel,):
         for series in dict.fromkeys(row.series for row in rows):
             mine = [row for row in rows if row.series == series]
-            (line,) = panel.plot([row.devices for row in mine], [row.published for row in mine], "o-", label=series)
-            panel.plot([row.devices for row in mine], [row.simulated for row in mine], "x--", color=line.get_color())
+            (line,) = panel.plot(
+                [row.devices for row in mine], [row.published for row in mine], "o-", label=series
+            )
+            panel.plot(
+                [row.devices for row in mine],
+                [row.simulated for row in mine],
+                "x--",
+                color=line.get_color(),
+            )
         panel.set_xscale("log")
         panel.set_xlabel("devices")
         panel.set_ylabel("teraflop/s of a device, or per cent")

@@ -1,8 +1,10 @@
-"""the simulator against measurements: all-reduces as measured here, and as simulated with what was measured before them
+"""the simulator against measurements: all-reduces as measured here, and as simulated with what was
+measured before them
 
-Measures links, network stack and kernels as commpress probe does, then all-reduces, then simulates these all-reduces with the
-figures of before: nothing is fitted to what it is compared with. Ranks that lie on one machine (network namespaces,
-containers, local processes) share its cores in the simulation as well.
+Measures links, network stack and kernels as commpress probe does, then all-reduces, then simulates
+these all-reduces with the figures of before: nothing is fitted to what it is compared with. Ranks
+that lie on one machine (network namespaces, containers, local processes) share its cores in the
+simulation as well.
 
   python benchmarks simulate --ranks 2
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks simulate --check
@@ -40,7 +42,8 @@ class Row:
     ranks: int
     way: str
     size: int
-    seconds: float  # median over rounds of the slowest rank's, of one call among several back to back
+    # median over rounds of the slowest rank's, of one call among several back to back
+    seconds: float
     calls: int  # of them
     simulated_seconds: float = 0.0
 
@@ -50,10 +53,22 @@ class Row:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, and codecs (default {WAYS})")
-    parser.add_argument("--sizes", default=SIZES, metavar="A,B", help=f"of the buffer (default {SIZES})")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of all, the median counts (default 5)")
-    parser.add_argument("--calls", type=int, default=3, metavar="N", help="back to back in a round, at least (default 3)")
+    parser.add_argument(
+        "--ways", default=WAYS, metavar="A,B", help=f"plain, and codecs (default {WAYS})"
+    )
+    parser.add_argument(
+        "--sizes", default=SIZES, metavar="A,B", help=f"of the buffer (default {SIZES})"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of all, the median counts (default 5)"
+    )
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=3,
+        metavar="N",
+        help="back to back in a round, at least (default 3)",
+    )
     ranks.add_options(parser)
     harness.add_options(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}")
 
@@ -63,7 +78,9 @@ def run(options: argparse.Namespace) -> int:
         if way != "plain":
             codec_named(way)
     if min(*sizes_of(options), 4 * options.rounds, 4 * options.calls) < 4:
-        raise InvalidArgument("expected --rounds and --calls of at least 1 and --sizes of at least 4 bytes")
+        raise InvalidArgument(
+            "expected --rounds and --calls of at least 1 and --sizes of at least 4 bytes"
+        )
     found = ranks.on_ranks(bench, options, print)
     if found is None:  # not rank 0 of a launcher
         return 0
@@ -88,7 +105,9 @@ def bench(
 ) -> tuple[dict[int, machines.Machines], list[Row]]:
     ways, sizes = tuple(options.ways.split(",")), sizes_of(options)
     codecs, links = [way for way in ways if way != "plain"] or ["none"], machines.links(rank, size)
-    measured = {nbytes: machines.Machines(links, machines.kernels(codecs, nbytes // 4)) for nbytes in sizes}
+    measured = {
+        nbytes: machines.Machines(links, machines.kernels(codecs, nbytes // 4)) for nbytes in sizes
+    }
     report(measured[sizes[0]].summary())
     channel, rows = Channel.among(timeout=TIMEOUT), []
     for nbytes in sizes:
@@ -108,7 +127,8 @@ def bench(
     return measured, rows
 
 
-LEAST, MOST = 0.1, 60  # seconds of calls back to back, and their number: short calls need more to say something
+# seconds of calls back to back, and their number: short calls need more to say something
+LEAST, MOST = 0.1, 60
 
 
 def repeats(call: Callable[[], object], least: int) -> int:
@@ -122,8 +142,8 @@ def repeats(call: Callable[[], object], least: int) -> int:
 def timed(call: Callable[[], object], calls: int) -> float:
     """Seconds of a call among several, from the end of one that goes before them.
 
-    A connection that has rested begins slowly, and ranks leave a barrier milliseconds apart where they share cores. Neither is
-    simulated.
+    A connection that has rested begins slowly, and ranks leave a barrier milliseconds apart where
+    they share cores. Neither is simulated.
     """
     call()
     start = perf_counter()
@@ -147,15 +167,21 @@ def simulate(measured: dict[int, machines.Machines], rows: list[Row]) -> None:
 
 def cells(row: Row) -> list[str]:
     return [
-        row.way, show_bytes(row.size), f"{1e3 * row.seconds:.2f}", f"{1e3 * row.simulated_seconds:.2f}",
+        row.way,
+        show_bytes(row.size),
+        f"{1e3 * row.seconds:.2f}",
+        f"{1e3 * row.simulated_seconds:.2f}",
         f"{100 * row.off:+.0f} %",
-    ]  # fmt: skip
+    ]
 
 
 def judge(rows: list[Row]) -> list[tuple[str, bool]]:
     offs = sorted(abs(row.off) for row in rows)
     return [
-        (f"half are within {100 * median(offs):.0f} %, at most {100 * MEDIAN:.0f}", median(offs) <= MEDIAN),
+        (
+            f"half are within {100 * median(offs):.0f} %, at most {100 * MEDIAN:.0f}",
+            median(offs) <= MEDIAN,
+        ),
         (f"all are within {100 * offs[-1]:.0f} %, at most {100 * WORST:.0f}", offs[-1] <= WORST),
     ]
 
@@ -164,10 +190,20 @@ def draw(path: str, rows: list[Row]) -> None:
     from commpress.cli import charts
 
     ways = list(dict.fromkeys(row.way for row in rows))
-    with charts.chart(path, f"All-reduces among {rows[0].ranks} ranks, measured and simulated", panels=len(ways), share=True,
-                      size=(4.6, 4.2)) as panels:  # fmt: skip
+    with charts.chart(
+        path,
+        f"All-reduces among {rows[0].ranks} ranks, measured and simulated",
+        panels=len(ways),
+        share=True,
+        size=(4.6, 4.2),
+    ) as panels:
         for panel, way in zip(panels, ways, strict=True):
             mine = [row for row in rows if row.way == way]
-            charts.over_sizes(panel, {"measured": [(r.size, r.seconds) for r in mine],
-                                      "simulated": [(r.size, r.simulated_seconds) for r in mine]})  # fmt: skip
+            charts.over_sizes(
+                panel,
+                {
+                    "measured": [(r.size, r.seconds) for r in mine],
+                    "simulated": [(r.size, r.simulated_seconds) for r in mine],
+                },
+            )
             panel.set_title(way, fontsize=10)

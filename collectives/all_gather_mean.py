@@ -1,13 +1,17 @@
-"""The mean of sparse changes in one phase: everybody's payload to everybody, and all decode all, in the order of ranks.
+"""The mean of sparse changes in one phase: everybody's payload to everybody, and all decode all, in
+the order of ranks.
 
-    c = g·x + e        y = Q(c)        e ← c − y        y to everybody                    (all-gather)
-    x := Σᵢ sᵢ·clip(yᵢ) / (K·g)                         sᵢ: the rank's share, 1 in the mean
-    clip(yᵢ) = yᵢ · min(1, median‖y‖ / ‖yᵢ‖)            block by block, over the ranks that say something in it
+    c = g·x + e        y = Q(c)        e ← c − y  y to everybody                    (all-gather)
+    x := Σᵢ sᵢ·clip(yᵢ) / (K·g)                   sᵢ: the rank's share, 1 in the mean
+    clip(yᵢ) = yᵢ · min(1, median‖y‖ / ‖yᵢ‖)      block by block, over the ranks that say something
+                                                  in it
 
-Blocks run through all tensors of the buffer, so small tensors cost no more bytes than their elements. The median (the lower of
-two) holds a rank whose change is wild at the length of the others'.
+Blocks run through all tensors of the buffer, so small tensors cost no more bytes than their
+elements. The median (the lower of two) holds a rank whose change is wild at the length of the
+others'.
 
-Note: the same bits everywhere. Every sum has its order written down: norms are added by halves, ranks one after the other.
+Note: the same bits everywhere. Every sum has its order written down: norms are added by halves,
+ranks one after the other.
 """
 
 import sys
@@ -30,18 +34,34 @@ from commpress.work import Steps, overlapped
 
 
 class GatherMean(FlatExchange):
-    """The mean of what the ranks sent, decoded by each of them. ``clip``: no rank's block is longer than the median."""
+    """The mean of what the ranks sent, decoded by each of them. ``clip``: no rank's block is longer
+    than the median."""
 
     def __init__(
-        self, spans: list[Span], named: list[Message], codec: SparseCodec, feedback: ErrorFeedback | None, *, clip: bool = True
+        self,
+        spans: list[Span],
+        named: list[Message],
+        codec: SparseCodec,
+        feedback: ErrorFeedback | None,
+        *,
+        clip: bool = True,
     ) -> None:
         super().__init__(spans, named)
         self.codec, self.feedback, self.clip = codec, feedback, clip
 
     def mean(
-        self, channel: Channel, x: torch.Tensor, shares: Sequence[float], *, sequence: int, key: int, gain: float, asks: bool
+        self,
+        channel: Channel,
+        x: torch.Tensor,
+        shares: Sequence[float],
+        *,
+        sequence: int,
+        key: int,
+        gain: float,
+        asks: bool,
     ) -> Steps[list[Outcome]]:
-        """As the law says. The numbers of a rank whose share is 0, and what it owes, stay as they are."""
+        """As the law says. The numbers of a rank whose share is 0, and what it owes, stay as they
+        are."""
         (message,), old, new = self.messages, self.feedback, None
         if old is not None:
             old.join(message.pieces, channel.rank)
@@ -49,20 +69,39 @@ class GatherMean(FlatExchange):
         jobs = []
         for i, at in enumerate(range(0, self.numel, MESSAGE)):
             part = slice(at, min(at + MESSAGE, self.numel))
-            jobs.append(self._mean(
-                channel, x[part], None if old is None else old.sent[part],
-                None if new is None else new.sent[part], sequence=sequence + i, gain=gain, asks=asks,
-                shares=shares,
-            ))  # fmt: skip
+            jobs.append(
+                self._mean(
+                    channel,
+                    x[part],
+                    None if old is None else old.sent[part],
+                    None if new is None else new.sent[part],
+                    sequence=sequence + i,
+                    gain=gain,
+                    asks=asks,
+                    shares=shares,
+                )
+            )
         flags = yield from overlapped(jobs, limit=ALONGSIDE)
-        finite, asked = not any(flag & NOT_FINITE for flag in flags), any(flag & ASKS for flag in flags)
+        finite, asked = (
+            not any(flag & NOT_FINITE for flag in flags),
+            any(flag & ASKS for flag in flags),
+        )
         return [Outcome(message, finite, old, new, channel.workspace, asks=asked)]
 
     def _mean(
-        self, channel: Channel, x: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None, *, sequence: int,
-        gain: float, asks: bool, shares: Sequence[float],
-    ) -> Steps[int]:  # fmt: skip
-        """``x`` := its mean, if the flags of all ranks, which are returned, say that all were finite."""
+        self,
+        channel: Channel,
+        x: torch.Tensor,
+        old: torch.Tensor | None,
+        new: torch.Tensor | None,
+        *,
+        sequence: int,
+        gain: float,
+        asks: bool,
+        shares: Sequence[float],
+    ) -> Steps[int]:
+        """``x`` := its mean, if the flags of all ranks, which are returned, say that all were
+        finite."""
         workspace, device, code = channel.workspace, x.device, self.codec.arithmetic
         size, start = HEADER + code.row_bytes(x.numel()), perf_counter()
         outbox, inbox = workspace.rows(size, 1, device), workspace.rows(size, channel.size, device)
@@ -78,9 +117,13 @@ class GatherMean(FlatExchange):
             else:
                 flag |= NOT_FINITE
         workspace.encoded(start)
-        frame = Frame(ALL_GATHER, channel.size, self.codec.spec, x.numel(), sequence, self.messages[0].label)
+        frame = Frame(
+            ALL_GATHER, channel.size, self.codec.spec, x.numel(), sequence, self.messages[0].label
+        )
         mark = torch.full((1,), flag, dtype=torch.uint8, device=device)
-        flags = yield from exchange(channel.transport.all_gather, inbox, outbox, frame, mark, channel.transport, workspace)
+        flags = yield from exchange(
+            channel.transport.all_gather, inbox, outbox, frame, mark, channel.transport, workspace
+        )
         start = perf_counter()
         if not flags & NOT_FINITE:
             x.zero_()
@@ -102,7 +145,8 @@ class GatherMean(FlatExchange):
 
 
 def within_median(norms: torch.Tensor) -> torch.Tensor:
-    """Factors, 1 or less, that bring each rank's norms [ranks, blocks] to the median of those above zero."""
+    """Factors, 1 or less, that bring each rank's norms [ranks, blocks] to the median of those above
+    zero."""
     ascending = norms.sort(dim=0).values
     silent = (ascending == 0).sum(0)
     median = ascending.gather(0, ((len(norms) + silent - 1) // 2)[None])
@@ -110,7 +154,8 @@ def within_median(norms: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(values: torch.Tensor) -> torch.Tensor:
-    """Along the last dimension, in float64: added by halves, so that it is the same on every machine."""
+    """Along the last dimension, in float64: added by halves, so that it is the same on every
+    machine."""
     squares = values.double().square()
     width = 1 << (squares.shape[-1] - 1).bit_length()
     squares = torch.nn.functional.pad(squares, (0, width - squares.shape[-1]))
@@ -124,14 +169,32 @@ class GatherMeans(Exchanges):
     """Exchanges of sparse changes, all of one codec; ``min_numel`` of a policy is of no account."""
 
     def __init__(
-        self, policy: Policy, size: int, workspace: Workspace, *, clip: bool = True, feedback: bool = True, seed: int = 0
+        self,
+        policy: Policy,
+        size: int,
+        workspace: Workspace,
+        *,
+        clip: bool = True,
+        feedback: bool = True,
+        seed: int = 0,
     ) -> None:
         super().__init__(policy, size, workspace, feedback=feedback, seed=seed)
         self.codec, self.clip = _one_sparse(policy), clip
 
-    def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], policy: Policy, device: torch.device) -> Exchange:
-        named = messages(spans, Same(self.codec), self.size, feedback=self.feedback, message=sys.maxsize)
-        feedbacks = [self.residuals.attach(message.keys, message.pieces, device) for message in named]  # of one, or of nothing
+    def _cut(
+        self,
+        spans: list[Span],
+        shapes: Sequence[Sequence[int]],
+        policy: Policy,
+        device: torch.device,
+    ) -> Exchange:
+        named = messages(
+            spans, Same(self.codec), self.size, feedback=self.feedback, message=sys.maxsize
+        )
+        # of one, or of nothing
+        feedbacks = [
+            self.residuals.attach(message.keys, message.pieces, device) for message in named
+        ]
         return GatherMean(spans, named, self.codec, *(feedbacks or [None]), clip=self.clip)
 
 
@@ -140,7 +203,8 @@ def _one_sparse(policy: Policy) -> SparseCodec:
     codec = inner.codec if isinstance(inner, Same) else inner
     if not isinstance(codec, SparseCodec):
         raise InvalidArgument(
-            f"codec is {getattr(codec, 'spec', codec)!r}, expected one sparse codec for all tensors, such as 'topk-64+bits2': "
+            f"codec is {getattr(codec, 'spec', codec)!r}, expected one sparse codec for all "
+            "tensors, such as 'topk-64+bits2': "
             "every rank sends its whole change to every other"
         )
     return codec

@@ -1,10 +1,12 @@
-"""The compressed all-reduce: two collectives, error-compensated on both sides, the same bits on every rank.
+"""The compressed all-reduce: two collectives, error-compensated on both sides, the same bits on
+every rank.
 
-    c = g·x + e        y = Q(c)        e ← c − y        rows of y to their owners                  (all-to-all)
-    z = mean(y) + s    o = Q(z)        s ← z − o        the owner's row to everybody               (all-gather)
+    c = g·x + e        y = Q(c)      e ← c − y       rows of y to their owners          (all-to-all)
+    z = mean(y) + s    o = Q(z)      s ← z − o       the owner's row to everybody       (all-gather)
 
-Each rank owns one row of every piece. Nothing is committed before every rank has seen every header: a header says
-whether its sender's numbers were finite, so all ranks take the same decision without asking again.
+Each rank owns one row of every piece. Nothing is committed before every rank has seen every header:
+a header says whether its sender's numbers were finite, so all ranks take the same decision without
+asking again.
 """
 
 import threading
@@ -39,27 +41,35 @@ from commpress.timeline import Timeline
 from commpress.work import Steps, Work, overlapped
 
 WIRE = {ALL_TO_ALL: "wire: all-to-all", ALL_GATHER: "wire: all-gather"}
-ALONGSIDE = 2  # messages of one bucket under way at once: one on the wire while another is encoded or decoded
+# messages of one bucket under way at once: one on the wire while another is encoded or decoded
+ALONGSIDE = 2
 
 
 @dataclass
 class Workspace:
     """Buffers that outlive a call: a fresh allocation costs ten times a copy.
 
-    Rows and residuals are for one thread at a time. Any thread may ``borrow`` and ``give_back`` a buffer of its very length, or
-    be lent the beginning of one as long as the longest (``lend``, ``take_back``; with ``pooled`` rows too).
+    Rows and residuals are for one thread at a time. Any thread may ``borrow`` and ``give_back`` a
+    buffer of its very length, or be lent the beginning of one as long as the longest (``lend``,
+    ``take_back``; with ``pooled`` rows too).
     """
 
     checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     encode_seconds: float = 0.0  # in kernels before a row leaves
     decode_seconds: float = 0.0  # in kernels after the last row came
-    dense_sketches: int = 0  # messages whose sketch could not be told apart, or not yet, and that went densely
+    # messages whose sketch could not be told apart, or not yet, and that went densely
+    dense_sketches: int = 0
     timeline: Timeline | None = None  # who watches
-    pooled: bool = False  # rows too are lent from flat buffers: of many lengths there are then few, each as long as the longest
+    # rows too are lent from flat buffers: of many lengths there are then few, each as long as the
+    # longest
+    pooled: bool = False
     _free: dict[tuple[object, ...], list[object]] = field(default_factory=lambda: defaultdict(list))
-    _proposed: dict[int, tuple[Message, ErrorFeedback, ErrorFeedback]] = field(default_factory=dict)  # by identity
+    # by identity
+    _proposed: dict[int, tuple[Message, ErrorFeedback, ErrorFeedback]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of what is lent
-    _idle: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _idle: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _lent: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
     _longest: dict[torch.dtype, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -98,15 +108,27 @@ class Workspace:
         for buffer in buffers:
             self._free[buffer.numel(), buffer.dtype, buffer.device].append(buffer)
 
-    def residual(self, message: Message, device: torch.device, like: ErrorFeedback | None = None) -> ErrorFeedback:
-        """Messages laid out alike, such as those of a model's equal blocks, share what lies ready."""
+    def residual(
+        self, message: Message, device: torch.device, like: ErrorFeedback | None = None
+    ) -> ErrorFeedback:
+        """Messages laid out alike, such as those of a model's equal blocks, share what lies
+        ready."""
         try:  # another thread may settle what was proposed
-            return self._free[message.pieces.residual_layout, device, like.layout if like else ""].pop()  # type: ignore[return-value]
+            return self._free[
+                message.pieces.residual_layout, device, like.layout if like else ""
+            ].pop()  # type: ignore[return-value]
         except IndexError:
-            return ErrorFeedback.zeros(message.pieces, device) if like is None else like.like(message.pieces)
+            return (
+                ErrorFeedback.zeros(message.pieces, device)
+                if like is None
+                else like.like(message.pieces)
+            )
 
-    def propose(self, message: Message, feedback: ErrorFeedback | None, device: torch.device) -> ErrorFeedback:
-        """``residual``, which is to take the place of ``feedback``; remembered until it is given back."""
+    def propose(
+        self, message: Message, feedback: ErrorFeedback | None, device: torch.device
+    ) -> ErrorFeedback:
+        """``residual``, which is to take the place of ``feedback``; remembered until it is given
+        back."""
         proposed = self.residual(message, device, feedback)
         if feedback is not None:
             self._proposed[id(proposed)] = message, feedback, proposed
@@ -118,14 +140,16 @@ class Workspace:
         return len(self._proposed)
 
     def settle(self, *, taken: bool) -> None:
-        """Commit, or discard, all that was proposed and that nobody has settled: exchanges of it failed on the way."""
+        """Commit, or discard, all that was proposed and that nobody has settled: exchanges of it
+        failed on the way."""
         for message, feedback, proposed in list(self._proposed.values()):
             if taken:
                 feedback.take(proposed)
             self.give_residual(message, proposed)
 
     def clear(self) -> None:
-        """Let go of all buffers that lie ready: messages are cut for another number of ranks from here on."""
+        """Let go of all buffers that lie ready: messages are cut for another number of ranks from
+        here on."""
         self._free.clear()
 
     def give_rows(self, *lent: torch.Tensor) -> None:
@@ -136,7 +160,9 @@ class Workspace:
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
         self._proposed.pop(id(residual), None)
-        self._free[message.pieces.residual_layout, residual.device, residual.layout].append(residual)
+        self._free[message.pieces.residual_layout, residual.device, residual.layout].append(
+            residual
+        )
 
     def forget(self, message: Message) -> None:
         """Let go of what was kept for a message that will not come again."""
@@ -166,19 +192,23 @@ class Workspace:
     def lent_bytes(self) -> int:
         """Of all flat buffers, whether they are lent now or lie ready."""
         with self._lock:
-            return sum(flat.nbytes for idle in (*self._idle.values(), self._lent.values()) for flat in idle)
+            return sum(
+                flat.nbytes for idle in (*self._idle.values(), self._lent.values()) for flat in idle
+            )
 
 
 @dataclass
 class Outcome:
-    """Outcome of one message. ``commit`` or ``discard`` it: until then the feedback is as it was."""
+    """Outcome of one message. ``commit`` or ``discard`` it: until then the feedback is as it
+    was."""
 
     message: Message
     finite: bool
     feedback: ErrorFeedback | None
     proposed: ErrorFeedback | None
     workspace: Workspace
-    asks: bool = field(default=False, kw_only=True)  # some rank asks all others for a word after this step
+    # some rank asks all others for a word after this step
+    asks: bool = field(default=False, kw_only=True)
 
     def commit(self) -> None:
         if self.feedback is not None and self.proposed is not None:
@@ -209,12 +239,21 @@ def compressed_allreduce(
 ) -> Steps[bool]:
     """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed both ways.
 
-    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. For a training loop use the hooks.
+    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. For a training
+    loop use the hooks.
     """
     check_buffer(buffer)
-    message = one_message(buffer.numel(), codec_named(codec), transport.size, feedback=feedback is not None)
+    message = one_message(
+        buffer.numel(), codec_named(codec), transport.size, feedback=feedback is not None
+    )
     outcome = yield from reduce_message(
-        buffer, feedback, message=message, transport=transport, workspace=Workspace(), sequence=sequence, key=sequence
+        buffer,
+        feedback,
+        message=message,
+        transport=transport,
+        workspace=Workspace(),
+        sequence=sequence,
+        key=sequence,
     )
     if outcome.finite:
         outcome.commit()
@@ -222,7 +261,8 @@ def compressed_allreduce(
 
 
 class Call(TypedDict, total=False):
-    """Arguments that are the same for all messages of a buffer; ``reduce_message`` says what they are."""
+    """Arguments that are the same for all messages of a buffer; ``reduce_message`` says what they
+    are."""
 
     transport: Required[Transport]
     workspace: Required[Workspace]
@@ -253,7 +293,8 @@ def reduce_bucket(
     reduce: Callable[..., Steps[Outcome]] | None = None,
     **call: Unpack[Call],
 ) -> Steps[list[Outcome]]:
-    """All messages of one bucket, pipelined; ``sequence`` numbers the first. ``reduce``: in place of ``reduce_message``."""
+    """All messages of one bucket, pipelined; ``sequence`` numbers the first. ``reduce``: in place
+    of ``reduce_message``."""
     one = reduce or reduce_message
     return overlapped(
         (
@@ -265,83 +306,139 @@ def reduce_bucket(
 
 
 def reduce_message(
-    buffer: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, **call: Unpack[ScaledCall]
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    message: Message,
+    **call: Unpack[ScaledCall],
 ) -> Steps[Outcome]:
     """One message: encode, exchange, average, encode, gather, decode.
 
-    ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are in unscaled units.
-    ``scale`` multiplies the input alone, for sums in place of means; ``divisor`` as for ``average_rows``.
-    ``key`` seeds stochastic codecs; rank and direction are mixed in. ``asks`` travels in the headers; in the outcome it
-    says whether any rank asked.
+    ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are
+    in unscaled units. ``scale`` multiplies the input alone, for sums in place of means; ``divisor``
+    as for ``average_rows``. ``key`` seeds stochastic codecs; rank and direction are mixed in.
+    ``asks`` travels in the headers; in the outcome it says whether any rank asked.
     """
     rows, outcome = yield from average_rows(buffer, feedback, message=message, **call)
     workspace, start = call["workspace"], perf_counter()
     if outcome.finite:
         gain = 1.0 / call.get("gain", 1.0)
-        arithmetic(buffer.device, message.mean).decode(rows[:, HEADER:], buffer, message.mean, gain=gain)
+        arithmetic(buffer.device, message.mean).decode(
+            rows[:, HEADER:], buffer, message.mean, gain=gain
+        )
     workspace.decoded(start)
     workspace.give_rows(rows)
     return outcome
 
 
 def average_rows(
-    buffer: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, **call: Unpack[ScaledCall]
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    message: Message,
+    **call: Unpack[ScaledCall],
 ) -> Steps[tuple[torch.Tensor, Outcome]]:
-    """All of ``reduce_message`` but the last decoding: the rows of the average, still encoded, the same on every rank.
+    """All of ``reduce_message`` but the last decoding: the rows of the average, still encoded, the
+    same on every rank.
 
-    The average is the sum over the ranks divided by ``divisor`` (0: by their number). Give the rows back to the workspace.
+    The average is the sum over the ranks divided by ``divisor`` (0: by their number). Give the rows
+    back to the workspace.
     """
     transport, workspace, sequence = call["transport"], call["workspace"], call["sequence"]
-    key, divisor, gain = call.get("key", 0), call.get("divisor", 0.0), call.get("gain", 1.0) * call.get("scale", 1.0)
+    key, divisor, gain = (
+        call.get("key", 0),
+        call.get("divisor", 0.0),
+        call.get("gain", 1.0) * call.get("scale", 1.0),
+    )
     pieces, device, ranks = message.pieces, buffer.device, transport.size
     kernels = arithmetic(device, pieces)
-    outbox, inbox = workspace.rows_of(message, ranks, device), workspace.rows_of(message, ranks, device)
+    outbox, inbox = (
+        workspace.rows_of(message, ranks, device),
+        workspace.rows_of(message, ranks, device),
+    )
     back = HEADER + message.mean.row_bytes
     reply, every = workspace.rows(back, 1, device), outbox
     if message.back is not None:
         every = workspace.rows(back, ranks, device)
     late = LateHeaders(transport) if reads_late(device, transport, workspace) else None
     flags, old, new = yield from encode_and_send(
-        buffer, outbox[:, HEADER:], outbox, inbox, feedback, message=message, transport=transport, workspace=workspace,
-        sequence=sequence, key=key, gain=gain, asks=call.get("asks", False), late=late,
-    )  # fmt: skip
+        buffer,
+        outbox[:, HEADER:],
+        outbox,
+        inbox,
+        feedback,
+        message=message,
+        transport=transport,
+        workspace=workspace,
+        sequence=sequence,
+        key=key,
+        gain=gain,
+        asks=call.get("asks", False),
+        late=late,
+    )
 
     start = perf_counter()
-    flag = torch.full((1,), flags, dtype=torch.uint8, device=device) if late is None else late.flags(inbox)
+    flag = (
+        torch.full((1,), flags, dtype=torch.uint8, device=device)
+        if late is None
+        else late.flags(inbox)
+    )
     asked = flag & ASKS
     flag &= NOT_FINITE
     seed, row = noise(key, transport.rank, 1), reply[:, HEADER:]
     owed: dict[str, Any] = {
-        "residual": old and old.reduced, "residual_scale": old and old.reduced_scale,
-        "new_residual": new and new.reduced, "new_scale": new and new.reduced_scale,
-    }  # fmt: skip
+        "residual": old and old.reduced,
+        "residual_scale": old and old.reduced_scale,
+        "new_residual": new and new.reduced,
+        "new_scale": new and new.reduced_scale,
+    }
     if message.back is None:
-        kernels.serve(inbox[:, HEADER:], row, flag, pieces, transport.rank, divisor=divisor, key=seed, **owed)
+        kernels.serve(
+            inbox[:, HEADER:], row, flag, pieces, transport.rank, divisor=divisor, key=seed, **owed
+        )
     else:
         scratch = workspace.rows(4 * pieces.shard, 1, device)
         mean = scratch.view(torch.float32).view(-1)
         kernels.decode_mean(inbox[:, HEADER:], mean, pieces, transport.rank)
         factor = ranks / divisor if divisor else 1.0
-        kernels.encode(mean, row, flag, own_row(message.mean, transport.rank), gain=factor, key=seed, **owed)
+        kernels.encode(
+            mean, row, flag, own_row(message.mean, transport.rank), gain=factor, key=seed, **owed
+        )
         workspace.give_rows(scratch)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
-    flags = yield from exchange(transport.all_gather, every, reply, frame, flag | asked, transport, workspace, late=late)
+    flags = yield from exchange(
+        transport.all_gather, every, reply, frame, flag | asked, transport, workspace, late=late
+    )
     if late is not None:
         flags = late.read()
     workspace.give_rows(inbox, reply, *(() if every is outbox else (outbox,)))
-    return every, Outcome(message, not flags & NOT_FINITE, old, new, workspace, asks=bool(flags & ASKS))
+    return every, Outcome(
+        message, not flags & NOT_FINITE, old, new, workspace, asks=bool(flags & ASKS)
+    )
 
 
 def encode_and_send(
-    buffer: torch.Tensor, codes: torch.Tensor, outbox: torch.Tensor, inbox: torch.Tensor, feedback: ErrorFeedback | None, *,
-    message: Message, transport: Transport, workspace: Workspace, sequence: int, key: int = 0, gain: float = 1.0,
-    asks: bool = False, late: LateHeaders | None = None,
-) -> Steps[tuple[int, ErrorFeedback | None, ErrorFeedback | None]]:  # fmt: skip
-    """Encode ``buffer`` and what is owed into ``codes``, a view of ``outbox``, and send a row to every rank.
+    buffer: torch.Tensor,
+    codes: torch.Tensor,
+    outbox: torch.Tensor,
+    inbox: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    message: Message,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+    asks: bool = False,
+    late: LateHeaders | None = None,
+) -> Steps[tuple[int, ErrorFeedback | None, ErrorFeedback | None]]:
+    """Encode ``buffer`` and what is owed into ``codes``, a view of ``outbox``, and send a row to
+    every rank.
 
-    Returns the flags that some rank has set (see ``exchange``), and residuals as they were and as they will be, if the message
-    leaves any behind.
+    Returns the flags that some rank has set (see ``exchange``), and residuals as they were and as
+    they will be, if the message leaves any behind.
     """
     pieces, device = message.pieces, buffer.device
     old = feedback if feedback is not None and pieces.residual_numel else None
@@ -356,7 +453,9 @@ def encode_and_send(
     workspace.encoded(start)
     frame = Frame(ALL_TO_ALL, transport.size, message.codec, pieces.numel, sequence, message.label)
     mark = flag | ASKS if asks else flag
-    flags = yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, workspace, late=late)
+    flags = yield from exchange(
+        transport.all_to_all, inbox, outbox, frame, mark, transport, workspace, late=late
+    )
     return flags, old, new
 
 
@@ -371,9 +470,11 @@ def exchange(
     *,
     late: LateHeaders | None = None,
 ) -> Steps[int]:
-    """One collective under a header: ``inp`` is stamped, what came is verified. All rows of one length go this way.
+    """One collective under a header: ``inp`` is stamped, what came is verified. All rows of one
+    length go this way.
 
-    Returns the flags that some rank has set. With ``late`` what came is verified, and its flags are known, when that is read.
+    Returns the flags that some rank has set. With ``late`` what came is verified, and its flags are
+    known, when that is read.
     """
     frame = frame._replace(checked=transport.checks or workspace.checksum)
     packed = frame.pack()
@@ -390,7 +491,8 @@ def exchange(
 
 
 def reads_late(device: torch.device, transport: Transport, workspace: Workspace) -> bool:
-    """True where the host would have to wait for headers: on a GPU, unless it looks at every byte anyway."""
+    """True where the host would have to wait for headers: on a GPU, unless it looks at every byte
+    anyway."""
     return device.type == "cuda" and not (transport.checks or workspace.checksum)
 
 
@@ -401,10 +503,15 @@ def noise(key: int, rank: int, direction: int) -> int:
 
 def check_buffer(buffer: torch.Tensor) -> None:
     if buffer.dtype != torch.float32:
-        raise InvalidArgument(f"buffer has dtype {buffer.dtype}, expected torch.float32: convert it with .float()")
+        raise InvalidArgument(
+            f"buffer has dtype {buffer.dtype}, expected torch.float32: convert it with .float()"
+        )
     if not buffer.is_contiguous():
         raise InvalidArgument(
-            f"buffer of shape {tuple(buffer.shape)} and strides {buffer.stride()} is not contiguous: pass .contiguous()"
+            f"buffer of shape {tuple(buffer.shape)} and strides {buffer.stride()} is not "
+            "contiguous: pass .contiguous()"
         )
     if buffer.dim() != 1:
-        raise InvalidArgument(f"buffer has shape {tuple(buffer.shape)}, expected one dimension: pass .view(-1)")
+        raise InvalidArgument(
+            f"buffer has shape {tuple(buffer.shape)}, expected one dimension: pass .view(-1)"
+        )

@@ -1,8 +1,9 @@
 """Cutting a list of tensors into messages.
 
-Note: nothing that decides a number depends on the bucket. A parameter is cut at fixed multiples of ``PIECE`` elements,
-each piece is dealt to the ranks by itself, and its key is (parameter name, offset). A bucket only decides which pieces
-travel together, so DDP may rebuild its buckets, and a resumed run may start with other buckets, without changing a bit.
+Note: nothing that decides a number depends on the bucket. A parameter is cut at fixed multiples of
+``PIECE`` elements, each piece is dealt to the ranks by itself, and its key is (parameter name,
+offset). A bucket only decides which pieces travel together, so DDP may rebuild its buckets, and a
+resumed run may start with other buckets, without changing a bit.
 """
 
 import zlib
@@ -48,9 +49,16 @@ class Message:
 
 
 def messages(
-    spans: Iterable[Span], policy: Policy, ranks: int, *, feedback: bool = True, piece: int = 0, message: int = 0
+    spans: Iterable[Span],
+    policy: Policy,
+    ranks: int,
+    *,
+    feedback: bool = True,
+    piece: int = 0,
+    message: int = 0,
 ) -> list[Message]:
-    """Cut ``spans`` into messages of about ``message`` elements and these into pieces of ``piece`` (0: the usual sizes)."""
+    """Cut ``spans`` into messages of about ``message`` elements and these into pieces of ``piece``
+    (0: the usual sizes)."""
     piece, message = piece or PIECE, message or MESSAGE
     result: list[Message] = []
     keys: list[tuple[str, int]] = []
@@ -62,7 +70,9 @@ def messages(
         nonlocal keys, pieces, codecs, held
         if pieces:
             lengths = zip(keys, pieces, strict=True)
-            label = zlib.crc32("\n".join(f"{name}@{offset}+{p.numel}" for (name, offset), p in lengths).encode())
+            label = zlib.crc32(
+                "\n".join(f"{name}@{offset}+{p.numel}" for (name, offset), p in lengths).encode()
+            )
             back = _back(pieces, codecs, ranks) if kind[0] else None
             result.append(Message(tuple(keys), cut(pieces, ranks), describe(codecs), label, back))
         keys, pieces, codecs, held = [], [], [], 0
@@ -70,7 +80,8 @@ def messages(
     for span in spans:
         codec = policy.choose(span.name, span.numel)
         keep = feedback and codec.feedback and not codec.lossless
-        if kind != (codec.back != codec, known(codec.kind)):  # a piece is averaged alike whatever travels beside it
+        # a piece is averaged alike whatever travels beside it
+        if kind != (codec.back != codec, known(codec.kind)):
             close()
             kind = codec.back != codec, known(codec.kind)
         for offset in range(0, span.numel, piece):
@@ -86,16 +97,23 @@ def messages(
     return result
 
 
-def one_message(numel: int, codec: Codec, ranks: int, *, name: str = "", feedback: bool = True) -> Message:
+def one_message(
+    numel: int, codec: Codec, ranks: int, *, name: str = "", feedback: bool = True
+) -> Message:
     """A whole buffer as one piece of one message, however long."""
     mark = zlib.crc32(name.encode())
-    piece = Piece(0, numel, codec.kind, codec.block, mark, feedback and codec.feedback and not codec.lossless)
+    piece = Piece(
+        0, numel, codec.kind, codec.block, mark, feedback and codec.feedback and not codec.lossless
+    )
     back = _back([piece], [codec], ranks) if codec.back != codec else None
     return Message(((name, 0),), cut([piece], ranks), codec.spec, mark, back)
 
 
 def _back(pieces: Sequence[Piece], codecs: Sequence[Codec], ranks: int) -> Pieces:
-    there = [piece._replace(kind=c.back.kind, block=c.back.block) for piece, c in zip(pieces, codecs, strict=True)]
+    there = [
+        piece._replace(kind=c.back.kind, block=c.back.block)
+        for piece, c in zip(pieces, codecs, strict=True)
+    ]
     return cut(there, ranks)
 
 

@@ -1,4 +1,5 @@
-"""Change of the ranks of a group: what ``reform`` returns, on every rank alike but for its own number."""
+"""Change of the ranks of a group: what ``reform`` returns, on every rank alike but for its own
+number."""
 
 import struct
 from dataclasses import dataclass, replace
@@ -14,10 +15,13 @@ class Change:
 
     - ``epoch``: of the group from now on; each reform has a higher one.
     - ``rank``: of this process from now on.
-    - ``size_before``: of the group that goes on. Where two meet that is the one that has trained longer; the ranks of the other
+    - ``size_before``: of the group that goes on. Where two meet that is the one that has trained
+      longer; the ranks of the other
       are newcomers in it.
-    - ``sources``: of each rank from now on its rank before, None for a newcomer. Survivors keep their order, newcomers follow.
-    - ``said``: what each of them gave to ``reform(say=...)``. Who trains begins it with the steps that it has committed
+    - ``sources``: of each rank from now on its rank before, None for a newcomer. Survivors keep
+      their order, newcomers follow.
+    - ``said``: what each of them gave to ``reform(say=...)``. Who trains begins it with the steps
+      that it has committed
       (``COMMITTED``).
     """
 
@@ -36,7 +40,8 @@ class Change:
             or not all(0 <= source < self.size_before for source in survivors)
         ):
             raise InvalidArgument(
-                f"{self!r} is no change of a group: expected sources that ascend below size_before, None behind them, and a "
+                f"{self!r} is no change of a group: expected sources that ascend below "
+                "size_before, None behind them, and a "
                 "rank and a word for each of them"
             )
 
@@ -68,7 +73,10 @@ class Change:
     @property
     def committed(self) -> tuple[int | None, ...]:
         """Steps that each rank from now on has committed; None where it said nothing of them."""
-        return tuple(COMMITTED.unpack_from(word)[0] if len(word) >= COMMITTED.size else None for word in self.said)
+        return tuple(
+            COMMITTED.unpack_from(word)[0] if len(word) >= COMMITTED.size else None
+            for word in self.said
+        )
 
     @property
     def behind(self) -> tuple[int, ...]:

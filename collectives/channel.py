@@ -1,4 +1,5 @@
-"""One rank's end of the way to its peers: a transport of its own, buffers, sequence numbers, a worker, a clock and counters."""
+"""One rank's end of the way to its peers: a transport of its own, buffers, sequence numbers, a
+worker, a clock and counters."""
 
 import weakref
 from datetime import timedelta
@@ -40,7 +41,8 @@ class Numbers:
 
 
 class Channel:
-    """Numbers, sends, waits and counts for one object that communicates; every rank makes the same calls in the same order.
+    """Numbers, sends, waits and counts for one object that communicates; every rank makes the same
+    calls in the same order.
 
     Buffers belong to the worker while anything is submitted, else to the caller.
     """
@@ -59,7 +61,8 @@ class Channel:
         self.workspace = Workspace() if workspace is None else workspace
         self.at_once = 1 if transport.ordered else at_once
         self.levels: Levels | None = None
-        self.group: Any = transport  # whose ranks they are: a process group, or the transport if one was given
+        # whose ranks they are: a process group, or the transport if one was given
+        self.group: Any = transport
         self.members: tuple[int, ...] = ()  # global ranks, where that is known
         self.name, self._numbers = name, Numbers() if numbers is None else numbers
         self._worker: Worker | None = None
@@ -68,20 +71,36 @@ class Channel:
         self._beside: list[weakref.ref[Channel]] = []
 
     @classmethod
-    def among(cls, process_group: Any = None, *, timeout: timedelta | None = None, **options: Any) -> "Channel":
-        """Over a transport of its own among the ranks of ``process_group``, collective; alone without torch.distributed."""
-        channel = cls(own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options)
-        channel.group, channel.members, channel._timeout = process_group, ranks_of(process_group), timeout
+    def among(
+        cls, process_group: Any = None, *, timeout: timedelta | None = None, **options: Any
+    ) -> "Channel":
+        """Over a transport of its own among the ranks of ``process_group``, collective; alone
+        without torch.distributed."""
+        channel = cls(
+            own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options
+        )
+        channel.group, channel.members, channel._timeout = (
+            process_group,
+            ranks_of(process_group),
+            timeout,
+        )
         enroll(channel, process_group)
         return channel
 
     def beside(self, name: str, transport: Transport | None = None) -> "Channel":
         """Another channel over the same transport, or over ``transport`` between some of its ranks.
 
-        Both take their numbers from one sequence. Buffers, worker and counters are its own, so both may be at work at once.
+        Both take their numbers from one sequence. Buffers, worker and counters are its own, so both
+        may be at work at once.
         """
         workspace = Workspace(checksum=self.workspace.checksum)
-        other = Channel(transport or self.inner, name=name, at_once=self.at_once, workspace=workspace, numbers=self._numbers)
+        other = Channel(
+            transport or self.inner,
+            name=name,
+            at_once=self.at_once,
+            workspace=workspace,
+            numbers=self._numbers,
+        )
         if transport is None:
             self._beside.append(weakref.ref(other))
         return other
@@ -92,13 +111,16 @@ class Channel:
         return self.transport.inner
 
     def divide(self, topology: Topology | str | Links, numel: int, codec: Codec) -> None:
-        """Two levels from here on, unless one is all there is, or faster for ``numel`` elements; collective, before work."""
+        """Two levels from here on, unless one is all there is, or faster for ``numel`` elements;
+        collective, before work."""
         self.levels = levels_of(topology, self.inner, numel, codec)
         if self.levels is not None:
-            self.at_once = 1  # see ``two_level``: whoever is waited for has sent before it waits itself
+            # see ``two_level``: whoever is waited for has sent before it waits itself
+            self.at_once = 1
 
     def shares_ranks(self, other: "Channel") -> bool:
-        """True if the other one is of the same group, or has more ranks in common with it than this one."""
+        """True if the other one is of the same group, or has more ranks in common with it than this
+        one."""
         return other.group is self.group or len(set(other.members) & set(self.members)) > 1
 
     # ------------------------------------------------------------ numbers
@@ -110,11 +132,15 @@ class Channel:
     # ------------------------------------------------------------ work
 
     def run(self, steps: Steps[T]) -> T:
-        """The result of an algorithm, now and on this thread. Nothing that is submitted may be under way."""
+        """The result of an algorithm, now and on this thread. Nothing that is submitted may be
+        under way."""
         return run(steps)
 
-    def submit(self, steps: Steps[T], *tensors: torch.Tensor, waits: int | None = None) -> JobFuture[T]:
-        """Start an algorithm in the background, in the order of submission. ``tensors``, ``waits``: see ``Worker.submit``."""
+    def submit(
+        self, steps: Steps[T], *tensors: torch.Tensor, waits: int | None = None
+    ) -> JobFuture[T]:
+        """Start an algorithm in the background, in the order of submission. ``tensors``, ``waits``:
+        see ``Worker.submit``."""
         if self._worker is None:
             self._worker = Worker(self.name, limit=self.at_once)
         return self._worker.submit(steps, *tensors, waits=waits)
@@ -134,11 +160,16 @@ class Channel:
             channel.close()
 
     def reform(self, transport: Transport | None = None) -> None:
-        """Go on among the ranks that its group has now, over ``transport`` or one of its own, collective; with numbers from 0.
+        """Go on among the ranks that its group has now, over ``transport`` or one of its own,
+        collective; with numbers from 0.
 
         Counters go on. Two levels do not: who divided the channel divides it again.
         """
-        transport = transport or own_transport(self.group, timeout=self._timeout) or Loopback(1).transport(0)
+        transport = (
+            transport
+            or own_transport(self.group, timeout=self._timeout)
+            or Loopback(1).transport(0)
+        )
         for channel in self._same_transport():
             channel.close()
             channel.transport.stand_for(transport)
@@ -185,8 +216,12 @@ def any_rank(
     Ranks that call it with another ``what``, ``numel`` or ``label`` are named by an error.
     """
     transport = channel.transport
-    outbox, inbox = (torch.zeros(transport.size, HEADER + 8, dtype=torch.uint8, device=device) for _ in range(2))
+    outbox, inbox = (
+        torch.zeros(transport.size, HEADER + 8, dtype=torch.uint8, device=device) for _ in range(2)
+    )
     frame = Frame(ALL_TO_ALL, transport.size, what, numel, sequence, label)
     mark = torch.full((1,), int(flag), dtype=torch.uint8, device=device)
-    flags = yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, channel.workspace)
+    flags = yield from exchange(
+        transport.all_to_all, inbox, outbox, frame, mark, transport, channel.workspace
+    )
     return bool(flags & NOT_FINITE)

@@ -1,8 +1,10 @@
-"""One verdict for all ranks that must stay equal, where these are more than the ranks that exchange gradients.
+"""One verdict for all ranks that must stay equal, where these are more than the ranks that exchange
+gradients.
 
-The ranks of a data-parallel group read from each other's headers whether the numbers of all were finite. Under tensor
-parallelism a replicated weight lives in several such groups, and one that skips a step while another takes it drifts apart
-from it. So the groups vote before anything is committed: one number from every rank, in a small collective.
+The ranks of a data-parallel group read from each other's headers whether the numbers of all were
+finite. Under tensor parallelism a replicated weight lives in several such groups, and one that
+skips a step while another takes it drifts apart from it. So the groups vote before anything is
+committed: one number from every rank, in a small collective.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ AgreeOver = dist.ProcessGroup | DeviceMesh
 
 
 class Consensus:
-    """Votes over ``transport``. Every rank votes once on the same thing, also one that has nothing to exchange."""
+    """Votes over ``transport``. Every rank votes once on the same thing, also one that has nothing
+    to exchange."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self._votes = transport, 0
@@ -33,34 +36,49 @@ class Consensus:
         self._votes += 1
         return self._votes - 1
 
-    def agreed(self, finite: bool, device: torch.device, *, number: int | None = None) -> Steps[bool]:
+    def agreed(
+        self, finite: bool, device: torch.device, *, number: int | None = None
+    ) -> Steps[bool]:
         """True on every rank if all ranks say so; ``number`` if it was reserved before."""
         every = yield from self.gathered([float(finite)], device, number=number)
         return bool(every.all())
 
-    def gathered(self, values: Sequence[float], device: torch.device, *, number: int | None = None) -> Steps[np.ndarray]:
+    def gathered(
+        self, values: Sequence[float], device: torch.device, *, number: int | None = None
+    ) -> Steps[np.ndarray]:
         """These numbers of every rank: float64[ranks, len(values)]."""
         sequence = self.reserve() if number is None else number
         return gathered(values, transport=self.transport, sequence=sequence, device=device)
 
 
 def consensus_over(
-    agree_over: AgreeOver | None, process_group: dist.ProcessGroup | None, *, timeout: timedelta | None
+    agree_over: AgreeOver | None,
+    process_group: dist.ProcessGroup | None,
+    *,
+    timeout: timedelta | None,
 ) -> Consensus | None:
-    """None where nobody is named. Collective over those ranks, who are to have ``process_group`` among them."""
+    """None where nobody is named. Collective over those ranks, who are to have ``process_group``
+    among them."""
     if agree_over is None:
         return None
     if not isinstance(agree_over, AgreeOver):
         raise InvalidArgument(
-            f"agree_over is {agree_over!r}, expected a process group or a DeviceMesh of all ranks that must stay equal"
+            f"agree_over is {agree_over!r}, expected a process group or a DeviceMesh of all "
+            "ranks that must stay equal"
         )
     if not dist.is_initialized():
-        raise InvalidArgument("agree_over is given, but torch.distributed is not initialised: call init_process_group before")
+        raise InvalidArgument(
+            "agree_over is given, but torch.distributed is not initialised: call "
+            "init_process_group before"
+        )
     ranks = _ranks(agree_over)
-    missing = sorted(set(dist.get_process_group_ranks(process_group or dist.group.WORLD)) - set(ranks))
+    missing = sorted(
+        set(dist.get_process_group_ranks(process_group or dist.group.WORLD)) - set(ranks)
+    )
     if missing:
         raise InvalidArgument(
-            f"agree_over has the ranks {ranks}, but gradients are exchanged with ranks {missing} too: pass a group or mesh of "
+            f"agree_over has the ranks {ranks}, but gradients are exchanged with ranks "
+            f"{missing} too: pass a group or mesh of "
             "all ranks that must stay equal, such as the whole mesh of data and tensor parallelism"
         )
     return Consensus(own_transport(group_of(agree_over), timeout=timeout))
@@ -81,4 +99,6 @@ def group_of(agree_over: AgreeOver) -> dist.ProcessGroup:
         return agree_over.get_group()
     if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
-    return dist.new_group(ranks, backend=dist.get_backend(agree_over.get_group(0)), use_local_synchronization=True)
+    return dist.new_group(
+        ranks, backend=dist.get_backend(agree_over.get_group(0)), use_local_synchronization=True
+    )

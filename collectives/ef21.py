@@ -1,17 +1,18 @@
 """EF21: every rank sends how its gradient has changed against what the others believe it to be.
 
-    d = g·x − h      y = Q(d)        h ← h + y        rows of y to their owners                 (all-to-all)
-    z = mean(y) + s  o = Q(z)        s ← z − o        v ← v + o        x := v / g               (all-gather)
+    d = g·x − h      y = Q(d)       h ← h + y        rows of y to their owners          (all-to-all)
+    z = mean(y) + s  o = Q(z)       s ← z − o        v ← v + o        x := v / g        (all-gather)
 
-``h`` is this rank's gradient as the others know it, ``v`` the mean as all know it, s what the owner has not passed on yet:
-v = mean(h) − s at any time. A gradient that stays is known ever more exactly, and nothing that was left out long ago is sent
-late, as it is with a residual: the choice for biased sparsifiers far from noise. It needs three floats per element.
+``h`` is this rank's gradient as the others know it, ``v`` the mean as all know it, s what the owner
+has not passed on yet: v = mean(h) − s at any time. A gradient that stays is known ever more
+exactly, and nothing that was left out long ago is sent late, as it is with a residual: the choice
+for biased sparsifiers far from noise. It needs three floats per element.
 
-With a topology nodes take the place of ranks: h is of a node's sum, kept slice by slice by the ranks that own these, and v
-comes to the others of the node as it is (``two_level``).
+With a topology nodes take the place of ranks: h is of a node's sum, kept slice by slice by the
+ranks that own these, and v comes to the others of the node as it is (``two_level``).
 
-Note: the same message as with a residual. −h lies where the residual of what was sent does, so the encoder compensates with
-it and proposes −h − y + g·x; taking g·x off again leaves the new −h.
+Note: the same message as with a residual. −h lies where the residual of what was sent does, so the
+encoder compensates with it and proposes −h − y + g·x; taking g·x off again leaves the new −h.
 """
 
 from typing import Any
@@ -31,7 +32,8 @@ def check_codec(codec: Codec) -> None:
     if codec.lossless or not codec.feedback:
         why = "leaves nothing behind" if codec.lossless else "is noise of zero mean"
         raise InvalidArgument(
-            f"codec is {codec.spec!r}, which {why}: EF21 is for codecs that leave something out, such as 'topk-64'"
+            f"codec is {codec.spec!r}, which {why}: EF21 is for codecs that leave something "
+            "out, such as 'topk-64'"
         )
 
 
@@ -44,12 +46,15 @@ def reduce_changes(
     scale: float = 1.0,
     **others: Any,
 ) -> Steps[Outcome]:
-    """As ``reduce_message``, where ``feedback`` holds estimates: ``buffer`` becomes what all know of its mean.
+    """As ``reduce_message``, where ``feedback`` holds estimates: ``buffer`` becomes what all know
+    of its mean.
 
     Pieces without feedback travel as ever.
     """
     steps = reduce_message(buffer, feedback, message=message, gain=gain, scale=scale, **others)
-    return as_changes(steps, buffer, feedback, others["workspace"], pieces=message.pieces, gain=gain, scale=scale)
+    return as_changes(
+        steps, buffer, feedback, others["workspace"], pieces=message.pieces, gain=gain, scale=scale
+    )
 
 
 def as_changes(
@@ -62,7 +67,8 @@ def as_changes(
     gain: float = 1.0,
     scale: float = 1.0,
 ) -> Steps[Outcome]:
-    """``steps``, an exchange of ``buffer`` that has not begun, as one of changes: the mean change it finds becomes the mean."""
+    """``steps``, an exchange of ``buffer`` that has not begun, as one of changes: the mean change
+    it finds becomes the mean."""
     if feedback is None:
         return (yield from steps)
     scratch = workspace.rows(4 * pieces.residual_numel, 1, buffer.device)

@@ -1,8 +1,10 @@
-"""Exchanges: how tensors of one flat buffer cross a channel, in which messages, with which residuals, taking how many numbers.
+"""Exchanges: how tensors of one flat buffer cross a channel, in which messages, with which
+residuals, taking how many numbers.
 
-``Exchanges`` cuts each set of tensors once and keeps the result. Rows, matrices (PowerSGD) and sketches of one buffer travel
-side by side; with a topology in two levels, one after the other. Residuals belong to tensors, whatever they travel with.
-``scatter`` has the exchange of who divides state among the ranks.
+``Exchanges`` cuts each set of tensors once and keeps the result. Rows, matrices (PowerSGD) and
+sketches of one buffer travel side by side; with a topology in two levels, one after the other.
+Residuals belong to tensors, whatever they travel with. ``scatter`` has the exchange of who divides
+state among the ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +42,14 @@ from commpress.collectives.sketch import (
     reduce_sketch_route,
     route_sketches,
 )
-from commpress.collectives.two_level import Feedbacks, Route, reduce_route, reduce_routes, route, routes
+from commpress.collectives.two_level import (
+    Feedbacks,
+    Route,
+    reduce_route,
+    reduce_routes,
+    route,
+    routes,
+)
 from commpress.errors import check_counts
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
@@ -50,7 +59,8 @@ Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the b
 
 
 class Exchange(ABC):
-    """One buffer's way to its mean over all ranks. ``steps`` replaces the tensors in it and tells what that left behind."""
+    """One buffer's way to its mean over all ranks. ``steps`` replaces the tensors in it and tells
+    what that left behind."""
 
     spans: list[Span]
     messages: list[Message]  # for counters and headers
@@ -59,12 +69,20 @@ class Exchange(ABC):
 
     @abstractmethod
     def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
+        self,
+        channel: Channel,
+        buffer: torch.Tensor,
+        *,
+        sequence: int,
+        key: int,
+        gain: float = 1.0,
+        asks: bool = False,
     ) -> Steps[list[Outcome]]:
         """Means of the tensors in ``buffer`` (float32), in place; commit or discard the outcomes.
 
-        ``key`` seeds what is drawn, the same on every rank. ``gain`` multiplies what comes and divides the mean, so that
-        residuals of scaled gradients are in unscaled units. ``asks`` travels in one level: see ``reduce_message``.
+        ``key`` seeds what is drawn, the same on every rank. ``gain`` multiplies what comes and
+        divides the mean, so that residuals of scaled gradients are in unscaled units. ``asks``
+        travels in one level: see ``reduce_message``.
         """
 
     @abstractmethod
@@ -73,28 +91,51 @@ class Exchange(ABC):
 
 
 class FlatExchange(Exchange):
-    """All tensors of a buffer as one line of elements, ``MESSAGE`` of them with each sequence number."""
+    """All tensors of a buffer as one line of elements, ``MESSAGE`` of them with each sequence
+    number."""
 
     def __init__(self, spans: list[Span], named: list[Message]) -> None:
         self.spans, self.messages = spans, named
-        self.first, self.numel = (spans[0].source, sum(span.numel for span in spans)) if named else (0, 0)
+        self.first, self.numel = (
+            (spans[0].source, sum(span.numel for span in spans)) if named else (0, 0)
+        )
         self.waits = self.sequences = -(-self.numel // MESSAGE)
 
     def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False,
+        self,
+        channel: Channel,
+        buffer: torch.Tensor,
+        *,
+        sequence: int,
+        key: int,
+        gain: float = 1.0,
+        asks: bool = False,
         shares: Sequence[float] = (),
-    ) -> Steps[list[Outcome]]:  # fmt: skip
-        """``shares``: of each rank in the mean, all alike if none are given; a rank whose share is 0 is not listened to."""
+    ) -> Steps[list[Outcome]]:
+        """``shares``: of each rank in the mean, all alike if none are given; a rank whose share is
+        0 is not listened to."""
         check_buffer(buffer)
         if not self.messages:
             return []
         x = buffer[self.first :][: self.numel]
         shares = shares or [1.0] * channel.size
-        return (yield from self.mean(channel, x, shares, sequence=sequence, key=key, gain=gain, asks=asks))
+        return (
+            yield from self.mean(
+                channel, x, shares, sequence=sequence, key=key, gain=gain, asks=asks
+            )
+        )
 
     @abstractmethod
     def mean(
-        self, channel: Channel, x: torch.Tensor, shares: Sequence[float], *, sequence: int, key: int, gain: float, asks: bool
+        self,
+        channel: Channel,
+        x: torch.Tensor,
+        shares: Sequence[float],
+        *,
+        sequence: int,
+        key: int,
+        gain: float,
+        asks: bool,
     ) -> Steps[list[Outcome]]:
         """``x``, all elements, := their mean."""
 
@@ -104,7 +145,8 @@ class FlatExchange(Exchange):
 
 
 class Reduce(Exchange):
-    """The mean in one level: rows, matrices and sketches side by side. ``changes``: they send changes (EF21)."""
+    """The mean in one level: rows, matrices and sketches side by side. ``changes``: they send
+    changes (EF21)."""
 
     def __init__(
         self,
@@ -115,20 +157,42 @@ class Reduce(Exchange):
         *,
         changes: bool = False,
     ) -> None:
-        self.spans, self.rows, self.whole, self.feedbacks, self.changes = spans, rows, whole, feedbacks, changes
+        self.spans, self.rows, self.whole, self.feedbacks, self.changes = (
+            spans,
+            rows,
+            whole,
+            feedbacks,
+            changes,
+        )
         self.messages = [*rows, *(plan.message for plan in whole)]
         self.sequences = len(rows) + sum(plan.MESSAGES for plan in whole)
         self.waits = None if whole else 2 * len(rows)
 
     def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
+        self,
+        channel: Channel,
+        buffer: torch.Tensor,
+        *,
+        sequence: int,
+        key: int,
+        gain: float = 1.0,
+        asks: bool = False,
     ) -> Steps[list[Outcome]]:
         options: dict[str, Any] = {
-            "transport": channel.transport, "workspace": channel.workspace, "key": key, "gain": gain, "asks": asks,
-        }  # fmt: skip
+            "transport": channel.transport,
+            "workspace": channel.workspace,
+            "key": key,
+            "gain": gain,
+            "asks": asks,
+        }
         count, reduce = len(self.rows), reduce_changes if self.changes else None
         rows = reduce_bucket(
-            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, reduce=reduce, **options
+            buffer,
+            self.feedbacks[:count],
+            messages=self.rows,
+            sequence=sequence,
+            reduce=reduce,
+            **options,
         )
         if not self.whole:
             return (yield from rows)
@@ -140,7 +204,14 @@ class Reduce(Exchange):
             reduce_whole: Any = reduce_matrices if isinstance(plan, MatrixPlan) else reduce_sketch
             steps = reduce_whole(buffer, feedback, plan=plan, sequence=sequence, **options)
             if self.changes:
-                steps = as_changes(steps, buffer, feedback, channel.workspace, pieces=plan.message.pieces, gain=gain)
+                steps = as_changes(
+                    steps,
+                    buffer,
+                    feedback,
+                    channel.workspace,
+                    pieces=plan.message.pieces,
+                    gain=gain,
+                )
             jobs.append(steps)
             sequence += plan.MESSAGES
         jobs.append(rows)
@@ -163,10 +234,11 @@ class Reduce(Exchange):
 
 
 class ReduceInLevels(Exchange):
-    """The mean in two levels: sums inside a node, rows and sketches between nodes, each slice with residuals of its own.
+    """The mean in two levels: sums inside a node, rows and sketches between nodes, each slice with
+    residuals of its own.
 
-    Factors of matrices travel the same way, exactly; what they leave behind is each rank's own, as in one level. ``changes``:
-    of nodes, each a worker of EF21; of matrices, of ranks.
+    Factors of matrices travel the same way, exactly; what they leave behind is each rank's own, as
+    in one level. ``changes``: of nodes, each a worker of EF21; of matrices, of ranks.
     """
 
     def __init__(
@@ -183,49 +255,94 @@ class ReduceInLevels(Exchange):
         self.sketches, self.matrices = sketches, matrices
         self.messages = [way.message for way in (*routes, *(plan.route for plan, _ in sketches))]
         self.messages += [plan.message for plan, _ in matrices]
-        self.sequences = len(routes) + sum(s.MESSAGES for s, _ in sketches) + sum(m.MESSAGES for m, _ in matrices)
+        self.sequences = (
+            len(routes)
+            + sum(s.MESSAGES for s, _ in sketches)
+            + sum(m.MESSAGES for m, _ in matrices)
+        )
         self.waits = None
         self._factors: dict[Message, Route] = {}
 
     def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
+        self,
+        channel: Channel,
+        buffer: torch.Tensor,
+        *,
+        sequence: int,
+        key: int,
+        gain: float = 1.0,
+        asks: bool = False,
     ) -> Steps[list[Outcome]]:
         assert channel.levels is not None
         hierarchy, workspace = channel.levels.hierarchy, channel.workspace
         outcomes = yield from reduce_routes(
-            buffer, self.feedbacks, plan=self.routes, hierarchy=hierarchy, workspace=workspace, sequence=sequence, key=key,
-            gain=gain, changes=self.changes,
-        )  # fmt: skip
+            buffer,
+            self.feedbacks,
+            plan=self.routes,
+            hierarchy=hierarchy,
+            workspace=workspace,
+            sequence=sequence,
+            key=key,
+            gain=gain,
+            changes=self.changes,
+        )
         sequence += len(self.routes)
         for sketch, slices in self.sketches:
             outcomes += yield from reduce_sketch_route(
-                buffer, slices, plan=sketch, hierarchy=hierarchy, workspace=workspace, sequence=sequence, key=key, gain=gain,
+                buffer,
+                slices,
+                plan=sketch,
+                hierarchy=hierarchy,
+                workspace=workspace,
+                sequence=sequence,
+                key=key,
+                gain=gain,
                 changes=self.changes,
-            )  # fmt: skip
+            )
             sequence += sketch.MESSAGES
 
         def mean(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
             if message not in self._factors:
                 whole = one_message(factor.numel(), EXACT, hierarchy.rows, feedback=False)
-                self._factors[message] = route(replace(whole, codec=message.codec, label=message.label), hierarchy)
+                self._factors[message] = route(
+                    replace(whole, codec=message.codec, label=message.label), hierarchy
+                )
             done = yield from reduce_route(
-                factor, {}, route=self._factors[message], hierarchy=hierarchy, workspace=workspace, sequence=number
+                factor,
+                {},
+                route=self._factors[message],
+                hierarchy=hierarchy,
+                workspace=workspace,
+                sequence=number,
             )
             return all(outcome.finite for outcome in done)
 
         for plan, feedback in self.matrices:
             steps = reduce_matrices(
-                buffer, feedback, plan=plan, transport=channel.transport, workspace=workspace, sequence=sequence, key=key,
-                gain=gain, mean=mean,
-            )  # fmt: skip
+                buffer,
+                feedback,
+                plan=plan,
+                transport=channel.transport,
+                workspace=workspace,
+                sequence=sequence,
+                key=key,
+                gain=gain,
+                mean=mean,
+            )
             if self.changes:
-                steps = as_changes(steps, buffer, feedback, workspace, pieces=plan.message.pieces, gain=gain)
+                steps = as_changes(
+                    steps, buffer, feedback, workspace, pieces=plan.message.pieces, gain=gain
+                )
             outcomes.append((yield from steps))
             sequence += plan.MESSAGES
         return outcomes
 
     def forget(self, workspace: Workspace) -> None:
-        for way in (*self.routes, *(plan.route for plan, _ in self.sketches), *self._factors.values()):
+        for way in (
+            *self.routes,
+            *(plan.route for plan, _ in self.sketches),
+            *self._factors.values(),
+        ):
             for message in way.between.values():
                 workspace.forget(message)
         for plan, _ in self.matrices:
@@ -235,8 +352,9 @@ class ReduceInLevels(Exchange):
 class Exchanges:
     """All exchanges of one object, and what they leave behind.
 
-    ``feedback``: what compression leaves out is sent later. ``ef21``: instead, changes are sent (``collectives.ef21``).
-    ``levels``: of the channel, where it has a topology. ``residuals``: a store that others use too.
+    ``feedback``: what compression leaves out is sent later. ``ef21``: instead, changes are sent
+    (``collectives.ef21``). ``levels``: of the channel, where it has a topology. ``residuals``: a
+    store that others use too.
     """
 
     def __init__(
@@ -261,23 +379,35 @@ class Exchanges:
         self._known: dict[tuple[bool, tuple[object, ...]], Exchange] = {}
 
     def of(
-        self, tensors: tuple[object, ...], where: Callable[[], Tensors], device: torch.device, *, exact: bool = False
+        self,
+        tensors: tuple[object, ...],
+        where: Callable[[], Tensors],
+        device: torch.device,
+        *,
+        exact: bool = False,
     ) -> Exchange:
         """The exchange of these tensors, which ``where`` describes when they first come together.
 
-        ``tensors`` are what they are known by. Those that came with others before leave these: their residuals move along.
-        ``exact``: nothing is compressed, whatever the policy says.
+        ``tensors`` are what they are known by. Those that came with others before leave these:
+        their residuals move along. ``exact``: nothing is compressed, whatever the policy says.
         """
         key = exact, tensors
         if key not in self._known:
             where_they_lie = where()
-            for known in [known for known in self._known if known[0] == exact and not set(tensors).isdisjoint(known[1])]:
+            for known in [
+                known
+                for known in self._known
+                if known[0] == exact and not set(tensors).isdisjoint(known[1])
+            ]:
                 self._known.pop(known).forget(self.workspace)
-            self._known[key] = self._cut(*where_they_lie, self._exact if exact else self.policy, device)
+            self._known[key] = self._cut(
+                *where_they_lie, self._exact if exact else self.policy, device
+            )
         return self._known[key]
 
     def forget(self, tensors: tuple[object, ...]) -> None:
-        """Let go of the exchange of these tensors, and of its buffers; what it owes stays in ``residuals``."""
+        """Let go of the exchange of these tensors, and of its buffers; what it owes stays in
+        ``residuals``."""
         for key in [key for key in self._known if key[1] == tensors]:
             self._known.pop(key).forget(self.workspace)
 
@@ -293,7 +423,8 @@ class Exchanges:
             self._known.pop(key).forget(self.workspace)
 
     def reform(self, size: int, *, levels: Levels | None = None) -> None:
-        """Cut everything anew for so many ranks; ``residuals`` were handed over. Quanta follow from the next mean."""
+        """Cut everything anew for so many ranks; ``residuals`` were handed over. Quanta follow from
+        the next mean."""
         self.size, self.levels = size, levels
         for exchange in self._known.values():
             exchange.forget(self.workspace)
@@ -301,16 +432,31 @@ class Exchanges:
         self.quanta.clear()
 
     def pay(self, name: str, out: torch.Tensor, rank: int) -> None:
-        """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean carries all of it."""
+        """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean
+        carries all of it."""
         if self.levels is not None and name not in self.bases:
             self.levels.pay(self.residuals, name, out)
         else:
             self.residuals.pay(name, out, rank, self.size)
 
-    def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], policy: Policy, device: torch.device) -> Exchange:
+    def _cut(
+        self,
+        spans: list[Span],
+        shapes: Sequence[Sequence[int]],
+        policy: Policy,
+        device: torch.device,
+    ) -> Exchange:
         """Codecs of whole tensors take theirs out; the rest goes in rows."""
-        attach, changes, matrices = self.residuals.attach, self.residuals.ef21, matrices_of(spans, shapes, policy)
-        plans = [plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)] if matrices else []
+        attach, changes, matrices = (
+            self.residuals.attach,
+            self.residuals.ef21,
+            matrices_of(spans, shapes, policy),
+        )
+        plans = (
+            [plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)]
+            if matrices
+            else []
+        )
 
         def kept(message: Message) -> ErrorFeedback | None:
             return attach(message.keys, message.pieces, device) if self.feedback else None
@@ -322,21 +468,35 @@ class Exchanges:
         if self.levels is not None:
             hierarchy = self.levels.hierarchy
             sketches = route_sketches(spans, policy, hierarchy, self.quanta)
-            ways = routes(without(*plans, *sketches), RowsOnly(policy), hierarchy, feedback=self.feedback)
-            slices = [{i: attach(m.keys, m.pieces, device) for i, m in way.between.items()} for way in ways]
-            sketched = [(sketch, {i: kept(m) for i, m in sketch.route.between.items()}) for sketch in sketches]
+            ways = routes(
+                without(*plans, *sketches), RowsOnly(policy), hierarchy, feedback=self.feedback
+            )
+            slices = [
+                {i: attach(m.keys, m.pieces, device) for i, m in way.between.items()}
+                for way in ways
+            ]
+            sketched = [
+                (sketch, {i: kept(m) for i, m in sketch.route.between.items()})
+                for sketch in sketches
+            ]
             in_ranks = [(plan, kept(plan.message)) for plan in plans]
             return ReduceInLevels(spans, ways, slices, sketched, in_ranks, changes=changes)
         whole: list[Whole] = [*plans, *plan_sketches(spans, policy, self.size, self.quanta)]
         rows = messages(without(*whole), RowsOnly(policy), self.size, feedback=self.feedback)
-        feedbacks = [attach(m.keys, m.pieces, device) for m in rows] + [kept(plan.message) for plan in whole]
+        feedbacks = [attach(m.keys, m.pieces, device) for m in rows] + [
+            kept(plan.message) for plan in whole
+        ]
         return Reduce(spans, rows, whole, feedbacks, changes=changes)
 
     # ------------------------------------------------------------ checkpoints
 
     def choices(self) -> dict[str, Any]:
-        """State that codecs have learnt besides residuals: bases of matrices, quanta of sketches."""
-        return {"bases": {name: basis.clone() for name, basis in self.bases.items()}, "quanta": dict(self.quanta)}
+        """State that codecs have learnt besides residuals: bases of matrices, quanta of
+        sketches."""
+        return {
+            "bases": {name: basis.clone() for name, basis in self.bases.items()},
+            "quanta": dict(self.quanta),
+        }
 
     def check_choices(self, state: dict[str, Any]) -> None:
         """Raise ``StateMismatch`` unless ``load_choices`` can take them."""

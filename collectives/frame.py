@@ -1,18 +1,21 @@
-"""The header before every row: what this message is, so that ranks that disagree say so instead of mixing bytes.
+"""The header before every row: what this message is, so that ranks that disagree say so instead of
+mixing bytes.
 
 Bytes  0  magic "cp"                          Bytes 32  elements of the buffer, u64
        2  version, u8                               40  sequence number of the collective, u32
        3  operation, u8                             44  label: CRC of what is being reduced, u32
-       4  flags, u8                                 48  length of the message that goes the other way, u64
-       5  1 if the payload bears a checksum, u8     56  checksum of bytes 0–55 with flags as 0, u32
-       6  world size, u16                           60  checksum of flags and payload (xxh3), u32
+       4  flags, u8                              48  length of the message that goes the other way, u64
+       5  1 if the payload bears a checksum, u8  56  checksum of bytes 0–55 with flags as 0, u32
+       6  world size, u16                        60  checksum of flags and payload (xxh3), u32
        8  codec, 24 ASCII bytes
 
-All but the flags and the payload's checksum must be what the receiver expects: the same on every rank, or, in an exchange
-of rows of any length, the same two lengths on both sides. Lengths are elements there, bytes here. Little endian throughout.
+All but the flags and the payload's checksum must be what the receiver expects: the same on every
+rank, or, in an exchange of rows of any length, the same two lengths on both sides. Lengths are
+elements there, bytes here. Little endian throughout.
 
-Whatever bit of a row changes on the way, ``verify`` notices: the receiver knows what the header must be, and the checksum
-covers the rest. ``Transport.checks`` says whether payloads bear one without being asked.
+Whatever bit of a row changes on the way, ``verify`` notices: the receiver knows what the header
+must be, and the checksum covers the rest. ``Transport.checks`` says whether payloads bear one
+without being asked.
 """
 
 import struct
@@ -31,7 +34,8 @@ from commpress.errors import CommunicationError, Corrupted, Mismatch
 
 AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
 FLAGS = 4
-NOT_FINITE, ASKS = 1, 2  # the sender's numbers are not; it asks all others for a word after this step
+# the sender's numbers are not; it asks all others for a word after this step
+NOT_FINITE, ASKS = 1, 2
 _CHECKED, _SUM = 5, 60
 _LAYOUT = struct.Struct("<2sBBBBH24sQIIQ")
 _U32 = struct.Struct("<I")
@@ -76,47 +80,80 @@ class Frame(NamedTuple):
         if len(codec) > 24:
             raise ValueError(f"codec description {self.codec!r} is longer than 24 bytes")
         body = _LAYOUT.pack(
-            b"cp", _VERSION, self.operation, 0, self.checked, self.size, codec, self.numel, self.sequence & 0xFFFFFFFF,
-            self.label, self.back,
-        )  # fmt: skip
+            b"cp",
+            _VERSION,
+            self.operation,
+            0,
+            self.checked,
+            self.size,
+            codec,
+            self.numel,
+            self.sequence & 0xFFFFFFFF,
+            self.label,
+            self.back,
+        )
         return body + struct.pack("<II", zlib.crc32(body), 0)
 
     def describe(self) -> str:
         what = _OPERATIONS.get(self.operation, f"operation {self.operation}")
         each_way = self.operation not in (ALL_TO_ALL, ALL_GATHER)
-        length = f"{self.numel} bytes for {self.back} bytes" if each_way else f"{self.numel} elements"
+        length = (
+            f"{self.numel} bytes for {self.back} bytes" if each_way else f"{self.numel} elements"
+        )
         return (
-            f"{what} number {self.sequence} of {length} with codec {self.codec!r} among {self.size} ranks "
+            f"{what} number {self.sequence} of {length} with codec {self.codec!r} among "
+            f"{self.size} ranks "
             f"(label {self.label:08x}{'' if self.checked else ', without checksum'})"
         )
 
 
 def unpack(header: np.ndarray) -> Frame | None:
-    """The frame that a peer sent, or None if these are not the bytes of a header of this version."""
+    """The frame that a peer sent, or None if these are not the bytes of a header of this
+    version."""
     body = _body(header)
-    _, version, operation, _, checked, size, codec, numel, sequence, label, back = _LAYOUT.unpack(body or bytes(56))
+    _, version, operation, _, checked, size, codec, numel, sequence, label, back = _LAYOUT.unpack(
+        body or bytes(56)
+    )
     if version != _VERSION:
         return None
-    return Frame(operation, size, codec.rstrip(b"\0").decode("ascii", "replace"), numel, sequence, label, back, bool(checked))
+    return Frame(
+        operation,
+        size,
+        codec.rstrip(b"\0").decode("ascii", "replace"),
+        numel,
+        sequence,
+        label,
+        back,
+        bool(checked),
+    )
 
 
 def _body(header: np.ndarray) -> bytearray | None:
     """The bytes that the header's own checksum covers, if it does."""
     body = bytearray(header[:56].tobytes())
     body[FLAGS] = 0
-    return body if body[:2] == b"cp" and header[56:60].tobytes() == _U32.pack(zlib.crc32(body)) else None
+    return (
+        body
+        if body[:2] == b"cp" and header[56:60].tobytes() == _U32.pack(zlib.crc32(body))
+        else None
+    )
 
 
 def _said(header: np.ndarray) -> str:
     """In words; empty if nobody has said this."""
     if frame := unpack(header):
         return frame.describe()
-    return f"a header of version {header[2]}, which is not {_VERSION}" if _body(header) is not None else ""
+    return (
+        f"a header of version {header[2]}, which is not {_VERSION}"
+        if _body(header) is not None
+        else ""
+    )
 
 
 def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
     """uint8[size, HEADER]: the frame of each rank in its row, zeros where there is none."""
-    packed = {id(frame): frame.bytes() for frame in {id(f): f for f in frames.values()}.values()}  # often it is one for all
+    # often it is one for all
+    packed = {id(frame): frame.bytes() for frame in {id(f): f for f in frames.values()}.values()}
     none = bytes(HEADER)
     rows = b"".join(packed[id(frames[r])] if r in frames else none for r in range(size))
     return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(size, HEADER)
@@ -126,7 +163,8 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
 
 
 def stamp(rows: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
-    """Write the header before every row; ``flag`` (uint8[1]) holds the flags: what this rank says of itself."""
+    """Write the header before every row; ``flag`` (uint8[1]) holds the flags: what this rank says
+    of itself."""
     rows[:, :HEADER] = packed.to(rows.device, non_blocking=True)
     rows[:, FLAGS : FLAGS + 1] = flag
     if not packed[_CHECKED]:
@@ -163,9 +201,11 @@ def alike(mine: np.ndarray, theirs: np.ndarray) -> bool:
 
 
 class LateHeaders:
-    """Headers on their way from a GPU: the host waits once for those of several exchanges, before anything is committed.
+    """Headers on their way from a GPU: the host waits once for those of several exchanges, before
+    anything is committed.
 
-    Until then the device looks at them itself: where one is not as expected, this rank says that it is not finite.
+    Until then the device looks at them itself: where one is not as expected, this rank says that it
+    is not finite.
     """
 
     def __init__(self, transport: Receiver) -> None:
@@ -198,19 +238,27 @@ class LateHeaders:
 
 
 def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> int:
-    """Flags that some rank has set. Raise ``Mismatch`` naming every rank whose message is not the expected one, ``Corrupted``
-    if one changed on the way."""
+    """Flags that some rank has set. Raise ``Mismatch`` naming every rank whose message is not the
+    expected one, ``Corrupted`` if one changed on the way."""
     host = (received if frame.checked else received[:, :HEADER]).cpu()
     rows, mine = rows_in(host), packed.numpy().tobytes()
     wrong = {r: frame for r, row in enumerate(rows) if not same(mine, bytes(row[:HEADER]))}
     if wrong:
         raise _complaint(
-            transport, wrong, host[:, :HEADER].numpy(),
+            transport,
+            wrong,
+            host[:, :HEADER].numpy(),
             f"{frame.describe()}, but ",
-            "Every rank must use the same codec, options and model, and call collectives in the same order.",
-        )  # fmt: skip
+            (
+                "Every rank must use the same codec, options and model, and call collectives in "
+                "the "
+                "same order."
+            ),
+        )
     if frame.checked:
-        _raise_damaged(transport, {r: frame for r, row in enumerate(rows) if not _whole(row, row[HEADER:])})
+        _raise_damaged(
+            transport, {r: frame for r, row in enumerate(rows) if not _whole(row, row[HEADER:])}
+        )
     return reduce(or_, (row[FLAGS] for row in rows))
 
 
@@ -226,12 +274,20 @@ def verify_rows(
     got, expected, ranks = host.numpy(), packed.numpy(), list(wanted)
     if not alike(expected[ranks], got[ranks]):
         raise _complaint(
-            transport, {r: wanted[r] for r in wanted if not same(expected[r].tobytes(), got[r].tobytes())}, got,
-            "", "Two ranks must agree on the bytes they send each other (splits, row shape, dtype), on codec and nodes, and "
+            transport,
+            {r: wanted[r] for r in wanted if not same(expected[r].tobytes(), got[r].tobytes())},
+            got,
+            "",
+            "Two ranks must agree on the bytes they send each other (splits, row shape, dtype), "
+            "on codec and nodes, and "
             "call collectives in the same order.",
-        )  # fmt: skip
+        )
     rows = rows_in(host)
-    damaged = {r: f for r, f in wanted.items() if f.checked and not _whole(rows[r], memory_of(payloads[r].cpu()))}
+    damaged = {
+        r: f
+        for r, f in wanted.items()
+        if f.checked and not _whole(rows[r], memory_of(payloads[r].cpu()))
+    }
     _raise_damaged(transport, damaged)
 
 
@@ -244,11 +300,19 @@ def _whole(header: memoryview, payload: memoryview) -> bool:
 
 
 def _complaint(
-    transport: Receiver, wrong: Mapping[int, Frame], headers: np.ndarray, due_of_all: str, advice: str
+    transport: Receiver,
+    wrong: Mapping[int, Frame],
+    headers: np.ndarray,
+    due_of_all: str,
+    advice: str,
 ) -> CommunicationError:
-    """Headers that can be read are of ranks that do something else; others came damaged, and only we know of it."""
+    """Headers that can be read are of ranks that do something else; others came damaged, and only
+    we know of it."""
     got = {r: _said(headers[r]) for r in wrong}
-    due = {r: "" if due_of_all else f" to send {frame.describe()}, but it" for r, frame in wrong.items()}
+    due = {
+        r: "" if due_of_all else f" to send {frame.describe()}, but it"
+        for r, frame in wrong.items()
+    }
     peers = "; ".join(f"rank {r}{due[r]} sent {said or _NOISE}" for r, said in got.items())
     text = f"rank {transport.rank} expected {due_of_all}{peers}."
     damaged = tuple(r for r, said in got.items() if not said)
@@ -262,8 +326,13 @@ def _complaint(
 def _raise_damaged(transport: Receiver, damaged: Mapping[int, Frame]) -> None:
     if not damaged:
         return
-    what = "; ".join(f"the payload of rank {r} in {frame.describe()} is damaged" for r, frame in damaged.items())
-    error = Corrupted(f"rank {transport.rank}: {what}: its checksum does not match. {_CHECK}", ranks=tuple(damaged))
+    what = "; ".join(
+        f"the payload of rank {r} in {frame.describe()} is damaged" for r, frame in damaged.items()
+    )
+    error = Corrupted(
+        f"rank {transport.rank}: {what}: its checksum does not match. {_CHECK}",
+        ranks=tuple(damaged),
+    )
     transport.abandon(str(error))
     raise error
 

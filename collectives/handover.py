@@ -1,17 +1,22 @@
 """Hand-over: what compression owes, when ranks come and go.
 
-    R = (1/P)·Σ eᵢ + s               eᵢ: residual of what rank i sent; s: of what the owners of rows passed on, row by row
-    P → P' ranks                     eᵢ ← (P'/P)·eᵢ of who stays, 0 of who is new; s: the same numbers, cut into P' rows
+    R = (1/P)·Σ eᵢ + s               eᵢ: residual of what rank i sent; s: of what the owners of rows
+                                     passed on, row by row
+    P → P' ranks                     eᵢ ← (P'/P)·eᵢ of who stays, 0 of who is new; s: the same
+                                     numbers, cut into P' rows
     R' = R − (1/P)·Σ eⱼ − sⱼ         of ranks j that died: lost once, and counted
-    j leaves and says so             its part of R goes over to what the others sent, a range of every piece to each; R' = R
+    j leaves and says so             its part of R goes over to what the others sent, a range of
+                                     every piece to each; R' = R
     EF21                             v ← mean of hᵢ of who stays, hₙ ← v of who is new, s ← 0
 
-Note: nothing changes before all has come. Ranks say what they have and send the parts of rows that change hands; whoever calls
-this (``group.reform``) asks whether every rank has come as far, and only then commits.
+Note: nothing changes before all has come. Ranks say what they have and send the parts of rows that
+change hands; whoever calls this (``group.reform``) asks whether every rank has come as far, and
+only then commits.
 
-Note: in doubt. If a rank dies in the last message of a round, some ranks have finished it and others have not. Who begins a
-round has finished the one before, so they differ by one round at most, and who is behind has sent all that the others took:
-what it proposed counts. A hand-over is such a round itself: one that was interrupted is finished, or repeated, by the next.
+Note: in doubt. If a rank dies in the last message of a round, some ranks have finished it and
+others have not. Who begins a round has finished the one before, so they differ by one round at
+most, and who is behind has sent all that the others took: what it proposed counts. A hand-over is
+such a round itself: one that was interrupted is finished, or repeated, by the next.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +50,8 @@ Bytes = Mapping[int, torch.Tensor]  # uint8[n], by rank
 
 @dataclass(frozen=True)
 class Standing:
-    """Standing of a rank after a hand-over, which is committed once every rank has come as far: nothing has changed before."""
+    """Standing of a rank after a hand-over, which is committed once every rank has come as far:
+    nothing has changed before."""
 
     behind: bool  # others had settled a round that this rank had not, or it is new
     shared: dict[str, Any]  # as a rank has it that is not behind
@@ -69,8 +75,16 @@ class _Said:
 
     @classmethod
     def of(cls, packed: torch.Tensor) -> "_Said":
-        rank, size, pieces, shared, tensors = msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
-        return cls(rank, size, {(store, name, at): numel for store, name, at, numel in pieces}, shared, tensors)
+        rank, size, pieces, shared, tensors = msgpack.unpackb(
+            packed.numpy().tobytes(), strict_map_key=False
+        )
+        return cls(
+            rank,
+            size,
+            {(store, name, at): numel for store, name, at, numel in pieces},
+            shared,
+            tensors,
+        )
 
 
 class Handover:
@@ -82,7 +96,8 @@ class Handover:
         self.settled, self.taken = 0, True
         self.lost = 0  # ranks that were gone before they had handed over what they owed
         self._left: set[int] = set()  # ranks that have
-        self._proposed: tuple[int, Callable[[], None]] | None = None  # rounds settled with it, and what is to be done then
+        # rounds settled with it, and what is to be done then
+        self._proposed: tuple[int, Callable[[], None]] | None = None
 
     def settle(self, *, taken: bool) -> None:
         """A round is over: what it left behind was committed on all ranks, or discarded."""
@@ -91,14 +106,21 @@ class Handover:
     # ------------------------------------------------------------ a change
 
     def steps(
-        self, change: Change, stores: Stores, workspace: Workspace, *, shared: Mapping[str, Any] | None = None,
+        self,
+        change: Change,
+        stores: Stores,
+        workspace: Workspace,
+        *,
+        shared: Mapping[str, Any] | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> Steps[Standing]:  # fmt: skip
-        """Hand residuals over, among the ranks of the channel from now on; collective. ``with_it`` gives what then commits it.
+    ) -> Steps[Standing]:
+        """Hand residuals over, among the ranks of the channel from now on; collective. ``with_it``
+        gives what then commits it.
 
-        What ``workspace`` has of a round that was under way is committed if another rank has finished it, else discarded.
-        ``shared`` and ``tensors`` (float32) are what all ranks have in common: who is behind gets those of who is not. If it
-        raises, or some rank has not come as far, call it again with the next change.
+        What ``workspace`` has of a round that was under way is committed if another rank has
+        finished it, else discarded. ``shared`` and ``tensors`` (float32) are what all ranks have in
+        common: who is behind gets those of who is not. If it raises, or some rank has not come as
+        far, call it again with the next change.
         """
         if change.was is None:
             self._begin_anew(stores, workspace)
@@ -108,18 +130,34 @@ class Handover:
         self._settle_doubt(stores, workspace, top, source, taken=bool(heads[source, 1]))
 
         shapes = {name: list(tensor.shape) for name, tensor in (tensors or {}).items()}
-        me = _Said(self.rank if self.settled != NEW else NEW, self.size, _pieces(stores), dict(shared or {}), shapes)
+        me = _Said(
+            self.rank if self.settled != NEW else NEW,
+            self.size,
+            _pieces(stores),
+            dict(shared or {}),
+            shapes,
+        )
         every = yield from self._told(me)
-        pieces = dict(sorted({place: numel for each in every for place, numel in each.pieces.items()}.items()))
+        pieces = dict(
+            sorted({place: numel for each in every for place, numel in each.pieces.items()}.items())
+        )
 
         needy = [rank for rank in range(change.size) if heads[rank, 0] < top]
-        gift = _flat((tensors or {}).values()) if change.rank == source and needy else torch.empty(0)
-        own = {place: stores[place[0]].of(place[1:], numel)[1] for place, numel in me.pieces.items()}
+        gift = (
+            _flat((tensors or {}).values()) if change.rank == source and needy else torch.empty(0)
+        )
+        own = {
+            place: stores[place[0]].of(place[1:], numel)[1] for place, numel in me.pieces.items()
+        }
         parts = {
-            rank: _flat([*_common_parts(own, me, change.size, rank, pieces), *[gift] * (rank in needy)])
+            rank: _flat(
+                [*_common_parts(own, me, change.size, rank, pieces), *[gift] * (rank in needy)]
+            )
             for rank in range(change.size)
         }
-        came = yield from self._exchanged({rank: part.view(torch.uint8) for rank, part in parts.items()})
+        came = yield from self._exchanged(
+            {rank: part.view(torch.uint8) for rank, part in parts.items()}
+        )
         rows = {place: torch.zeros(width_of(numel, change.size)) for place, numel in pieces.items()}
         given: dict[str, torch.Tensor] = {}
         for rank, each in enumerate(every):
@@ -137,11 +175,19 @@ class Handover:
         gone = set(range(before)) - {each.rank for each in stayed} - self._left
         kept: dict[str, dict[Key, Residual]] = {}
         for name, store in stores.items():
-            mine = {place[1:]: (numel, rows[place]) for place, numel in pieces.items() if place[0] == name}
+            mine = {
+                place[1:]: (numel, rows[place])
+                for place, numel in pieces.items()
+                if place[0] == name
+            }
             if store.ef21:
-                kept[name] = yield from self._averaged(store, mine, stays=me.rank != NEW, staying=len(stayed))
+                kept[name] = yield from self._averaged(
+                    store, mine, stays=me.rank != NEW, staying=len(stayed)
+                )
             else:
-                kept[name] = {key: (store.of(key, numel)[0], row) for key, (numel, row) in mine.items()}
+                kept[name] = {
+                    key: (store.of(key, numel)[0], row) for key, (numel, row) in mine.items()
+                }
 
         def commit() -> None:
             for name, store in stores.items():
@@ -156,7 +202,8 @@ class Handover:
         return Standing(behind, every[source].shared, given)
 
     def with_it(self, then: Callable[[], None]) -> Callable[[], None]:
-        """``commit`` of the hand-over that has come so far, and ``then`` what else is to change with it."""
+        """``commit`` of the hand-over that has come so far, and ``then`` what else is to change
+        with it."""
         assert self._proposed is not None
         settled, commit = self._proposed
 
@@ -168,9 +215,11 @@ class Handover:
         return both
 
     def leaving(self, ranks: Sequence[int], stores: Stores) -> Steps[None]:
-        """These ranks are about to leave: the others owe from now on what they do; collective over all of them.
+        """These ranks are about to leave: the others owe from now on what they do; collective over
+        all of them.
 
-        Each that stays adds a range of every piece to what it sent. Estimates of EF21 are worth nothing to others.
+        Each that stays adds a range of every piece to what it sent. Estimates of EF21 are worth
+        nothing to others.
         """
         owing = {name: store for name, store in stores.items() if not store.ef21}
         stay = [rank for rank in range(self.channel.size) if rank not in ranks]
@@ -183,9 +232,12 @@ class Handover:
             whole[place] = sent[:numel].clone()
             add_reduced(whole[place], reduced, self.rank, self.size)
         parts = {
-            rank: _flat(part[slice_of(i, len(stay), part.numel())] for part in whole.values()) for i, rank in enumerate(stay)
+            rank: _flat(part[slice_of(i, len(stay), part.numel())] for part in whole.values())
+            for i, rank in enumerate(stay)
         }
-        came = yield from self._exchanged({rank: part.view(torch.uint8) for rank, part in parts.items()})
+        came = yield from self._exchanged(
+            {rank: part.view(torch.uint8) for rank, part in parts.items()}
+        )
 
         def commit() -> None:
             if leaves:
@@ -196,7 +248,9 @@ class Handover:
                 for (name, parameter, offset), numel in every[rank].pieces.items():
                     at = slice_of(stay.index(self.rank), len(stay), numel)
                     part, flat = flat[: at.stop - at.start], flat[at.stop - at.start :]
-                    owing[name].add((parameter, offset), at.start, part, numel, width_of(numel, self.size))
+                    owing[name].add(
+                        (parameter, offset), at.start, part, numel, width_of(numel, self.size)
+                    )
             self._left.update(ranks)
             self.taken = True
 
@@ -214,24 +268,30 @@ class Handover:
         self._proposed, self.settled, self.taken = None, NEW, True
         self._left.clear()
 
-    def _settle_doubt(self, stores: Stores, workspace: Workspace, top: int, source: int, *, taken: bool) -> None:
+    def _settle_doubt(
+        self, stores: Stores, workspace: Workspace, top: int, source: int, *, taken: bool
+    ) -> None:
         """Of what this rank has begun, finish what ``source`` has finished."""
         proposed, self._proposed = self._proposed, None
         if proposed is not None and proposed[0] == top:
             proposed[1]()
         elif self.settled == top - 1:
-            workspace.settle(taken=taken and not any(store.ef21 for store in stores.values()))  # estimates are averaged anew
+            # estimates are averaged anew
+            workspace.settle(taken=taken and not any(store.ef21 for store in stores.values()))
             self.settled, self.taken = top, taken
         elif self.settled in (top, NEW):
             workspace.settle(taken=False)
         else:
             raise Mismatch(
-                f"rank {self.channel.rank} has settled {self.settled} rounds and rank {source} {top}, and ranks that train "
-                "together differ by one at most: reform after a failure before anything else", ranks=(source,),
-            )  # fmt: skip
+                f"rank {self.channel.rank} has settled {self.settled} rounds and rank {source} "
+                f"{top}, and ranks that train "
+                "together differ by one at most: reform after a failure before anything else",
+                ranks=(source,),
+            )
 
     def _propose(self, before: int, commit: Callable[[], None]) -> Callable[[], None]:
-        """``commit``, to be called once every rank is known to have come as far as this; else the next change tells."""
+        """``commit``, to be called once every rank is known to have come as far as this; else the
+        next change tells."""
 
         def settle() -> None:
             self._proposed, self.settled = None, before + 1
@@ -241,19 +301,32 @@ class Handover:
         return settle
 
     def _averaged(
-        self, store: ResidualStore, pieces: Mapping[Key, tuple[int, torch.Tensor]], *, stays: bool, staying: int
+        self,
+        store: ResidualStore,
+        pieces: Mapping[Key, tuple[int, torch.Tensor]],
+        *,
+        stays: bool,
+        staying: int,
     ) -> Steps[dict[Key, Residual]]:
-        """EF21: v := the exact mean of the estimates of who stays, of which nothing is left to pass on."""
+        """EF21: v := the exact mean of the estimates of who stays, of which nothing is left to pass
+        on."""
         if not pieces:
             return {}
         flat = _flat(store.of(key, numel)[0] for key, (numel, _) in pieces.items())
         message = one_message(flat.numel(), EXACT, self.channel.size, name="estimates")
         yield from reduce_message(
-            flat, None, message=message, transport=self.channel.transport, workspace=Workspace(), sequence=self.channel.take()
+            flat,
+            None,
+            message=message,
+            transport=self.channel.transport,
+            workspace=Workspace(),
+            sequence=self.channel.take(),
         )
         flat *= -self.channel.size / staying
         kept: dict[Key, Residual] = {}
-        for (key, (numel, row)), known in zip(pieces.items(), flat.split([n for n, _ in pieces.values()]), strict=True):
+        for (key, (numel, row)), known in zip(
+            pieces.items(), flat.split([n for n, _ in pieces.values()]), strict=True
+        ):
             kept[key] = (store.of(key, numel)[0] if stays else -known, row.zero_(), known.clone())
         return kept
 
@@ -272,34 +345,49 @@ class Handover:
         """Bytes from each rank to each, however many; what came, by rank."""
         channel, none = self.channel, torch.empty(0, dtype=torch.uint8)
         me, peers = channel.rank, [rank for rank in range(channel.size) if rank != channel.rank]
-        lengths = yield from self._gathered([float(parts.get(rank, none).numel()) for rank in range(channel.size)])
+        lengths = yield from self._gathered(
+            [float(parts.get(rank, none).numel()) for rank in range(channel.size)]
+        )
         came = {rank: torch.empty(int(lengths[rank, me]), dtype=torch.uint8) for rank in peers}
         longest = int(lengths.max()) if peers else 0
         for at in range(0, longest, AT_ONCE):
             there = {rank: parts.get(rank, none)[at : at + AT_ONCE] for rank in peers}
             here = {rank: came[rank][at : at + AT_ONCE] for rank in peers}
-            frame = Frame(FLAT, channel.size, "hand-over", 0, channel.take(), checked=channel.transport.checks)
-            said = {rank: frame._replace(numel=there[rank].numel(), back=here[rank].numel()) for rank in peers}
-            wanted = {rank: frame._replace(numel=here[rank].numel(), back=there[rank].numel()) for rank in peers}
+            frame = Frame(
+                FLAT, channel.size, "hand-over", 0, channel.take(), checked=channel.transport.checks
+            )
+            said = {
+                rank: frame._replace(numel=there[rank].numel(), back=here[rank].numel())
+                for rank in peers
+            }
+            wanted = {
+                rank: frame._replace(numel=here[rank].numel(), back=there[rank].numel())
+                for rank in peers
+            }
             headers, expected = pack_rows(said, channel.size), pack_rows(wanted, channel.size)
             if frame.checked:
                 stamp_rows(headers, there)
             answers = torch.zeros_like(headers)
-            yield channel.transport.exchange(Rows(answers, here), Rows(headers, there), expected, 2 * frame.sequence)
+            yield channel.transport.exchange(
+                Rows(answers, here), Rows(headers, there), expected, 2 * frame.sequence
+            )
             verify_rows(answers, here, wanted, expected, channel.transport)
         return came | {me: parts.get(me, none)}
 
 
 def cannot_follow(owner: object, why: str) -> InvalidArgument:
-    """Error of an owner of which a part is gone with every rank that is: for its ``reform`` to raise, on all ranks alike."""
+    """Error of an owner of which a part is gone with every rank that is: for its ``reform`` to
+    raise, on all ranks alike."""
     return InvalidArgument(
-        f"the ranks have changed, and {type(owner).__name__} cannot go on: {why}. Construct it anew for the ranks that there "
+        f"the ranks have changed, and {type(owner).__name__} cannot go on: {why}. Construct it "
+        "anew for the ranks that there "
         "are, and load a snapshot, as commpress.elastic(build=..., snapshots=...) does"
     )
 
 
 class Divided:
-    """Owner of which every rank has a part: it cannot go on among other ranks, and says so when they change."""
+    """Owner of which every rank has a part: it cannot go on among other ranks, and says so when
+    they change."""
 
     def reform(self, change: Change) -> Callable[[], None]:
         raise cannot_follow(self, "every rank has a part of it")
@@ -317,15 +405,27 @@ def slice_of(i: int, count: int, numel: int) -> slice:
 
 
 def _pieces(stores: Stores) -> dict[Place, int]:
-    return {(name, *key): every[0].numel() for name, store in stores.items() for key, every in store.every().items()}
+    return {
+        (name, *key): every[0].numel()
+        for name, store in stores.items()
+        for key, every in store.every().items()
+    }
 
 
-def _in_common(of: _Said, size: int, rank: int, pieces: Mapping[Place, int]) -> Iterator[tuple[Place, range]]:
-    """Elements of every piece that are in the old row of who said this, and in the row of ``rank`` from now on."""
+def _in_common(
+    of: _Said, size: int, rank: int, pieces: Mapping[Place, int]
+) -> Iterator[tuple[Place, range]]:
+    """Elements of every piece that are in the old row of who said this, and in the row of ``rank``
+    from now on."""
     for place, numel in pieces.items():
         if place in of.pieces:
             old, new = row_of(of.rank, of.size, numel), row_of(rank, size, numel)
-            yield place, range(max(old.start, new.start), max(old.start, new.start, min(old.stop, new.stop)))
+            yield (
+                place,
+                range(
+                    max(old.start, new.start), max(old.start, new.start, min(old.stop, new.stop))
+                ),
+            )
 
 
 def _common_parts(

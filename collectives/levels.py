@@ -1,8 +1,9 @@
 """Two levels for a channel: the hierarchy with its counters, and residuals to save and load.
 
-Residuals belong to slices here, keyed by (parameter name, first element of the slice), and a slice's R is the sum of the
-nodes' sent residuals / divisor + the reduced ones. An elastic checkpoint holds the same R of the same flat pieces as
-without a topology, so that one fits the other.
+Residuals belong to slices here, keyed by (parameter name, first element of the slice), and a
+slice's R is the sum of the nodes' sent residuals / divisor + the reduced ones. An elastic
+checkpoint holds the same R of the same flat pieces as without a topology, so that one fits the
+other.
 """
 
 import logging
@@ -30,7 +31,9 @@ class Levels:
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._inside = Counted(hierarchy.inside)
-        self._between = {index: Counted(transport) for index, transport in hierarchy.between.items()}
+        self._between = {
+            index: Counted(transport) for index, transport in hierarchy.between.items()
+        }
         self.hierarchy = replace(hierarchy, inside=self._inside, between=self._between)
 
     def __str__(self) -> str:
@@ -61,21 +64,29 @@ class Levels:
         whole = {name: torch.zeros(numel) for name, numel in numels.items()}
         self._add(store, whole)
         return {
-            (name, at): vector[at : at + PIECE] for name, vector in whole.items() for at in range(0, len(vector), PIECE)
+            (name, at): vector[at : at + PIECE]
+            for name, vector in whole.items()
+            for at in range(0, len(vector), PIECE)
         }
 
     def pay(self, store: ResidualStore, name: str, out: torch.Tensor) -> None:
-        """As ``ResidualStore.pay``: add what is owed of a parameter to its gradient on this rank, and owe nothing any more."""
+        """As ``ResidualStore.pay``: add what is owed of a parameter to its gradient on this rank,
+        and owe nothing any more."""
         for sent, reduced in [] if store.ef21 else self._add(store, {name: out}):
             sent.zero_()
             reduced.zero_()
 
-    def _add(self, store: ResidualStore, whole: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """To these parameters what averages to R over the ranks; returns the residuals that it came from."""
+    def _add(
+        self, store: ResidualStore, whole: dict[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """To these parameters what averages to R over the ranks; returns the residuals that it came
+        from."""
         own = {key: (sent, reduced) for key, sent, reduced in store.places()}
         size, divisor = self.hierarchy.topology.size, self.hierarchy.divisor
         added = []
-        for key, index, length, width, start in self._slices({name: len(vector) for name, vector in whole.items()}):
+        for key, index, length, width, start in self._slices(
+            {name: len(vector) for name, vector in whole.items()}
+        ):
             if key in own:
                 sent, reduced = own[key]
                 part = whole[key[0]][start : start + length]
@@ -86,23 +97,29 @@ class Levels:
         return added
 
     def share(self, totals: dict[Key, torch.Tensor], *, ef21: bool = False) -> Residuals:
-        """The residuals with which the nodes together owe ``totals``: each node's sent one, and nothing reduced.
+        """The residuals with which the nodes together owe ``totals``: each node's sent one, and
+        nothing reduced.
 
         With EF21 the estimates of whose mean all know −``totals``.
         """
         pieces: dict[str, dict[int, torch.Tensor]] = {}
         for (name, offset), total in totals.items():
             pieces.setdefault(name, {})[offset] = total
-        whole = {name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in pieces.items()}
+        whole = {
+            name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in pieces.items()
+        }
         weight = self.hierarchy.divisor / len(self.hierarchy.topology.nodes)
         shared: Residuals = {}
-        for key, _, length, width, start in self._slices({name: len(vector) for name, vector in whole.items()}):
+        for key, _, length, width, start in self._slices(
+            {name: len(vector) for name, vector in whole.items()}
+        ):
             total = whole[key[0]][start : start + length]
             shared[key] = (weight * total, torch.zeros(width), *([-total] if ef21 else []))
         return shared
 
     def _slices(self, numels: dict[str, int]) -> list[tuple[Key, int, int, int, int]]:
-        """(key, index, elements, elements of a row, first element) of this rank's slices of these parameters."""
+        """(key, index, elements, elements of a row, first element) of this rank's slices of these
+        parameters."""
         found = []
         for name, numel in numels.items():
             for route in routes([Span(name, 0, numel)], policy_of("sign"), self.hierarchy):
@@ -113,18 +130,36 @@ class Levels:
         return found
 
 
-def levels_of(topology: Topology | str | Links, transport: Transport, numel: int, codec: Codec) -> Levels | None:
-    """Collective; "auto" asks every rank's launcher, ``Links`` decide. None where one level is all there is, or faster."""
+def levels_of(
+    topology: Topology | str | Links, transport: Transport, numel: int, codec: Codec
+) -> Levels | None:
+    """Collective; "auto" asks every rank's launcher, ``Links`` decide. None where one level is all
+    there is, or faster."""
     on_host = getattr(transport, "point_to_point", True)  # MPI too takes what lies there
     device = "cpu" if on_host else torch.device("cuda", torch.cuda.current_device())
-    given = Topology.parse(topology) if isinstance(topology, str) and topology != "auto" else topology
+    given = (
+        Topology.parse(topology) if isinstance(topology, str) and topology != "auto" else topology
+    )
     note = ""
     if isinstance(given, Links):
         note = choose(numel, codec, given)
-        log.info("buffers of %d elements on nodes %s: %s is the faster all-reduce", numel, given.topology, note)
+        log.info(
+            "buffers of %d elements on nodes %s: %s is the faster all-reduce",
+            numel,
+            given.topology,
+            note,
+        )
         given = given.topology
-    agreed = run(agree(transport, given if isinstance(given, Topology) else None, note=note, device=device))
+    agreed = run(
+        agree(transport, given if isinstance(given, Topology) else None, note=note, device=device)
+    )
     if not agreed.layered:
         level = logging.DEBUG if topology == "auto" else logging.WARNING
-        log.log(level, "one node, or one rank on every node: there is one level only, gradients are reduced flat")
+        log.log(
+            level,
+            (
+                "one node, or one rank on every node: there is one level only, gradients are "
+                "reduced flat"
+            ),
+        )
     return Levels(hierarchy_of(agreed, transport)) if agreed.layered and note != "flat" else None

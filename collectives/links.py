@@ -10,12 +10,13 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
                  "ring_busy": 3e-4, "first": 3e-5, "uneven": 1.25},
      "trials":  {"none": [[1024, 2e-3, 3e-3], [4096, 2e-3, 3e-3]], "sign": [[1024, 2e-3, 3e-3]]}}
 
-One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
-pair, from a barrier of all ranks on: so it holds what ranks come late, which a collective's phases wait for as well.
-Bandwidths are bytes per second in each direction: of one pair alone, and of a node when all its ranks send to all others
-of the class at once, a message between nodes counted where it leaves. ``burst`` bytes pass at once after a rest.
-``stack`` is what that costs processors, for the simulator. ``trials`` are all-reduces of so many elements: seconds flat,
-and by way of nodes. Files without them are older.
+One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the
+smallest exchange of a pair, from a barrier of all ranks on: so it holds what ranks come late, which
+a collective's phases wait for as well. Bandwidths are bytes per second in each direction: of one
+pair alone, and of a node when all its ranks send to all others of the class at once, a message
+between nodes counted where it leaves. ``burst`` bytes pass at once after a rest. ``stack`` is what
+that costs processors, for the simulator. ``trials`` are all-reduces of so many elements: seconds
+flat, and by way of nodes. Files without them are older.
 """
 
 import math
@@ -57,7 +58,10 @@ class Link:
         for name, value in asdict(self).items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not (0 < value < math.inf or (value == 0 and name == "burst")):
-                raise InvalidArgument(f"{name} of a link is {value!r}, expected a positive number: run commpress probe again")
+                raise InvalidArgument(
+                    f"{name} of a link is {value!r}, expected a positive number: run commpress "
+                    "probe again"
+                )
 
 
 @dataclass(frozen=True)
@@ -68,21 +72,33 @@ class Stack:
     message: float  # seconds of a core for one message, sender and receiver together
     byte: float  # seconds of a core for a byte, at each end
     ring: float  # seconds of torch's smallest all-reduce
-    cores: int  # of the one machine that all nodes lie on (namespaces, containers), 0 if they are several
-    ring_byte: float = 0.0  # seconds of a core for a byte that torch's all-reduce of float32 sends: both ends and the sum
+    # of the one machine that all nodes lie on (namespaces, containers), 0 if they are several
+    cores: int
+    # seconds of a core for a byte that torch's all-reduce of float32 sends: both ends and the sum
+    ring_byte: float = 0.0
     half_byte: float = 0.0  # the same of bfloat16; 0 where it was not measured
     reduce: float = 0.0  # seconds of the shortest compressed all-reduce, between pieces of work
     busy: float = 0.0  # seconds of the smallest exchange of all ranks while every rank computes
-    ring_message: float = 0.0  # seconds of a core for a message of torch's smallest all-reduce, both ends
+    # seconds of a core for a message of torch's smallest all-reduce, both ends
+    ring_message: float = 0.0
     reduce_core: float = 0.0  # seconds of a core of one rank for the shortest compressed all-reduce
     ring_busy: float = 0.0  # seconds of torch's smallest all-reduce while every rank computes
     first: float = 0.0  # seconds of a core at each end for the first ``FIRST`` bytes of a message
-    uneven: float = 0.0  # encoding until the last rank is done, of what it takes with ``cores`` shared fairly; 0: not measured
+    # encoding until the last rank is done, of what it takes with ``cores`` shared fairly; 0: not
+    # measured
+    uneven: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-                raise InvalidArgument(f"{name} of the stack is {value!r}, expected a number from 0: run commpress probe again")
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not 0 <= value < math.inf
+            ):
+                raise InvalidArgument(
+                    f"{name} of the stack is {value!r}, expected a number from 0: run commpress "
+                    "probe again"
+                )
 
 
 @dataclass(frozen=True)
@@ -95,8 +111,15 @@ class BufferTrial:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise InvalidArgument(f"{name} of a trial is {value!r}, expected a positive number: run commpress probe again")
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not 0 < value < math.inf
+            ):
+                raise InvalidArgument(
+                    f"{name} of a trial is {value!r}, expected a positive number: run commpress "
+                    "probe again"
+                )
 
 
 @dataclass(frozen=True)
@@ -107,13 +130,21 @@ class Links:
     inside: Link | None
     between: Link | None
     stack: Stack | None = None
-    trials: Mapping[str, Sequence[BufferTrial]] = field(default_factory=dict)  # by codec, in ascending order
+    # by codec, in ascending order
+    trials: Mapping[str, Sequence[BufferTrial]] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
         content: dict[str, Any] = {"nodes": self.topology.nodes}
-        for name, part in (("inside", self.inside), ("between", self.between), ("stack", self.stack)):
+        for name, part in (
+            ("inside", self.inside),
+            ("between", self.between),
+            ("stack", self.stack),
+        ):
             content[name] = None if part is None else asdict(part)
-        content["trials"] = {codec: [list(asdict(trial).values()) for trial in tried] for codec, tried in self.trials.items()}
+        content["trials"] = {
+            codec: [list(asdict(trial).values()) for trial in tried]
+            for codec, tried in self.trials.items()
+        }
         FILE.write(path, content)
 
 
@@ -124,9 +155,17 @@ def load_links(path: str | Path) -> Links:
     if not isinstance(nodes, list) or not all(
         isinstance(node, list) and all(type(rank) is int for rank in node) for node in nodes
     ):
-        raise InvalidArgument(f"{path} has nodes {nodes!r}, expected lists of ranks: run commpress probe again")
-    parts = _part(path, content, "inside", Link), _part(path, content, "between", Link), _part(path, content, "stack", Stack)
-    return Links(Topology(tuple(map(tuple, nodes))), *parts, _trials(path, content.get("trials", {})))
+        raise InvalidArgument(
+            f"{path} has nodes {nodes!r}, expected lists of ranks: run commpress probe again"
+        )
+    parts = (
+        _part(path, content, "inside", Link),
+        _part(path, content, "between", Link),
+        _part(path, content, "stack", Stack),
+    )
+    return Links(
+        Topology(tuple(map(tuple, nodes))), *parts, _trials(path, content.get("trials", {}))
+    )
 
 
 def _part(path: str | Path, content: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
@@ -135,15 +174,22 @@ def _part(path: str | Path, content: Mapping[str, Any], name: str, kind: type[T]
     if found is None:
         return None
     if not isinstance(found, dict) or not set(wanted) <= found.keys() <= {f.name for f in every}:
-        raise InvalidArgument(f"{path} has {name} {found!r}, expected {', '.join(wanted[:-1])} and {wanted[-1]}")
+        raise InvalidArgument(
+            f"{path} has {name} {found!r}, expected {', '.join(wanted[:-1])} and {wanted[-1]}"
+        )
     return kind(**found)
 
 
 def _trials(path: str | Path, found: Any) -> dict[str, tuple[BufferTrial, ...]]:
     rows = [row for tried in found.values() for row in tried] if _lists(found) else None
     if rows is None or not all(isinstance(row, list) and len(row) == 3 for row in rows):
-        raise InvalidArgument(f"{path} has trials {found!r}, expected [elements, seconds, seconds] by codec")
-    return {codec: tuple(sorted((BufferTrial(*row) for row in tried), key=lambda t: t.numel)) for codec, tried in found.items()}
+        raise InvalidArgument(
+            f"{path} has trials {found!r}, expected [elements, seconds, seconds] by codec"
+        )
+    return {
+        codec: tuple(sorted((BufferTrial(*row) for row in tried), key=lambda t: t.numel))
+        for codec, tried in found.items()
+    }
 
 
 def _lists(found: Any) -> bool:
@@ -154,10 +200,12 @@ def _lists(found: Any) -> bool:
 
 
 def choose(numel: int, codec: str | Codec, links: Links) -> Way:
-    """The all-reduce that should be faster for ``numel`` elements. A pure function: every rank comes to the same answer.
+    """The all-reduce that should be faster for ``numel`` elements. A pure function: every rank
+    comes to the same answer.
 
-    What was tried decides, between two trials as if times were straight lines on paper with two logarithmic scales. Other
-    codecs and larger buffers are left to the model of bytes and latencies.
+    What was tried decides, between two trials as if times were straight lines on paper with two
+    logarithmic scales. Other codecs and larger buffers are left to the model of bytes and
+    latencies.
     """
     if not links.topology.layered or links.inside is None or links.between is None:
         return "flat"
@@ -165,8 +213,16 @@ def choose(numel: int, codec: str | Codec, links: Links) -> Way:
     if tried and numel <= tried[-1].numel:
         sizes = [math.log(t.numel) for t in tried]
         gains = [math.log(t.flat / t.hierarchical) for t in tried]
-        return "hierarchical" if float(np.interp(math.log(max(numel, 1)), sizes, gains)) > 0 else "flat"
-    return "hierarchical" if hierarchical_seconds(numel, codec, links) < flat_seconds(numel, codec, links) else "flat"
+        return (
+            "hierarchical"
+            if float(np.interp(math.log(max(numel, 1)), sizes, gains)) > 0
+            else "flat"
+        )
+    return (
+        "hierarchical"
+        if hierarchical_seconds(numel, codec, links) < flat_seconds(numel, codec, links)
+        else "flat"
+    )
 
 
 def flat_seconds(numel: int, codec: str | Codec, links: Links) -> float:
@@ -180,24 +236,34 @@ def flat_seconds(numel: int, codec: str | Codec, links: Links) -> float:
 
 
 def hierarchical_seconds(numel: int, codec: str | Codec, links: Links) -> float:
-    """Sums inside, two exchanges between the owners of a slice, encoded rows inside; messages overlap."""
+    """Sums inside, two exchanges between the owners of a slice, encoded rows inside; messages
+    overlap."""
     nodes, count = links.topology.nodes, len(links.topology.nodes)
     slices = links.topology.widest
     messages = max(-(-numel // two_level.PIECE), 1)
     numel = -(-numel // messages)
     codec, rows = codec_named(codec), slices * count
     row = _row(codec, numel, rows, workers=count)
-    floats = (row if isinstance(codec, LowRankCodec) else _row(EXACT, numel, rows)) - HEADER  # of matrices, factors
+    # of matrices, factors
+    floats = (row if isinstance(codec, LowRankCodec) else _row(EXACT, numel, rows)) - HEADER
     back_row = HEADER + floats if isinstance(codec, SketchCodec) else row
-    sums = max(len(n) * (len(n) - 1) * (HEADER + share(slices, len(n)) * count * floats) for n in nodes)
+    sums = max(
+        len(n) * (len(n) - 1) * (HEADER + share(slices, len(n)) * count * floats) for n in nodes
+    )
     back = max(len(n) * (len(n) - 1) * share(slices, len(n)) * count * back_row for n in nodes)
     out = slices * (count - 1) * row
-    phases = [_phase(links, sums, 0), _phase(links, 0, out), _phase(links, 0, out), _phase(links, back, 0)]
+    phases = [
+        _phase(links, sums, 0),
+        _phase(links, 0, out),
+        _phase(links, 0, out),
+        _phase(links, back, 0),
+    ]
     return _pipelined(phases, messages)
 
 
 def _row(codec: str | Codec, numel: int, rows: int, *, workers: int = 1) -> int:
-    """Bytes of one of so many rows; of what compresses whole tensors, as if these elements were a square matrix."""
+    """Bytes of one of so many rows; of what compresses whole tensors, as if these elements were a
+    square matrix."""
     codec = codec_named(codec)
     if isinstance(codec, WholeTensorCodec):
         square = (math.isqrt(numel),) * 2
@@ -207,7 +273,8 @@ def _row(codec: str | Codec, numel: int, rows: int, *, workers: int = 1) -> int:
 
 
 def _phase(links: Links, inside: int, between: int) -> tuple[float, float, float]:
-    """(latency, seconds of the class inside, seconds of the class between) of bytes that leave the busiest rank or node."""
+    """(latency, seconds of the class inside, seconds of the class between) of bytes that leave the
+    busiest rank or node."""
     latency = busy = crossing = 0.0
     if inside and links.inside:
         latency, busy = links.inside.latency, inside / links.inside.together
@@ -217,6 +284,7 @@ def _phase(links: Links, inside: int, between: int) -> tuple[float, float, float
 
 
 def _pipelined(phases: list[tuple[float, float, float]], messages: int) -> float:
-    """The first message goes through all phases; every other adds what the busier of the two classes needs for it."""
+    """The first message goes through all phases; every other adds what the busier of the two
+    classes needs for it."""
     first = sum(latency + max(inside, between) for latency, inside, between in phases)
     return first + (messages - 1) * max(sum(p[1] for p in phases), sum(p[2] for p in phases))

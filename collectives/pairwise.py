@@ -1,10 +1,11 @@
-"""The mean of two: each rank exchanges tensors with one other, drawn anew for each call, and with nobody else.
+"""The mean of two: each rank exchanges tensors with one other, drawn anew for each call, and with
+nobody else.
 
     π = permutation(key)        pairs π₀π₁, π₂π₃, …        an odd one is alone
     x := (sᵢ·xᵢ + sⱼ·xⱼ) / (sᵢ + sⱼ)                       s: the ranks' shares
 
-Numbers travel as they are, in float32: what is exchanged are weights, of which no rank knows what its partner has, so there is
-nothing to send a change against.
+Numbers travel as they are, in float32: what is exchanged are weights, of which no rank knows what
+its partner has, so there is nothing to send a change against.
 
 Note: the same bits in both of a pair: the lower rank's comes first in the sum.
 """
@@ -31,7 +32,8 @@ from commpress.work import Steps, overlapped
 
 
 def partners(key: int, size: int) -> list[int]:
-    """Each rank's partner, itself where there is none; the same on every rank for the same ``key``."""
+    """Each rank's partner, itself where there is none; the same on every rank for the same
+    ``key``."""
     draw, order = Random(key), list(range(size))
     for last in range(size - 1, 0, -1):
         other = int(draw.random() * (last + 1))
@@ -43,16 +45,26 @@ def partners(key: int, size: int) -> list[int]:
 
 
 class PairMean(FlatExchange):
-    """The mean over this rank and the partner that ``key`` draws. ``apart``: how far this rank was from it, relative to it."""
+    """The mean over this rank and the partner that ``key`` draws. ``apart``: how far this rank was
+    from it, relative to it."""
 
     def __init__(self, spans: list[Span], named: list[Message]) -> None:
         super().__init__(spans, named)
         self.apart = 0.0
 
     def mean(
-        self, channel: Channel, x: torch.Tensor, shares: Sequence[float], *, sequence: int, key: int, gain: float, asks: bool
+        self,
+        channel: Channel,
+        x: torch.Tensor,
+        shares: Sequence[float],
+        *,
+        sequence: int,
+        key: int,
+        gain: float,
+        asks: bool,
     ) -> Steps[list[Outcome]]:
-        """As the law says; not finite, and nothing done, where neither has a share. Whose share is 0 may hold anything."""
+        """As the law says; not finite, and nothing done, where neither has a share. Whose share is
+        0 may hold anything."""
         me = channel.rank
         partner = partners(key, channel.size)[me]
         pair = sorted({me, partner})
@@ -74,7 +86,12 @@ class PairMean(FlatExchange):
         return [outcome]
 
     def _mean(
-        self, channel: Channel, pair: list[int], factors: list[float], x: torch.Tensor, sequence: int
+        self,
+        channel: Channel,
+        pair: list[int],
+        factors: list[float],
+        x: torch.Tensor,
+        sequence: int,
     ) -> Steps[tuple[float, float]]:
         """``x`` := its mean; squares of how far it moved and of what it is."""
         workspace, between = channel.workspace, Subset(channel.transport, pair)
@@ -100,9 +117,18 @@ class PairMeans(Exchanges):
         codec = policy_of(policy.large) if isinstance(policy, BySize) else policy
         if not isinstance(codec, Same) or codec.codec != EXACT:
             raise InvalidArgument(
-                f"codec is {policy!r}, expected None: pairs exchange weights, of which neither knows what the other has, so "
+                f"codec is {policy!r}, expected None: pairs exchange weights, of which neither "
+                "knows what the other has, so "
                 "there is no change to compress"
             )
 
-    def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], policy: Policy, device: torch.device) -> Exchange:
-        return PairMean(spans, messages(spans, Same(EXACT), self.size, feedback=False, message=sys.maxsize))
+    def _cut(
+        self,
+        spans: list[Span],
+        shapes: Sequence[Sequence[int]],
+        policy: Policy,
+        device: torch.device,
+    ) -> Exchange:
+        return PairMean(
+            spans, messages(spans, Same(EXACT), self.size, feedback=False, message=sys.maxsize)
+        )

@@ -1,14 +1,17 @@
-"""PowerSGD over ranks: all matrices of a bucket in two exact means, of P and of Q, one message each.
+"""PowerSGD over ranks: all matrices of a bucket in two exact means, of P and of Q, one message
+each.
 
     M = g·x + e        P = mean(M·Q)      P̂ = orthonormal(P)
     Qᵢ = Mᵀ·P̂          e ← M − P̂·Qᵢᵀ     Q = mean(Qᵢ)         x = P̂·Qᵀ / g
 
-Note: the local residual. Each rank keeps what its own Qᵢ leaves behind, not what the mean leaves behind of its M. The means
-of both are equal, and so are the outputs; but the difference of two ranks' global residuals is the sum of the differences of
-all their gradients, a random walk, while the local one is a projection of M and stays bounded.
+Note: the local residual. Each rank keeps what its own Qᵢ leaves behind, not what the mean leaves
+behind of its M. The means of both are equal, and so are the outputs; but the difference of two
+ranks' global residuals is the sum of the differences of all their gradients, a random walk, while
+the local one is a projection of M and stays bounded.
 
-Every rank computes P̂ and x for itself; the kernels see to it that they agree (``kernels.cpu.low_rank``). Q, made
-orthonormal, is the basis that the next step starts from, found by the parameter's name like a residual.
+Every rank computes P̂ and x for itself; the kernels see to it that they agree
+(``kernels.cpu.low_rank``). Q, made orthonormal, is the basis that the next step starts from, found
+by the parameter's name like a residual.
 """
 
 import zlib
@@ -30,12 +33,25 @@ from commpress.collectives.frame import HEADER
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import low_rank_arithmetic
-from commpress.kernels.matrices import LOW_RANK, MARK, PLACE, RIGHT, SOURCE, TALL, WIDE, Matrices, Matrix, stack
+from commpress.kernels.matrices import (
+    LOW_RANK,
+    MARK,
+    PLACE,
+    RIGHT,
+    SOURCE,
+    TALL,
+    WIDE,
+    Matrices,
+    Matrix,
+    stack,
+)
 from commpress.kernels.pieces import Pieces, width_of
 from commpress.work import Steps
 
-Mean = Callable[[torch.Tensor, Message, int], Steps[bool]]  # of a buffer, under a message's name and a sequence number
-Bases = dict[str, torch.Tensor]  # parameter → float32[rank, columns], orthonormal rows, the same on every rank
+# of a buffer, under a message's name and a sequence number
+Mean = Callable[[torch.Tensor, Message, int], Steps[bool]]
+# parameter → float32[rank, columns], orthonormal rows, the same on every rank
+Bases = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,8 @@ class RowsOnly:
 
 @dataclass(eq=False)
 class MatrixPlan:
-    """Plan for the matrices of one bucket: how they travel, their basis, and scratch for their factors."""
+    """Plan for the matrices of one bucket: how they travel, their basis, and scratch for their
+    factors."""
 
     MESSAGES: ClassVar[int] = 2  # sequence numbers of one call: P and Q
 
@@ -66,7 +83,11 @@ class MatrixPlan:
 
     def sent_bytes(self, ranks: int) -> int:
         """By one rank to its peers in one call, headers included."""
-        return 2 * (ranks - 1) * sum(HEADER + message.pieces.row_bytes for message in (self.left, self.right))
+        return (
+            2
+            * (ranks - 1)
+            * sum(HEADER + message.pieces.row_bytes for message in (self.left, self.right))
+        )
 
 
 @dataclass
@@ -102,9 +123,12 @@ def plan_matrices(
 ) -> MatrixPlan:
     """``bases`` is read where it has a parameter and points into the plan afterwards."""
     names = tuple(span.name for span, _ in found)
-    table = stack(Matrix(span.source, *shape, zlib.crc32(span.name.encode())) for span, shape in found)
+    table = stack(
+        Matrix(span.source, *shape, zlib.crc32(span.name.encode())) for span, shape in found
+    )
     basis = torch.zeros(table.right, dtype=torch.float32, device=device)
-    low_rank_arithmetic(device).orthonormalize_right(basis, table, seed)  # of zeros: new random ones
+    # of zeros: new random ones
+    low_rank_arithmetic(device).orthonormalize_right(basis, table, seed)
     for name, (_, (_, wide, rank)), line in zip(names, found, table.table, strict=True):
         view = basis[line[RIGHT] : line[RIGHT] + rank * wide].view(rank, wide)
         if name in bases:
@@ -115,18 +139,27 @@ def plan_matrices(
     spec = f"powersgd/{max(shape[2] for _, shape in found)}"
 
     def factor(numel: int, side: str) -> Message:
-        return replace(one_message(numel, EXACT, ranks, name=f"{side}\n{label}", feedback=False), codec=spec)
+        return replace(
+            one_message(numel, EXACT, ranks, name=f"{side}\n{label}", feedback=False), codec=spec
+        )
 
     return MatrixPlan(
-        names, table, _residuals(names, table, ranks, spec), factor(table.left, "P"), factor(table.right, "Q"), basis,
-        torch.zeros(table.left, device=device), torch.zeros(table.right, device=device),
-    )  # fmt: skip
+        names,
+        table,
+        _residuals(names, table, ranks, spec),
+        factor(table.left, "P"),
+        factor(table.right, "Q"),
+        basis,
+        torch.zeros(table.left, device=device),
+        torch.zeros(table.right, device=device),
+    )
 
 
 def check_basis(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
     if mine.shape != theirs.shape:
         raise StateMismatch(
-            f"the basis of parameter {name!r} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)} "
+            f"the basis of parameter {name!r} has shape {tuple(theirs.shape)}, expected "
+            f"{tuple(mine.shape)} "
             "(rank, columns): the state is of another model or rank"
         )
 
@@ -139,10 +172,12 @@ def reduce_matrices(
     mean: Mean | None = None,
     **call: Unpack[NumberedCall],
 ) -> Steps[Outcome]:
-    """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or ``discard`` the outcome.
+    """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or
+    ``discard`` the outcome.
 
-    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see ``reduce_message``. ``mean``:
-    averages a factor over all ranks in place of it; whether it was finite.
+    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see
+    ``reduce_message``. ``mean``: averages a factor over all ranks in place of it; whether it was
+    finite.
     """
     workspace, sequence, gain = call["workspace"], call["sequence"], call.get("gain", 1.0)
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
@@ -151,16 +186,23 @@ def reduce_matrices(
     def flat(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
         nonlocal asked
         outcome = yield from reduce_message(
-            factor, None, message=message, transport=call["transport"], workspace=workspace, sequence=number,
+            factor,
+            None,
+            message=message,
+            transport=call["transport"],
+            workspace=workspace,
+            sequence=number,
             asks=call.get("asks", False),
-        )  # fmt: skip
+        )
         asked |= outcome.asks
         return outcome.finite
 
     mean = mean or flat
 
     start = perf_counter()
-    kernels.project(buffer, feedback and feedback.sent, proposed.sent, p, plan.basis, matrices, gain=gain)
+    kernels.project(
+        buffer, feedback and feedback.sent, proposed.sent, p, plan.basis, matrices, gain=gain
+    )
     workspace.encoded(start)
     finite = yield from mean(p, plan.left, sequence)
     if finite:
@@ -177,7 +219,13 @@ def reduce_matrices(
     if feedback is None:
         workspace.give_residual(plan.message, proposed)
     return LowRankOutcome(
-        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan, asks=asked
+        plan.message,
+        finite,
+        feedback,
+        proposed if feedback is not None else None,
+        workspace,
+        plan,
+        asks=asked,
     )
 
 
@@ -198,15 +246,22 @@ def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
 
 
 def _residuals(names: Sequence[str], matrices: Matrices, ranks: int, spec: str) -> Message:
-    """Residuals cut, keyed and saved like those of any other codec; matrices stay in one run of memory."""
+    """Residuals cut, keyed and saved like those of any other codec; matrices stay in one run of
+    memory."""
     keys, lines, shard = [], [], 0
     for name, line in zip(names, matrices.table, strict=True):
         whole = int(line[TALL] * line[WIDE])
         for offset in range(0, whole, PIECE):
             numel = min(PIECE, whole - offset)
             keys.append((name, offset))
-            width, source, place = width_of(numel, ranks), line[SOURCE] + offset, line[PLACE] + offset
+            width, source, place = (
+                width_of(numel, ranks),
+                line[SOURCE] + offset,
+                line[PLACE] + offset,
+            )
             lines.append((source, numel, width, LOW_RANK, 0, 0, 0, place, shard, line[MARK]))
             shard += width
     table = np.array(lines, np.int64).reshape(-1, 10)
-    return Message(tuple(keys), Pieces(table, ranks, 0, matrices.numel, matrices.numel, shard, False), spec, 0)
+    return Message(
+        tuple(keys), Pieces(table, ranks, 0, matrices.numel, matrices.numel, shard, False), spec, 0
+    )

@@ -1,13 +1,15 @@
-"""The compressed reduce-scatter, and the all-gather of quantised shards: a sharded model's two collectives.
+"""The compressed reduce-scatter, and the all-gather of quantised shards: a sharded model's two
+collectives.
 
 A flat buffer has one row per rank, and a row a part of every parameter, one behind the other.
 
-    c = g·x + e      y = Q(c)      e ← c − y      row r of y to rank r, which averages in float32     (all-to-all)
-    y = Q(w)                                      the own row to everybody                            (all-gather)
+    c = g·x + e  y = Q(c)  e ← c − y  row r of y to rank r, which averages in float32   (all-to-all)
+    y = Q(w)                          the own row to everybody                          (all-gather)
 
-There is one quantisation each way, however many ranks there are. The owner decodes its own row as well: after an
-all-gather every rank holds the same bits. With ``Deal.bases`` a rank is sent several rows at once, which makes the first of
-two hops: inside the node to the rank with the owner's place in it, then between the nodes to the owner.
+There is one quantisation each way, however many ranks there are. The owner decodes its own row as
+well: after an all-gather every rank holds the same bits. With ``Deal.bases`` a rank is sent several
+rows at once, which makes the first of two hops: inside the node to the rank with the owner's place
+in it, then between the nodes to the owner.
 """
 
 import zlib
@@ -46,14 +48,16 @@ class Part(NamedTuple):
     at: int  # first element in a row
     width: int  # elements in a row, the same in every row
     numel: int  # of the whole parameter: the last rows may hold fewer than ``width``, or none
-    source: int | None = None  # first element in a buffer of whole parameters; None: the buffer is made of rows
+    # first element in a buffer of whole parameters; None: the buffer is made of rows
+    source: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Deal:
     """Pieces of a flat buffer that travel together, one message to or from each rank."""
 
-    every: Message  # the pieces of all ranks' messages side by side, with room for headers: one kernel call for all
+    # the pieces of all ranks' messages side by side, with room for headers: one kernel call for all
+    every: Message
     own: Pieces  # those of this rank's message, in a buffer of its rows alone
     ranks: int
 
@@ -73,20 +77,38 @@ def deals(
     bases: Sequence[Sequence[int]] = (),
     feedback: bool = True,
 ) -> list[Deal]:
-    """Cut a buffer of rows of ``stride`` elements (0: as many as the parts have) into messages of about ``MESSAGE`` elements.
+    """Cut a buffer of rows of ``stride`` elements (0: as many as the parts have) into messages of
+    about ``MESSAGE`` elements.
 
-    ``bases``: the rows that each rank is sent, one behind the other; by default its own. A piece is known by its parameter's
-    name and its first element in that parameter.
+    ``bases``: the rows that each rank is sent, one behind the other; by default its own. A piece is
+    known by its parameter's name and its first element in that parameter.
     """
     bases = bases or [(r,) for r in range(ranks)]
-    return _deals(parts, policy, rank, stride, bases, {row: row for rows in bases for row in rows}, feedback)
+    return _deals(
+        parts, policy, rank, stride, bases, {row: row for rows in bases for row in rows}, feedback
+    )
 
 
 def second_hop(
-    parts: Sequence[Part], policy: Policy, rows: Sequence[int], *, rank: int, stride: int = 0, feedback: bool = True
+    parts: Sequence[Part],
+    policy: Policy,
+    rows: Sequence[int],
+    *,
+    rank: int,
+    stride: int = 0,
+    feedback: bool = True,
 ) -> list[Deal]:
-    """From the place where a first hop has put ``rows`` one behind the other, each to its owner: rank i owns rows[i]."""
-    return _deals(parts, policy, rank, stride, [(row,) for row in rows], {row: i for i, row in enumerate(rows)}, feedback)
+    """From the place where a first hop has put ``rows`` one behind the other, each to its owner:
+    rank i owns rows[i]."""
+    return _deals(
+        parts,
+        policy,
+        rank,
+        stride,
+        [(row,) for row in rows],
+        {row: i for i, row in enumerate(rows)},
+        feedback,
+    )
 
 
 def _deals(
@@ -137,14 +159,21 @@ def _deal(
                 numel = min(max(part.numel - first, 0), count)
                 mark = zlib.crc32(f"{part.name}@{first}".encode())
                 keep = feedback and codec.feedback and not codec.lossless and numel > 0
-                source = lies[row] * stride + part.at + offset if part.source is None else part.source + first
+                source = (
+                    lies[row] * stride + part.at + offset
+                    if part.source is None
+                    else part.source + first
+                )
                 piece = Piece(source, numel, codec.kind, codec.block, mark, keep)
-                yield _Line((part.name, first), piece, -(-count // 8) * 8, place * stride + part.at + offset)
+                yield _Line(
+                    (part.name, first), piece, -(-count // 8) * 8, place * stride + part.at + offset
+                )
 
     mine = list(dealt_to(rank))
     own = cut([line.piece for line in mine], 1, widths=[line.width for line in mine])
     table = own.table.copy()
-    for column in (SOURCE, RESIDUAL, SHARD):  # the row lies in memory as it is, without padding between its parts
+    # the row lies in memory as it is, without padding between its parts
+    for column in (SOURCE, RESIDUAL, SHARD):
         table[:, column] = [line.place for line in mine]
     numel = len(bases[rank]) * stride
     own = replace(own, table=table, residual_numel=numel, shard=numel)
@@ -154,8 +183,12 @@ def _deal(
     table = every.table.copy()
     table[:, COLUMN] += HEADER * (1 + np.arange(len(table)) // len(mine))
     every = replace(every, table=table, shard=0, row_bytes=every.row_bytes + len(bases) * HEADER)
-    label = zlib.crc32("\n".join(f"{line.key[0]}@{line.key[1]}+{line.piece.numel}" for line in lines).encode())
-    message = Message(tuple(line.key for line in lines), every, describe([codec for *_, codec in group]), label)
+    label = zlib.crc32(
+        "\n".join(f"{line.key[0]}@{line.key[1]}+{line.piece.numel}" for line in lines).encode()
+    )
+    message = Message(
+        tuple(line.key for line in lines), every, describe([codec for *_, codec in group]), label
+    )
     return Deal(message, own, len(bases))
 
 
@@ -175,8 +208,8 @@ def reduce_rows(
 
     Out is float32, the buffer of a dtype that the kernels know.
 
-    The sequence numbers from ``sequence`` on are used up, one per deal. Residuals are of gain · x. ``asks`` travels in the
-    headers, as in ``reduce_message``.
+    The sequence numbers from ``sequence`` on are used up, one per deal. Residuals are of gain · x.
+    ``asks`` travels in the headers, as in ``reduce_message``.
     """
     return overlapped(
         (
@@ -200,24 +233,39 @@ def gather_rows(
     add: bool = False,
     kept: list[torch.Tensor] | None = None,
 ) -> Steps[list[bool]]:
-    """out := the decoded rows of all ranks, the same bits everywhere; whether each message was finite.
+    """out := the decoded rows of all ranks, the same bits everywhere; whether each message was
+    finite.
 
-    With ``base``, what is encoded is row − base, and out holds the decoded differences; ``add``: they are added to it.
-    ``key`` seeds stochastic codecs. Tensors are of any dtype that the kernels know, with ``base`` all but out in float32.
-    ``kept``: is given the rows as they came, one tensor per message, for ``decode_rows``; they then belong to the caller.
+    With ``base``, what is encoded is row − base, and out holds the decoded differences; ``add``:
+    they are added to it. ``key`` seeds stochastic codecs. Tensors are of any dtype that the kernels
+    know, with ``base`` all but out in float32. ``kept``: is given the rows as they came, one tensor
+    per message, for ``decode_rows``; they then belong to the caller.
     """
     if kept is not None:
         kept[:] = [workspace.rows(deal.size, deal.ranks, row.device) for deal in plan]
     return overlapped(
         (
-            _gather(row, out, deal, transport, workspace, sequence + i, key, base, add, kept[i] if kept else None)
+            _gather(
+                row,
+                out,
+                deal,
+                transport,
+                workspace,
+                sequence + i,
+                key,
+                base,
+                add,
+                kept[i] if kept else None,
+            )
             for i, deal in enumerate(plan)
         ),
         limit=ALONGSIDE,
     )
 
 
-def decode_rows(kept: Sequence[torch.Tensor], out: torch.Tensor, *, plan: Sequence[Deal], workspace: Workspace) -> None:
+def decode_rows(
+    kept: Sequence[torch.Tensor], out: torch.Tensor, *, plan: Sequence[Deal], workspace: Workspace
+) -> None:
     """out := what ``gather_rows`` left in it when it kept these rows."""
     start = perf_counter()
     for deal, rows in zip(plan, kept, strict=True):
@@ -237,9 +285,19 @@ def _reduce(
     **call: Unpack[Call],
 ) -> Steps[Outcome]:
     device, ranks, workspace = buffer.device, deal.ranks, call["workspace"]
-    outbox, inbox = workspace.rows(deal.size, ranks, device), workspace.rows(deal.size, ranks, device)
+    outbox, inbox = (
+        workspace.rows(deal.size, ranks, device),
+        workspace.rows(deal.size, ranks, device),
+    )
     flags, old, new = yield from encode_and_send(
-        buffer, outbox.view(1, -1), outbox, inbox, feedback, message=deal.every, sequence=sequence, **call
+        buffer,
+        outbox.view(1, -1),
+        outbox,
+        inbox,
+        feedback,
+        message=deal.every,
+        sequence=sequence,
+        **call,
     )
 
     start = perf_counter()
@@ -273,8 +331,12 @@ def _gather(
     else:
         kernels.encode(base, encoded[:, HEADER:], flag, deal.own, gain=-1.0, key=seed, residual=row)
     workspace.encoded(start)
-    frame = Frame(ALL_GATHER, ranks, deal.every.codec, deal.every.pieces.numel, sequence, deal.every.label)
-    flags = yield from exchange(transport.all_gather, every, encoded, frame, flag, transport, workspace)
+    frame = Frame(
+        ALL_GATHER, ranks, deal.every.codec, deal.every.pieces.numel, sequence, deal.every.label
+    )
+    flags = yield from exchange(
+        transport.all_gather, every, encoded, frame, flag, transport, workspace
+    )
 
     start = perf_counter()
     options = {"add": True} if add else {}

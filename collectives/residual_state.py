@@ -1,8 +1,10 @@
-"""Saving and loading residuals: plain dictionaries of tensors and numbers, loadable with ``weights_only=True``.
+"""Saving and loading residuals: plain dictionaries of tensors and numbers, loadable with
+``weights_only=True``.
 
-Exact: each rank its own residuals; the resumed run continues bit for bit. Elastic: only R = mean(sent) + reduced, each
-rank a shard of it, N floats in all however many ranks; on the new ranks every sent residual is R and every reduced one
-zero, so R, and with it everything still owed, is unchanged.
+Exact: each rank its own residuals; the resumed run continues bit for bit. Elastic: only R =
+mean(sent) + reduced, each rank a shard of it, N floats in all however many ranks; on the new ranks
+every sent residual is R and every reduced one zero, so R, and with it everything still owed, is
+unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +33,9 @@ class Ranked(Protocol):
     size: int
 
 
-def exact_state(store: ResidualStore, transport: Ranked, step: int, nodes: str = "") -> dict[str, Any]:
+def exact_state(
+    store: ResidualStore, transport: Ranked, step: int, nodes: str = ""
+) -> dict[str, Any]:
     """``nodes``: the topology, if it decides who has which residual."""
     residuals = {
         _text(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=False)}
@@ -49,7 +53,9 @@ def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Te
     return {key: part for key, (part, _) in parts.items()}
 
 
-def elastic_state(store: ResidualStore, transport: Transport, step: int, sequence: int) -> Steps[dict[str, Any]]:
+def elastic_state(
+    store: ResidualStore, transport: Transport, step: int, sequence: int
+) -> Steps[dict[str, Any]]:
     """This rank's row of R of every piece."""
     state = yield from elastic_of(flat_parts(store, transport), transport, step, sequence)
     return state | {"ef21": store.ef21}
@@ -64,12 +70,23 @@ def elastic_of(
         flat = torch.cat(list(parts.values()))
         message = one_message(flat.numel(), EXACT, transport.size, name="elastic state")
         yield from reduce_message(
-            flat, None, message=message, transport=transport, workspace=Workspace(), sequence=sequence
+            flat,
+            None,
+            message=message,
+            transport=transport,
+            workspace=Workspace(),
+            sequence=sequence,
         )
-        for (key, part), total in zip(parts.items(), flat.split([p.numel() for p in parts.values()]), strict=True):
+        for (key, part), total in zip(
+            parts.items(), flat.split([p.numel() for p in parts.values()]), strict=True
+        ):
             start = min(transport.rank * width_of(part.numel(), transport.size), part.numel())
             stop = min(start + width_of(part.numel(), transport.size), part.numel())
-            shards[_text(key)] = {"numel": part.numel(), "start": start, "values": total[start:stop].clone()}
+            shards[_text(key)] = {
+                "numel": part.numel(),
+                "start": start,
+                "values": total[start:stop].clone(),
+            }
     return _head("elastic", transport, step) | {"shards": shards}
 
 
@@ -81,27 +98,37 @@ def residuals_of(
     nodes: str = "",
     ef21: bool = False,
 ) -> tuple[int, Residuals]:
-    """The step and this rank's residuals, from its exact state, or all elastic or exact ones at whatever world size.
+    """The step and this rank's residuals, from its exact state, or all elastic or exact ones at
+    whatever world size.
 
-    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``; ``ef21``: who loads keeps
-    estimates, not residuals.
+    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``;
+    ``ef21``: who loads keeps estimates, not residuals.
     """
-    if not states or any(s.get("format") != _FORMAT or s.get("kind") not in ("exact", "elastic") for s in states):
+    if not states or any(
+        s.get("format") != _FORMAT or s.get("kind") not in ("exact", "elastic") for s in states
+    ):
         found = sorted({str(s.get("format")) for s in states}) or "none"
         raise StateMismatch(
-            f"expected what state_dict() or elastic_state_dict() gave, format {_FORMAT}; this is of format {found} and kind "
-            f"{sorted({str(s.get('kind')) for s in states})}: something else, or of another version of commpress"
+            f"expected what state_dict() or elastic_state_dict() gave, format {_FORMAT}; this "
+            f"is of format {found} and kind "
+            f"{sorted({str(s.get('kind')) for s in states})}: something else, or of another "
+            "version of commpress"
         )
     first = states[0]
     if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):
-        raise StateMismatch("got states of different kinds or world sizes: pass those of one checkpoint")
+        raise StateMismatch(
+            "got states of different kinds or world sizes: pass those of one checkpoint"
+        )
     if first.get("ef21", False) != ef21:
         kept = ("residuals", "estimates (error_feedback='ef21')")
         raise StateMismatch(
-            f"the state holds {kept[not ef21]}, this run keeps {kept[ef21]}: pass the error_feedback= of the run that saved it"
+            f"the state holds {kept[not ef21]}, this run keeps {kept[ef21]}: pass the "
+            "error_feedback= of the run that saved it"
         )
     if first["kind"] == "exact" and len(states) > 1:
-        states = [s for s in states if (s["size"], s["rank"]) == (transport.size, transport.rank)] or states
+        states = [
+            s for s in states if (s["size"], s["rank"]) == (transport.size, transport.rank)
+        ] or states
         first = states[0]
     if first["kind"] == "elastic" or len(states) > 1 or (first["size"] == 1 != transport.size):
         totals = totals_of(states) if first["kind"] == "elastic" else _from_exact(states)
@@ -110,28 +137,37 @@ def residuals_of(
         return first["step"], spread(totals, transport.size)
     if (first["size"], first["rank"]) != (transport.size, transport.rank):
         raise StateMismatch(
-            f"the state was saved by rank {first['rank']} of {first['size']}, this is rank {transport.rank} of "
-            f"{transport.size}: load each rank's own file, or to change the world size those of all ranks on every rank"
+            f"the state was saved by rank {first['rank']} of {first['size']}, this is rank "
+            f"{transport.rank} of "
+            f"{transport.size}: load each rank's own file, or to change the world size those of "
+            "all ranks on every rank"
         )
     if first.get("nodes", "") != nodes:
         raise StateMismatch(
-            f"the state was saved with {_nodes(first.get('nodes', ''))}, this run has {_nodes(nodes)}: pass the same "
+            f"the state was saved with {_nodes(first.get('nodes', ''))}, this run has "
+            f"{_nodes(nodes)}: pass the same "
             "topology=, or save with elastic_state_dict() to change it"
         )
     return first["step"], {
-        _key(k): tuple(v[name] for name in _TENSORS if name in v) for k, v in first["residuals"].items()
+        _key(k): tuple(v[name] for name in _TENSORS if name in v)
+        for k, v in first["residuals"].items()
     }
 
 
 def spread(totals: dict[Key, torch.Tensor], size: int) -> Residuals:
     """The residuals with which so many ranks together owe ``totals``, piece by piece."""
-    return {key: (total, torch.zeros(width_of(total.numel(), size))) for key, total in totals.items()}
+    return {
+        key: (total, torch.zeros(width_of(total.numel(), size))) for key, total in totals.items()
+    }
 
 
 def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
     """R of every piece, from what every rank kept to itself."""
     if any(s.get("nodes") for s in states):
-        raise StateMismatch("the states were saved with a topology: to change the world size save with elastic_state_dict()")
+        raise StateMismatch(
+            "the states were saved with a topology: to change the world size save with "
+            "elastic_state_dict()"
+        )
     states = _whole(states, "residuals")
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["residuals"]:
@@ -149,8 +185,10 @@ def _whole(states: Sequence[dict[str, Any]], what: str) -> list[dict[str, Any]]:
     ranks = sorted(s["rank"] for s in states)
     if ranks != list(range(size)) or len({(s["step"], *sorted(s[what])) for s in states}) > 1:
         raise StateMismatch(
-            f"a state of {size} ranks needs all {size} parts of one step, got those of ranks {ranks} at steps "
-            f"{sorted({s['step'] for s in states})}, not all with the same parameters or not all there"
+            f"a state of {size} ranks needs all {size} parts of one step, got those of ranks "
+            f"{ranks} at steps "
+            f"{sorted({s['step'] for s in states})}, not all with the same parameters or not "
+            "all there"
         )
     return sorted(states, key=lambda s: s["rank"])
 
@@ -173,25 +211,39 @@ def totals_of(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
     return totals
 
 
-def check_fit(residuals: Residuals, numels: dict[str, int], lengths: dict[Key, int] | None = None) -> None:
-    """Every residual belongs to a parameter with these names and lengths; ``lengths`` where pieces are not the usual."""
+def check_fit(
+    residuals: Residuals, numels: dict[str, int], lengths: dict[Key, int] | None = None
+) -> None:
+    """Every residual belongs to a parameter with these names and lengths; ``lengths`` where pieces
+    are not the usual."""
     for (name, offset), (sent, *_) in residuals.items():
         if name not in numels:
             raise StateMismatch(
-                f"the state has a residual of {name!r}, but the model has no such parameter: load the state of this model, "
+                f"the state has a residual of {name!r}, but the model has no such parameter: "
+                "load the state of this model, "
                 "saved with the same named_parameters"
             )
-        wanted = min(PIECE, numels[name] - offset) if lengths is None else lengths.get((name, offset))
+        wanted = (
+            min(PIECE, numels[name] - offset) if lengths is None else lengths.get((name, offset))
+        )
         if sent.numel() != wanted:
             raise StateMismatch(
-                f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, but that parameter has "
-                f"{numels[name]} elements, {f'cut every {PIECE}' if lengths is None else f'of which {wanted} from there'}: "
+                f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, "
+                "but that parameter has "
+                f"{numels[name]} elements, "
+                f"{f'cut every {PIECE}' if lengths is None else f'of which {wanted} from there'}: "
                 "load the state of this model"
             )
 
 
 def _head(kind: str, transport: Ranked, step: int) -> dict[str, Any]:
-    return {"format": _FORMAT, "kind": kind, "rank": transport.rank, "size": transport.size, "step": step}
+    return {
+        "format": _FORMAT,
+        "kind": kind,
+        "rank": transport.rank,
+        "size": transport.size,
+        "step": step,
+    }
 
 
 def _text(key: Key) -> str:

@@ -1,8 +1,10 @@
-"""Rounds: what is committed or discarded together, the exchanges of one backward, one optimizer step or one outer step.
+"""Rounds: what is committed or discarded together, the exchanges of one backward, one optimizer
+step or one outer step.
 
-Headers agree whether the numbers of a message were finite on every rank of a channel. A round joins these verdicts: if one
-exchange was not finite, what all of them left behind is discarded, on every rank alike; with a ``Consensus`` on every rank
-that must stay equal, where these are more. Futures are set after that, so that nobody sees half a step.
+Headers agree whether the numbers of a message were finite on every rank of a channel. A round joins
+these verdicts: if one exchange was not finite, what all of them left behind is discarded, on every
+rank alike; with a ``Consensus`` on every rank that must stay equal, where these are more. Futures
+are set after that, so that nobody sees half a step.
 
 Note: no overlap is lost. DDP waits for all futures of a backward at its end anyway.
 """
@@ -17,7 +19,8 @@ from commpress.collectives.consensus import Consensus
 from commpress.errors import InvalidArgument
 from commpress.work import Steps, future_on
 
-ON_NONFINITE = ("skip", "propagate", "raise")  # gradients become zeros, or NaN, or zeros and an error after backward
+# gradients become zeros, or NaN, or zeros and an error after backward
+ON_NONFINITE = ("skip", "propagate", "raise")
 
 
 def check_on_nonfinite(value: object, *, propagates: bool = True) -> None:
@@ -28,7 +31,8 @@ def check_on_nonfinite(value: object, *, propagates: bool = True) -> None:
 
 
 class Round:
-    """Exchanges that share one fate. ``begin`` each, ``last`` once, ``end`` each: the last to end closes the round.
+    """Exchanges that share one fate. ``begin`` each, ``last`` once, ``end`` each: the last to end
+    closes the round.
 
     ``begin`` and ``last`` are called by whoever submits, ``end`` by whoever runs the steps.
     """
@@ -57,7 +61,8 @@ class Round:
             self._complete = True
 
     def end(self, buffer: torch.Tensor, finite: bool, outcomes: Iterable[Outcome]) -> Steps[bool]:
-        """The means in ``buffer`` are there, or not finite; True if the round has closed with it: then say ``deliver``."""
+        """The means in ``buffer`` are there, or not finite; True if the round has closed with it:
+        then say ``deliver``."""
         with self._lock:
             self._open -= 1
             self.finite &= finite
@@ -74,7 +79,8 @@ class Round:
         return True
 
     def close(self) -> None:
-        """No more exchanges begin, where nobody knew which is the last: it closes now, or when all have ended."""
+        """No more exchanges begin, where nobody knew which is the last: it closes now, or when all
+        have ended."""
         with self._lock:
             self._complete = True
             if not self._open:
@@ -88,16 +94,19 @@ class Round:
         self._futures.clear()
 
     def fail(self, error: Exception) -> None:
-        """It cannot be finished: futures are set to buffers as they are, ``error`` is raised by whoever began the round.
+        """It cannot be finished: futures are set to buffers as they are, ``error`` is raised by
+        whoever began the round.
 
-        What was proposed stays with the workspace: others may have finished the round (``handover``).
+        What was proposed stays with the workspace: others may have finished the round
+        (``handover``).
         """
         with self._lock:
             self.error, self._failed = self.error or error, True
         self.deliver()
 
     def abandon(self) -> None:
-        """Discard a round whose last exchange will never begin, such as that of a backward that was aborted."""
+        """Discard a round whose last exchange will never begin, such as that of a backward that was
+        aborted."""
         with self._lock:
             self._abandoned = True
             self._discard()

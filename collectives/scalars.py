@@ -1,4 +1,5 @@
-"""Scalars: a few numbers from every rank, such as norms, hashes and votes, in one small collective; and ‖x‖² of a tensor."""
+"""Scalars: a few numbers from every rank, such as norms, hashes and votes, in one small collective;
+and ‖x‖² of a tensor."""
 
 from collections.abc import Sequence
 
@@ -12,14 +13,20 @@ from commpress.work import Steps
 
 
 def gathered(
-    values: Sequence[float], *, transport: Transport, sequence: int, device: torch.device | str = "cpu"
+    values: Sequence[float],
+    *,
+    transport: Transport,
+    sequence: int,
+    device: torch.device | str = "cpu",
 ) -> Steps[np.ndarray]:
     """float64[ranks, len(values)], the same on every rank.
 
-    It is an all-to-all, as rounds begin with one: a rank that begins a round meanwhile is named, and not waited for.
+    It is an all-to-all, as rounds begin with one: a rank that begins a round meanwhile is named,
+    and not waited for.
     """
     outbox, every = (
-        torch.zeros(transport.size, HEADER + 8 * len(values), dtype=torch.uint8, device=device) for _ in range(2)
+        torch.zeros(transport.size, HEADER + 8 * len(values), dtype=torch.uint8, device=device)
+        for _ in range(2)
     )
     payload = torch.tensor(list(values), dtype=torch.float64).view(torch.uint8)
     outbox[:, HEADER:] = payload.to(device)
@@ -30,6 +37,7 @@ def gathered(
 
 
 def square_sum(x: torch.Tensor) -> float:
-    """‖x‖² in float64, in pieces whose copies stay in caches: 17 times faster than at once, and that was most of a round."""
+    """‖x‖² in float64, in pieces whose copies stay in caches: 17 times faster than at once, and
+    that was most of a round."""
     pieces = x.split(1 << 16 if x.device.type == "cpu" else 1 << 24)
     return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum())

@@ -1,4 +1,5 @@
-"""The exchange of who divides state among the ranks: means to their owners, and owners' values to everybody."""
+"""The exchange of who divides state among the ranks: means to their owners, and owners' values to
+everybody."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,14 +17,22 @@ from commpress.work import Steps
 
 
 class Scatter:
-    """Tensors of a flat buffer divided among the ranks: means go to their owners, and owners' values to everybody.
+    """Tensors of a flat buffer divided among the ranks: means go to their owners, and owners'
+    values to everybody.
 
-    Of each tensor rank r owns ``width`` elements from r·width on. What this rank owns lies side by side in a row of ``numel``
-    elements, where ``parts`` say. Who owns what is the same whatever the codecs are.
+    Of each tensor rank r owns ``width`` elements from r·width on. What this rank owns lies side by
+    side in a row of ``numel`` elements, where ``parts`` say. Who owns what is the same whatever the
+    codecs are.
     """
 
     def __init__(
-        self, spans: Sequence[Span], policy: Policy, channel: Channel, device: torch.device, *, feedback: bool = True
+        self,
+        spans: Sequence[Span],
+        policy: Policy,
+        channel: Channel,
+        device: torch.device,
+        *,
+        feedback: bool = True,
     ) -> None:
         self.policy, self.channel, self.device, self.feedback = policy, channel, device, feedback
         self.residuals = ResidualStore()
@@ -33,7 +42,8 @@ class Scatter:
         self.extend(spans)
 
     def extend(self, spans: Sequence[Span]) -> None:
-        """Divide these tensors too: behind the others, which stay where they are, with what is owed of them."""
+        """Divide these tensors too: behind the others, which stay where they are, with what is owed
+        of them."""
         for span in spans:
             width = width_of(span.numel, self.channel.size)
             self.parts.append(Part(span.name, self.numel, width, span.numel, span.source))
@@ -47,23 +57,47 @@ class Scatter:
         self.plan = self._deals()
 
     def _deals(self) -> list[Deal]:
-        plan = deals(self.parts, self.policy, rank=self.channel.rank, ranks=self.channel.size, feedback=self.feedback)
-        self._feedbacks = [self.residuals.attach(deal.every.keys, deal.every.pieces, self.device) for deal in plan]
+        plan = deals(
+            self.parts,
+            self.policy,
+            rank=self.channel.rank,
+            ranks=self.channel.size,
+            feedback=self.feedback,
+        )
+        self._feedbacks = [
+            self.residuals.attach(deal.every.keys, deal.every.pieces, self.device) for deal in plan
+        ]
         return plan
 
-    def reduce(self, buffer: torch.Tensor, row: torch.Tensor, *, key: int, asks: bool = False) -> Steps[list[Outcome]]:
+    def reduce(
+        self, buffer: torch.Tensor, row: torch.Tensor, *, key: int, asks: bool = False
+    ) -> Steps[list[Outcome]]:
         """row := what this rank owns of the mean of ``buffer``; commit or discard the outcomes."""
         return reduce_rows(
-            buffer, row, self._feedbacks, plan=self.plan, transport=self.channel.transport,
-            workspace=self.channel.workspace, sequence=self.channel.take(len(self.plan)), key=key, asks=asks,
-        )  # fmt: skip
+            buffer,
+            row,
+            self._feedbacks,
+            plan=self.plan,
+            transport=self.channel.transport,
+            workspace=self.channel.workspace,
+            sequence=self.channel.take(len(self.plan)),
+            key=key,
+            asks=asks,
+        )
 
     def gather(self, row: torch.Tensor, buffer: torch.Tensor, *, key: int) -> Steps[list[bool]]:
-        """buffer := the rows of all ranks, as far as the codec can say them; whether each message was finite."""
+        """buffer := the rows of all ranks, as far as the codec can say them; whether each message
+        was finite."""
         return gather_rows(
-            row, buffer, plan=self.plan, transport=self.channel.transport, workspace=self.channel.workspace,
-            sequence=self.channel.take(len(self.plan)), key=~key,  # other noise than on the way there
-        )  # fmt: skip
+            row,
+            buffer,
+            plan=self.plan,
+            transport=self.channel.transport,
+            workspace=self.channel.workspace,
+            # other noise than on the way there
+            sequence=self.channel.take(len(self.plan)),
+            key=~key,
+        )
 
     def check(self, residuals: Mapping[Key, Residual]) -> None:
         """Raise ``StateMismatch`` unless they are of these tensors."""
@@ -71,23 +105,34 @@ class Scatter:
         for (name, offset), (sent, *_) in residuals.items():
             if offset + sent.numel() > numels.get(name, 0):
                 raise StateMismatch(
-                    f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, of which this model has "
-                    f"{numels.get(name, 0)}: load the state of this model, saved with the same named_parameters"
+                    f"the state has {sent.numel()} residuals of {name!r} from element {offset} "
+                    "on, of which this model has "
+                    f"{numels.get(name, 0)}: load the state of this model, saved with the same "
+                    "named_parameters"
                 )
 
     def load(self, residuals: Mapping[Key, Residual]) -> None:
-        """Residuals of these tensors, whatever number of ranks they were cut for. All or nothing."""
+        """Residuals of these tensors, whatever number of ranks they were cut for. All or
+        nothing."""
         self.check(residuals)
         sources = {part.name: (part.numel, part.source or 0) for part in self.parts}
-        whole = torch.zeros(max((numel + source for numel, source in sources.values()), default=0), device=self.device)
+        whole = torch.zeros(
+            max((numel + source for numel, source in sources.values()), default=0),
+            device=self.device,
+        )
         for (name, offset), (sent, *_) in residuals.items():
             source = sources[name][1]
             whole[source + offset : source + offset + sent.numel()] = sent
         cut: dict[Key, Residual] = {}
         held = {name for name, _ in residuals}
         for deal in self.plan:
-            for (name, first), line in zip(deal.every.keys, deal.every.pieces.table.tolist(), strict=True):
+            for (name, first), line in zip(
+                deal.every.keys, deal.every.pieces.table.tolist(), strict=True
+            ):
                 if name in held and line[NUMEL]:
                     source = sources[name][1] + first
-                    cut[name, first] = (whole[source : source + line[NUMEL]].clone(), torch.zeros(0, device=self.device))
+                    cut[name, first] = (
+                        whole[source : source + line[NUMEL]].clone(),
+                        torch.zeros(0, device=self.device),
+                    )
         self.residuals.load(cut)

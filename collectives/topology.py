@@ -1,7 +1,8 @@
-"""Topologies: the ranks that share a node, given explicitly or read from what the launcher says, and agreed by all ranks.
+"""Topologies: the ranks that share a node, given explicitly or read from what the launcher says,
+and agreed by all ranks.
 
-``Topology`` is data. ``agree`` is the one exchange: every rank says where it is (or which nodes it was given), all see
-the same answers, and so all reach the same topology or the same error.
+``Topology`` is data. ``agree`` is the one exchange: every rank says where it is (or which nodes it
+was given), all see the same answers, and so all reach the same topology or the same error.
 """
 
 import os
@@ -35,9 +36,12 @@ class Topology:
 
     def __post_init__(self) -> None:
         nodes = tuple(sorted(tuple(sorted(node)) for node in self.nodes))
-        if sorted(r for node in nodes for r in node) != list(range(sum(map(len, nodes)))) or () in (nodes or ((),)):
+        if sorted(r for node in nodes for r in node) != list(range(sum(map(len, nodes)))) or () in (
+            nodes or ((),)
+        ):
             raise InvalidArgument(
-                f"nodes are {self.nodes!r}, expected every rank from 0 on exactly once and no empty node, as in "
+                f"nodes are {self.nodes!r}, expected every rank from 0 on exactly once and no "
+                "empty node, as in "
                 "((0, 1), (2, 3))"
             )
         object.__setattr__(self, "nodes", nodes)
@@ -46,9 +50,13 @@ class Topology:
     def of(cls, *sizes: int) -> "Topology":
         """Ranks numbered node by node: ``Topology.of(2, 3)`` is ((0, 1), (2, 3, 4))."""
         if not sizes or min(sizes) < 1:
-            raise InvalidArgument(f"sizes of nodes are {sizes!r}, expected one or more positive numbers")
+            raise InvalidArgument(
+                f"sizes of nodes are {sizes!r}, expected one or more positive numbers"
+            )
         if sum(sizes) > MOST:
-            raise InvalidArgument(f"the nodes of a topology have more ranks than {MOST}, expected at most so many")
+            raise InvalidArgument(
+                f"the nodes of a topology have more ranks than {MOST}, expected at most so many"
+            )
         return cls(tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(sizes)])))
 
     @classmethod
@@ -61,7 +69,8 @@ class Topology:
         if re.fullmatch(r"[\d\s|]+", text):
             return cls(tuple(tuple(map(int, node.split())) for node in text.split("|")))
         raise InvalidArgument(
-            f"topology is {text!r}, expected nodes x ranks ('2x4'), sizes ('4,4,3') or ranks ('0 2|1 3')"
+            f"topology is {text!r}, expected nodes x ranks ('2x4'), sizes ('4,4,3') or ranks "
+            "('0 2|1 3')"
         )
 
     @property
@@ -101,8 +110,14 @@ class Place(NamedTuple):
     local_size: int = -1
 
     def pack(self) -> bytes:
-        node = self.node if len(self.node) <= 300 else f"{self.node[:280]}… {zlib.crc32(self.node.encode()):08x}"
-        return msgpack.packb([self.source, node, self.local_rank, self.local_size]).ljust(PLACE, b"\0")
+        node = (
+            self.node
+            if len(self.node) <= 300
+            else f"{self.node[:280]}… {zlib.crc32(self.node.encode()):08x}"
+        )
+        return msgpack.packb([self.source, node, self.local_rank, self.local_size]).ljust(
+            PLACE, b"\0"
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> "Place":
@@ -111,7 +126,9 @@ class Place(NamedTuple):
         try:
             source, node, local_rank, local_size = unpacker.unpack()
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise CommunicationError(f"a rank sent {data[:16]!r}… where its place was expected") from error
+            raise CommunicationError(
+                f"a rank sent {data[:16]!r}… where its place was expected"
+            ) from error
         return cls(str(source), str(node), int(local_rank), int(local_size))
 
 
@@ -127,12 +144,16 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     def number(name: str) -> int:
         text = environment[name]
         if not re.fullmatch(r"\d{1,9}", text):
-            raise InvalidArgument(f"{name} is {text!r}, expected a number: unset it, or pass topology=")
+            raise InvalidArgument(
+                f"{name} is {text!r}, expected a number: unset it, or pass topology="
+            )
         return int(text)
 
     host = socket.gethostname()
     if {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"} <= environment.keys():
-        return Place("torchrun", str(number("GROUP_RANK")), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE"))
+        return Place(
+            "torchrun", str(number("GROUP_RANK")), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE")
+        )
     for source, rank, size in (
         ("Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("MPI", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -141,9 +162,13 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
             return Place(source, host, number(rank), number(size))
     if {"SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"} <= environment.keys():
         node = number("SLURM_NODEID")
-        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
+            "SLURM_TASKS_PER_NODE", ""
+        )
         counts = slurm_tasks(tasks)
-        return Place("SLURM", str(node), number("SLURM_LOCALID"), counts[node] if node < len(counts) else -1)
+        return Place(
+            "SLURM", str(node), number("SLURM_LOCALID"), counts[node] if node < len(counts) else -1
+        )
     return Place("host name", host)
 
 
@@ -154,7 +179,8 @@ def slurm_tasks(text: str) -> list[int]:
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
         if not match:
             raise InvalidArgument(
-                f"SLURM_TASKS_PER_NODE is {text!r}, expected something like '2(x3),1': pass topology="
+                f"SLURM_TASKS_PER_NODE is {text!r}, expected something like '2(x3),1': pass "
+                "topology="
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -172,21 +198,27 @@ def agree(
     device: torch.device | str = "cpu",
     sequence: int = 0,
 ) -> Steps[Topology]:
-    """The topology of all ranks of ``transport``: ``topology`` if given, else from their environments; collective.
+    """The topology of all ranks of ``transport``: ``topology`` if given, else from their
+    environments; collective.
 
     ``note``: whatever else a given topology stands for, and all ranks must have alike.
     """
     size = transport.size
     if topology is not None and topology.size != size:
         raise InvalidArgument(
-            f"topology {str(topology)!r} has {topology.size} ranks, the group has {size}: name them all"
+            f"topology {str(topology)!r} has {topology.size} ranks, the group has {size}: name "
+            "them all"
         )
-    mine = Place(GIVEN, f"{topology} {note}".strip()) if topology is not None else place(environment)
+    mine = (
+        Place(GIVEN, f"{topology} {note}".strip()) if topology is not None else place(environment)
+    )
     rows = torch.zeros(size, HEADER + PLACE, dtype=torch.uint8, device=device)
     rows[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(device)
     frame, out = Frame(ALL_TO_ALL, size, "topology", 0, sequence), torch.zeros_like(rows)
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
-    yield from exchange(transport.all_to_all, out, rows, frame, flag, transport, Workspace(checksum=True))
+    yield from exchange(
+        transport.all_to_all, out, rows, frame, flag, transport, Workspace(checksum=True)
+    )
     places = [Place.unpack(row.tobytes()) for row in out[:, HEADER:].cpu().numpy()]
     return topology_of(places, topology)
 
@@ -197,8 +229,10 @@ def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topol
         odd = tuple(r for r, text in enumerate(said) if text != said[0])
         if odd and (what == "source" or places[0].source == GIVEN):
             raise Mismatch(
-                f"the nodes are not the same on every rank: rank 0 has {places[0].source} {places[0].node!r}, rank "
-                f"{odd[0]} has {places[odd[0]].source} {places[odd[0]].node!r}. Start all ranks by one launcher, or pass "
+                f"the nodes are not the same on every rank: rank 0 has {places[0].source} "
+                f"{places[0].node!r}, rank "
+                f"{odd[0]} has {places[odd[0]].source} {places[odd[0]].node!r}. Start all ranks "
+                "by one launcher, or pass "
                 "the same topology= on every rank.",
                 ranks=odd,
             )
@@ -212,8 +246,10 @@ def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topol
         sizes = {places[r].local_size for r in ranks}
         if len(set(locals_)) < len(locals_) or len(sizes) > 1 or 0 <= min(sizes) < len(ranks):
             raise Mismatch(
-                f"node {node!r} has ranks {ranks} with local ranks {locals_} of {sorted(sizes)} according to "
-                f"{places[ranks[0]].source}: two nodes seem to have one name. Pass topology= on every rank (None: flat).",
+                f"node {node!r} has ranks {ranks} with local ranks {locals_} of {sorted(sizes)} "
+                "according to "
+                f"{places[ranks[0]].source}: two nodes seem to have one name. Pass topology= on "
+                "every rank (None: flat).",
                 ranks=tuple(ranks),
             )
     return Topology(tuple(map(tuple, nodes.values())))

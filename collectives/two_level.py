@@ -1,19 +1,23 @@
-"""The hierarchical all-reduce: sums inside a node travel as float32, what crosses between nodes is compressed.
+"""The hierarchical all-reduce: sums inside a node travel as float32, what crosses between nodes is
+compressed.
 
     S = sum over the node's ranks of x      each rank its slices of it            (all-to-all inside, float32)
     y = Q(scale·S + e)   z = Σ y / divisor + s   o = Q(z)                         (``average_rows`` between nodes)
     o to the node's other ranks             still encoded: the same bits for all  (all-gather inside)
 
-Where owners of a slice find its mean in another way (``mean``), the mean goes to the node's other ranks as float32: with EF21 y
-and o are changes, and owners keep what is known of their slices, v ← v + o; a sketch tells sums apart (``sketch``).
+Where owners of a slice find its mean in another way (``mean``), the mean goes to the node's other
+ranks as float32: with EF21 y and o are changes, and owners keep what is known of their slices, v ←
+v + o; a sketch tells sums apart (``sketch``).
 
-A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one row per node. In a node
-every rank owns the same number of slices, rounded up, and reduces each with the owners of that slice in the other nodes.
-So in a smaller node a rank owns several slices, or its last ranks none; no node sends more than another.
+A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one
+row per node. In a node every rank owns the same number of slices, rounded up, and reduces each with
+the owners of that slice in the other nodes. So in a smaller node a rank owns several slices, or its
+last ranks none; no node sends more than another.
 
-Note: the divisor. Nodes send sums, because nodes of different size must not weigh the same, multiplied by the power of
-two next to 1 / (ranks per node), which costs no rounding and brings them to the size of averages. With the codec
-``none`` the mean is thus (sum of all) / P with one rounding of the quotient, as in the flat all-reduce.
+Note: the divisor. Nodes send sums, because nodes of different size must not weigh the same,
+multiplied by the power of two next to 1 / (ranks per node), which costs no rounding and brings them
+to the size of averages. With the codec ``none`` the mean is thus (sum of all) / P with one rounding
+of the quotient, as in the flat all-reduce.
 """
 
 import math
@@ -36,18 +40,33 @@ from commpress.collectives.transports.transport import Transport, part_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.pieces import BLOCK, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, Piece, Pieces, cut
+from commpress.kernels.pieces import (
+    BLOCK,
+    HASH,
+    KIND,
+    NUMEL,
+    RESIDUAL,
+    SHARD,
+    SOURCE,
+    WIDTH,
+    Piece,
+    Pieces,
+    cut,
+)
 from commpress.kernels.reference import FP32
 from commpress.work import Steps, Work, overlapped
 
 T = TypeVar("T")
 
-PIECE = 1 << 21  # elements of a piece, and of a message: one is summed inside the node while another is between nodes
+# elements of a piece, and of a message: one is summed inside the node while another is between
+# nodes
+PIECE = 1 << 21
 EXCHANGES = 2  # between nodes, of a message in rows
 ALONGSIDE = 3  # messages under way at once: to their owners, between nodes, on the way back
 
 Feedbacks = Mapping[int, ErrorFeedback | None]  # of one message, by slice
-SliceMean = Callable[..., Steps[Outcome]]  # puts the mean of a slice in its place; called as ``reduce_message``
+# puts the mean of a slice in its place; called as ``reduce_message``
+SliceMean = Callable[..., Steps[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -94,12 +113,15 @@ def hierarchy_of(topology: Topology, transport: Transport) -> Hierarchy:
     """Divide ``transport`` along the nodes; collective, in the same order on every rank."""
     if topology.size != transport.size:
         raise InvalidArgument(
-            f"topology {str(topology)!r} has {topology.size} ranks, the transport has {transport.size}: name them all"
+            f"topology {str(topology)!r} has {topology.size} ranks, the transport has "
+            f"{transport.size}: name them all"
         )
     nodes = [part_of(transport, node) for node in topology.nodes]
     slices = [part_of(transport, owners(topology, index)) for index in range(topology.widest)]
     (inside,) = filter(None, nodes)
-    return Hierarchy(topology, inside, {index: owned for index, owned in enumerate(slices) if owned})
+    return Hierarchy(
+        topology, inside, {index: owned for index, owned in enumerate(slices) if owned}
+    )
 
 
 # ---------------------------------------------------------------- one message
@@ -120,7 +142,9 @@ class Route:
         }
 
 
-def routes(spans: Sequence[Span], policy: Policy, hierarchy: Hierarchy, *, feedback: bool = True) -> list[Route]:
+def routes(
+    spans: Sequence[Span], policy: Policy, hierarchy: Hierarchy, *, feedback: bool = True
+) -> list[Route]:
     """Cut ``spans`` into messages and say how each travels."""
     cut_up = messages(spans, policy, hierarchy.rows, feedback=feedback, piece=PIECE, message=PIECE)
     return [route(message, hierarchy) for message in cut_up]
@@ -142,11 +166,17 @@ def route(message: Message, hierarchy: Hierarchy) -> Route:
             numel = min(max(int(line[NUMEL]) - start, 0), slice_)
             mark = int(line[HASH]) ^ (index * 0x9E3779B1 & 0xFFFFFFFF)
             keep = bool(line[RESIDUAL] >= 0) and numel > 0
-            pieces.append(Piece(int(sum_[SHARD]) + first, numel, int(line[KIND]), int(line[BLOCK]), mark, keep))
+            pieces.append(
+                Piece(
+                    int(sum_[SHARD]) + first, numel, int(line[KIND]), int(line[BLOCK]), mark, keep
+                )
+            )
             keys.append((name, offset + start))
         label = zlib.crc32(index.to_bytes(4, "little"), message.label)
         cut_up = cut(pieces, nodes, widths=[int(line[WIDTH]) for line in table])
-        between[index] = Message(tuple(keys), cut_up, message.codec, label, _back(message, pieces, nodes))
+        between[index] = Message(
+            tuple(keys), cut_up, message.codec, label, _back(message, pieces, nodes)
+        )
     return Route(message, inside, between)
 
 
@@ -169,20 +199,31 @@ def hierarchical_allreduce(
     hierarchy: Hierarchy,
     sequence: int = 0,
 ) -> Steps[bool]:
-    """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed between nodes by ``codec``.
+    """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed between nodes
+    by ``codec``.
 
-    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. ``feedbacks``: what ``feedback_for``
-    made. Uses as many sequence numbers as there are messages, one for each ``PIECE`` elements.
+    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. ``feedbacks``:
+    what ``feedback_for`` made. Uses as many sequence numbers as there are messages, one for each
+    ``PIECE`` elements.
     """
     check_buffer(buffer)
     plan = routes(
-        [Span("", 0, buffer.numel())], policy_of(codec_named(codec)), hierarchy, feedback=feedbacks is not None
+        [Span("", 0, buffer.numel())],
+        policy_of(codec_named(codec)),
+        hierarchy,
+        feedback=feedbacks is not None,
     )
-    copy = buffer.clone() if len(plan) > 1 else None  # a later message may turn out not to be finite
+    # a later message may turn out not to be finite
+    copy = buffer.clone() if len(plan) > 1 else None
     outcomes = yield from reduce_routes(
-        buffer, feedbacks or [{}] * len(plan), plan=plan, hierarchy=hierarchy, workspace=Workspace(), sequence=sequence,
+        buffer,
+        feedbacks or [{}] * len(plan),
+        plan=plan,
+        hierarchy=hierarchy,
+        workspace=Workspace(),
+        sequence=sequence,
         key=sequence,
-    )  # fmt: skip
+    )
     finite = all(outcome.finite for outcome in outcomes)
     if finite:
         for outcome in outcomes:
@@ -195,13 +236,15 @@ def hierarchical_allreduce(
 def feedback_for(
     numel: int, codec: str | Codec, hierarchy: Hierarchy, device: torch.device | str = "cpu"
 ) -> list[Feedbacks]:
-    """Zero residuals of this rank for buffers of ``numel`` elements: about numel / ranks per node of them."""
+    """Zero residuals of this rank for buffers of ``numel`` elements: about numel / ranks per node
+    of them."""
     plan = routes([Span("", 0, numel)], policy_of(codec_named(codec)), hierarchy)
     return [route.zeros(device) for route in plan]
 
 
 class LevelsCall(TypedDict, total=False):
-    """Arguments that are the same for all messages of a buffer; ``allreduce.Call`` says what they are."""
+    """Arguments that are the same for all messages of a buffer; ``allreduce.Call`` says what they
+    are."""
 
     hierarchy: Required[Hierarchy]
     workspace: Required[Workspace]
@@ -218,7 +261,8 @@ def reduce_routes(
     changes: bool = False,
     **call: Unpack[LevelsCall],
 ) -> Steps[list[Outcome]]:
-    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome for each slice.
+    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome
+    for each slice.
 
     ``changes``: ``feedbacks`` hold estimates, of what all know of these messages.
     """
@@ -249,32 +293,54 @@ def reduce_route(
 ) -> Steps[list[Outcome]]:
     """One message: sum inside, average the own slices between nodes, gather inside, decode.
 
-    ``mean``: of a slice between nodes, in place of rows. ``numbers``: how many sequence numbers it takes, from ``sequence`` on.
+    ``mean``: of a slice between nodes, in place of rows. ``numbers``: how many sequence numbers it
+    takes, from ``sequence`` on.
     """
-    inside, message, flag = hierarchy.inside, route.message, torch.zeros(1, dtype=torch.uint8, device=buffer.device)
+    inside, message, flag = (
+        hierarchy.inside,
+        route.message,
+        torch.zeros(1, dtype=torch.uint8, device=buffer.device),
+    )
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
     total = _floats(sums[0])
     jobs: list[tuple[ErrorFeedback | None, dict[str, Any]]] = []
     for index, part in route.between.items():
         _mark(total, part, flag)
-        jobs.append((feedbacks.get(index), {
-            "message": part, "transport": hierarchy.between[index], "workspace": workspace, "key": key,
-            "sequence": sequence * hierarchy.slices + numbers * index, "divisor": hierarchy.divisor,
-        }))  # fmt: skip
+        jobs.append(
+            (
+                feedbacks.get(index),
+                {
+                    "message": part,
+                    "transport": hierarchy.between[index],
+                    "workspace": workspace,
+                    "key": key,
+                    "sequence": sequence * hierarchy.slices + numbers * index,
+                    "divisor": hierarchy.divisor,
+                },
+            )
+        )
     scale = hierarchy.scale
     if mean is not None:
-        outcomes = yield from _abreast([mean(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
+        outcomes = yield from _abreast(
+            [mean(total, f, gain=gain, scale=scale, **o) for f, o in jobs]
+        )
         back, reply, lent, gain = route.inside, sums[:1], [sums], 1.0  # the means themselves
     else:
-        averaged = yield from _abreast([average_rows(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
+        averaged = yield from _abreast(
+            [average_rows(total, f, gain=gain, scale=scale, **o) for f, o in jobs]
+        )
         workspace.give_rows(sums)
         outcomes, back = [outcome for _, outcome in averaged], message.mean
         size = HEADER + back.row_bytes
-        reply, lent = _side_by_side([rows for rows, _ in averaged], size, hierarchy, workspace, buffer.device)
+        reply, lent = _side_by_side(
+            [rows for rows, _ in averaged], size, hierarchy, workspace, buffer.device
+        )
     outcomes = outcomes or [Outcome(message, True, None, None, workspace)]
     flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))
     every = workspace.rows(reply.shape[1], inside.size, buffer.device)
-    frame = Frame(ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label)
+    frame = Frame(
+        ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label
+    )
     flags = yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
     workspace.give_rows(*lent)
 
@@ -290,7 +356,12 @@ def reduce_route(
 
 
 def _sum_inside(
-    buffer: torch.Tensor, flag: torch.Tensor, route: Route, inside: Transport, workspace: Workspace, sequence: int
+    buffer: torch.Tensor,
+    flag: torch.Tensor,
+    route: Route,
+    inside: Transport,
+    workspace: Workspace,
+    sequence: int,
 ) -> Steps[torch.Tensor]:
     """Rows of which the first becomes this rank's slices, summed in the order of local ranks."""
     size = HEADER + route.inside.row_bytes
@@ -299,7 +370,12 @@ def _sum_inside(
     arithmetic(buffer.device, route.inside).encode(buffer, outbox[:, HEADER:], flag, route.inside)
     workspace.encoded(start)
     frame = Frame(
-        ALL_TO_ALL, inside.size, route.message.codec, route.message.pieces.numel, sequence, route.message.label
+        ALL_TO_ALL,
+        inside.size,
+        route.message.codec,
+        route.message.pieces.numel,
+        sequence,
+        route.message.label,
     )
     flags = yield from exchange(inside.all_to_all, inbox, outbox, frame, flag, inside, workspace)
     workspace.give_rows(outbox)
@@ -313,9 +389,14 @@ def _sum_inside(
 
 
 def _side_by_side(
-    own: list[torch.Tensor], size: int, hierarchy: Hierarchy, workspace: Workspace, device: torch.device
+    own: list[torch.Tensor],
+    size: int,
+    hierarchy: Hierarchy,
+    workspace: Workspace,
+    device: torch.device,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The encoded rows of the own slices as one, whose first header is the only true one, and what to give back for it."""
+    """The encoded rows of the own slices as one, whose first header is the only true one, and what
+    to give back for it."""
     if len(own) == hierarchy.share == 1:
         return own[0].view(1, -1), own
     reply = workspace.rows(hierarchy.share * len(hierarchy.topology.nodes) * size, 1, device)
@@ -326,12 +407,14 @@ def _side_by_side(
 
 
 def _abreast(jobs: Sequence[Steps[T]]) -> Steps[list[T]]:
-    """The exchanges of each job side by side, as many waits in all as the longest job has, and two if there is none.
+    """The exchanges of each job side by side, as many waits in all as the longest job has, and two
+    if there is none.
 
-    Note: the same waits on every rank. A wait blocks the thread, and with it what other messages would send next. Where every
-    rank goes through the same phases of the same messages in the same order, whoever is waited for has sent before it waits
-    itself. So a rank of several slices must not wait more often than one of a single slice, and buckets go one by one. Jobs
-    that may take longer than two waits, such as sketches, are messages that travel alone.
+    Note: the same waits on every rank. A wait blocks the thread, and with it what other messages
+    would send next. Where every rank goes through the same phases of the same messages in the same
+    order, whoever is waited for has sent before it waits itself. So a rank of several slices must
+    not wait more often than one of a single slice, and buckets go one by one. Jobs that may take
+    longer than two waits, such as sketches, are messages that travel alone.
     """
     results: dict[int, T] = {}
     for turn in count():
@@ -362,7 +445,8 @@ def _floats(row: torch.Tensor) -> torch.Tensor:
 
 
 def _mark(total: torch.Tensor, part: Message, flag: torch.Tensor) -> None:
-    """Spoil the sum if a rank of this node was not finite, also in elements of other owners: so all nodes hear of it."""
+    """Spoil the sum if a rank of this node was not finite, also in elements of other owners: so all
+    nodes hear of it."""
     for line in part.pieces.table:
         if line[NUMEL] > 0:
             total[line[SOURCE] : line[SOURCE] + 1].masked_fill_(flag.bool(), math.nan)

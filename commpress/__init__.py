@@ -1,4 +1,5 @@
-"""Train PyTorch models over slow networks: compressed collectives, communication hooks and what belongs to them.
+"""Train PyTorch models over slow networks: compressed collectives, communication hooks and what
+belongs to them.
 
 Importing this package has no effect: names below are loaded when they are first used.
 """
@@ -126,14 +127,25 @@ if TYPE_CHECKING:
     from commpress.integrations.pipeline.edges import compress_pipeline
     from commpress.integrations.pipeline.tiles import TileCodec
     from commpress.integrations.process_group.group_options import GroupOptions
-    from commpress.integrations.trainers.distributed_checkpoint import load_distributed, save_distributed
+    from commpress.integrations.trainers.distributed_checkpoint import (
+        load_distributed,
+        save_distributed,
+    )
     from commpress.integrations.trainers.launch import init_process_group
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.state_file import load_safetensors, save_safetensors
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
-    from commpress.optim import DeMo, Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+    from commpress.optim import (
+        DeMo,
+        Masha,
+        OneBitAdam,
+        OneBitLamb,
+        ShardedOneBitAdam,
+        ShardedZeroOneAdam,
+        ZeroOneAdam,
+    )
     from commpress.optim.local_updates import LocalUpdates
     from commpress.optim.outer import Average, Gossip, Nesterov, SlowMo, SparseLoCo
     from commpress.schedules import QSR, Seconds
@@ -222,7 +234,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'commpress' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'commpress' has no attribute {name!r}; it offers {', '.join(__all__)}"
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,10 @@
-"""Importing this module registers the process-group backends "commpress" and "commpress_mpi": the one import with an effect.
+"""Importing this module registers the process-group backends "commpress" and "commpress_mpi": the
+one import with an effect.
 
-    import commpress.backend                                       # torch 2.14 and later do it when they hear the name
-    torch.distributed.init_process_group("commpress")              # over Gloo and NCCL
-    commpress.init_process_group("commpress_mpi")                  # over MPI, under mpirun
+import commpress.backend                                       # torch 2.14 and later do it when
+                                                               they hear the name
+torch.distributed.init_process_group("commpress")              # over Gloo and NCCL
+commpress.init_process_group("commpress_mpi")                  # over MPI, under mpirun
 """
 
 from functools import partial
@@ -22,9 +24,12 @@ _INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_m
 
 def _make(inner: Literal["torch", "mpi"], name: str, options: Any, pg_options: Any) -> ProcessGroup:
     """Make a new group when torch asks for one; ``pg_options`` are the caller's."""
-    asked = getattr(options, "enable_reconfigure", False)  # then nobody meets before the members are named
+    # then nobody meets before the members are named
+    asked = getattr(options, "enable_reconfigure", False)
     if asked and inner == "mpi":
-        raise InvalidArgument(f"enable_reconfigure is True, and a group of {name!r} keeps its ranks: leave it out")
+        raise InvalidArgument(
+            f"enable_reconfigure is True, and a group of {name!r} keeps its ranks: leave it out"
+        )
     return ProcessGroup(
         dist.HashStore() if asked else options.store,
         0 if asked else options.group_rank,
@@ -39,7 +44,8 @@ def _make(inner: Literal["torch", "mpi"], name: str, options: Any, pg_options: A
 
 
 def register() -> None:
-    """Tell torch of both, once: the entry point "torch.distributed.backends" names this function."""
+    """Tell torch of both, once: the entry point "torch.distributed.backends" names this
+    function."""
     if hasattr(dist.Backend, "COMMPRESS"):
         return
     for name, inner in _INNER.items():

@@ -1,4 +1,5 @@
-"""xxh3, the checksum of all that is stored or sent: 64 bits, at memory speed and without the interpreter's lock."""
+"""xxh3, the checksum of all that is stored or sent: 64 bits, at memory speed and without the
+interpreter's lock."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,11 +9,14 @@ from commpress.errors import MissingPackage
 
 @cache
 def _xxh3() -> Callable[[bytes | memoryview, int], int]:
-    """In one call: an object that is fed takes half as long again for a piece that is in the cache."""
+    """In one call: an object that is fed takes half as long again for a piece that is in the
+    cache."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as error:
-        raise MissingPackage("messages and stores need xxhash for their checksums: pip install xxhash") from error
+        raise MissingPackage(
+            "messages and stores need xxhash for their checksums: pip install xxhash"
+        ) from error
     return xxh3_64_intdigest  # type: ignore[no-any-return, unused-ignore]
 
 

@@ -1,4 +1,5 @@
-"""JSON documents that commpress writes and reads again: small, with a format and a version, refused by name if others."""
+"""JSON documents that commpress writes and reads again: small, with a format and a version, refused
+by name if others."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ from commpress.errors import InvalidArgument
 
 
 class Document(NamedTuple):
-    """Kind of document. Nothing in a file is ever evaluated, and no more than ``limit`` bytes of it are read."""
+    """Kind of document. Nothing in a file is ever evaluated, and no more than ``limit`` bytes of it
+    are read."""
 
     format: str
     version: int
@@ -21,12 +23,18 @@ class Document(NamedTuple):
         Path(path).write_text(json.dumps(head | dict(content), indent=1) + "\n")
 
     def read(self, path: str | Path) -> dict[str, Any]:
-        """The content; anything but a document of this format and version is refused with a reason."""
+        """The content; anything but a document of this format and version is refused with a
+        reason."""
         content = read_json(path, self.limit, f"what {self.writer} wrote")
-        head = (content.pop("format", None), content.pop("version", None)) if isinstance(content, dict) else (None, None)
+        head = (
+            (content.pop("format", None), content.pop("version", None))
+            if isinstance(content, dict)
+            else (None, None)
+        )
         if head != (self.format, self.version):
             raise InvalidArgument(
-                f"{path} is {head[0]!r}, version {head[1]!r}, expected {self.format!r}, version {self.version}: make it again "
+                f"{path} is {head[0]!r}, version {head[1]!r}, expected {self.format!r}, version "
+                f"{self.version}: make it again "
                 f"with {self.writer}"
             )
         return dict(content)
@@ -37,7 +45,9 @@ def read_json(path: str | Path, limit: int, expected: str) -> Any:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except OSError as error:
-        raise InvalidArgument(f"{str(path)!r} cannot be read ({error.strerror}), expected {expected}") from error
+        raise InvalidArgument(
+            f"{str(path)!r} cannot be read ({error.strerror}), expected {expected}"
+        ) from error
     if len(data) > limit:
         raise InvalidArgument(f"{path} has more than {limit} bytes, expected {expected}")
     try:

@@ -60,7 +60,8 @@ class Mismatch(CommunicationError):
 
 
 class Corrupted(CommunicationError):
-    """Bytes changed between a peer and this rank. No residual and no parameter was changed by them."""
+    """Bytes changed between a peer and this rank. No residual and no parameter was changed by
+    them."""
 
 
 class PeerFailure(CommunicationError):
@@ -68,11 +69,13 @@ class PeerFailure(CommunicationError):
 
 
 class NoQuorum(CommunicationError):
-    """Too few of a group's ranks are left to go on without risk that others go on elsewhere; ``ranks`` are those missing."""
+    """Too few of a group's ranks are left to go on without risk that others go on elsewhere;
+    ``ranks`` are those missing."""
 
 
 class Excluded(CommunicationError):
-    """The others went on without this rank; ``contact`` is where it may join them again, "" if that is not known."""
+    """The others went on without this rank; ``contact`` is where it may join them again, "" if that
+    is not known."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), contact: str = "") -> None:
         super().__init__(message, ranks=ranks)
@@ -86,7 +89,9 @@ class StorageError(CommpressError, RuntimeError):
 class Damaged(StorageError):
     """Committed bytes are missing or do not match their checksum; they are never handed out."""
 
-    def __init__(self, message: str, *, names: tuple[str, ...] = (), file: str = "", offset: int = 0) -> None:
+    def __init__(
+        self, message: str, *, names: tuple[str, ...] = (), file: str = "", offset: int = 0
+    ) -> None:
         super().__init__(message)
         self.names, self.file, self.offset = names, file, offset
 
@@ -96,7 +101,8 @@ class DirectoryRefused(StorageError):
 
 
 class DiskFull(StorageError):
-    """No room left on a disk, or in a budget of bytes on it or written to it; ``missing`` is in bytes."""
+    """No room left on a disk, or in a budget of bytes on it or written to it; ``missing`` is in
+    bytes."""
 
     def __init__(self, message: str, *, missing: int = 0) -> None:
         super().__init__(message)
@@ -118,11 +124,23 @@ def check_counts(**values: object) -> None:
             raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 0")
 
 
-def refuse_unknown(where: str, options: Mapping[str, object], *takers: Callable[..., object]) -> None:
-    """Raise ``InvalidArgument`` for options that none of ``takers`` has, with the one that is meant."""
-    known = {name for taker in takers for name, p in signature(taker).parameters.items() if p.kind is not p.VAR_KEYWORD}
+def refuse_unknown(
+    where: str, options: Mapping[str, object], *takers: Callable[..., object]
+) -> None:
+    """Raise ``InvalidArgument`` for options that none of ``takers`` has, with the one that is
+    meant."""
+    known = {
+        name
+        for taker in takers
+        for name, p in signature(taker).parameters.items()
+        if p.kind is not p.VAR_KEYWORD
+    }
     for name, value in options.items():
         if name not in known:
             near = get_close_matches(name, sorted(known), n=1)
-            cure = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(sorted(known - {'self'}))}"
+            cure = (
+                f"did you mean {near[0]}=?"
+                if near
+                else f"it takes {', '.join(sorted(known - {'self'}))}"
+            )
             raise InvalidArgument(f"{where} got {name}={value!r}, which is no option of it: {cure}")

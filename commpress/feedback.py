@@ -1,14 +1,16 @@
 """Residuals: what compression leaves behind, as plain tensors that the caller owns.
 
-Note: the invariant. With R = mean over ranks of the sent residuals + the reduced residuals side by side,
-Σ outputs + R_T = Σ mean(inputs) + R_0. Nothing is lost, only late.
+Note: the invariant. With R = mean over ranks of the sent residuals + the reduced residuals side by
+side, Σ outputs + R_T = Σ mean(inputs) + R_0. Nothing is lost, only late.
 
-Note: the lazy residual. Where a row has one scale, the tensor holds the compensated value c and ``sent_scale`` the
-scale s of its row; the residual is c − s·sgn(c), formed when c is next read. So encoding stays one pass over memory although
-the scale is a sum over the row. ``settle`` makes such a residual plain.
+Note: the lazy residual. Where a row has one scale, the tensor holds the compensated value c and
+``sent_scale`` the scale s of its row; the residual is c − s·sgn(c), formed when c is next read. So
+encoding stays one pass over memory although the scale is a sum over the row. ``settle`` makes such
+a residual plain.
 
-Note: EF21 keeps its estimates in the same place: ``sent`` is then minus what the others know of this rank's gradient, and
-``known`` what all know of the mean. R = mean(sent) + reduced is then −known, so a checkpoint of R holds the estimates too.
+Note: EF21 keeps its estimates in the same place: ``sent`` is then minus what the others know of
+this rank's gradient, and ``known`` what all know of the mean. R = mean(sent) + reduced is then
+−known, so a checkpoint of R holds the estimates too.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -45,7 +47,8 @@ class ErrorFeedback:
     """For one message on one rank; float32, laid out as ``pieces`` says."""
 
     sent: torch.Tensor  # [pieces.residual_numel]: residual of what this rank sent
-    reduced: torch.Tensor  # [pieces.shard]: residual of the rows that this rank reduces and sends back
+    # [pieces.shard]: residual of the rows that this rank reduces and sends back
+    reduced: torch.Tensor
     sent_scale: torch.Tensor | None = None  # [pieces · rows], lazy scales
     reduced_scale: torch.Tensor | None = None  # [pieces]
     known: torch.Tensor | None = None  # [pieces.residual_numel], the same on every rank; EF21 only
@@ -74,20 +77,31 @@ class ErrorFeedback:
         return ErrorFeedback.zeros(pieces, self.device)
 
     @contextmanager
-    def encoding(self, new: "ErrorFeedback", workspace: Any, *, key: int) -> Iterator[dict[str, torch.Tensor | None]]:
-        """Arguments for an encoder that compensates with this and leaves ``new`` behind. ``key`` seeds what is drawn."""
+    def encoding(
+        self, new: "ErrorFeedback", workspace: Any, *, key: int
+    ) -> Iterator[dict[str, torch.Tensor | None]]:
+        """Arguments for an encoder that compensates with this and leaves ``new`` behind. ``key``
+        seeds what is drawn."""
         yield {
-            "residual": self.sent, "residual_scale": self.sent_scale, "new_residual": new.sent, "new_scale": new.sent_scale,
-        }  # fmt: skip
+            "residual": self.sent,
+            "residual_scale": self.sent_scale,
+            "new_residual": new.sent,
+            "new_scale": new.sent_scale,
+        }
 
     @classmethod
-    def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu", *, ef21: bool = False) -> "ErrorFeedback":
+    def zeros(
+        cls, pieces: Pieces, device: torch.device | str = "cpu", *, ef21: bool = False
+    ) -> "ErrorFeedback":
         def new(numel: int) -> torch.Tensor:
-            if torch.device(device).type == "cpu":  # NumPy asks for huge pages, torch does not: a tenth of the encoder's time
+            # NumPy asks for huge pages, torch does not: a tenth of the encoder's time
+            if torch.device(device).type == "cpu":
                 return torch.from_numpy(np.zeros(numel, np.float32))
             return torch.zeros(numel, dtype=torch.float32, device=device)
 
-        feedback = cls(new(pieces.residual_numel), new(pieces.shard if pieces.residual_numel else 0))
+        feedback = cls(
+            new(pieces.residual_numel), new(pieces.shard if pieces.residual_numel else 0)
+        )
         if pieces.row_scales and pieces.residual_numel:
             count = len(pieces.table)
             feedback.sent_scale = new(count * pieces.rows)
@@ -106,14 +120,16 @@ class ErrorFeedback:
             self.reduced_scale.zero_()
 
     def take(self, other: "ErrorFeedback") -> None:
-        """Become ``other``, which becomes what this was: a residual is committed by exchanging references."""
+        """Become ``other``, which becomes what this was: a residual is committed by exchanging
+        references."""
         for name in ("sent", "reduced", "sent_scale", "reduced_scale", "known"):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
 
     def join(self, pieces: Pieces, rank: int, divisor: float = 0.0) -> None:
-        """Let what this rank owes as the owner of rows be part of what it sends: tensors that travel whole have none.
+        """Let what this rank owes as the owner of rows be part of what it sends: tensors that
+        travel whole have none.
 
         ``divisor``: of the sum of what is sent, where that is not the number of rows.
         """
@@ -130,23 +146,34 @@ class ErrorFeedback:
 class CodedFeedback(ErrorFeedback):
     """One whose ``sent`` is kept in a codec: floats only while a message is encoded.
 
-    For messages whose rows are not sent back. What a codec that is right on average leaves out is noise of zero mean.
+    For messages whose rows are not sent back. What a codec that is right on average leaves out is
+    noise of zero mean.
     """
 
-    codes: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0, dtype=torch.uint8))  # [1, row.row_bytes]
-    row: Pieces = field(default_factory=lambda: cut([], 1))  # of what has a residual, as it lies in ``sent``
+    # [1, row.row_bytes]
+    codes: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0, dtype=torch.uint8))
+    # of what has a residual, as it lies in ``sent``
+    row: Pieces = field(default_factory=lambda: cut([], 1))
 
     @classmethod
     def of(cls, pieces: Pieces, kind: int, block: int, device: torch.device) -> "CodedFeedback":
         if pieces.shard:
-            raise InvalidArgument("residuals in a codec are for messages whose rows are not sent back, as of a reduce-scatter")
+            raise InvalidArgument(
+                "residuals in a codec are for messages whose rows are not sent back, as of a "
+                "reduce-scatter"
+            )
         lines = pieces.table[pieces.table[:, RESIDUAL] >= 0][:, [RESIDUAL, NUMEL, HASH]].tolist()
-        return cls._of(cut([Piece(at, numel, kind, block, mark, False) for at, numel, mark in lines], 1), device)
+        return cls._of(
+            cut([Piece(at, numel, kind, block, mark, False) for at, numel, mark in lines], 1),
+            device,
+        )
 
     @classmethod
     def _of(cls, row: Pieces, device: torch.device) -> "CodedFeedback":
         codes = torch.zeros(1, row.row_bytes, dtype=torch.uint8, device=device)
-        return cls(torch.zeros(0, device=device), torch.zeros(0, device=device), codes=codes, row=row)
+        return cls(
+            torch.zeros(0, device=device), torch.zeros(0, device=device), codes=codes, row=row
+        )
 
     @property
     def layout(self) -> str:
@@ -172,12 +199,18 @@ class CodedFeedback(ErrorFeedback):
         self.codes, other.codes = other.codes, self.codes
 
     @contextmanager
-    def encoding(self, new: ErrorFeedback, workspace: Any, *, key: int) -> Iterator[dict[str, torch.Tensor | None]]:
+    def encoding(
+        self, new: ErrorFeedback, workspace: Any, *, key: int
+    ) -> Iterator[dict[str, torch.Tensor | None]]:
         assert isinstance(new, CodedFeedback)
-        kernels, floats = arithmetic(self.device), workspace.lend(self.row.numel, torch.float32, self.device)
+        kernels, floats = (
+            arithmetic(self.device),
+            workspace.lend(self.row.numel, torch.float32, self.device),
+        )
         kernels.decode(self.codes, floats, self.row)
         yield {"residual": floats, "new_residual": floats}
-        flag = torch.zeros(1, dtype=torch.uint8, device=self.device)  # the encoder has seen what is not finite
+        # the encoder has seen what is not finite
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.device)
         kernels.encode(floats, new.codes, flag, self.row, key=key)
         workspace.take_back(floats)
 
@@ -186,22 +219,34 @@ class CodedFeedback(ErrorFeedback):
         (line,) = np.flatnonzero(self.row.table[:, SOURCE] == place)
         table = self.row.table[line : line + 1].copy()
         first = int(table[0, COLUMN])
-        end = int(self.row.table[line + 1, COLUMN]) if line + 1 < len(self.row.table) else self.row.row_bytes
+        end = (
+            int(self.row.table[line + 1, COLUMN])
+            if line + 1 < len(self.row.table)
+            else self.row.row_bytes
+        )
         table[0, [SOURCE, COLUMN]] = 0
-        return self.codes[:, first:end], replace(self.row, table=table, numel=int(table[0, NUMEL]), row_bytes=end - first)
+        return self.codes[:, first:end], replace(
+            self.row, table=table, numel=int(table[0, NUMEL]), row_bytes=end - first
+        )
 
 
 def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: float) -> None:
-    """Add to ``part``, of which a mean over the ranks is taken, what ``rank`` owes as the owner of rows."""
+    """Add to ``part``, of which a mean over the ranks is taken, what ``rank`` owes as the owner of
+    rows."""
     own = part[rank * reduced.numel() :][: reduced.numel()]
     own += size * reduced[: own.numel()]
 
 
 def check_feedback(value: object, *, ef21: bool = False) -> None:
-    """``ef21``: whether who asks knows estimates too. Any string is true, and would be taken for a residual."""
+    """``ef21``: whether who asks knows estimates too. Any string is true, and would be taken for a
+    residual."""
     if isinstance(value, bool) or (ef21 and value == "ef21"):
         return
-    expected = "True, False or 'ef21'" if ef21 else "True or False; EF21 is an option of commpress.compress(ddp, ...) only"
+    expected = (
+        "True, False or 'ef21'"
+        if ef21
+        else "True or False; EF21 is an option of commpress.compress(ddp, ...) only"
+    )
     raise InvalidArgument(f"error_feedback is {value!r}, expected {expected}")
 
 
@@ -241,20 +286,29 @@ class _Place:
 
     def known(self) -> torch.Tensor | None:
         line = self.pieces.table[self.index]
-        return None if self.feedback.known is None else self.feedback.known[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
+        return (
+            None
+            if self.feedback.known is None
+            else self.feedback.known[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
+        )
 
     def every(self) -> "Residual":
         known = self.known()
-        return (self.sent(), self.reduced()) if known is None else (self.sent(), self.reduced(), known)
+        return (
+            (self.sent(), self.reduced()) if known is None else (self.sent(), self.reduced(), known)
+        )
 
 
 class ResidualStore:
-    """All residuals of one state on one rank, found by (parameter name, offset) whatever message carries them today.
+    """All residuals of one state on one rank, found by (parameter name, offset) whatever message
+    carries them today.
 
-    ``attach`` is called when a message is first seen. If its pieces were part of other messages before, their residuals
-    move over unchanged; if they were loaded from a checkpoint, they start from there.
+    ``attach`` is called when a message is first seen. If its pieces were part of other messages
+    before, their residuals move over unchanged; if they were loaded from a checkpoint, they start
+    from there.
 
-    ``kind`` and ``block``: of the codec in which residuals are kept, in place of float32 (``CodedFeedback``).
+    ``kind`` and ``block``: of the codec in which residuals are kept, in place of float32
+    (``CodedFeedback``).
     """
 
     def __init__(self, *, ef21: bool = False, kind: int | None = None, block: int = 0) -> None:
@@ -263,7 +317,9 @@ class ResidualStore:
         self._loaded: dict[Key, Residual] = {}
         self._codes: dict[Key, torch.Tensor] = {}  # loaded as they were kept
 
-    def attach(self, keys: Sequence[Key], pieces: Pieces, device: torch.device) -> ErrorFeedback | None:
+    def attach(
+        self, keys: Sequence[Key], pieces: Pieces, device: torch.device
+    ) -> ErrorFeedback | None:
         if not pieces.residual_numel:
             return None
         if self.kind is None:
@@ -291,9 +347,11 @@ class ResidualStore:
             place.feedback.settle(place.pieces)
 
     def places(self) -> list[tuple[Key, torch.Tensor, torch.Tensor]]:
-        """(key, sent, reduced) of every piece, in the same order on every rank; views, plain residuals.
+        """(key, sent, reduced) of every piece, in the same order on every rank; views, plain
+        residuals.
 
-        Loaded pieces that no message has brought yet are among them: saving right after loading loses nothing.
+        Loaded pieces that no message has brought yet are among them: saving right after loading
+        loses nothing.
         """
         return [(key, kept[0], kept[1]) for key, kept in self.every().items()]
 
@@ -305,7 +363,9 @@ class ResidualStore:
 
     def codes(self) -> dict[Key, torch.Tensor]:
         """Residuals as they are kept in a codec, for an exact resume; views."""
-        return self._codes | {key: place.codes() for key, place in self._places.items() if self.kind is not None}
+        return self._codes | {
+            key: place.codes() for key, place in self._places.items() if self.kind is not None
+        }
 
     def load_codes(self, codes: Mapping[Key, torch.Tensor]) -> None:
         """Replace all residuals by what ``codes`` gave."""
@@ -319,7 +379,8 @@ class ResidualStore:
         codes, mine = self._codes.pop(key), place.codes()
         if codes.shape != mine.shape:
             raise StateMismatch(
-                f"the residual of parameter {key[0]!r} at offset {key[1]} has {codes.numel()} bytes, expected {mine.numel()}: "
+                f"the residual of parameter {key[0]!r} at offset {key[1]} has {codes.numel()} "
+                f"bytes, expected {mine.numel()}: "
                 "the checkpoint is of another model, world size or residuals="
             )
         mine.copy_(codes)
@@ -335,8 +396,8 @@ class ResidualStore:
     def owed(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
         """Add this rank's part of what is owed of parameter ``name`` to ``out``, laid out like it.
 
-        Its mean over the ranks is all of it: R = mean(sent) + the reduced residuals side by side. With EF21 nothing is owed,
-        only known.
+        Its mean over the ranks is all of it: R = mean(sent) + the reduced residuals side by side.
+        With EF21 nothing is owed, only known.
         """
         for (whose, offset), sent, reduced in [] if self.ef21 else self.places():
             if whose == name:
@@ -345,7 +406,8 @@ class ResidualStore:
                 add_reduced(part, reduced, rank, size)
 
     def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
-        """``owed``, of a gradient whose exact mean will carry it: nothing of this parameter is owed any more."""
+        """``owed``, of a gradient whose exact mean will carry it: nothing of this parameter is owed
+        any more."""
         self.owed(name, out, rank, size)
         if not self.ef21:
             self.clear((name,))
@@ -359,7 +421,8 @@ class ResidualStore:
                 self._written(key, sent)
 
     def scale(self, name: str, factor: torch.Tensor, rank: int) -> None:
-        """Count what is owed of parameter ``name`` in other units from now on: multiplied by ``factor``, element by element."""
+        """Count what is owed of parameter ``name`` in other units from now on: multiplied by
+        ``factor``, element by element."""
         for (whose, offset), sent, reduced in self.places():
             if whose == name:
                 part = factor.view(-1)[offset : offset + sent.numel()]
@@ -394,7 +457,8 @@ class ResidualStore:
         self._loaded |= residuals
 
     def add(self, key: Key, first: int, more: torch.Tensor, numel: int, width: int) -> None:
-        """Add to what was sent of a piece, from element ``first`` on; it may not be known so far."""
+        """Add to what was sent of a piece, from element ``first`` on; it may not be known so
+        far."""
         sent, reduced, *known = self.of(key, numel)
         sent[first : first + more.numel()] += more.to(sent.device)
         self._written(key, sent)
@@ -402,7 +466,8 @@ class ResidualStore:
             self._loaded[key] = (sent, reduced if reduced.numel() else torch.zeros(width), *known)
 
     def become(self, residuals: Mapping[Key, Residual]) -> None:
-        """Owe this and nothing else, of pieces that are cut anew: each waits for a message that brings it."""
+        """Owe this and nothing else, of pieces that are cut anew: each waits for a message that
+        brings it."""
         self._places.clear()
         self._codes.clear()
         self._loaded = dict(residuals)
@@ -418,7 +483,8 @@ class ResidualStore:
             self._check(key, self._places[key], *residuals[key])
 
     def load(self, residuals: Mapping[Key, Residual]) -> None:
-        """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
+        """Replace all residuals; pieces that no message has brought yet wait for it. All or
+        nothing."""
         self.check(residuals)
         self.settle()
         self._codes.clear()
@@ -432,19 +498,34 @@ class ResidualStore:
                 self._fill(key, place, *self._loaded.pop(key))
 
     @classmethod
-    def _fill(cls, key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor, *known: torch.Tensor) -> None:
+    def _fill(
+        cls,
+        key: Key,
+        place: _Place,
+        sent: torch.Tensor,
+        reduced: torch.Tensor,
+        *known: torch.Tensor,
+    ) -> None:
         cls._check(key, place, sent, reduced)
         place.put(sent)
         place.reduced().copy_(reduced)
         if (mine := place.known()) is not None:
-            mine.copy_(known[0] if known else -sent)  # of R alone: sent is R on every rank, reduced zero
+            # of R alone: sent is R on every rank, reduced zero
+            mine.copy_(known[0] if known else -sent)
 
     @staticmethod
-    def _check(key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor, *known: torch.Tensor) -> None:
-        for name, mine, theirs in (("sent", place.sent(), sent), ("reduced", place.reduced(), reduced)):
+    def _check(
+        key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor, *known: torch.Tensor
+    ) -> None:
+        for name, mine, theirs in (
+            ("sent", place.sent(), sent),
+            ("reduced", place.reduced(), reduced),
+        ):
             if mine.shape != theirs.shape:
                 raise StateMismatch(
-                    f"the {name} residual of parameter {key[0]!r} at offset {key[1]} has {theirs.numel()} elements, "
-                    f"expected {mine.numel()}: the checkpoint is of another model or world size. On another world size "
+                    f"the {name} residual of parameter {key[0]!r} at offset {key[1]} has "
+                    f"{theirs.numel()} elements, "
+                    f"expected {mine.numel()}: the checkpoint is of another model or world "
+                    "size. On another world size "
                     "save with elastic_state_dict()."
                 )

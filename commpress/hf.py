@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer and Accelerate: ``commpress.hf`` is short for ``commpress.integrations.trainers.hf``."""
+"""Hugging Face's Trainer and Accelerate: ``commpress.hf`` is short for
+``commpress.integrations.trainers.hf``."""
 
 from typing import TYPE_CHECKING
 

@@ -7,12 +7,15 @@ from typing import Any
 
 
 def lazily(room: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """``__getattr__`` of the package ``room``; ``modules`` has the names that each of its modules gives."""
+    """``__getattr__`` of the package ``room``; ``modules`` has the names that each of its modules
+    gives."""
     homes = {name: f"{room}.{module}" for module, names in modules.items() for name in names}
 
     def load(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {room!r} has no attribute {name!r}; it offers {', '.join(homes)}")
+            raise AttributeError(
+                f"module {room!r} has no attribute {name!r}; it offers {', '.join(homes)}"
+            )
         value = getattr(import_module(homes[name]), name)
         setattr(sys.modules[room], name, value)
         return value
@@ -21,7 +24,8 @@ def lazily(room: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], A
 
 
 def short_name(name: str, module: str) -> None:
-    """Let ``commpress.<name>`` be another name of ``module``, whether it is imported or asked for as an attribute."""
+    """Let ``commpress.<name>`` be another name of ``module``, whether it is imported or asked for
+    as an attribute."""
     try:
         sys.modules[f"commpress.{name}"] = import_module(module)
     except ModuleNotFoundError as error:
@@ -29,4 +33,6 @@ def short_name(name: str, module: str) -> None:
 
         if (error.name or "").startswith("commpress"):
             raise
-        raise MissingPackage(f"commpress.{name} needs {error.name}: pip install 'commpress[{name}]'") from error
+        raise MissingPackage(
+            f"commpress.{name} needs {error.name}: pip install 'commpress[{name}]'"
+        ) from error

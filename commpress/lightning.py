@@ -1,4 +1,5 @@
-"""Lightning's Trainer: ``commpress.lightning`` is short for ``commpress.integrations.trainers.lightning``."""
+"""Lightning's Trainer: ``commpress.lightning`` is short for
+``commpress.integrations.trainers.lightning``."""
 
 from typing import TYPE_CHECKING
 

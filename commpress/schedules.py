@@ -1,7 +1,8 @@
-"""When to freeze the variance, when to update it, when to synchronise: pure functions of the step and of recorded facts.
+"""When to freeze the variance, when to update it, when to synchronise: pure functions of the step
+and of recorded facts.
 
-Steps count from 0. What a rule needs to know beyond the step is in ``Facts``, which every rank records alike and a
-checkpoint carries: a resumed run decides as the uninterrupted one would.
+Steps count from 0. What a rule needs to know beyond the step is in ``Facts``, which every rank
+records alike and a checkpoint carries: a resumed run decides as the uninterrupted one would.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ PACES = 3  # exchanges whose pace a round's length follows from
 
 
 class Pace(NamedTuple):
-    """Seconds of one exchange of local updates and of the steps around it; of several ranks the largest of each."""
+    """Seconds of one exchange of local updates and of the steps around it; of several ranks the
+    largest of each."""
 
     step: float  # of computing, without what exchanges take
     exchange: float  # from when all ranks have come until the mean is there
-    standing: float  # in which training stands still to begin and to end an exchange, apart from waiting for it
+    # in which training stands still to begin and to end an exchange, apart from waiting for it
+    standing: float
 
     @property
     def known(self) -> bool:
@@ -35,9 +38,12 @@ class Facts:
 
     peak_lr: float = 0.0  # the largest learning rate so far
     peak_step: int = 0  # when it was first reached
-    norm_ratio: float = 0.0  # ‖mean gradient‖ / √(mean over ranks of ‖gradient‖²) in exact steps; 0: not known
-    norms: list[tuple[int, float]] = field(default_factory=list)  # (steps done, sum of the bias-corrected variance)
-    paces: list[Pace] = field(default_factory=list)  # of the last exchanges of local updates, the slowest rank's
+    # ‖mean gradient‖ / √(mean over ranks of ‖gradient‖²) in exact steps; 0: not known
+    norm_ratio: float = 0.0
+    # (steps done, sum of the bias-corrected variance)
+    norms: list[tuple[int, float]] = field(default_factory=list)
+    # of the last exchanges of local updates, the slowest rank's
+    paces: list[Pace] = field(default_factory=list)
 
     def see(self, step: int, lr: float) -> None:
         if lr > self.peak_lr * (1 + 1e-9):
@@ -83,7 +89,8 @@ class AfterSteps:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise InvalidArgument(
-                f"warmup_steps is {self.steps}, expected at least 1: without one exact step there is no variance"
+                f"warmup_steps is {self.steps}, expected at least 1: without one exact step "
+                "there is no variance"
             )
 
     def probes(self, step: int) -> bool:
@@ -95,10 +102,12 @@ class AfterSteps:
 
 @dataclass(frozen=True)
 class WhenStable:
-    """When the mean of the variance has changed by at most 1 − ``threshold`` over the last ``window`` steps.
+    """When the mean of the variance has changed by at most 1 − ``threshold`` over the last
+    ``window`` steps.
 
-    The published rule compares with the variance 1 / (1 − β2) steps ago. Here the window is also never longer than half of
-    the steps done, so that a short run does not stay exact to its end, and a rising learning rate does not count as stable.
+    The published rule compares with the variance 1 / (1 − β2) steps ago. Here the window is also
+    never longer than half of the steps done, so that a short run does not stay exact to its end,
+    and a rising learning rate does not count as stable.
     """
 
     threshold: float = 0.96
@@ -130,7 +139,8 @@ class Updates(Protocol):
 
 @dataclass(frozen=True)
 class DoublingUpdates:
-    """``per_interval`` updates at each interval 1, 2, 4, …: every step first, then ever more rarely, never none.
+    """``per_interval`` updates at each interval 1, 2, 4, …: every step first, then ever more
+    rarely, never none.
 
     The updates before step κ·(2^J − 1) number κ·J.
     """
@@ -147,12 +157,13 @@ class DoublingUpdates:
         return self.per_interval * octave + -(-inside >> octave)
 
 
-# ---------------------------------------------------------------- how far apart synchronisations are
+# --------------------------------------------------------------- how far apart synchronisations are
 
 
 class Sync(Protocol):
     def interval(self, step: int, lr: float, facts: Facts) -> int:
-        """Steps from one synchronisation to the next, for a window that begins at ``step`` with rate ``lr``."""
+        """Steps from one synchronisation to the next, for a window that begins at ``step`` with
+        rate ``lr``."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,8 @@ class EveryStep:
 
 @dataclass(frozen=True)
 class DoublingIntervals:
-    """1 for the first ``start`` steps, then 2, 4, …, doubling every ``period`` steps up to ``longest``."""
+    """1 for the first ``start`` steps, then 2, 4, …, doubling every ``period`` steps up to
+    ``longest``."""
 
     start: int
     period: int
@@ -192,7 +204,8 @@ class FollowRate:
 
 @dataclass(frozen=True)
 class InverseRate:
-    """max(``shortest``, ⌊(α / lr)ⁿ⌋), at most ``longest``; 1 while the rate still rises. α defaults to its peak."""
+    """max(``shortest``, ⌊(α / lr)ⁿ⌋), at most ``longest``; 1 while the rate still rises. α defaults
+    to its peak."""
 
     alpha: float | None = None
     shortest: int = 1
@@ -215,8 +228,8 @@ class Quadratic(InverseRate):
 
 
 class Linear(InverseRate):
-    """As many steps as have rates of at most α together, if they do not rise: for parameters that stand still inside a window
-    and at its end go as far as at one step of the peak."""
+    """As many steps as have rates of at most α together, if they do not rise: for parameters that
+    stand still inside a window and at its end go as far as at one step of the peak."""
 
     power = 1
 
@@ -229,7 +242,10 @@ class Every:
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise InvalidArgument(f"every is {self.steps!r}, expected 'auto', a number of at least 1, QSR(...) or Seconds(...)")
+            raise InvalidArgument(
+                f"every is {self.steps!r}, expected 'auto', a number of at least 1, QSR(...) or "
+                "Seconds(...)"
+            )
 
     def interval(self, step: int, lr: float, facts: Facts) -> int:
         return self.steps
@@ -237,7 +253,8 @@ class Every:
 
 @dataclass(frozen=True)
 class QSR:
-    """The quadratic rule: max(``base``, ⌊(α / lr)²⌋) steps of a rate that has passed its peak, before that as at the peak.
+    """The quadratic rule: max(``base``, ⌊(α / lr)²⌋) steps of a rate that has passed its peak,
+    before that as at the peak.
 
     ``total``: steps of the whole run, beyond which no round reaches; ``longest``: of a round.
     """
@@ -249,14 +266,23 @@ class QSR:
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
-            raise InvalidArgument(f"alpha is {self.alpha!r}, expected a number above 0, such as the peak of the learning rate")
+            raise InvalidArgument(
+                f"alpha is {self.alpha!r}, expected a number above 0, such as the peak of the "
+                "learning rate"
+            )
         if not 1 <= self.base <= self.longest:
-            raise InvalidArgument(f"base is {self.base!r}, expected at least 1 and at most longest={self.longest}")
+            raise InvalidArgument(
+                f"base is {self.base!r}, expected at least 1 and at most longest={self.longest}"
+            )
 
     def interval(self, step: int, lr: float, facts: Facts) -> int:
         rising = step <= facts.peak_step + 1
         rate = max(facts.peak_lr, lr) if rising else lr
-        length = self.longest if rate <= 0 else min(max(self.base, int((self.alpha / rate) ** 2 + 1e-9)), self.longest)
+        length = (
+            self.longest
+            if rate <= 0
+            else min(max(self.base, int((self.alpha / rate) ** 2 + 1e-9)), self.longest)
+        )
         return length if self.total is None else max(min(length, self.total - step), 1)
 
 
@@ -264,8 +290,8 @@ class QSR:
 class Hidden:
     """The fewest steps behind which an exchange hides: every="auto" of local updates.
 
-    The median of the last three exchanges counts, of two the faster: one that was slow by chance changes nothing. Before an
-    exchange was measured a round has one step.
+    The median of the last three exchanges counts, of two the faster: one that was slow by chance
+    changes nothing. Before an exchange was measured a round has one step.
     """
 
     room: float = 1.1  # steps take so many times as long as the exchange that they hide
@@ -303,20 +329,27 @@ def sync_of(every: "int | Sync | Seconds | Literal['auto']") -> "Sync | Seconds"
 
 
 def sync_named(sync: "str | int | Sync") -> Sync:
-    names: dict[str, Sync] = {"every": EveryStep(), "rate": FollowRate(), "qsr": Quadratic(), "linear": Linear()}
+    names: dict[str, Sync] = {
+        "every": EveryStep(),
+        "rate": FollowRate(),
+        "qsr": Quadratic(),
+        "linear": Linear(),
+    }
     if isinstance(sync, int) and not isinstance(sync, bool) and sync >= 1:
         return Every(sync)
     if hasattr(sync, "interval"):
         return sync
     if sync not in names:
         raise InvalidArgument(
-            f"sync is {sync!r}, expected one of {', '.join(map(repr, names))}, a number of steps of at least 1, or a schedule"
+            f"sync is {sync!r}, expected one of {', '.join(map(repr, names))}, a number of "
+            "steps of at least 1, or a schedule"
         )
     return names[sync]
 
 
 def pruned(norms: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
-    """The records that a later decision may still ask for: the last one older than the window, and what follows."""
+    """The records that a later decision may still ask for: the last one older than the window, and
+    what follows."""
     if not norms:
         return []
     horizon = norms[-1][0] - window

@@ -1,7 +1,8 @@
-"""Timelines: spans of one process on one timeline, saved in the format that Perfetto and chrome://tracing open.
+"""Timelines: spans of one process on one timeline, saved in the format that Perfetto and
+chrome://tracing open.
 
-Parts that can be watched have an attribute ``timeline``, None unless somebody watches: then they do nothing but look at it.
-Recording appends to a list, which needs no lock.
+Parts that can be watched have an attribute ``timeline``, None unless somebody watches: then they do
+nothing but look at it. Recording appends to a list, which needs no lock.
 """
 
 import json
@@ -18,10 +19,11 @@ LIMIT = 1_000_000  # spans that are kept: some 200 bytes each
 
 
 class Timeline:
-    """Times are those of ``time.perf_counter``; the file gives them as wall-clock time, so that ranks can be laid side by side.
+    """Times are those of ``time.perf_counter``; the file gives them as wall-clock time, so that
+    ranks can be laid side by side.
 
-    A ``span`` lies on the track of the thread that recorded it, and spans of one thread nest. A ``flight`` is on its way
-    while its thread does other things: flights overlap.
+    A ``span`` lies on the track of the thread that recorded it, and spans of one thread nest. A
+    ``flight`` is on its way while its thread does other things: flights overlap.
     """
 
     def __init__(self, rank: int = 0, *, limit: int = LIMIT) -> None:
@@ -30,10 +32,14 @@ class Timeline:
         self._threads: dict[int, str] = {}
         self._epoch = time.time() - time.perf_counter()
 
-    def span(self, name: str, start: float, end: float | None = None, what: dict[str, Any] | None = None) -> None:
+    def span(
+        self, name: str, start: float, end: float | None = None, what: dict[str, Any] | None = None
+    ) -> None:
         self._add("X", name, start, time.perf_counter() if end is None else end, what)
 
-    def flight(self, name: str, start: float, end: float | None = None, what: dict[str, Any] | None = None) -> None:
+    def flight(
+        self, name: str, start: float, end: float | None = None, what: dict[str, Any] | None = None
+    ) -> None:
         self._add("b", name, start, time.perf_counter() if end is None else end, what)
 
     @contextmanager
@@ -45,7 +51,9 @@ class Timeline:
         finally:
             self.span(name, start)
 
-    def _add(self, kind: str, name: str, start: float, end: float, what: dict[str, Any] | None) -> None:
+    def _add(
+        self, kind: str, name: str, start: float, end: float, what: dict[str, Any] | None
+    ) -> None:
         if len(self._spans) >= self.limit:
             self.dropped += 1
             return
@@ -60,19 +68,39 @@ class Timeline:
     # ------------------------------------------------------------ on paper
 
     def events(self) -> list[dict[str, Any]]:
-        """The events of the trace format: spans are "X", a flight is a pair of "b" and "e"; microseconds."""
+        """The events of the trace format: spans are "X", a flight is a pair of "b" and "e";
+        microseconds."""
         tracks = {thread: i for i, thread in enumerate(self._threads)}
         found = [
-            {"ph": "M", "name": "process_name", "pid": self.rank, "tid": 0, "args": {"name": f"rank {self.rank}"}},
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": self.rank,
+                "tid": 0,
+                "args": {"name": f"rank {self.rank}"},
+            },
             *(
-                {"ph": "M", "name": "thread_name", "pid": self.rank, "tid": i, "args": {"name": self._threads[thread]}}
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": self.rank,
+                    "tid": i,
+                    "args": {"name": self._threads[thread]},
+                }
                 for thread, i in tracks.items()
             ),
-        ]  # fmt: skip
+        ]
         numbers = count()
         for kind, name, start, end, thread, what in list(self._spans):
             at, until = 1e6 * (self._epoch + start), 1e6 * (self._epoch + end)
-            event = {"ph": kind, "name": name, "cat": name.split()[0], "pid": self.rank, "tid": tracks[thread], "ts": at}
+            event = {
+                "ph": kind,
+                "name": name,
+                "cat": name.split()[0],
+                "pid": self.rank,
+                "tid": tracks[thread],
+                "ts": at,
+            }
             if what:
                 event["args"] = what
             if kind == "X":
@@ -88,7 +116,8 @@ class Timeline:
 
 
 def merge_timelines(files: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
-    """All ranks' files in one. Ranks of several machines are aligned as well as their wall clocks are."""
+    """All ranks' files in one. Ranks of several machines are aligned as well as their wall clocks
+    are."""
     events: list[dict[str, Any]] = []
     dropped = 0
     for file in files:
@@ -98,7 +127,9 @@ def merge_timelines(files: Iterable[str | os.PathLike[str]], path: str | os.Path
     write_events(path, events, {"dropped": dropped})
 
 
-def write_events(path: str | os.PathLike[str], events: list[dict[str, Any]], other: dict[str, Any]) -> None:
+def write_events(
+    path: str | os.PathLike[str], events: list[dict[str, Any]], other: dict[str, Any]
+) -> None:
     events = sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
     content = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n")

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 
 class Totals:
-    """A dataclass of counters. ``derived``: properties that follow from them and belong to what is written down."""
+    """A dataclass of counters. ``derived``: properties that follow from them and belong to what is
+    written down."""
 
     derived: ClassVar[tuple[str, ...]] = ("ratio",)
 

@@ -7,7 +7,8 @@ from commpress.errors import InvalidArgument
 BYTES = {"": 1, "B": 1}
 BYTES |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
 BYTES |= {f"{prefix}IB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
-TCP = 1448 / 1538  # of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
+# of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
+TCP = 1448 / 1538
 UNLIMITED = 1e18
 _RATE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kmgt]?)(bit|B/s)", re.IGNORECASE)
 _TIME = re.compile(r"(\d+\.?\d*|\.\d+)\s*(us|ms|s)")
@@ -21,7 +22,10 @@ def parse_bytes(size: str | int) -> int:
         return size
     match = re.fullmatch(r"(\d+\.?\d*)\s*([A-Za-z]*)", str(size).strip())
     if not match or match[2].upper() not in BYTES:
-        raise InvalidArgument(f"size is {size!r}, expected a number with KiB, MiB, GiB, TiB, KB, MB, GB, TB or nothing")
+        raise InvalidArgument(
+            f"size is {size!r}, expected a number with KiB, MiB, GiB, TiB, KB, MB, GB, TB or "
+            "nothing"
+        )
     return int(float(match[1]) * BYTES[match[2].upper()])
 
 
@@ -35,7 +39,8 @@ def show_bytes(size: float) -> str:
 
 
 def parse_link(text: str) -> tuple[float, float]:
-    """(bytes per second of payload, seconds) of '1gbit,100us'; 'none' is no limit; without a time, 50 us."""
+    """(bytes per second of payload, seconds) of '1gbit,100us'; 'none' is no limit; without a time,
+    50 us."""
     rate, _, delay = (part.strip() for part in text.partition(","))
     if rate == "none":
         found = UNLIMITED
@@ -43,13 +48,18 @@ def parse_link(text: str) -> tuple[float, float]:
         number = float(match[1]) * _PREFIX[match[2].lower()]
         found = number / 8 * TCP if match[3].lower() == "bit" else number
     else:
-        raise InvalidArgument(f"link is {text!r}, expected a rate and a time such as '1gbit,100us', '12GB/s,5us' or 'none'")
+        raise InvalidArgument(
+            f"link is {text!r}, expected a rate and a time such as '1gbit,100us', '12GB/s,5us' "
+            "or 'none'"
+        )
     return found, parse_time(delay) if delay else 50e-6
 
 
 def parse_time(text: str) -> float:
     if not (match := _TIME.fullmatch(text)):
-        raise InvalidArgument(f"time is {text!r}, expected a number with us, ms or s, such as '100us'")
+        raise InvalidArgument(
+            f"time is {text!r}, expected a number with us, ms or s, such as '100us'"
+        )
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -59,7 +69,10 @@ def parse_nodes(text: str) -> list[tuple[int, int]]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
         if not match or int(match[1]) < 1 or int(match[2]) < 1:
-            raise InvalidArgument(f"nodes are {text!r}, expected nodes x ranks of each kind, such as '8x4' or '8x4,2x4'")
+            raise InvalidArgument(
+                f"nodes are {text!r}, expected nodes x ranks of each kind, such as '8x4' or "
+                "'8x4,2x4'"
+            )
         found.append((int(match[1]), int(match[2])))
     return found
 

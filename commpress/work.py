@@ -1,7 +1,9 @@
-"""Waiting, and nothing else: algorithms are generators that yield the ``Work`` they need finished before going on.
+"""Waiting, and nothing else: algorithms are generators that yield the ``Work`` they need finished
+before going on.
 
-``run`` drives one to its end. ``overlapped`` interleaves several, in the same order on every rank. ``Worker`` is the
-one thread per state that drives a training step's collectives in the background and answers with futures.
+``run`` drives one to its end. ``overlapped`` interleaves several, in the same order on every rank.
+``Worker`` is the one thread per state that drives a training step's collectives in the background
+and answers with futures.
 """
 
 import queue
@@ -48,7 +50,8 @@ def run(steps: Steps[T]) -> T:
 def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
     """Run ``jobs`` interleaved, at most ``limit`` at a time, and return their results in order.
 
-    Every rank starts and resumes the jobs in the same order, whatever the timing: the oldest wait is always next.
+    Every rank starts and resumes the jobs in the same order, whatever the timing: the oldest wait
+    is always next.
     """
     assert limit > 0
     results: dict[int, T] = {}
@@ -72,27 +75,36 @@ def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:
-    """One for tensors of ``device`` that torch itself waits for: the streams of others wait for the one that sets it."""
-    return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
+    """One for tensors of ``device`` that torch itself waits for: the streams of others wait for the
+    one that sets it."""
+    return (
+        torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
+    )
 
 
 class SideStream:
-    """A stream of a worker's own on one GPU: it runs after what the caller has queued so far, and before whoever waits."""
+    """A stream of a worker's own on one GPU: it runs after what the caller has queued so far, and
+    before whoever waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Go on after the caller's stream. Memory of ``tensors`` is not given to others before this stream is done with it."""
+        """Go on after the caller's stream. Memory of ``tensors`` is not given to others before this
+        stream is done with it."""
         if torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument("a CUDA graph is being captured, which cannot hold an exchange: leave it out of the capture")
+            raise InvalidArgument(
+                "a CUDA graph is being captured, which cannot hold an exchange: leave it out of "
+                "the capture"
+            )
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
     def enter(self) -> None:
-        """This thread's kernels on the device go here from now on, and the device is the current one."""
+        """This thread's kernels on the device go here from now on, and the device is the current
+        one."""
         torch.cuda.set_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
@@ -101,9 +113,11 @@ class SideStream:
 
 
 class JobFuture(torch.futures.Future[T]):
-    """The result of a job. Who waits for one that ran on a GPU has its own stream wait, not the host.
+    """The result of a job. Who waits for one that ran on a GPU has its own stream wait, not the
+    host.
 
-    torch's futures with devices look for tensors in a result by pickling it, which results that hold locks do not survive.
+    torch's futures with devices look for tensors in a result by pickling it, which results that
+    hold locks do not survive.
     """
 
     stream: SideStream | None = None
@@ -129,11 +143,13 @@ def _tensors_of(result: object) -> Iterator[torch.Tensor]:
 
 
 class Worker:
-    """One thread that runs submitted algorithms, started in order of submission, at most ``limit`` under way at once.
+    """One thread that runs submitted algorithms, started in order of submission, at most ``limit``
+    under way at once.
 
-    ``limit > 1`` resumes jobs in an order that depends on timing: use it only where messages are matched by tag.
-    After an exception every job under way or submitted later gets the same exception: the ranks are out of step.
-    The thread knows nothing of this object: when nobody holds it any more, the thread ends as after ``close``.
+    ``limit > 1`` resumes jobs in an order that depends on timing: use it only where messages are
+    matched by tag. After an exception every job under way or submitted later gets the same
+    exception: the ranks are out of step. The thread knows nothing of this object: when nobody holds
+    it any more, the thread ends as after ``close``.
     """
 
     def __init__(self, name: str, *, limit: int) -> None:
@@ -145,12 +161,14 @@ class Worker:
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._end.atexit = False
 
-    def submit(self, steps: Steps[T], *tensors: torch.Tensor, waits: int | None = None) -> JobFuture[T]:
-        """``tensors`` are those of the caller that the steps read or write. If some are on a GPU, the steps run on a side
-        stream there, after all that the caller's stream has queued.
+    def submit(
+        self, steps: Steps[T], *tensors: torch.Tensor, waits: int | None = None
+    ) -> JobFuture[T]:
+        """``tensors`` are those of the caller that the steps read or write. If some are on a GPU,
+        the steps run on a side stream there, after all that the caller's stream has queued.
 
-        ``waits`` is how often the steps wait, if that is known, and the same on every rank: only of such a job can it be known
-        that it has sent everything, so that others may go ahead of it.
+        ``waits`` is how often the steps wait, if that is known, and the same on every rank: only of
+        such a job can it be known that it has sent everything, so that others may go ahead of it.
         """
         if self._closed:
             raise RuntimeError("the worker is closed, nobody would run this job: make a new one")
@@ -198,9 +216,9 @@ class _Job:
 class _Loop:
     """Loop of a ``Worker``'s thread. Between jobs it keeps nothing of those it ran.
 
-    Invariant: no rank waits for a job while an older one of its own has still to send. Jobs arrive at different times on
-    different ranks, so without it one rank could wait for a message of job A that its peer sends only after a message of
-    job B, and B not even have been submitted here.
+    Invariant: no rank waits for a job while an older one of its own has still to send. Jobs arrive
+    at different times on different ranks, so without it one rank could wait for a message of job A
+    that its peer sends only after a message of job B, and B not even have been submitted here.
     """
 
     def __init__(self, jobs: "queue.SimpleQueue[_Job | None]", limit: int) -> None:
@@ -233,7 +251,8 @@ class _Loop:
         return closing
 
     def _next(self) -> _Job:
-        """The oldest job that has something to send after its wait; the oldest of all if none has."""
+        """The oldest job that has something to send after its wait; the oldest of all if none
+        has."""
         return next((job for job in self._waiting if job.left != 1), self._waiting[0])
 
     def _resume(self, job: _Job) -> None:
@@ -247,7 +266,8 @@ class _Loop:
             elif job.left == 0:
                 raise RuntimeError("a job waits more often than it said when it was submitted")
         except Exception as error:
-            clear_frames(error.__traceback__)  # this thread keeps the error: not what the job has had in its hands
+            # this thread keeps the error: not what the job has had in its hands
+            clear_frames(error.__traceback__)
             self._failure = error
             failed, self._waiting = self._waiting, []
             for each in failed:

@@ -1,6 +1,7 @@
 """Link the words of glossary.md where a page first says them, with their meaning as a tooltip.
 
-A hook of mkdocs: `explain` works on the HTML of a page, so the Markdown has no links that would be in the way.
+A hook of mkdocs: `explain` works on the HTML of a page, so the Markdown has no links that would be
+in the way.
 """
 
 import re
@@ -9,23 +10,30 @@ from pathlib import Path
 
 ENTRY = re.compile(r"^### (.+)\n((?:.+\n)+)", re.M)
 TOKEN = re.compile(r"<!--.*?-->|<[^>]+>|[^<]+", re.S)
-QUIET = {"a", "code", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "script", "style", "svg", "table"}  # no links in these
-OTHER = re.compile(r"<!-- other sense: (.+?) -->")  # a word of the glossary that a paragraph uses for something else
+# no links in these
+QUIET = {"a", "code", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "script", "style", "svg", "table"}
+# a word of the glossary that a paragraph uses for something else
+OTHER = re.compile(r"<!-- other sense: (.+?) -->")
 
 
 def entries(text: str) -> dict[str, str]:
     """Meaning by word, both as glossary.md has them, without marks of Markdown."""
-    return {word: re.sub(r"[`*]|\[|\]\([^)]*\)", "", " ".join(meaning.split())) for word, meaning in ENTRY.findall(text)}
+    return {
+        word: re.sub(r"[`*]|\[|\]\([^)]*\)", "", " ".join(meaning.split()))
+        for word, meaning in ENTRY.findall(text)
+    }
 
 
 def form(word: str) -> re.Pattern[str]:
-    """A word in a text: singular or plural, at the beginning of a sentence or not; no part of a compound such as low-rank."""
+    """A word in a text: singular or plural, at the beginning of a sentence or not; no part of a
+    compound such as low-rank."""
     first, rest = word[0], r"[\s-]".join(re.escape(part) for part in re.split(r"[\s-]", word[1:]))
     return re.compile(rf"(?<![\w./-])[{first.upper()}{first.lower()}]{rest}(?:s|es)?(?![\w/-])")
 
 
 def explain(html: str, words: dict[str, str], glossary: str = "glossary.html") -> str:
-    """The HTML of a page whose first mention of every word, outside headings, code, tables and links, leads to its entry.
+    """The HTML of a page whose first mention of every word, outside headings, code, tables and
+    links, leads to its entry.
 
     ``<!-- other sense: rank, row -->`` in or before a paragraph keeps these words of it out.
     """
@@ -43,21 +51,34 @@ def explain(html: str, words: dict[str, str], glossary: str = "glossary.html") -
             if token in ("</p>", "</li>"):
                 other = set()
         elif not quiet:
-            token, found = linked(token, {w: f for w, f in waiting.items() if w.lower() not in other}, words, glossary)
+            token, found = linked(
+                token, {w: f for w, f in waiting.items() if w.lower() not in other}, words, glossary
+            )
             waiting = {w: f for w, f in waiting.items() if w not in found}
         parts.append(token)
     return "".join(parts)
 
 
-def linked(text: str, waiting: dict[str, re.Pattern[str]], words: dict[str, str], glossary: str) -> tuple[str, set[str]]:
-    """A piece of text with a link for the first mention of each waiting word, and the words that it has linked."""
+def linked(
+    text: str, waiting: dict[str, re.Pattern[str]], words: dict[str, str], glossary: str
+) -> tuple[str, set[str]]:
+    """A piece of text with a link for the first mention of each waiting word, and the words that it
+    has linked."""
     found: list[tuple[int, int, str]] = []
-    for word in sorted(waiting, key=len, reverse=True):  # "exact step" before words that it contains
-        free = (m for m in waiting[word].finditer(text) if not any(a < m.end() and m.start() < b for a, b, _ in found))
+    # "exact step" before words that it contains
+    for word in sorted(waiting, key=len, reverse=True):
+        free = (
+            m
+            for m in waiting[word].finditer(text)
+            if not any(a < m.end() and m.start() < b for a, b, _ in found)
+        )
         if match := next(free, None):
             found.append((*match.span(), word))
     for begin, end, word in sorted(found, reverse=True):
-        link = f'<a class="term" href="{glossary}#{slug(word)}" title="{escape(words[word])}">{text[begin:end]}</a>'
+        link = (
+            f'<a class="term" href="{glossary}#{slug(word)}" '
+            f'title="{escape(words[word])}">{text[begin:end]}</a>'
+        )
         text = text[:begin] + link + text[end:]
     return text, {word for *_, word in found}
 

@@ -1,10 +1,12 @@
-"""Large batches with adversarial noise (ScaLA): 1-bit LAMB on embeddings that are moved a little to where the loss is worse.
+"""Large batches with adversarial noise (ScaLA): 1-bit LAMB on embeddings that are moved a little to
+where the loss is worse.
 
     torchrun --nproc-per-node 2 examples/adversarial_lamb.py
     torchrun --nproc-per-node 2 examples/adversarial_lamb.py --radius 0          LAMB alone
 
-After a quarter of the steps every batch is seen twice: δ takes one step uphill in a ball around each sample's embeddings, and
-the model learns from the noisy loss beside the clean one. Each rank draws and climbs alone, so nothing more is sent.
+After a quarter of the steps every batch is seen twice: δ takes one step uphill in a ball around
+each sample's embeddings, and the model learns from the noisy loss beside the clean one. Each rank
+draws and climbs alone, so nothing more is sent.
 """
 
 import argparse
@@ -46,7 +48,10 @@ def noise(model, embedded, labels, radius, generator):
     start = torch.randn(embedded.shape, generator=generator) * 1e-3
     delta = start.requires_grad_()
     (slope,) = torch.autograd.grad(model.loss(embedded.detach() + delta, labels), delta)
-    moved = start.detach() + radius * slope / slope.flatten(1).norm(dim=1).clamp(min=1e-12)[:, None, None]
+    moved = (
+        start.detach()
+        + radius * slope / slope.flatten(1).norm(dim=1).clamp(min=1e-12)[:, None, None]
+    )
     return moved * (radius / moved.flatten(1).norm(dim=1).clamp(min=radius))[:, None, None]
 
 
@@ -55,7 +60,11 @@ def train(steps, *, radius=0.3, after=None, codec="sign", seed=0):
     torch.manual_seed(seed)
     model = Classifier()
     optimizer = commpress.OneBitLamb(
-        model.named_parameters(), lr=2e-2, weight_decay=0.01, warmup_steps=max(steps // 4, 2), codec=codec
+        model.named_parameters(),
+        lr=2e-2,
+        weight_decay=0.01,
+        warmup_steps=max(steps // 4, 2),
+        codec=codec,
     )
     after = steps // 4 if after is None else after
     draws = torch.Generator().manual_seed(100 + dist.get_rank())
@@ -84,15 +93,21 @@ def worst(model, radius):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--radius", type=float, default=0.3, help="of the ball, 0: no noise (default 0.3)")
+    parser.add_argument(
+        "--radius", type=float, default=0.3, help="of the ball, 0: no noise (default 0.3)"
+    )
     parser.add_argument("--codec", default="sign")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     losses, model = train(options.steps, radius=options.radius, codec=options.codec)
     if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; with noise of 0.3: {worst(model, 0.3):.3f}")
+        print(
+            f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; with noise of 0.3: {worst(model, 0.3):.3f}"
+        )
     dist.destroy_process_group()
 
 

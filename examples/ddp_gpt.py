@@ -1,7 +1,7 @@
 """Train a small GPT on the source of Python's standard library with a compressed optimizer.
 
-    torchrun --nproc-per-node 2 examples/ddp_gpt.py
-    torchrun --nproc-per-node 2 examples/ddp_gpt.py --optimizer onebit --steps 500
+torchrun --nproc-per-node 2 examples/ddp_gpt.py
+torchrun --nproc-per-node 2 examples/ddp_gpt.py --optimizer onebit --steps 500
 """
 
 import argparse
@@ -15,7 +15,9 @@ from commpress.cli.gpt import GPT, batch, standard_library
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--optimizer", choices=["zero-one", "onebit", "lamb"], default="zero-one")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128)
@@ -26,12 +28,22 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(GPT(width=options.width, layers=options.layers, length=options.length))
-    cls = {"zero-one": commpress.ZeroOneAdam, "onebit": commpress.OneBitAdam, "lamb": commpress.OneBitLamb}[options.optimizer]
-    optimizer = cls(ddp.module.named_parameters(), lr=options.lr, weight_decay=0.01, max_grad_norm=1.0)
+    ddp = DistributedDataParallel(
+        GPT(width=options.width, layers=options.layers, length=options.length)
+    )
+    cls = {
+        "zero-one": commpress.ZeroOneAdam,
+        "onebit": commpress.OneBitAdam,
+        "lamb": commpress.OneBitLamb,
+    }[options.optimizer]
+    optimizer = cls(
+        ddp.module.named_parameters(), lr=options.lr, weight_decay=0.01, max_grad_norm=1.0
+    )
     commpress.overlap(ddp, optimizer)
 
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.steps, cycle_momentum=False
+    )
     text, draws = standard_library(), torch.Generator().manual_seed(dist.get_rank())
     for step in range(options.steps):
         loss = ddp(*batch(text, 8, options.length, draws))
@@ -40,7 +52,10 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % max(options.steps // 10, 1) == 0:
-            print(f"step {step + 1}: loss {loss.item():.3f}, {optimizer.counters.ratio:.1f} times fewer bytes")
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, {optimizer.counters.ratio:.1f} times "
+                "fewer bytes"
+            )
     if hasattr(optimizer, "synchronize"):
         optimizer.synchronize()  # all ranks hold the same parameters from here on
     if dist.get_rank() == 0:

@@ -1,12 +1,15 @@
-"""Train a small GPT that goes on whoever dies, leaves or joins, on the source of Python's standard library.
+"""Train a small GPT that goes on whoever dies, leaves or joins, on the source of Python's standard
+library.
 
-Each process is started by hand, by a service manager, or by `commpress chaos`. The first says where others join:
+Each process is started by hand, by a service manager, or by `commpress chaos`. The first says where
+others join:
 
     python examples/elastic_train.py                      # prints: join with --join 127.0.0.1:40001:3f…
     python examples/elastic_train.py --join 127.0.0.1:40001:3f…
 
-Kill any of them (`kill -9`), start it again with the contact of one that lives: it is healed and goes on with the others. With
-`--snapshots` all may be killed. Under torchrun the ranks start together, and torchrun starts them again together.
+Kill any of them (`kill -9`), start it again with the contact of one that lives: it is healed and
+goes on with the others. With `--snapshots` all may be killed. Under torchrun the ranks start
+together, and torchrun starts them again together.
 """
 
 import argparse
@@ -35,7 +38,9 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--join", help="the contact of a process that trains")
     parser.add_argument("--codec", default="sign")
     parser.add_argument("--steps", type=int, default=2000)
@@ -47,20 +52,30 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--minimum", type=int, default=1, help="ranks below which training waits")
     parser.add_argument("--snapshots", help="a folder")
-    parser.add_argument("--every", type=int, default=500, help="steps from one snapshot to the next")
+    parser.add_argument(
+        "--every", type=int, default=500, help="steps from one snapshot to the next"
+    )
     options = parser.parse_args()
 
     commpress.init_process_group("commpress")
     torch.manual_seed(0)
-    model = DistributedDataParallel(GPT(width=options.width, layers=options.layers, length=options.length))
+    model = DistributedDataParallel(
+        GPT(width=options.width, layers=options.layers, length=options.length)
+    )
     commpress.compress(model, options.codec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.steps + 1
+    )
 
     data = Windows(standard_library(), options.length)
     sampler = commpress.ElasticSampler(data, options.batch)
     loader = DataLoader(
-        data, options.batch, sampler=sampler, num_workers=options.workers, persistent_workers=options.workers > 0
+        data,
+        options.batch,
+        sampler=sampler,
+        num_workers=options.workers,
+        persistent_workers=options.workers > 0,
     )
 
     def train_step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -78,7 +93,9 @@ def main() -> None:
         steps=options.steps,
         join=options.join,
         minimum=options.minimum,
-        snapshots=commpress.Snapshots(options.snapshots, every=options.every) if options.snapshots else None,
+        snapshots=commpress.Snapshots(options.snapshots, every=options.every)
+        if options.snapshots
+        else None,
     )
     if options.join is None:
         print(f"join with --join {run.contact}", flush=True)

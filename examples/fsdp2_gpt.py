@@ -1,7 +1,8 @@
-"""Train a GPT sharded by FSDP2 with gradients and weights in eight bits, and save what compression left behind.
+"""Train a GPT sharded by FSDP2 with gradients and weights in eight bits, and save what compression
+left behind.
 
-    torchrun --nproc-per-node 2 examples/fsdp2_gpt.py
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/fsdp2_gpt.py --gradients int4
+torchrun --nproc-per-node 2 examples/fsdp2_gpt.py torchrun --nnodes 2 --nproc-per-node 8
+--rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/fsdp2_gpt.py --gradients int4
 """
 
 import argparse
@@ -16,7 +17,9 @@ from commpress.cli.gpt import GPT, batch, standard_library
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gradients", default="int8")
     parser.add_argument("--weights", default="int8")
     parser.add_argument("--steps", type=int, default=300)
@@ -34,7 +37,8 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    state = commpress.compress_fsdp(model, gradients=options.gradients, weights=options.weights)  # after the last fully_shard
+    # after the last fully_shard
+    state = commpress.compress_fsdp(model, gradients=options.gradients, weights=options.weights)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     text, draws = standard_library(), torch.Generator().manual_seed(1 + rank)
@@ -47,7 +51,8 @@ def main() -> None:
         if rank == 0 and (step + 1) % max(options.steps // 10, 1) == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}")
     options.checkpoints.mkdir(parents=True, exist_ok=True)
-    torch.save(state.state_dict(), options.checkpoints / f"residuals-{rank}.pt")  # weights: torch.distributed.checkpoint
+    # weights: torch.distributed.checkpoint
+    torch.save(state.state_dict(), options.checkpoints / f"residuals-{rank}.pt")
     if rank == 0:
         print(state.summary())
     dist.destroy_process_group()

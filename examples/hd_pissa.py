@@ -1,11 +1,13 @@
-"""Different adapters on every rank (HD-PiSSA): each takes its own singular vectors of the weights, the updates are added up.
+"""Different adapters on every rank (HD-PiSSA): each takes its own singular vectors of the weights,
+the updates are added up.
 
     torchrun --nproc-per-node 4 examples/hd_pissa.py
-    torchrun --nproc-per-node 4 examples/hd_pissa.py --same          the first singular vectors on every rank, as PiSSA
+    torchrun --nproc-per-node 4 examples/hd_pissa.py --same          the first singular vectors on
+                                                                     every rank, as PiSSA
 
-Of W = U S Vᵀ rank k has A, B from the components k·r … (k + 1)·r. Each finds the steps of its A and B from its own data, the
-factors are gathered, encoded, and every rank adds all ΔB A + B ΔA to W: an update of rank 2·r·ranks where adapters that are
-alike have 2·r.
+Of W = U S Vᵀ rank k has A, B from the components k·r … (k + 1)·r. Each finds the steps of its A and
+B from its own data, the factors are gathered, encoded, and every rank adds all ΔB A + B ΔA to W: an
+update of rank 2·r·ranks where adapters that are alike have 2·r.
 """
 
 import argparse
@@ -28,7 +30,8 @@ class Adapter:
         mine = slice(slot * R, (slot + 1) * R)
         root = s[mine].sqrt()
         self.weight = weight
-        self.a, self.b = nn.Parameter(root[:, None] * v[mine]), nn.Parameter(u[:, mine] * root)  # W's part is b @ a
+        # W's part is b @ a
+        self.a, self.b = nn.Parameter(root[:, None] * v[mine]), nn.Parameter(u[:, mine] * root)
         self.optimizer = torch.optim.Adam([self.a, self.b], lr)
 
     def step(self):
@@ -36,7 +39,9 @@ class Adapter:
         gradient, a, b = self.weight.grad, self.a.detach().clone(), self.b.detach().clone()
         self.a.grad, self.b.grad = b.T @ gradient, gradient @ a.T
         self.optimizer.step()
-        return torch.cat([self.b.detach() - b, b], 1), torch.cat([self.a.detach(), self.a.detach() - a], 0)
+        return torch.cat([self.b.detach() - b, b], 1), torch.cat(
+            [self.a.detach(), self.a.detach() - a], 0
+        )
 
 
 def gathered(tensor, codec):
@@ -56,11 +61,17 @@ def gathered(tensor, codec):
 def train(steps, codec="int8", *, same=False, lr=1e-2):
     """Losses of all ranks' data, the model, and how far each weight is from where it began."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
-    teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)
+    )
+    teacher = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)
+    )
     before = [p.detach().clone() for p in model.parameters()]
     slot = 0 if same else dist.get_rank()
-    adapters = [Adapter(p, slot, lr / dist.get_world_size() if same else lr) for p in model.parameters()]
+    adapters = [
+        Adapter(p, slot, lr / dist.get_world_size() if same else lr) for p in model.parameters()
+    ]
     draws, losses = torch.Generator().manual_seed(1 + dist.get_rank()), []
     for _ in range(steps):
         x = torch.randn((ROWS, WIDTH), generator=draws)
@@ -85,7 +96,9 @@ def directions(update):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--codec", default="int8", help="of the factors (default int8)")
     parser.add_argument("--same", action="store_true", help="the first components on every rank")
@@ -93,7 +106,10 @@ def main():
     commpress.init_process_group("gloo")
     losses, _, updates = train(options.steps, options.codec, same=options.same)
     if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, updates in {[directions(u) for u in updates]} of {WIDTH} directions")
+        print(
+            f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, updates in "
+            f"{[directions(u) for u in updates]} of {WIDTH} directions"
+        )
     dist.destroy_process_group()
 
 

@@ -1,11 +1,14 @@
 """Train a transformer whose parameters, gradients and optimizer state do not fit into memory.
 
-A GPT on bytes of Python's standard library, built on the meta device: nothing of it is ever in memory as a whole.
+A GPT on bytes of Python's standard library, built on the meta device: nothing of it is ever in
+memory as a whole.
 
     python examples/larger_than_memory.py --folder /nvme/run1                    # 16.5 GiB of state
     python examples/larger_than_memory.py --folder /nvme/run1 --width 512 --layers 24 --host 0.3
-    python examples/larger_than_memory.py --plain                                # the same in memory: the same losses
-    python examples/larger_than_memory.py --plain --forget --steps 2             # the first two of these, in half of it
+    python examples/larger_than_memory.py --plain                     # the same in memory: the same
+                                                                      losses
+    python examples/larger_than_memory.py --plain --forget --steps 2  # the first two of these, in
+                                                                      half of it
 """
 
 import argparse
@@ -26,12 +29,25 @@ HEAD, WORDS = 64, 256
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.after, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.before, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.after, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for t in self.qkv(self.before(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.after(x))))
 
 
@@ -51,19 +67,26 @@ class GPT(nn.Module):
 
 def loss_of(model: GPT, text: torch.Tensor, step: int, length: int, batch: int) -> torch.Tensor:
     """Two batches in turn, so that a few steps show whether it learns."""
-    starts = torch.randint(len(text) - length, (batch,), generator=torch.Generator().manual_seed(step % 2))
+    starts = torch.randint(
+        len(text) - length, (batch,), generator=torch.Generator().manual_seed(step % 2)
+    )
     ids = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def clip(model: GPT, limit: float) -> None:
     """As Offloaded does: by a norm that is summed in double."""
-    squares = [torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() for p in model.parameters()]
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.stack(squares).sum().sqrt().float())
+    squares = [
+        torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() for p in model.parameters()
+    ]
+    torch.nn.utils.clip_grads_with_norm_(
+        model.parameters(), limit, torch.stack(squares).sum().sqrt().float()
+    )
 
 
 class OneByOne:
-    """AdamW for one parameter after the other, whose moments and gradient are then forgotten: right for one step."""
+    """AdamW for one parameter after the other, whose moments and gradient are then forgotten: right
+    for one step."""
 
     def __init__(self, model: GPT, **adam: Any) -> None:
         self.parameters, self.adam = list(model.parameters()), adam
@@ -79,16 +102,26 @@ class OneByOne:
 
 def peak() -> float:
     """GiB of memory that this process has had at most, as the kernel counts it."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 2**20
 
 
 def size_of(folder: str) -> float:
-    """GiB that the files of a folder take on the disk, as du counts them: free room between tensors is part of it."""
-    return sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*") if path.is_file()) / 2**30
+    """GiB that the files of a folder take on the disk, as du counts them: free room between tensors
+    is part of it."""
+    return (
+        sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*") if path.is_file())
+        / 2**30
+    )
 
 
-def train(options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer | OneByOne) -> None:
+def train(
+    options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer | OneByOne
+) -> None:
     text = standard_library()
     for step in range(options.steps):
         begin = perf_counter()
@@ -103,12 +136,15 @@ def train(options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimi
         now = perf_counter()
         print(
             f"step {step}  loss {loss.item():.9f}  {computed - begin:.1f} s forward and backward, "
-            f"{now - computed:.1f} s update, peak {peak():.2f} GiB", flush=True,
-        )  # fmt: skip
+            f"{now - computed:.1f} s update, peak {peak():.2f} GiB",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default="store")
     parser.add_argument("--host", type=float, default=0.95, help="GiB of the store's host memory")
     parser.add_argument("--width", type=int, default=2048)
@@ -119,7 +155,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--chunk-mb", type=float, default=16.0)
     parser.add_argument("--plain", action="store_true", help="in memory, for comparison")
-    parser.add_argument("--forget", action="store_true", help="with --plain: two steps at most, moments are not kept")
+    parser.add_argument(
+        "--forget",
+        action="store_true",
+        help="with --plain: two steps at most, moments are not kept",
+    )
     options = parser.parse_args()
     if options.forget and (not options.plain or options.steps > 2):
         parser.error("--forget is for --plain and at most two steps")
@@ -128,21 +168,48 @@ def main() -> None:
         model = GPT(options.width, options.layers, options.length)
     count = sum(p.numel() for p in model.parameters())
     size = 16 * count / 2**30
-    print(f"{count / 1e6:.0f} million parameters: {size:.2f} GiB of parameters, gradients and moments", flush=True)
+    print(
+        (
+            f"{count / 1e6:.0f} million parameters: {size:.2f} GiB of parameters, gradients and "
+            "moments"
+        ),
+        flush=True,
+    )
     adam = {"lr": options.lr, "weight_decay": 0.1, "fused": True}
     if options.plain:
-        memory = OneByOne(model, **adam) if options.forget else torch.optim.AdamW(model.parameters(), **adam)
+        memory = (
+            OneByOne(model, **adam)
+            if options.forget
+            else torch.optim.AdamW(model.parameters(), **adam)
+        )
         train(options, model, memory)
         return
     with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
         print(f"first values go into {options.folder}, block by block", flush=True)
         commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
-        print(f"moments beside them; peak {peak():.2f} GiB so far. The first step reads all that was written", flush=True)
+        print(
+            (
+                f"moments beside them; peak {peak():.2f} GiB so far. The first step reads all that "
+                "was written"
+            ),
+            flush=True,
+        )
         optimizer = commpress.Offloaded(
-            model.parameters(), torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, max_grad_norm=1.0, **adam
+            model.parameters(),
+            torch.optim.AdamW,
+            store=store,
+            chunk_mb=options.chunk_mb,
+            max_grad_norm=1.0,
+            **adam,
         )
         train(options, model, optimizer)
-        print(f"on disk {size_of(options.folder):.2f} GiB, written {store.wear.written / 2**30:.1f} GiB in all", flush=True)
+        print(
+            (
+                f"on disk {size_of(options.folder):.2f} GiB, written "
+                f"{store.wear.written / 2**30:.1f} GiB in all"
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

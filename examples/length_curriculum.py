@@ -1,10 +1,12 @@
-"""A curriculum of sequence lengths: short sequences first, as many tokens in every step, gradients in one bit.
+"""A curriculum of sequence lengths: short sequences first, as many tokens in every step, gradients
+in one bit.
 
     torchrun --nproc-per-node 2 examples/length_curriculum.py
-    torchrun --nproc-per-node 2 examples/length_curriculum.py --constant        full length from the start
+    torchrun --nproc-per-node 2 examples/length_curriculum.py --constant  full length from the start
 
-Positions that no sequence reaches yet have gradients of zero. Their rows of the compressed gradient owe what one bit could not
-say, and that must not grow while nobody uses them: "owed" is the norm of what error feedback holds, beside a gradient's.
+Positions that no sequence reaches yet have gradients of zero. Their rows of the compressed gradient
+owe what one bit could not say, and that must not grow while nobody uses them: "owed" is the norm of
+what error feedback holds, beside a gradient's.
 """
 
 import argparse
@@ -47,7 +49,10 @@ def train(steps, codec="sign", *, constant=False):
             with torch.no_grad():
                 found.append(float(ddp.module(*tests)))
             if dist.get_rank() == 0:
-                print(f"step {step + 1}, length {length}: loss {found[-1]:.3f}, owed {owed[-1]:.2f} gradients")
+                print(
+                    f"step {step + 1}, length {length}: loss {found[-1]:.3f}, owed "
+                    f"{owed[-1]:.2f} gradients"
+                )
     return found, ddp.module, owed
 
 
@@ -69,10 +74,14 @@ def tensors_in(thing):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--codec", default="sign")
-    parser.add_argument("--constant", action="store_true", help="sequences of full length from the start")
+    parser.add_argument(
+        "--constant", action="store_true", help="sequences of full length from the start"
+    )
     options = parser.parse_args()
     dist.init_process_group("gloo")
     train(options.steps, options.codec, constant=options.constant)

@@ -1,11 +1,12 @@
 """One sequence on several ranks, four ways: a small attention model trains on it as in one process.
 
-    python examples/long_sequence.py --way ring     keys and values go round, encoded once
-    python examples/long_sequence.py --way heads    each rank has all positions of some heads (Ulysses)
-    python examples/long_sequence.py --way state    linear attention, whose state is passed on (LASP)
-    python examples/long_sequence.py --way groups   sequences of different length, the long ones on more ranks (FlexSP)
+python examples/long_sequence.py --way ring     keys and values go round, encoded once
+python examples/long_sequence.py --way heads    each rank has all positions of some heads (Ulysses)
+python examples/long_sequence.py --way state    linear attention, whose state is passed on (LASP)
+python examples/long_sequence.py --way groups   sequences of different length, the long ones on more
+                                                ranks (FlexSP)
 
-    torchrun --nproc-per-node 4 examples/long_sequence.py --codec int8
+torchrun --nproc-per-node 4 examples/long_sequence.py --codec int8
 """
 
 import argparse
@@ -23,15 +24,20 @@ DIM, DECAY = 8, 0.9
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--way", choices=["ring", "heads", "state", "groups"], default="ring")
-    parser.add_argument("--codec", default="none", help="of what is sent forward and back (default none)")
+    parser.add_argument(
+        "--codec", default="none", help="of what is sent forward and back (default none)"
+    )
     parser.add_argument("--steps", type=int, default=30)
     return parser.parse_args()
 
 
 class Attention(nn.Module):
-    """Causal attention of 6 heads, over positions that lie on several ranks; ``ranks`` None: all are here."""
+    """Causal attention of 6 heads, over positions that lie on several ranks; ``ranks`` None: all
+    are here."""
 
     def __init__(self, way):
         super().__init__()
@@ -39,14 +45,17 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * DIM), nn.Linear(HEADS * DIM, WIDTH)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, DIM)) for part in self.qkv(x).chunk(3, -1))  # [batch, positions, heads, dim]
+        # [batch, positions, heads, dim]
+        q, k, v = (part.unflatten(-1, (HEADS, DIM)) for part in self.qkv(x).chunk(3, -1))
         attend = {"heads": self.heads, "state": self.state}.get(self.way, self.ring)
         return x + self.out(attend(q, k, v).flatten(2))
 
     def ring(self, q, k, v):
         q, k, v = (part.transpose(1, 2).contiguous() for part in (q, k, v))
         if self.ranks is None:
-            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+                1, 2
+            )
         return self.ranks.ring_attention(q, k, v).transpose(1, 2)
 
     def heads(self, q, k, v):
@@ -57,7 +66,8 @@ class Attention(nn.Module):
         return y if self.ranks is None else self.ranks.to_positions(y.contiguous(), HEADS)
 
     def state(self, q, k, v):
-        """y_t = q_t · Σ_{s ≤ t} decay^(t − s) k_s v_sᵀ: inside the rank as a matrix, before it as one state."""
+        """y_t = q_t · Σ_{s ≤ t} decay^(t − s) k_s v_sᵀ: inside the rank as a matrix, before it as
+        one state."""
         q, k, steps = q.softmax(-1), k.softmax(-1), torch.arange(q.shape[1])
         apart = (steps[:, None] - steps[None, :]).clamp(min=0)
         inside = torch.einsum("bthd,bshd->bhts", q, k) * (DECAY**apart).tril()
@@ -76,10 +86,15 @@ def model(way):
 
 
 def batch(way, step):
-    """Inputs and targets of four sequences, each [sequences, length + 1]: the next token is the one two before."""
+    """Inputs and targets of four sequences, each [sequences, length + 1]: the next token is the one
+    two before."""
     start = torch.randint(VOCABULARY, (4, 2), generator=torch.Generator().manual_seed(step))
     tokens = start.repeat(1, LENGTH // 2 + 1)[:, : LENGTH + 1]
-    return [tokens] if way != "groups" else [tokens[i : i + 1, : LENGTH // (i + 1) + 1] for i in range(4)]
+    return (
+        [tokens]
+        if way != "groups"
+        else [tokens[i : i + 1, : LENGTH // (i + 1) + 1] for i in range(4)]
+    )
 
 
 def shares(way, ranks, sequences):
@@ -87,7 +102,8 @@ def shares(way, ranks, sequences):
     if ranks is None or way != "groups":
         return [(ranks, each) for each in sequences]
     size, lengths = dist.get_world_size(), [each.shape[1] - 1 for each in sequences]
-    most = -(-max(lengths) // 2 ** (size.bit_length() - 1))  # room for the longest on the largest group
+    # room for the longest on the largest group
+    most = -(-max(lengths) // 2 ** (size.bit_length() - 1))
     group, mine = ranks.of(divide_sequences(lengths, size, most))
     return [(group, sequences[i]) for i in mine]
 
@@ -104,7 +120,8 @@ def own_part(ranks, tokens):
 
 
 def train(way, ranks, steps):
-    """Losses of all positions, the same on every rank. ``ranks``: SequenceParallel, SequenceGroups, or None for one process."""
+    """Losses of all positions, the same on every rank. ``ranks``: SequenceParallel, SequenceGroups,
+    or None for one process."""
     net = model(way)
     optimizer, losses = torch.optim.Adam(net.parameters(), 3e-3), []
     for step in range(steps):
@@ -133,14 +150,23 @@ def main():
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29561")
     commpress.init_process_group("gloo")
-    ranks = SequenceGroups(options.codec) if options.way == "groups" else SequenceParallel(options.codec)
+    ranks = (
+        SequenceGroups(options.codec)
+        if options.way == "groups"
+        else SequenceParallel(options.codec)
+    )
     losses = train(options.way, ranks, options.steps)
     alone = train(options.way, None, options.steps)
     if dist.get_rank() == 0:
         each = ranks.groups.values() if options.way == "groups" else [ranks]
         sent = sum(group.channel.sent_bytes for group in each) / options.steps / 1e3
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, one process -> {alone[-1]:.3f}, {sent:.1f} kB sent by rank 0 a step")
-    assert options.codec != "none" or all(abs(a - b) < 1e-3 for a, b in zip(losses, alone, strict=True)), (losses, alone)
+        print(
+            f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, one process -> {alone[-1]:.3f}, "
+            f"{sent:.1f} kB sent by rank 0 a step"
+        )
+    assert options.codec != "none" or all(
+        abs(a - b) < 1e-3 for a, b in zip(losses, alone, strict=True)
+    ), (losses, alone)
     dist.destroy_process_group()
 
 

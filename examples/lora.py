@@ -1,9 +1,10 @@
 """Fine-tune the low-rank adapters (LoRA) of a causal language model over a slow network.
 
-    torchrun --nproc-per-node 2 examples/lora.py                                       a tiny GPT-2 with random weights
-    torchrun --nnodes 2 --nproc-per-node 1 ... examples/lora.py --model FOLDER         one that transformers can load
+    torchrun --nproc-per-node 2 examples/lora.py                                a tiny GPT-2 with random weights
+    torchrun --nnodes 2 --nproc-per-node 1 ... examples/lora.py --model FOLDER  one that transformers can load
 
-Only the adapters have gradients, so a step sends little; many of them are small, which is why min_numel is lower here.
+Only the adapters have gradients, so a step sends little; many of them are small, which is why
+min_numel is lower here.
 """
 
 import argparse
@@ -20,9 +21,15 @@ from commpress.cli.gpt import batch, standard_library
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or name for transformers; a tiny GPT-2 over bytes if left out")
-    parser.add_argument("--modules", default="c_attn", help="layers that get adapters, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="a folder or name for transformers; a tiny GPT-2 over bytes if left out"
+    )
+    parser.add_argument(
+        "--modules", default="c_attn", help="layers that get adapters, separated by commas"
+    )
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=128)
@@ -32,16 +39,27 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     options = parser.parse_args()
 
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft asks transformers by its old name
+    # peft asks transformers by its old name
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     dist.init_process_group()
     torch.manual_seed(0)
     if options.model:
         base = AutoModelForCausalLM.from_pretrained(options.model)
     else:
-        sizes = {"n_embd": options.width, "n_layer": options.layers, "n_head": 2, "n_positions": options.length}
+        sizes = {
+            "n_embd": options.width,
+            "n_layer": options.layers,
+            "n_head": 2,
+            "n_positions": options.length,
+        }
         base = GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
         base.loss_type = "ForCausalLM"  # which transformers does not see in the name of the class
-    adapters = LoraConfig(r=options.rank, lora_alpha=16, target_modules=options.modules.split(","), fan_in_fan_out=True)
+    adapters = LoraConfig(
+        r=options.rank,
+        lora_alpha=16,
+        target_modules=options.modules.split(","),
+        fan_in_fan_out=True,
+    )
     model = get_peft_model(base, adapters)
     ddp = DistributedDataParallel(model)
     state = commpress.compress(ddp, codec=options.codec, min_numel=64)

@@ -1,10 +1,12 @@
-"""Reinforcement learning with many environments on ranks of different speed, gradients averaged by what each rank has seen.
+"""Reinforcement learning with many environments on ranks of different speed, gradients averaged by
+what each rank has seen.
 
     torchrun --nproc-per-node 2 examples/many_environments.py
     torchrun --nproc-per-node 3 examples/many_environments.py --speeds 1,1,0.25
 
-Ranks get environments by speed (``commpress.plan.uneven.shares``), so that all end a rollout together. DistributedDataParallel
-averages over ranks: each weighs its loss by its share of the environments, and the gradient is that of all of them.
+Ranks get environments by speed (``commpress.plan.uneven.shares``), so that all end a rollout
+together. DistributedDataParallel averages over ranks: each weighs its loss by its share of the
+environments, and the gradient is that of all of them.
 """
 
 import argparse
@@ -21,7 +23,8 @@ HORIZON, ACTIONS = 24, 3
 
 
 class Carts:
-    """Carts on a line, pushed left, not at all or right, that shall come to a stop at their targets."""
+    """Carts on a line, pushed left, not at all or right, that shall come to a stop at their
+    targets."""
 
     def __init__(self, count, generator):
         self.count, self.generator = count, generator
@@ -66,11 +69,17 @@ def rollout(policy, carts):
     for reward in reversed(rewards):
         later = reward + 0.9 * later
         earned.append(later)
-    return torch.stack(seen[:-1]), torch.stack(done), torch.stack(earned[::-1]), torch.stack(rewards).sum(0)
+    return (
+        torch.stack(seen[:-1]),
+        torch.stack(done),
+        torch.stack(earned[::-1]),
+        torch.stack(rewards).sum(0),
+    )
 
 
 def train(rounds, codec="int8", *, speeds=None, environments=96, lr=5e-3):
-    """Mean rewards of all environments, round by round, the policy, and how many environments each rank has."""
+    """Mean rewards of all environments, round by round, the policy, and how many environments each
+    rank has."""
     rank, size = dist.get_rank(), dist.get_world_size()
     counts = shares(environments, speeds or [1.0] * size, least=1)
     torch.manual_seed(0)
@@ -82,12 +91,21 @@ def train(rounds, codec="int8", *, speeds=None, environments=96, lr=5e-3):
         seen, done, earned, reward = rollout(ddp.module, carts)
         chances, value = ddp(seen)
         advantage = earned - value.detach()
-        told = torch.tensor([float(reward.sum()), float(advantage.sum()), float(advantage.square().sum()), float(done.numel())])
+        told = torch.tensor(
+            [
+                float(reward.sum()),
+                float(advantage.sum()),
+                float(advantage.square().sum()),
+                float(done.numel()),
+            ]
+        )
         dist.all_reduce(told)  # of all ranks, so that the loss of each is its part of one loss
         mean = told[1] / told[3]
         spread = (told[2] / told[3] - mean**2).clamp(min=1e-6).sqrt()
         chosen = chances.gather(2, done[..., None]).squeeze(2)
-        loss = -(chosen * (advantage - mean) / spread).mean() + 0.5 * (earned - value).square().mean()
+        loss = (
+            -(chosen * (advantage - mean) / spread).mean() + 0.5 * (earned - value).square().mean()
+        )
         loss = loss - 0.01 * -(chances.exp() * chances).sum(2).mean()
         (loss * counts[rank] * size / environments).backward()
         optimizer.step()
@@ -97,7 +115,9 @@ def train(rounds, codec="int8", *, speeds=None, environments=96, lr=5e-3):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--speeds", help="of each rank, as 1,1,0.5 (default: alike)")
     parser.add_argument("--codec", default="int8")
@@ -106,7 +126,10 @@ def main():
     speeds = [float(part) for part in options.speeds.split(",")] if options.speeds else None
     rewards, _, counts, ratio = train(options.rounds, options.codec, speeds=speeds)
     if dist.get_rank() == 0:
-        print(f"environments {counts}: reward {rewards[0]:.2f} -> {rewards[-1]:.2f}, {ratio:.1f} times fewer bytes")
+        print(
+            f"environments {counts}: reward {rewards[0]:.2f} -> {rewards[-1]:.2f}, {ratio:.1f} "
+            "times fewer bytes"
+        )
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
-"""The step of an optimizer on disk, beside its reads and writes alone, the optimizer in memory, and a forward and backward.
+"""The step of an optimizer on disk, beside its reads and writes alone, the optimizer in memory, and
+a forward and backward.
 
 python examples/offloaded_speed.py --folder /nvme/speed --million 200
-python examples/offloaded_speed.py --folder /nvme/speed --million 200 --batch 256        # updates beside forward and backward
+python examples/offloaded_speed.py --folder /nvme/speed --million 200 --batch 256  # updates beside forward and backward
 """
 
 import argparse
@@ -75,19 +76,30 @@ def overlap(optimizer: commpress.Offloaded, model: torch.nn.Module, batch: int, 
         compute()
         optimizer.step()  # begins an update
         both.append(seconds(lambda: (compute(), optimizer.finish())))
-    one, other, together = show("forward and backward", computing), show("update", updating), show("both at once", both)
+    one, other, together = (
+        show("forward and backward", computing),
+        show("update", updating),
+        show("both at once", both),
+    )
     print(f"{(one + other - together) / min(one, other):.0%} of the shorter one is hidden")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default="store")
     parser.add_argument("--host", type=float, default=0.9, help="GiB of the store's host memory")
     parser.add_argument("--million", type=int, default=200, help="parameters")
     parser.add_argument("--chunk-mb", type=float, default=32.0)
     parser.add_argument("--depth", type=int, default=4, help="requests that the disk sees at once")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=0, help="rows of a batch: measure delayed updates beside its gradients")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=0,
+        help="rows of a batch: measure delayed updates beside its gradients",
+    )
     options = parser.parse_args()
     layers = -(-options.million * 1_000_000 // WIDTH**2)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -98,9 +110,16 @@ def main() -> None:
     memory.step()
     show("in memory", [seconds(memory.step) for _ in range(options.steps)])
     del memory
-    with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30), depth=options.depth) as store:
+    with commpress.TieredStore.open(
+        options.folder, host=int(options.host * 2**30), depth=options.depth
+    ) as store:
         optimizer = commpress.Offloaded(
-            model.parameters(), torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, delayed=options.batch > 0, **adam
+            model.parameters(),
+            torch.optim.AdamW,
+            store=store,
+            chunk_mb=options.chunk_mb,
+            delayed=options.batch > 0,
+            **adam,
         )
         optimizer.step()
         if options.batch:

@@ -1,10 +1,13 @@
-"""A pipeline whose micro-batches leave stages out and take them in another order (SkipPipe), one stage on each rank.
+"""A pipeline whose micro-batches leave stages out and take them in another order (SkipPipe), one
+stage on each rank.
 
     torchrun --nproc-per-node 4 examples/skip_pipe.py
-    torchrun --nproc-per-node 4 examples/skip_pipe.py --skip 0          every micro-batch through all stages, in order
+    torchrun --nproc-per-node 4 examples/skip_pipe.py --skip 0  every micro-batch through all
+                                                                stages, in order
 
-``routes`` gives every micro-batch a way that leaves out a share of the stages between first and last, each as often as the
-others, in the order that ends first. Stages are residual blocks. The loss shown is that of the whole pipeline.
+``routes`` gives every micro-batch a way that leaves out a share of the stages between first and
+last, each as often as the others, in the order that ends first. Stages are residual blocks. The
+loss shown is that of the whole pipeline.
 """
 
 import argparse
@@ -22,12 +25,17 @@ WIDTH, ROWS, COUNT = 16, 32, 8
 
 
 def routes(stages, count, skip):
-    """Of each micro-batch its stages, and the time on each; a stage has one micro-batch at a time."""
+    """Of each micro-batch its stages, and the time on each; a stage has one micro-batch at a
+    time."""
     between, used, found = range(1, stages - 1), [set() for _ in range(stages)], []
     kept, often, seen = len(between) - round(skip * len(between)), Counter(), Counter()
     for _ in range(count):
         least = min(sum(often[stage] for stage in taken) for taken in combinations(between, kept))
-        sets = [taken for taken in combinations(between, kept) if sum(often[stage] for stage in taken) == least]
+        sets = [
+            taken
+            for taken in combinations(between, kept)
+            if sum(often[stage] for stage in taken) == least
+        ]
         orders = (order for taken in sets for order in (permutations(taken) if skip else [taken]))
         times = {order: slots((0, *order, stages - 1), used) for order in orders}
         best = min(times, key=lambda order: (times[order][-1], seen[order], order))
@@ -60,7 +68,9 @@ class Stage(nn.Module):
     def __init__(self, rank, size):
         super().__init__()
         self.first = nn.Linear(4, WIDTH) if rank == 0 else None
-        self.body = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.last = nn.Linear(WIDTH, 1) if rank == size - 1 else None
 
     def forward(self, x):
@@ -70,14 +80,20 @@ class Stage(nn.Module):
 
 
 class Walk:
-    """The ways of micro-batches through this rank's stage, forward and back; messages in a codec."""
+    """The ways of micro-batches through this rank's stage, forward and back; messages in a
+    codec."""
 
     def __init__(self, stage, codec):
         self.stage, self.how, self.rank, self.sends = stage, edge_codec(codec), dist.get_rank(), []
 
     def step(self, ways, x, y):
         """Mean loss on the last stage; gradients of the stage."""
-        mine = sorted((t, i, hop) for i, way in enumerate(ways) for hop, (stage, t) in enumerate(way) if stage == self.rank)
+        mine = sorted(
+            (t, i, hop)
+            for i, way in enumerate(ways)
+            for hop, (stage, t) in enumerate(way)
+            if stage == self.rank
+        )
         held, total = {}, 0.0
         for _, i, hop in mine:
             into = x[i] if hop == 0 else self.receive(ways[i][hop - 1][0], i, hop).requires_grad_()
@@ -116,7 +132,12 @@ def train(steps, *, skip=0.5, codec="int8"):
     """Losses of the whole pipeline on data of its own, the same on every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    stage, ways, whole, losses = Stage(rank, size), routes(size, COUNT, skip), routes(size, COUNT, 0.0), []
+    stage, ways, whole, losses = (
+        Stage(rank, size),
+        routes(size, COUNT, skip),
+        routes(size, COUNT, 0.0),
+        [],
+    )
     walk, optimizer = Walk(stage, codec), torch.optim.Adam(stage.parameters(), 3e-3)
     for step in range(steps):
         x = torch.randn((COUNT, ROWS, 4), generator=torch.Generator().manual_seed(step))
@@ -133,16 +154,30 @@ def train(steps, *, skip=0.5, codec="int8"):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--skip", type=float, default=0.5, help="share of the stages between first and last (default 0.5)")
-    parser.add_argument("--codec", default="int8", help="of activations and their gradients (default int8)")
+    parser.add_argument(
+        "--skip",
+        type=float,
+        default=0.5,
+        help="share of the stages between first and last (default 0.5)",
+    )
+    parser.add_argument(
+        "--codec", default="int8", help="of activations and their gradients (default int8)"
+    )
     options = parser.parse_args()
     commpress.init_process_group("gloo")
     losses = train(options.steps, skip=options.skip, codec=options.codec)
     if dist.get_rank() == 0:
-        some, every = (length(routes(dist.get_world_size(), COUNT, skip)) for skip in (options.skip, 0.0))
-        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; a forward takes {some} slots, of all stages {every}")
+        some, every = (
+            length(routes(dist.get_world_size(), COUNT, skip)) for skip in (options.skip, 0.0)
+        )
+        print(
+            f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; a forward takes {some} slots, of all "
+            f"stages {every}"
+        )
     dist.destroy_process_group()
 
 

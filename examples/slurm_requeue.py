@@ -1,9 +1,11 @@
-"""Train a small GPT with compressed gradients in jobs of limited time: save when a signal warns, end, go on in the next job.
+"""Train a small GPT with compressed gradients in jobs of limited time: save when a signal warns,
+end, go on in the next job.
 
     sbatch examples/slurm_requeue.sbatch --steps 100000
 
-SIGUSR1 or SIGTERM on any rank: all ranks end the same step, save it, and exit with status 85, on which the batch script puts
-the job into the queue again. The next job may have another number of ranks: what compression owes is shared out anew.
+SIGUSR1 or SIGTERM on any rank: all ranks end the same step, save it, and exit with status 85, on
+which the batch script puts the job into the queue again. The next job may have another number of
+ranks: what compression owes is shared out anew.
 """
 
 import argparse
@@ -25,9 +27,16 @@ LENGTH, WIDTH, LAYERS = 64, 64, 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--checkpoints", type=Path, default=Path("slurm_requeue"), help="a folder that all nodes see")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path("slurm_requeue"),
+        help="a folder that all nodes see",
+    )
     options = parser.parse_args()
     warned = Warned()
     commpress.init_process_group("gloo")
@@ -63,7 +72,8 @@ def train(steps: int, folder: Path, warned: Warned) -> bool:
     text = standard_library()
     begin = load(folder, ddp, optimizer, state)
     for step in range(begin, steps):
-        draws = torch.Generator().manual_seed(step * 4096 + dist.get_rank())  # the position in the data is the step
+        # the position in the data is the step
+        draws = torch.Generator().manual_seed(step * 4096 + dist.get_rank())
         loss = ddp(*batch(text, 8, LENGTH, draws))
         loss.backward()
         optimizer.step()
@@ -76,11 +86,14 @@ def train(steps: int, folder: Path, warned: Warned) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- checkpoints: DONE appears in a step's folder when it is whole
+# ------------------------------------ checkpoints: DONE appears in a step's folder when it is whole
 
 
 def load(
-    folder: Path, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, state: commpress.CompressedState
+    folder: Path,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    state: commpress.CompressedState,
 ) -> int:
     whole = [int(mark.parent.name) for mark in folder.glob("*/DONE")]
     if not whole:
@@ -89,20 +102,29 @@ def load(
     saved = torch.load(place / "model.pt", weights_only=True)
     ddp.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    state.load_state_dict(*(torch.load(file, weights_only=True) for file in sorted(place.glob("residuals-*.pt"))))
+    state.load_state_dict(
+        *(torch.load(file, weights_only=True) for file in sorted(place.glob("residuals-*.pt")))
+    )
     if dist.get_rank() == 0:
         print(f"goes on from step {step}", flush=True)
     return step
 
 
 def save(
-    folder: Path, step: int, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, state: commpress.CompressedState
+    folder: Path,
+    step: int,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    state: commpress.CompressedState,
 ) -> None:
     place = folder / str(step)
     place.mkdir(parents=True, exist_ok=True)
     torch.save(state.state_dict(), place / f"residuals-{dist.get_rank():05}.pt")
     if dist.get_rank() == 0:
-        torch.save({"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}, place / "model.pt")
+        torch.save(
+            {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()},
+            place / "model.pt",
+        )
     os.sync()
     dist.barrier()
     if dist.get_rank() == 0:

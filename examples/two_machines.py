@@ -1,11 +1,13 @@
-"""Train a GPT of 10.8 M parameters on two machines over a slow link: each trains by itself, and what changed crosses the link
-while they compute on, in two bits per parameter. One command a machine:
+"""Train a GPT of 10.8 M parameters on two machines over a slow link: each trains by itself, and
+what changed crosses the link while they compute on, in two bits per parameter. One command a
+machine:
 
-    python examples/two_machines.py --address HOST0:29500 --rank 0          on the first, which is HOST0
-    python examples/two_machines.py --address HOST0:29500 --rank 1          on the second
+    python examples/two_machines.py --address HOST0:29500 --rank 0      on the first, which is HOST0
+    python examples/two_machines.py --address HOST0:29500 --rank 1      on the second
 
-or on both `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 examples/two_machines.py`. Call it again, and it
-goes on from its checkpoint, each machine from its own file, in the middle of a round too.
+or on both `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29500
+examples/two_machines.py`. Call it again, and it goes on from its checkpoint, each machine from its
+own file, in the middle of a round too.
 """
 
 import argparse
@@ -22,12 +24,19 @@ from commpress.cli.gpt import GPT, batch, standard_library
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--address", help="host and port of rank 0; leave it out under torchrun")
     parser.add_argument("--rank", type=int, help="of this machine, from 0 on")
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--every", type=round_length, default="auto", help="steps of a round; auto: as few as hide an exchange")
+    parser.add_argument(
+        "--every",
+        type=round_length,
+        default="auto",
+        help="steps of a round; auto: as few as hide an exchange",
+    )
     parser.add_argument("--codec", default="bits2")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=384)
@@ -40,7 +49,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.address:
         host, _, port = options.address.rpartition(":")
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": str(options.rank), "WORLD_SIZE": str(options.machines)}
+        os.environ |= {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "RANK": str(options.rank),
+            "WORLD_SIZE": str(options.machines),
+        }
     commpress.init_process_group("gloo")
     train(options)
     dist.destroy_process_group()
@@ -71,7 +85,8 @@ def train(options: argparse.Namespace) -> None:
         print(f"machine {rank} goes on from step {begin}")
 
     numel = sum(p.numel() for p in model.parameters())
-    ddp = 8 * numel * (machines - 1) / machines  # bytes that an all-reduce in float32 sends in each step
+    # bytes that an all-reduce in float32 sends in each step
+    ddp = 8 * numel * (machines - 1) / machines
     start, say_every = perf_counter(), max(min(30, options.steps // 3), 1)
     for step in range(begin, options.steps):
         loss = model(*batch(text, options.batch, options.length, draws))
@@ -82,14 +97,30 @@ def train(options: argparse.Namespace) -> None:
         local.zero_grad()
         done = step + 1
         if rank == 0 and (done % say_every == 0 or done == options.steps):
-            tokens = machines * options.batch * options.length * (done - begin) / (perf_counter() - start)
+            tokens = (
+                machines
+                * options.batch
+                * options.length
+                * (done - begin)
+                / (perf_counter() - start)
+            )
             sent, instead = local.counters.sent_bytes / 1e6, ddp * (done - begin) / 1e6
-            print(f"step {done}: loss {loss.item():.3f}, {tokens:.0f} tokens/s, {sent:.2f} MB sent, DDP: {instead:.2f} MB")
+            print(
+                f"step {done}: loss {loss.item():.3f}, {tokens:.0f} tokens/s, {sent:.2f} MB "
+                f"sent, DDP: {instead:.2f} MB"
+            )
         if done % options.save_every == 0 and done < options.steps:
-            save(options.checkpoints, rank, done, {
-                "model": model.state_dict(), "local": local.state_dict(), "schedule": schedule.state_dict(),
-                "draws": draws.get_state(),
-            })  # fmt: skip
+            save(
+                options.checkpoints,
+                rank,
+                done,
+                {
+                    "model": model.state_dict(),
+                    "local": local.state_dict(),
+                    "schedule": schedule.state_dict(),
+                    "draws": draws.get_state(),
+                },
+            )
     local.drain()  # all machines hold the same weights from here on
     if rank == 0:
         torch.save(model.state_dict(), options.checkpoints.with_suffix(".pt"))

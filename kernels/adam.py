@@ -1,12 +1,15 @@
-"""Arithmetic of the optimizers on flat buffers, in torch operations for any device; ``cpu.adam`` is the fast CPU path.
+"""Arithmetic of the optimizers on flat buffers, in torch operations for any device; ``cpu.adam`` is
+the fast CPU path.
 
-Everything is element by element. ``segments`` says which parameter x and gradient g belong to which run of the flat
-float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that gradients need not be copied together.
+Everything is element by element. ``segments`` says which parameter x and gradient g belong to which
+run of the flat float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that
+gradients need not be copied together.
 
-Whatever is divided is divided by the same s = max(√(k·v), low) + ε. Gradients count up to ``reach``·s and no further; how many
-are beyond ``reach``·(√(k·v) + ε), so with no regard to the floor, is returned for each segment. k, low, ε and reach are a
-line of ``divisors``, float32[segments, 4]; ``optim.tensor_states`` explains them. What is not finite stays as it is, for others
-to find.
+Whatever is divided is divided by the same s = max(√(k·v), low) + ε. Gradients count up to
+``reach``·s and no further; how many are beyond ``reach``·(√(k·v) + ε), so with no regard to the
+floor, is returned for each segment. k, low, ε and reach are a line of ``divisors``,
+float32[segments, 4]; ``optim.tensor_states`` explains them. What is not finite stays as it is, for
+others to find.
 """
 
 from collections.abc import Sequence
@@ -20,12 +23,14 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Contiguous float32 tensors and where they lie in the flat buffers; a gradient of None is zero."""
+    """Contiguous float32 tensors and where they lie in the flat buffers; a gradient of None is
+    zero."""
 
     x: Sequence[torch.Tensor]
     g: Sequence[torch.Tensor | None]
     places: Sequence[tuple[int, int]]  # first element, elements
-    before: "Segments | None" = None  # the same with other gradients: all but these need not be asked for again
+    # the same with other gradients: all but these need not be asked for again
+    before: "Segments | None" = None
 
     def having(self, gradients: Sequence[torch.Tensor | None]) -> "Segments":
         return Segments(self.x, gradients, self.places, self)
@@ -39,7 +44,8 @@ class Segments:
             table[:, 1] = gradients
             return table
         lines = [
-            (x.data_ptr(), g, first, numel) for x, g, (first, numel) in zip(self.x, gradients, self.places, strict=True)
+            (x.data_ptr(), g, first, numel)
+            for x, g, (first, numel) in zip(self.x, gradients, self.places, strict=True)
         ]
         return np.array(lines, np.int64).reshape(-1, 4)
 
@@ -49,8 +55,10 @@ class Segments:
 
     def runs(self, *buffers: torch.Tensor) -> Any:
         for x, g, (first, numel) in zip(self.x, self.g, self.places, strict=True):
-            yield x.view(-1), None if g is None else g.view(-1), *(
-                b[first : first + numel] if b.numel() else None for b in buffers
+            yield (
+                x.view(-1),
+                None if g is None else g.view(-1),
+                *(b[first : first + numel] if b.numel() else None for b in buffers),
             )
 
 
@@ -69,7 +77,8 @@ def scaled(segments: Segments, out: torch.Tensor, *, gain: float) -> None:
 def _within_reach(
     g: torch.Tensor | None, v: torch.Tensor, line: Sequence[float], s: torch.Tensor, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gain·g where it is at most ``reach``·s, and how many elements are beyond their own √(k·v) + ε."""
+    """gain·g where it is at most ``reach``·s, and how many elements are beyond their own √(k·v) +
+    ε."""
     if g is None:
         return torch.zeros_like(s), torch.zeros((), dtype=torch.int64, device=s.device)
     k, _, eps, reach = line
@@ -79,12 +88,23 @@ def _within_reach(
 
 
 def apply_mean(
-    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, a: torch.Tensor, divisors: np.ndarray, *,
-    step: float, decay: float, momentum_scale: float, most: float,
-) -> None:  # fmt: skip
-    """x := decay·a − step·p, where an empty a is x; m := momentum_scale·p·s, but where v lies below the floor at most
-    ``most``·√(k·v)."""
-    for line, (x, _, p_, v_, m_, a_) in zip(divisors.tolist(), segments.runs(p, v, m, a), strict=True):
+    segments: Segments,
+    p: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    a: torch.Tensor,
+    divisors: np.ndarray,
+    *,
+    step: float,
+    decay: float,
+    momentum_scale: float,
+    most: float,
+) -> None:
+    """x := decay·a − step·p, where an empty a is x; m := momentum_scale·p·s, but where v lies below
+    the floor at most ``most``·√(k·v)."""
+    for line, (x, _, p_, v_, m_, a_) in zip(
+        divisors.tolist(), segments.runs(p, v, m, a), strict=True
+    ):
         torch.mul(x if a_ is None else a_, decay, out=x).sub_(p_, alpha=step)
         m_.copy_(momentum(p_ * momentum_scale, v_, line, most))
 
@@ -97,12 +117,23 @@ def momentum(p: torch.Tensor, v: torch.Tensor, line: Sequence[float], most: floa
 
 
 def accumulate(
-    segments: Segments, m: torch.Tensor, u: torch.Tensor, v: torch.Tensor, out: torch.Tensor, divisors: np.ndarray, *,
-    beta: float, gain: float, lr: float = 1.0, decay: float = 1.0,
-) -> torch.Tensor:  # fmt: skip
+    segments: Segments,
+    m: torch.Tensor,
+    u: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    divisors: np.ndarray,
+    *,
+    beta: float,
+    gain: float,
+    lr: float = 1.0,
+    decay: float = 1.0,
+) -> torch.Tensor:
     """out := (decay·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero."""
     counts = []
-    for line, (_, g, m_, u_, v_, out_) in zip(divisors.tolist(), segments.runs(m, u, v, out), strict=True):
+    for line, (_, g, m_, u_, v_, out_) in zip(
+        divisors.tolist(), segments.runs(m, u, v, out), strict=True
+    ):
         s = divisor(v_, line)
         g, beyond = _within_reach(g, v_, line, s, gain)
         counts.append(beyond)
@@ -114,16 +145,29 @@ def accumulate(
 
 
 def local_step(
-    segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, v: torch.Tensor, divisors: np.ndarray, *,
-    beta: float, gain: float, lr: float, decay: float, anchor_decay: float, begins: bool,
-) -> tuple[bool, torch.Tensor]:  # fmt: skip
+    segments: Segments,
+    m: torch.Tensor,
+    u: torch.Tensor,
+    a: torch.Tensor,
+    v: torch.Tensor,
+    divisors: np.ndarray,
+    *,
+    beta: float,
+    gain: float,
+    lr: float,
+    decay: float,
+    anchor_decay: float,
+    begins: bool,
+) -> tuple[bool, torch.Tensor]:
     """A local step: m := β·m + (1 − β)·gain·g, u := decay·u + lr·m, x := anchor_decay·a − u/s.
 
-    Where a window ``begins``, what u and a held does not count: u is zero and a := x. Where g is not finite, m stays as it
-    is; returns whether all of g was finite.
+    Where a window ``begins``, what u and a held does not count: u is zero and a := x. Where g is
+    not finite, m stays as it is; returns whether all of g was finite.
     """
     finite, counts = [], []
-    for line, (x, g, m_, u_, a_, v_) in zip(divisors.tolist(), segments.runs(m, u, a, v), strict=True):
+    for line, (x, g, m_, u_, a_, v_) in zip(
+        divisors.tolist(), segments.runs(m, u, a, v), strict=True
+    ):
         if begins:
             a_.copy_(x)
             u_.zero_()
@@ -144,8 +188,11 @@ def _counted(counts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
-def update_variance(segments: Segments, m: torch.Tensor, v: torch.Tensor, *, beta: float, weight: float, unit: float) -> None:
-    """m := β·m + (1 − β)·g; v := (1 − weight)·v + weight·unit·g², and what was zero so far begins with all of unit·g²."""
+def update_variance(
+    segments: Segments, m: torch.Tensor, v: torch.Tensor, *, beta: float, weight: float, unit: float
+) -> None:
+    """m := β·m + (1 − β)·g; v := (1 − weight)·v + weight·unit·g², and what was zero so far begins
+    with all of unit·g²."""
     for _, g, m_, v_ in segments.runs(m, v):
         if g is None:
             m_.mul_(beta)
@@ -157,7 +204,13 @@ def update_variance(segments: Segments, m: torch.Tensor, v: torch.Tensor, *, bet
 
 
 def apply_step(
-    segments: Segments, m: torch.Tensor, v: torch.Tensor, divisors: np.ndarray, *, step: float, decay: float
+    segments: Segments,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    divisors: np.ndarray,
+    *,
+    step: float,
+    decay: float,
 ) -> None:
     """x := decay·x − step·m/s."""
     for line, (x, _, m_, v_) in zip(divisors.tolist(), segments.runs(m, v), strict=True):

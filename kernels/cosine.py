@@ -1,6 +1,7 @@
-"""The discrete cosine transform of matrices, chunk by chunk. It is orthonormal: errors are as large on either side.
+"""The discrete cosine transform of matrices, chunk by chunk. It is orthonormal: errors are as large
+on either side.
 
-    C = B·X·Bᵀ        B[k, n] = √(2/N)·cos(π·(2n + 1)·k / 2N), the first row divided by √2        X = Bᵀ·C·B
+C = B·X·Bᵀ      B[k, n] = √(2/N)·cos(π·(2n + 1)·k / 2N), the first row divided by √2      X = Bᵀ·C·B
 """
 
 import math
@@ -13,8 +14,8 @@ import torch
 
 @dataclass(frozen=True)
 class ChunkedCosine:
-    """Chunks of a tensor seen as a matrix of shape[0] rows, a vector as one: as few as can be with sides up to ``longest``, all
-    of one shape, padded with zeros."""
+    """Chunks of a tensor seen as a matrix of shape[0] rows, a vector as one: as few as can be with
+    sides up to ``longest``, all of one shape, padded with zeros."""
 
     rows: int
     columns: int
@@ -49,8 +50,14 @@ class ChunkedCosine:
         """The matrix [rows, columns] that has these coefficients."""
         (tall, wide), (below, beside) = self.chunk, self.grid
         chunks = coefficients.view(below, beside, tall, wide)
-        chunks = _basis(tall, chunks.dtype, chunks.device).T @ chunks @ _basis(wide, chunks.dtype, chunks.device)
-        return chunks.transpose(1, 2).reshape(below * tall, beside * wide)[: self.rows, : self.columns]
+        chunks = (
+            _basis(tall, chunks.dtype, chunks.device).T
+            @ chunks
+            @ _basis(wide, chunks.dtype, chunks.device)
+        )
+        return chunks.transpose(1, 2).reshape(below * tall, beside * wide)[
+            : self.rows, : self.columns
+        ]
 
 
 def _even(length: int, longest: int) -> int:
@@ -59,7 +66,10 @@ def _even(length: int, longest: int) -> int:
 
 @cache
 def _basis(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    frequency, place = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
+    frequency, place = (
+        torch.arange(size, dtype=torch.float64)[:, None],
+        torch.arange(size, dtype=torch.float64),
+    )
     basis = torch.cos(math.pi / (2 * size) * (2 * place + 1) * frequency) * math.sqrt(2 / size)
     basis[0] /= math.sqrt(2)
     return basis.to(dtype=dtype, device=device)

@@ -1,4 +1,5 @@
-"""Kernels of a device: modules of the same functions, arguments and results, chosen by where the tensors are."""
+"""Kernels of a device: modules of the same functions, arguments and results, chosen by where the
+tensors are."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ _INSTEAD: ContextVar[Any] = ContextVar("kernels instead of the real ones", defau
 
 @contextmanager
 def instead(kernels: Any) -> Iterator[None]:
-    """In this thread, within this block, ``kernels`` in place of those of any device: a simulation does not compute."""
+    """In this thread, within this block, ``kernels`` in place of those of any device: a simulation
+    does not compute."""
     token = _INSTEAD.set(kernels)
     try:
         yield
@@ -30,18 +32,22 @@ def instead(kernels: Any) -> Iterator[None]:
 
 
 def arithmetic(device: torch.device, pieces: Pieces | None = None) -> Any:
-    """The codecs of rows on ``device``, the same bytes everywhere: those of ``pieces``, without them the package's own."""
+    """The codecs of rows on ``device``, the same bytes everywhere: those of ``pieces``, without
+    them the package's own."""
     if (given := _INSTEAD.get()) is not None:
         return given
     if device.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f"tensors are on {device}, expected a CPU or CUDA device: move them there")
+        raise InvalidArgument(
+            f"tensors are on {device}, expected a CPU or CUDA device: move them there"
+        )
     if pieces is not None and pieces.registered:
         return registered_rows
     return cpu if device.type == "cpu" else cuda
 
 
 def knows(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the kernels of ``device`` encode from, decode to and add to tensors of ``dtype``; all know float32."""
+    """True if the kernels of ``device`` encode from, decode to and add to tensors of ``dtype``; all
+    know float32."""
     return dtype == torch.float32 or (device.type == "cpu" and dtype == torch.bfloat16)
 
 
@@ -53,7 +59,8 @@ def low_rank_arithmetic(device: torch.device) -> Any:
 
 
 def adam_arithmetic(device: torch.device) -> Any:
-    """Adam's passes over flat buffers: loops of our own on the CPU, torch's operations elsewhere."""
+    """Adam's passes over flat buffers: loops of our own on the CPU, torch's operations
+    elsewhere."""
     return cpu_adam if device.type == "cpu" else adam
 
 

@@ -1,7 +1,9 @@
-"""Arithmetic of LAMB, layer by layer, in torch operations for any device; ``cpu.lamb`` is the fast CPU path.
+"""Arithmetic of LAMB, layer by layer, in torch operations for any device; ``cpu.lamb`` is the fast
+CPU path.
 
-Every segment is a layer: x its parameters, g its gradient, p = m/s with the ``divisors`` of ``adam``. ``coefficient`` and
-``factor`` have one number per layer. w is room for as many floats as m, which may be the buffer that the gradient lies in.
+Every segment is a layer: x its parameters, g its gradient, p = m/s with the ``divisors`` of
+``adam``. ``coefficient`` and ``factor`` have one number per layer. w is room for as many floats as
+m, which may be the buffer that the gradient lies in.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from commpress.kernels.adam import Segments, divisor, momentum
 
 @dataclass(frozen=True)
 class LayerRule:
-    """The numbers of one parameter group; ``docs/optimizers.md`` and ``OneBitLamb`` say what they mean."""
+    """The numbers of one parameter group; ``docs/optimizers.md`` and ``OneBitLamb`` say what they
+    mean."""
 
     betas: tuple[float, float]
     eps: float
@@ -28,27 +31,49 @@ class LayerRule:
 
 
 def exact(
-    segments: Segments, m: torch.Tensor, v: torch.Tensor, w: torch.Tensor, coefficient: torch.Tensor, rule: LayerRule
+    segments: Segments,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor,
+    coefficient: torch.Tensor,
+    rule: LayerRule,
 ) -> None:
-    """m and v as Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), its average into ``coefficient``; x := x − γ·c·w."""
+    """m and v as Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), its average into ``coefficient``;
+    x := x − γ·c·w."""
     layer_shards.exact(segments, m, v, w, coefficient, rule)
 
 
 def live(
-    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, course: torch.Tensor, divisors: np.ndarray,
-    rule: LayerRule, *, most: float,
-) -> None:  # fmt: skip
+    segments: Segments,
+    p: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    course: torch.Tensor,
+    divisors: np.ndarray,
+    rule: LayerRule,
+    *,
+    most: float,
+) -> None:
     """m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx) with
     c := clip(‖x‖ / ‖course + λx‖)."""
     layer_shards.live(segments, p, v, m, course, divisors, rule, most=most)
 
 
 def frozen(
-    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, fresh: torch.Tensor, divisors: np.ndarray,
-    coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule, *, most: float,
-) -> None:  # fmt: skip
-    """m from p; what m was and is gives the mean gradient and so the fresh variance; f from both variances, neither taken as
-    less than the floor; x := x − γ·c̄·f·(p + λx)."""
+    segments: Segments,
+    p: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    fresh: torch.Tensor,
+    divisors: np.ndarray,
+    coefficient: torch.Tensor,
+    factor: torch.Tensor,
+    rule: LayerRule,
+    *,
+    most: float,
+) -> None:
+    """m from p; what m was and is gives the mean gradient and so the fresh variance; f from both
+    variances, neither taken as less than the floor; x := x − γ·c̄·f·(p + λx)."""
     beta1, beta2 = rule.betas
     for layer, (line, (x, _, p_, v_, m_, fresh_)) in enumerate(
         zip(divisors.tolist(), segments.runs(p, v, m, fresh), strict=True)
@@ -66,6 +91,10 @@ def frozen(
             share = (of_direction / of_w).nan_to_num(1.0).clamp(max=1.0)
             f = f * share + 1 - share
         last, change = factor[layer], rule.factor_change
-        f = f.clamp(*rule.factors).clamp(last * (1 - change), last * (1 + change)).clamp(*rule.factors)
+        f = (
+            f.clamp(*rule.factors)
+            .clamp(last * (1 - change), last * (1 + change))
+            .clamp(*rule.factors)
+        )
         last.copy_(f)
         x.sub_(w.mul_(coefficient[layer] * f), alpha=rule.lr)

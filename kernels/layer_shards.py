@@ -1,7 +1,8 @@
-"""Layers of LAMB of which ranks have shards: rates from norms of whole layers, which others must be asked for.
+"""Layers of LAMB of which ranks have shards: rates from norms of whole layers, which others must be
+asked for.
 
-The same arithmetic as of whole layers (``lamb``), in torch operations; ``squares`` has ‖x‖² and ‖w‖² of each layer, one after
-the other, and None stands for what this rank has.
+The same arithmetic as of whole layers (``lamb``), in torch operations; ``squares`` has ‖x‖² and
+‖w‖² of each layer, one after the other, and None stands for what this rank has.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from commpress.kernels.lamb import LayerRule
 
 
-def exact_squares(segments: Segments, m: torch.Tensor, v: torch.Tensor, rule: "LayerRule") -> list[float]:
+def exact_squares(
+    segments: Segments, m: torch.Tensor, v: torch.Tensor, rule: "LayerRule"
+) -> list[float]:
     """‖x‖² and ‖w‖² of every layer as ``exact`` will find them; nothing changes."""
     (beta1, beta2), squares = rule.betas, []
     for x, g, m_, v_ in segments.runs(m, v):
@@ -26,7 +29,9 @@ def exact_squares(segments: Segments, m: torch.Tensor, v: torch.Tensor, rule: "L
     return squares
 
 
-def live_squares(segments: Segments, p: torch.Tensor, course: torch.Tensor, rule: "LayerRule") -> list[float]:
+def live_squares(
+    segments: Segments, p: torch.Tensor, course: torch.Tensor, rule: "LayerRule"
+) -> list[float]:
     """‖x‖² and ‖course + λx‖² of every layer as ``live`` will find them; nothing changes."""
     slow, squares = rule.coefficient_beta, []
     for x, _, p_, course_ in segments.runs(p, course):
@@ -39,19 +44,29 @@ def _square(x: torch.Tensor) -> float:
     return float(x.square().sum(dtype=torch.float64))
 
 
-def _norms(x: torch.Tensor, w: torch.Tensor, squares: np.ndarray | None, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _norms(
+    x: torch.Tensor, w: torch.Tensor, squares: np.ndarray | None, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms of a layer: its own, or those of the whole of which it is a shard."""
     if squares is None:
         return torch.linalg.vector_norm(x), torch.linalg.vector_norm(w)
-    of_x, of_w = torch.tensor(np.sqrt(squares[2 * layer : 2 * layer + 2]), dtype=torch.float32, device=x.device).unbind()
+    of_x, of_w = torch.tensor(
+        np.sqrt(squares[2 * layer : 2 * layer + 2]), dtype=torch.float32, device=x.device
+    ).unbind()
     return of_x, of_w
 
 
 def exact(
-    segments: Segments, m: torch.Tensor, v: torch.Tensor, w: torch.Tensor, coefficient: torch.Tensor, rule: "LayerRule",
+    segments: Segments,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor,
+    coefficient: torch.Tensor,
+    rule: "LayerRule",
     squares: np.ndarray | None = None,
-) -> None:  # fmt: skip
-    """m and v as Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), its average into ``coefficient``; x := x − γ·c·w."""
+) -> None:
+    """m and v as Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), its average into ``coefficient``;
+    x := x − γ·c·w."""
     beta1, beta2 = rule.betas
     for layer, (x, g, m_, v_, w_) in enumerate(segments.runs(m, v, w)):
         g = torch.zeros_like(m_) if g is None else g
@@ -59,16 +74,28 @@ def exact(
         v_.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         torch.div(m_, v_.sqrt().add_(rule.eps), out=w_).add_(x, alpha=rule.decay)
         of_x, of_w = _norms(x, w_, squares, layer)
-        rate = torch.where((of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w))
+        rate = torch.where(
+            (of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w)
+        )
         before = coefficient[layer]
-        before.copy_(torch.where(before == 0, rate, torch.lerp(rate, before, rule.coefficient_beta)))
+        before.copy_(
+            torch.where(before == 0, rate, torch.lerp(rate, before, rule.coefficient_beta))
+        )
         x.sub_(w_.mul_(rate), alpha=rule.lr)
 
 
 def live(
-    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, course: torch.Tensor, divisors: np.ndarray,
-    rule: "LayerRule", squares: np.ndarray | None = None, *, most: float,
-) -> None:  # fmt: skip
+    segments: Segments,
+    p: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    course: torch.Tensor,
+    divisors: np.ndarray,
+    rule: "LayerRule",
+    squares: np.ndarray | None = None,
+    *,
+    most: float,
+) -> None:
     """m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx) with
     c := clip(‖x‖ / ‖course + λx‖)."""
     slow = rule.coefficient_beta
@@ -78,5 +105,7 @@ def live(
         m_.copy_(momentum(p_, v_, line, most))
         course_.mul_(slow).add_(p_, alpha=1 - slow)
         of_x, of_w = _norms(x, course_ + rule.decay * x, squares, layer)
-        rate = torch.where((of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w))
+        rate = torch.where(
+            (of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w)
+        )
         x.sub_((p_ + rule.decay * x).mul_(rate), alpha=rule.lr)

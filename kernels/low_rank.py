@@ -1,7 +1,7 @@
 """The same arithmetic as ``cpu.low_rank`` in torch operations, batched by shape: for CUDA.
 
-Products go to the vendor's library, so results equal those of the CPU path up to rounding, not bit for bit, and ranks agree
-bit for bit as far as their devices are of one kind.
+Products go to the vendor's library, so results equal those of the CPU path up to rounding, not bit
+for bit, and ranks agree bit for bit as far as their devices are of one kind.
 """
 
 from collections.abc import Iterator
@@ -34,16 +34,28 @@ class _Group(NamedTuple):
 
 def _groups(matrices: Matrices) -> Iterator[_Group]:
     table = matrices.table
-    edges = [0, *(np.flatnonzero(np.any(table[1:, 1:4] != table[:-1, 1:4], axis=1)) + 1).tolist(), len(table)]
+    edges = [
+        0,
+        *(np.flatnonzero(np.any(table[1:, 1:4] != table[:-1, 1:4], axis=1)) + 1).tolist(),
+        len(table),
+    ]
     for first, last in pairwise(edges):
         lines = table[first:last]
-        yield _Group(lines, last - first, int(lines[0, TALL]), int(lines[0, WIDE]), int(lines[0, RANK]))
+        yield _Group(
+            lines, last - first, int(lines[0, TALL]), int(lines[0, WIDE]), int(lines[0, RANK])
+        )
 
 
 def project(
-    x: torch.Tensor, residual: torch.Tensor | None, m: torch.Tensor, p: torch.Tensor, q: torch.Tensor,
-    matrices: Matrices, *, gain: float = 1.0,
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    m: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor,
+    matrices: Matrices,
+    *,
+    gain: float = 1.0,
+) -> None:
     for group in _groups(matrices):
         new = group.all(m, PLACE, group.tall, group.wide)
         torch.stack(group.places(x), out=new)
@@ -52,22 +64,35 @@ def project(
         else:
             old = group.all(residual, PLACE, group.tall, group.wide)
             torch.add(old, new, alpha=gain, out=new)
-        right, left = group.all(q, RIGHT, group.rank, group.wide), group.all(p, LEFT, group.rank, group.tall)
+        right, left = (
+            group.all(q, RIGHT, group.rank, group.wide),
+            group.all(p, LEFT, group.rank, group.tall),
+        )
         torch.bmm(right, new.transpose(1, 2), out=left)
 
 
-def fold(m: torch.Tensor, p: torch.Tensor, q: torch.Tensor, matrices: Matrices, *, subtract: bool = True) -> None:
+def fold(
+    m: torch.Tensor, p: torch.Tensor, q: torch.Tensor, matrices: Matrices, *, subtract: bool = True
+) -> None:
     for group in _groups(matrices):
-        whole, left = group.all(m, PLACE, group.tall, group.wide), group.all(p, LEFT, group.rank, group.tall)
+        whole, left = (
+            group.all(m, PLACE, group.tall, group.wide),
+            group.all(p, LEFT, group.rank, group.tall),
+        )
         right = group.all(q, RIGHT, group.rank, group.wide)
         torch.bmm(left, whole, out=right)
         if subtract:
             whole.baddbmm_(left.transpose(1, 2), right, alpha=-1)
 
 
-def expand(p: torch.Tensor, q: torch.Tensor, x: torch.Tensor, matrices: Matrices, *, gain: float = 1.0) -> None:
+def expand(
+    p: torch.Tensor, q: torch.Tensor, x: torch.Tensor, matrices: Matrices, *, gain: float = 1.0
+) -> None:
     for group in _groups(matrices):
-        left, right = group.all(p, LEFT, group.rank, group.tall), group.all(q, RIGHT, group.rank, group.wide)
+        left, right = (
+            group.all(p, LEFT, group.rank, group.tall),
+            group.all(q, RIGHT, group.rank, group.wide),
+        )
         product = torch.bmm(left.transpose(1, 2), right).mul_(gain)
         torch._foreach_copy_(group.places(x), list(product.unbind()))
 
@@ -81,7 +106,9 @@ def orthonormalize_right(q: torch.Tensor, matrices: Matrices, key: int) -> None:
     for group in _groups(matrices):
         noise = torch.empty(group.number, group.rank, group.wide)
         for i, mark in enumerate(group.lines[:, MARK].tolist()):
-            noise[i].uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed((key << 32) ^ mark))
+            noise[i].uniform_(
+                -0.5, 0.5, generator=torch.Generator().manual_seed((key << 32) ^ mark)
+            )
         _gram_schmidt(group.all(q, RIGHT, group.rank, group.wide), noise.to(q.device))
 
 
@@ -98,10 +125,13 @@ def _gram_schmidt(factor: torch.Tensor, noise: torch.Tensor | None) -> None:
 
 
 def _against(column: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``column`` [count, n] without its part in the span of ``others``, of norm 1, or zero where nothing is left."""
+    """``column`` [count, n] without its part in the span of ``others``, of norm 1, or zero where
+    nothing is left."""
     before = column.norm(dim=1, keepdim=True)
     for _ in range(2):  # twice is enough
-        column = column - torch.einsum("cj,cjn->cn", torch.einsum("cn,cjn->cj", column, others), others)
+        column = column - torch.einsum(
+            "cj,cjn->cn", torch.einsum("cn,cjn->cj", column, others), others
+        )
     norm = column.norm(dim=1, keepdim=True)
     alive = norm > 1e-7 * before
     return torch.where(alive, column / norm, torch.zeros_like(column)), alive

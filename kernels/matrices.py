@@ -10,7 +10,8 @@ import numpy as np
 SOURCE, TALL, WIDE, RANK, LEFT, RIGHT, PLACE, MARK = range(8)
 LOW_RANK = 64  # as kind of a piece: its residual belongs to a matrix
 _UNIT = 1 << 15  # elements that a thread takes at a time
-_STRIP = 1 << 17  # elements of a strip of columns: half a megabyte, read twice and at best from the cache
+# elements of a strip of columns: half a megabyte, read twice and at best from the cache
+_STRIP = 1 << 17
 
 
 class Matrix(NamedTuple):
@@ -23,7 +24,8 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrices:
-    """The table of a low-rank codec, one line per matrix; residuals and factors lie side by side in its order."""
+    """The table of a low-rank codec, one line per matrix; residuals and factors lie side by side in
+    its order."""
 
     table: np.ndarray  # int64[matrices, 8]
     numel: int  # elements of all matrices: the length of their residual
@@ -38,7 +40,9 @@ class Matrices:
     @cached_property
     def column_units(self) -> np.ndarray:
         """int64[units, 3]: matrix, first and last column."""
-        return self._units(WIDE, [max(_STRIP // int(line[TALL]) // 16 * 16, 128) for line in self.table])
+        return self._units(
+            WIDE, [max(_STRIP // int(line[TALL]) // 16 * 16, 128) for line in self.table]
+        )
 
     def _units(self, side: int, steps: list[int]) -> np.ndarray:
         units = [

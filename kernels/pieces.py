@@ -1,8 +1,9 @@
 """Table of pieces that every kernel walks: how a buffer is cut into rows.
 
-A *piece* is a run of one parameter that one codec compresses. It is dealt out over the ranks by itself: row r holds its
-elements r·width … (r+1)·width, with width = ⌈numel / 8·rows⌉ · 8. A message is one row of every piece of a bucket, side
-by side. So neither a scale nor a shard ever depends on which other tensors happen to travel in the same bucket.
+A *piece* is a run of one parameter that one codec compresses. It is dealt out over the ranks by
+itself: row r holds its elements r·width … (r+1)·width, with width = ⌈numel / 8·rows⌉ · 8. A message
+is one row of every piece of a bucket, side by side. So neither a scale nor a shard ever depends on
+which other tensors happen to travel in the same bucket.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ import numpy as np
 from commpress.kernels import registered
 from commpress.kernels.reference import CASTS, CHUNK, SIGN_L1, SIGN_RMS, code_bits, row_bytes
 
-SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, RESIDUAL, SHARD, HASH = range(10)  # RESIDUAL < 0: no feedback
+# RESIDUAL < 0: no feedback
+SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, RESIDUAL, SHARD, HASH = range(10)
 
 
 class Piece(NamedTuple):
@@ -35,15 +37,21 @@ class Pieces:
     rows: int
     row_bytes: int
     numel: int  # elements of all pieces
-    residual_numel: int  # elements of those with feedback: the length of a residual of what was sent
-    shard: int  # elements of one row of all pieces, padding included: the length of a residual of what was reduced
+    # elements of those with feedback: the length of a residual of what was sent
+    residual_numel: int
+    # elements of one row of all pieces, padding included: the length of a residual of what was
+    # reduced
+    shard: int
     row_scales: bool  # some sign piece has one scale per row, so its residual can be lazy
 
     @cached_property
     def residual_runs(self) -> list[tuple[int, int, int]]:
-        """(first element in the buffer, elements, first element in the sent residual) of what has feedback, joined up."""
+        """(first element in the buffer, elements, first element in the sent residual) of what has
+        feedback, joined up."""
         runs: list[tuple[int, int, int]] = []
-        for source, numel, start in self.table[self.table[:, RESIDUAL] >= 0][:, [SOURCE, NUMEL, RESIDUAL]].tolist():
+        for source, numel, start in self.table[self.table[:, RESIDUAL] >= 0][
+            :, [SOURCE, NUMEL, RESIDUAL]
+        ].tolist():
             first, length, at = runs[-1] if runs else (-1, 0, 0)
             if (source, start) == (first + length, at + length):
                 runs[-1] = (first, length + numel, at)
@@ -64,7 +72,10 @@ class Pieces:
     @cached_property
     def residual_layout(self) -> bytes:
         """Equal where one tensor can hold the residual of either."""
-        return self.table[:, [NUMEL, WIDTH, BLOCK, RESIDUAL, SHARD]].tobytes() + f"{self.rows} {self.row_scales}".encode()
+        return (
+            self.table[:, [NUMEL, WIDTH, BLOCK, RESIDUAL, SHARD]].tobytes()
+            + f"{self.rows} {self.row_scales}".encode()
+        )
 
     @cached_property
     def blocks(self) -> int:
@@ -78,17 +89,38 @@ def width_of(numel: int, rows: int) -> int:
 
 
 def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pieces:
-    """Lay the rows out; every piece starts at a multiple of 8 bytes so that casts can be viewed in place.
+    """Lay the rows out; every piece starts at a multiple of 8 bytes so that casts can be viewed in
+    place.
 
-    ``widths``: elements of a row of each piece, multiples of 8, where they are not the least that hold it.
+    ``widths``: elements of a row of each piece, multiples of 8, where they are not the least that
+    hold it.
     """
     lines, column, numel, residual_numel, shard, row_scales = [], 0, 0, 0, 0, False
-    for piece, width in zip(pieces, widths or [width_of(p.numel, rows) for p in pieces], strict=True):
+    for piece, width in zip(
+        pieces, widths or [width_of(p.numel, rows) for p in pieces], strict=True
+    ):
         users = registered.known(piece.kind)
         bits = 0 if users else code_bits(piece.kind)
-        size = registered.size_of(piece.kind, width) if users else row_bytes(piece.kind, width, piece.block)
+        size = (
+            registered.size_of(piece.kind, width)
+            if users
+            else row_bytes(piece.kind, width, piece.block)
+        )
         at = residual_numel if piece.feedback else -1
-        lines.append((piece.source, piece.numel, width, piece.kind, piece.block, bits, column, at, shard, piece.hash))
+        lines.append(
+            (
+                piece.source,
+                piece.numel,
+                width,
+                piece.kind,
+                piece.block,
+                bits,
+                column,
+                at,
+                shard,
+                piece.hash,
+            )
+        )
         column += -(-size // 8) * 8
         numel += piece.numel
         residual_numel += piece.numel if piece.feedback else 0
@@ -101,9 +133,12 @@ def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pi
 
 
 def own_row(pieces: Pieces, rank: int) -> Pieces:
-    """Row ``rank`` alone, as it lies in a buffer of ``pieces.shard`` elements: encoded from there it is a row of ``pieces``."""
+    """Row ``rank`` alone, as it lies in a buffer of ``pieces.shard`` elements: encoded from there
+    it is a row of ``pieces``."""
     table = pieces.table.copy()
     table[:, SOURCE] = table[:, SHARD]
     table[:, NUMEL] = np.clip(pieces.table[:, NUMEL] - rank * table[:, WIDTH], 0, table[:, WIDTH])
     table[:, RESIDUAL] = np.where(table[:, RESIDUAL] >= 0, table[:, SHARD], -1)
-    return replace(pieces, table=table, rows=1, numel=int(table[:, NUMEL].sum()), residual_numel=pieces.shard)
+    return replace(
+        pieces, table=table, rows=1, numel=int(table[:, NUMEL].sum()), residual_numel=pieces.shard
+    )

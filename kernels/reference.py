@@ -1,12 +1,12 @@
 """The law: what every byte of a row means, in plain NumPy, one row at a time.
 
-A *row* is one message: ``width`` elements (a multiple of 8), the first ``len(c)`` of them real and the rest padding.
-Its bytes are ``[scales: S × float32 LE][codes]`` with one scale per ``block`` elements (``block = 0``: one per row);
-the casts have codes only.
-Padding never enters a scale, its codes are zero and its residual does not exist.
+A *row* is one message: ``width`` elements (a multiple of 8), the first ``len(c)`` of them real and
+the rest padding. Its bytes are ``[scales: S × float32 LE][codes]`` with one scale per ``block``
+elements (``block = 0``: one per row); the casts have codes only. Padding never enters a scale, its
+codes are zero and its residual does not exist.
 
-Kinds from ``BITS`` on have a *header* per block in place of the scale, and a parameter in the bits of the kind above the lowest
-eight (``kind_of``): see "blocks with a header" below.
+Kinds from ``BITS`` on have a *header* per block in place of the scale, and a parameter in the bits
+of the kind above the lowest eight (``kind_of``): see "blocks with a header" below.
 
 The fast paths must give these bytes bit for bit, hence the fixed order of every floating-point sum.
 """
@@ -16,7 +16,17 @@ import numpy as np
 CHUNK = 2048  # the longest run of elements summed in float32
 
 SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32 = range(9)
-CODE_BITS = {SIGN_L1: 1, SIGN_RMS: 1, INT8: 8, INT4: 4, TERNARY: 2, FP8: 8, BF16: 16, FP16: 16, FP32: 32}
+CODE_BITS = {
+    SIGN_L1: 1,
+    SIGN_RMS: 1,
+    INT8: 8,
+    INT4: 4,
+    TERNARY: 2,
+    FP8: 8,
+    BF16: 16,
+    FP16: 16,
+    FP32: 32,
+}
 CASTS = (BF16, FP16, FP32)
 # Any number of bits, top-k, one at random of every so many, the same scaled, powers of four.
 BITS, TOP, RANDOM, UNBIASED, LOG = range(9, 14)
@@ -24,12 +34,14 @@ LEVELS = {INT8: 127, INT4: 7}
 SHIFTED = 16  # in the parameter of BITS: the grid is moved by a random part of its step
 TINY = np.float32(2.0**-100)  # below this a block is sent as zero: 1/scale would overflow
 FP8_MAX = np.float32(448.0)
-POWERS = np.array([0, 1 / 16, 1 / 4, 1, 0, -1 / 16, -1 / 4, -1], np.float32)  # what LOG's codes mean, times the scale
+# what LOG's codes mean, times the scale
+POWERS = np.array([0, 1 / 16, 1 / 4, 1, 0, -1 / 16, -1 / 4, -1], np.float32)
 
 
 def kind_of(family: int, parameter: int = 0) -> int:
-    """A kind with its parameter: TERNARY's clip in tenths of σ, BITS' number of bits and ``SHIFTED``, TOP's elements kept
-    of a whole block, RANDOM's and UNBIASED's run of elements of which one is sent."""
+    """A kind with its parameter: TERNARY's clip in tenths of σ, BITS' number of bits and
+    ``SHIFTED``, TOP's elements kept of a whole block, RANDOM's and UNBIASED's run of elements of
+    which one is sent."""
     return family | parameter << 8
 
 
@@ -40,14 +52,23 @@ def family_of(kind: int) -> int:
 def code_bits(kind: int) -> int:
     """Bits per element behind the headers."""
     family = family_of(kind)
-    return CODE_BITS[family] if family < BITS else kind >> 8 & ~SHIFTED if family == BITS else 3 if family == LOG else 0
+    return (
+        CODE_BITS[family]
+        if family < BITS
+        else kind >> 8 & ~SHIFTED
+        if family == BITS
+        else 3
+        if family == LOG
+        else 0
+    )
 
 
 # ---------------------------------------------------------------- sums and scales
 
 
 def tree_sum(values: np.ndarray) -> np.floating:
-    """Sum by halving: pad with zeros to a power of two, add the upper half onto the lower, repeat."""
+    """Sum by halving: pad with zeros to a power of two, add the upper half onto the lower,
+    repeat."""
     size = 1 << max(len(values) - 1, 0).bit_length()
     tree = np.zeros(size, values.dtype)
     tree[: len(values)] = values
@@ -58,7 +79,8 @@ def tree_sum(values: np.ndarray) -> np.floating:
 
 
 def sign_scale(c: np.ndarray, kind: int) -> np.float32:
-    """mean |c| (``SIGN_L1``) or √(mean c²) (``SIGN_RMS``): float32 trees per chunk, a float64 tree over the chunks.
+    """mean |c| (``SIGN_L1``) or √(mean c²) (``SIGN_RMS``): float32 trees per chunk, a float64 tree
+    over the chunks.
 
     Squares overflow float32 above 1.8e19; such a block reads as not finite.
     """
@@ -89,7 +111,8 @@ def unpack_signs(bits: np.ndarray, numel: int) -> np.ndarray:
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned codes as one stream of bits, the highest bit of the first element first; the last byte is filled with zeros."""
+    """Unsigned codes as one stream of bits, the highest bit of the first element first; the last
+    byte is filled with zeros."""
     shifts = np.arange(bits - 1, -1, -1, dtype=np.uint8)
     return np.packbits((codes[:, None] >> shifts) & np.uint8(1))
 
@@ -100,7 +123,8 @@ def unpack_codes(packed: np.ndarray, bits: int, numel: int) -> np.ndarray:
 
 
 def uniform(index: np.ndarray, key: int) -> np.ndarray:
-    """A float32 in [0, 1 − 2⁻²³] for each element index: a counter-based hash, so every path draws the same noise."""
+    """A float32 in [0, 1 − 2⁻²³] for each element index: a counter-based hash, so every path draws
+    the same noise."""
     h = index.astype(np.uint32) + np.uint32(key)
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x7FEB352D)
@@ -124,7 +148,9 @@ def to_fp8(c: np.ndarray) -> np.ndarray:
 def from_fp8(codes: np.ndarray) -> np.ndarray:
     exponent, mantissa = (codes >> 3) & 15, (codes & 7).astype(np.float32)
     small = mantissa * np.float32(2.0**-9)
-    normal = (np.float32(1) + mantissa / np.float32(8)) * np.exp2(exponent.astype(np.float32) - np.float32(7))
+    normal = (np.float32(1) + mantissa / np.float32(8)) * np.exp2(
+        exponent.astype(np.float32) - np.float32(7)
+    )
     value = np.where(exponent == 0, small, normal).astype(np.float32)
     return np.where(codes & 128, -value, value)
 
@@ -132,7 +158,9 @@ def from_fp8(codes: np.ndarray) -> np.ndarray:
 def to_bf16(c: np.ndarray) -> np.ndarray:
     """float32 to bfloat16 bit patterns, ties to even."""
     bits = np.asarray(c, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return (
+        (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    ).astype(np.uint16)
 
 
 def from_bf16(codes: np.ndarray) -> np.ndarray:
@@ -166,13 +194,17 @@ def encode_block(c: np.ndarray, kind: int, first: int, key: int) -> tuple[np.flo
     zeros = np.zeros(len(c), np.uint8)
     if family_of(kind) == TERNARY and kind != TERNARY:
         limit = np.float32(np.float32((kind >> 8) / 10) * sign_scale(c, SIGN_RMS))
-        return encode_block(np.clip(c, -limit, limit) if np.isfinite(limit) else c, TERNARY, first, key)
+        return encode_block(
+            np.clip(c, -limit, limit) if np.isfinite(limit) else c, TERNARY, first, key
+        )
     if kind in LEVELS:
         scale = peak_scale(c, LEVELS[kind])
         if not scale > 0:
             return scale, pack_codes(zeros, CODE_BITS[kind])
         inverse = np.float32(np.float32(LEVELS[kind]) / np.max(np.abs(c)))
-        codes = np.rint(c * inverse).astype(np.int8).view(np.uint8) & np.uint8((1 << CODE_BITS[kind]) - 1)
+        codes = np.rint(c * inverse).astype(np.int8).view(np.uint8) & np.uint8(
+            (1 << CODE_BITS[kind]) - 1
+        )
         return scale, pack_codes(codes, CODE_BITS[kind])
     if kind == TERNARY:
         scale = peak_scale(c, 1)
@@ -209,7 +241,9 @@ def scale_count(kind: int, width: int, block: int) -> int:
     return -(-width // block) if block and width else 1
 
 
-def encode_row(c: np.ndarray, kind: int, width: int, block: int, *, first: int = 0, key: int = 0) -> np.ndarray:
+def encode_row(
+    c: np.ndarray, kind: int, width: int, block: int, *, first: int = 0, key: int = 0
+) -> np.ndarray:
     """The bytes of one row; ``first`` is the index of its first element in the whole buffer."""
     bits = code_bits(kind)
     codes = np.zeros(width * bits // 8, np.uint8)
@@ -220,7 +254,10 @@ def encode_row(c: np.ndarray, kind: int, width: int, block: int, *, first: int =
     for start in range(0, width, step or 1):
         part, span = c[start : start + step], min(step, width - start)
         if len(part) == 0:
-            header, packed = np.zeros(header_bytes(kind, span, block), np.uint8), np.zeros(0, np.uint8)
+            header, packed = (
+                np.zeros(header_bytes(kind, span, block), np.uint8),
+                np.zeros(0, np.uint8),
+            )
         elif family_of(kind) >= BITS:
             header, packed = encode_with_header(part, kind, span, block, first + start, key)
         else:
@@ -228,10 +265,16 @@ def encode_row(c: np.ndarray, kind: int, width: int, block: int, *, first: int =
             header = np.array([scale], np.float32).view(np.uint8)
         headers.append(header)
         codes[start * bits // 8 :][: len(packed)] = packed
-    return np.concatenate([*headers, codes]) if headers else np.concatenate([np.zeros(4, np.uint8), codes])
+    return (
+        np.concatenate([*headers, codes])
+        if headers
+        else np.concatenate([np.zeros(4, np.uint8), codes])
+    )
 
 
-def decode_row(row: np.ndarray, kind: int, numel: int, width: int, block: int, gain: float = 1.0) -> np.ndarray:
+def decode_row(
+    row: np.ndarray, kind: int, numel: int, width: int, block: int, gain: float = 1.0
+) -> np.ndarray:
     """The first ``numel`` elements; each scale is multiplied by ``gain`` before it meets a code."""
     if kind in CASTS:
         return uncast(row, kind, numel) * np.float32(gain)
@@ -242,7 +285,9 @@ def decode_row(row: np.ndarray, kind: int, numel: int, width: int, block: int, g
         stop, size = min(start + step, numel), header_bytes(kind, min(step, width - start), block)
         header, packed = row[at : at + size].copy(), codes[start * code_bits(kind) // 8 :]
         if family_of(kind) >= BITS:
-            out[start:stop] = decode_with_header(header, packed, kind, stop - start, np.float32(gain))
+            out[start:stop] = decode_with_header(
+                header, packed, kind, stop - start, np.float32(gain)
+            )
         else:
             scale = np.float32(header.view(np.float32)[0] * np.float32(gain))
             out[start:stop] = decode_block(scale, packed, family_of(kind), stop - start)
@@ -254,7 +299,8 @@ def decode_row(row: np.ndarray, kind: int, numel: int, width: int, block: int, g
 
 
 def header_bytes(kind: int, span: int, block: int) -> int:
-    """Bytes before the codes of one block of ``span`` elements; ``block`` is the length of a whole one."""
+    """Bytes before the codes of one block of ``span`` elements; ``block`` is the length of a whole
+    one."""
     family, parameter = family_of(kind), kind >> 8
     if family == BITS:
         return 20  # step and zero float32, least and greatest element float32, their places uint16
@@ -270,7 +316,9 @@ def row_header_bytes(kind: int, width: int, block: int) -> int:
     if kind in CASTS or not block or not width:
         return 0 if kind in CASTS else 4
     whole, rest = divmod(width, block)
-    return whole * header_bytes(kind, block, block) + (header_bytes(kind, rest, block) if rest else 0)
+    return whole * header_bytes(kind, block, block) + (
+        header_bytes(kind, rest, block) if rest else 0
+    )
 
 
 def encode_with_header(
@@ -306,16 +354,22 @@ def encode_with_header(
     return header, pack_codes(codes, code_bits(kind)) if code_bits(kind) else np.zeros(0, np.uint8)
 
 
-def decode_with_header(header: np.ndarray, codes: np.ndarray, kind: int, numel: int, gain: np.float32) -> np.ndarray:
+def decode_with_header(
+    header: np.ndarray, codes: np.ndarray, kind: int, numel: int, gain: np.float32
+) -> np.ndarray:
     family, parameter = family_of(kind), kind >> 8
     out = np.zeros(numel, np.float32)
     if family == BITS:
         step, zero, least, greatest = header[:16].view(np.float32)
         places = header[16:].view("<u2")
-        out = (unpack_codes(codes, code_bits(kind), numel).astype(np.float32) - zero) * (step * gain)
+        out = (unpack_codes(codes, code_bits(kind), numel).astype(np.float32) - zero) * (
+            step * gain
+        )
         out[places[0]], out[places[1]] = least * gain, greatest * gain
     elif family == LOG:
-        out = POWERS[unpack_codes(codes, code_bits(kind), numel)] * (header.view(np.float32)[0] * gain)
+        out = POWERS[unpack_codes(codes, code_bits(kind), numel)] * (
+            header.view(np.float32)[0] * gain
+        )
     elif family == TOP:
         count = len(header) // 6
         values, places = header[: 4 * count].view(np.float32), header[4 * count :].view("<u2")
@@ -326,18 +380,27 @@ def decode_with_header(header: np.ndarray, codes: np.ndarray, kind: int, numel: 
     return out
 
 
-def encode_bits(c: np.ndarray, bits: int, shift: np.float32 | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the greatest element travel exactly; the others as (code − zero) · step, a grid over their range and 0.
+def encode_bits(
+    c: np.ndarray, bits: int, shift: np.float32 | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest element travel exactly; the others as (code − zero) · step, a grid
+    over their range and 0.
 
-    Zero is on the grid, so nothing is ever further from its code than from zero: a contraction for any number of bits.
-    With ``shift``, drawn from [0, 1), the grid has one step less and lies ``shift`` of a step lower: then it is not a
-    contraction but right on average, with variance step² / 12.
+    Zero is on the grid, so nothing is ever further from its code than from zero: a contraction for
+    any number of bits. With ``shift``, drawn from [0, 1), the grid has one step less and lies
+    ``shift`` of a step lower: then it is not a contraction but right on average, with variance
+    step² / 12.
     """
     levels, places = np.float32((1 << bits) - 1), (int(np.argmin(c)), int(np.argmax(c)))
     rest = np.ones(len(c), bool)
     rest[list(places)] = False
     low, high = np.float32(np.min(c[rest], initial=0)), np.float32(np.max(c[rest], initial=0))
-    span, step, zero, codes = np.float32(high - low), np.float32(0), np.float32(0), np.zeros(len(c), np.uint8)
+    span, step, zero, codes = (
+        np.float32(high - low),
+        np.float32(0),
+        np.float32(0),
+        np.zeros(len(c), np.uint8),
+    )
     if not np.isfinite(span):
         step = np.float32(np.nan)
     elif span >= TINY:
@@ -355,9 +418,14 @@ def encode_bits(c: np.ndarray, bits: int, shift: np.float32 | None = None) -> tu
 
 
 def encode_powers(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The largest magnitude, and per element a sign and which of its 1, 1/4 and 1/16 is nearest as a ratio; only 0 is 0."""
+    """The largest magnitude, and per element a sign and which of its 1, 1/4 and 1/16 is nearest as
+    a ratio; only 0 is 0."""
     scale, size = peak_scale(c, 1), np.abs(c)
-    levels = (size >= scale / np.float32(2)).astype(np.uint8) + (size >= scale / np.float32(8)) + (size > 0)
+    levels = (
+        (size >= scale / np.float32(2)).astype(np.uint8)
+        + (size >= scale / np.float32(8))
+        + (size > 0)
+    )
     codes = np.where(scale > 0, levels + 4 * (c < 0).astype(np.uint8), np.uint8(0))
     return np.array([scale], np.float32).view(np.uint8), codes.astype(np.uint8)
 
@@ -391,9 +459,17 @@ def compensate(x: np.ndarray, residual: np.ndarray, gain: float = 1.0) -> np.nda
 
 
 def encode_with_residual(
-    x: np.ndarray, residual: np.ndarray, kind: int, width: int, block: int, *, gain: float = 1.0, key: int = 0
+    x: np.ndarray,
+    residual: np.ndarray,
+    kind: int,
+    width: int,
+    block: int,
+    *,
+    gain: float = 1.0,
+    key: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of bytes for the whole buffer ``x`` and the residual c − decode(encode(c)) that stays behind."""
+    """Rows of bytes for the whole buffer ``x`` and the residual c − decode(encode(c)) that stays
+    behind."""
     c = compensate(x, residual, gain)
     rows, left = [], np.zeros_like(c)
     for first in range(0, len(c), width):
@@ -406,7 +482,8 @@ def encode_with_residual(
 def decode_mean(
     rows: np.ndarray, kind: int, numel: int, width: int, block: int, divisor: float = 0.0
 ) -> np.ndarray:
-    """The P decoded rows, added in rank order, then divided by P, or by ``divisor`` where a row is of several ranks."""
+    """The P decoded rows, added in rank order, then divided by P, or by ``divisor`` where a row is
+    of several ranks."""
     total = decode_row(rows[0], kind, numel, width, block)
     for row in rows[1:]:
         total = total + decode_row(row, kind, numel, width, block)

@@ -18,7 +18,8 @@ class PlainCodec(Protocol):
         """Bytes of a row of ``width`` elements."""
 
     def encode(self, values: "torch.Tensor") -> "torch.Tensor":
-        """uint8[row_bytes(len)] for float32[len], len ≤ width of the row: shorter rows are padded with zero bytes."""
+        """uint8[row_bytes(len)] for float32[len], len ≤ width of the row: shorter rows are padded
+        with zero bytes."""
 
     def decode(self, row: "torch.Tensor", numel: int) -> "torch.Tensor":
         """float32[numel] from the bytes of a row: the same bits wherever it is called."""

@@ -1,4 +1,5 @@
-"""The arithmetic of messages in a registered codec: row by row, in plain torch, on whatever device the tensors are."""
+"""The arithmetic of messages in a registered codec: row by row, in plain torch, on whatever device
+the tensors are."""
 
 from itertools import pairwise
 from typing import Any
@@ -11,28 +12,55 @@ from commpress.kernels.registered import PlainCodec, of_kind
 
 
 def encode(
-    x: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0,
-    residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
-) -> None:  # fmt: skip
-    """As the kernels of a device: what else they take is for codecs that draw, and for one scale per row."""
+    x: torch.Tensor,
+    message: torch.Tensor,
+    flag: torch.Tensor,
+    pieces: Pieces,
+    *,
+    gain: float = 1.0,
+    residual: torch.Tensor | None = None,
+    new_residual: torch.Tensor | None = None,
+    **_: Any,
+) -> None:
+    """As the kernels of a device: what else they take is for codecs that draw, and for one scale
+    per row."""
     for line in pieces.table:
         for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
             values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
-            place = slice(line[RESIDUAL] + start, line[RESIDUAL] + stop) if line[RESIDUAL] >= 0 else None
+            place = (
+                slice(line[RESIDUAL] + start, line[RESIDUAL] + stop)
+                if line[RESIDUAL] >= 0
+                else None
+            )
             _encode(values, message[row], flag, line, place, residual, new_residual)
 
 
 def serve(
-    received: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
-    residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
-) -> None:  # fmt: skip
+    received: torch.Tensor,
+    message: torch.Tensor,
+    flag: torch.Tensor,
+    pieces: Pieces,
+    rank: int,
+    *,
+    divisor: float = 0.0,
+    residual: torch.Tensor | None = None,
+    new_residual: torch.Tensor | None = None,
+    **_: Any,
+) -> None:
     for line in pieces.table:
         mean = _mean(received, line, rank, divisor)
         place = slice(line[SHARD], line[SHARD] + len(mean)) if line[RESIDUAL] >= 0 else None
         _encode(mean, message[0], flag, line, place, residual, new_residual)
 
 
-def decode(message: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
+def decode(
+    message: torch.Tensor,
+    out: torch.Tensor,
+    pieces: Pieces,
+    *,
+    gain: float = 1.0,
+    add: bool = False,
+) -> None:
     for line in pieces.table:
         for row, (start, stop) in enumerate(_rows(line, message.shape[0])):
             target = out[line[SOURCE] + start : line[SOURCE] + stop]
@@ -47,7 +75,9 @@ def decode_mean(received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank:
         row[len(mean) :] = 0
 
 
-def settle(value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False) -> None:
+def settle(
+    value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False
+) -> None:
     """No residual of such a codec is lazy."""
 
 
@@ -58,7 +88,8 @@ def _rows(line: np.ndarray, rows: int) -> list[tuple[int, int]]:
 
 
 def _codec(line: np.ndarray) -> tuple[PlainCodec, slice]:
-    """A piece's codec, and where its bytes are in a row of the message, behind one that is 1 if something was not finite."""
+    """A piece's codec, and where its bytes are in a row of the message, behind one that is 1 if
+    something was not finite."""
     codec, start = of_kind(int(line[KIND])), int(line[COLUMN]) + 1
     return codec, slice(start, start + codec.row_bytes(int(line[WIDTH])))
 

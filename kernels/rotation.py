@@ -1,4 +1,5 @@
-"""A Hadamard rotation of blocks: it spreads an outlier over its block, so that a coarse scale fits the others again."""
+"""A Hadamard rotation of blocks: it spreads an outlier over its block, so that a coarse scale fits
+the others again."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +22,8 @@ def hadamard(device: torch.device, size: int = BLOCK) -> torch.Tensor:
 
 
 def rotate(buffer: torch.Tensor, tables: Sequence[Pieces]) -> None:
-    """Turn every whole block of the quantised pieces, in place. Twice is once back; the end of a piece stays as it is."""
+    """Turn every whole block of the quantised pieces, in place. Twice is once back; the end of a
+    piece stays as it is."""
     matrix = hadamard(buffer.device)
     for pieces in tables:
         for line in pieces.table:

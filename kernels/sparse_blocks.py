@@ -1,12 +1,14 @@
-"""Sparse blocks in plain torch: of each block the largest elements, their places in few bits, their values in fewer.
+"""Sparse blocks in plain torch: of each block the largest elements, their places in few bits, their
+values in fewer.
 
-    [bin means float32][low bits of the places][high bits of the places, unary][codes]          of one block
+    [bin means float32][low bits of the places][high bits of the places, unary][codes]  of one block
 
-Places are ascending (Elias and Fano): their low bits lie side by side, their high ones are told by which bits of a bitmap are
-set, bit (place >> low) + i for the i-th. 64 places among 4096 need 8 bits each, 0.6 more than any code can do with.
+Places are ascending (Elias and Fano): their low bits lie side by side, their high ones are told by
+which bits of a bitmap are set, bit (place >> low) + i for the i-th. 64 places among 4096 need 8
+bits each, 0.6 more than any code can do with.
 
-Values: the codes are bins that divide 6σ around the mean of what is kept, and the means of the bins travel. Where there are
-no more values than bins, these are the values.
+Values: the codes are bins that divide 6σ around the mean of what is kept, and the means of the bins
+travel. Where there are no more values than bins, these are the values.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ import torch
 
 @dataclass(frozen=True)
 class SparseBlocks:
-    """``kept`` elements of every ``block``, values in ``bits`` bits. ``registered.PlainCodec`` says what the methods mean."""
+    """``kept`` elements of every ``block``, values in ``bits`` bits. ``registered.PlainCodec`` says
+    what the methods mean."""
 
     kept: int
     bits: int
@@ -29,7 +32,12 @@ class SparseBlocks:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         parts = self._parts(len(values))
-        return torch.cat([self._encode(values[start:stop].view(-1, span)).view(-1) for start, stop, span in parts])
+        return torch.cat(
+            [
+                self._encode(values[start:stop].view(-1, span)).view(-1)
+                for start, stop, span in parts
+            ]
+        )
 
     def decode(self, row: torch.Tensor, numel: int) -> torch.Tensor:
         out = torch.zeros(numel, dtype=torch.float32, device=row.device)
@@ -38,10 +46,14 @@ class SparseBlocks:
         return out
 
     def sparse(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Places and values that each of the rows says, [rows, blocks, kept]: of whole blocks, then of a short last one."""
+        """Places and values that each of the rows says, [rows, blocks, kept]: of whole blocks, then
+        of a short last one."""
         at = 0
         for start, stop, span in self._parts(numel):
-            size, shape = sum(self._fields(span)), (len(rows), (stop - start) // span, self._count(span))
+            size, shape = (
+                sum(self._fields(span)),
+                (len(rows), (stop - start) // span, self._count(span)),
+            )
             part = rows[:, at : at + shape[1] * size].reshape(-1, size)
             places, values = (each.view(shape) for each in self._decode(part, span))
             yield places + torch.arange(start, stop, span, device=rows.device)[:, None], values
@@ -69,7 +81,12 @@ class SparseBlocks:
         count = self._count(span)
         high = count + (span - 1 >> self._low) + 1
         codes = 0 if count <= 1 << self.bits else self.bits
-        return 4 * min(count, 1 << self.bits), -(-count * self._low // 8), -(-high // 8), -(-count * codes // 8)
+        return (
+            4 * min(count, 1 << self.bits),
+            -(-count * self._low // 8),
+            -(-high // 8),
+            -(-count * codes // 8),
+        )
 
     def _encode(self, blocks: torch.Tensor) -> torch.Tensor:
         """uint8[blocks, bytes of one] for float32[blocks, span]."""
@@ -77,17 +94,27 @@ class SparseBlocks:
         places = blocks.abs().topk(count, dim=1, sorted=False).indices.sort(dim=1).values
         codes, means = self._quantised(blocks.gather(1, places))
         order = torch.arange(count, device=blocks.device)
-        bitmap = torch.zeros(len(blocks), 8 * self._fields(span)[2], dtype=torch.uint8, device=blocks.device)
+        bitmap = torch.zeros(
+            len(blocks), 8 * self._fields(span)[2], dtype=torch.uint8, device=blocks.device
+        )
         bitmap.scatter_(1, (places >> self._low) + order, 1)
-        told = codes if self._fields(span)[3] else codes[:, :0]  # the means are the values themselves
-        parts = means.view(torch.uint8), _packed(places, self._low), _bytes(bitmap), _packed(told, self.bits)
+        # the means are the values themselves
+        told = codes if self._fields(span)[3] else codes[:, :0]
+        parts = (
+            means.view(torch.uint8),
+            _packed(places, self._low),
+            _bytes(bitmap),
+            _packed(told, self.bits),
+        )
         return torch.cat(parts, dim=1)
 
     def _quantised(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The bin of each value, and the mean of each bin."""
         bins = 1 << self.bits
         if values.shape[1] <= bins:
-            return torch.arange(values.shape[1], device=values.device).expand_as(values), values.contiguous()
+            return torch.arange(values.shape[1], device=values.device).expand_as(
+                values
+            ), values.contiguous()
         exact = values.double()
         mean = exact.mean(1, keepdim=True)
         width = 6 / bins * (exact - mean).square().mean(1, keepdim=True).sqrt()
@@ -107,7 +134,9 @@ class SparseBlocks:
         above = _bits(high).nonzero()[:, 1].view(len(rows), count) - order
         places = (above << self._low) + _unpacked(low, self._low, count)
         table = means.reshape(-1).clone().view(torch.float32).view(len(rows), -1)  # aligned
-        return places, table.gather(1, _unpacked(codes, self.bits, count)) if codes.shape[1] else table
+        return places, table.gather(1, _unpacked(codes, self.bits, count)) if codes.shape[
+            1
+        ] else table
 
 
 def _bytes(bits: torch.Tensor) -> torch.Tensor:

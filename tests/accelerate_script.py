@@ -1,4 +1,5 @@
-"""Run by torchrun on two ranks: Accelerate with compressed gradients, and with a compressed optimizer."""
+"""Run by torchrun on two ranks: Accelerate with compressed gradients, and with a compressed
+optimizer."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ def main():
     accelerator = Accelerator(cpu=True)
     net = model()
     adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    handler = commpress.hf.DistributedCompression(codec="int8", min_numel=64, ddp={"bucket_cap_mb": 1}).attach(accelerator)
+    handler = commpress.hf.DistributedCompression(
+        codec="int8", min_numel=64, ddp={"bucket_cap_mb": 1}
+    ).attach(accelerator)
     net, adam = accelerator.prepare(net, adam)
     accelerator.backward(net(x).square().mean())
     adam.step()
@@ -25,7 +28,9 @@ def main():
 
     accelerator.ddp_handler = None
     net = model()
-    net, ours = accelerator.prepare(net, commpress.OneBitAdam(net.parameters(), lr=1e-3, warmup_steps=1))
+    net, ours = accelerator.prepare(
+        net, commpress.OneBitAdam(net.parameters(), lr=1e-3, warmup_steps=1)
+    )
     optimizer = commpress.overlap(net, ours)
     for _ in range(3):
         accelerator.backward(net(x).square().mean())

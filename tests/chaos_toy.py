@@ -1,4 +1,5 @@
-"""A training that is none: its ranks commit steps by the clock, and write events as an elastic loop does. Needs no torch."""
+"""A training that is none: its ranks commit steps by the clock, and write events as an elastic loop
+does. Needs no torch."""
 
 import json
 import os
@@ -30,10 +31,17 @@ def main() -> None:
         odd = "unequal" in wrong and rank == 1 and step == int(wrong["unequal"])
         first = 8 * step + 2 * rank
         event = {
-            "time": time.time(), "clock": time.monotonic(), "pid": os.getpid(), "rank": rank, "size": 4, "epoch": 0,
-            "kind": "commit", "step": step, "hash": f"{step}{'!' if odd else ''}",
+            "time": time.time(),
+            "clock": time.monotonic(),
+            "pid": os.getpid(),
+            "rank": rank,
+            "size": 4,
+            "epoch": 0,
+            "kind": "commit",
+            "step": step,
+            "hash": f"{step}{'!' if odd else ''}",
             "samples": [first, first + 2] if "samples" in wrong else None,
-        }  # fmt: skip
+        }
         os.write(events, json.dumps(event).encode() + b"\n")
         if "twice" in wrong and step == int(wrong["twice"]):
             os.write(events, json.dumps(event).encode() + b"\n")

@@ -1,13 +1,22 @@
-"""Parameters that are cut over a mesh, and the same ones whole: values and gradients are drawn alike for every mesh."""
+"""Parameters that are cut over a mesh, and the same ones whole: values and gradients are drawn
+alike for every mesh."""
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-# One shard's row on two ranks is a whole number of blocks, so whole parameters are cut into the same blocks.
+# One shard's row on two ranks is a whole number of blocks, so whole parameters are cut into the
+# same blocks.
 SHAPES = {"tall": (64, 128), "wide": (48, 64), "odd": (5, 64), "same": (16, 16), "norm": (64,)}
-PLACED = {"tall": Shard(0), "wide": Shard(1), "odd": Shard(0), "same": Replicate(), "norm": None, "one": Shard(0)}
+PLACED = {
+    "tall": Shard(0),
+    "wide": Shard(1),
+    "odd": Shard(0),
+    "same": Replicate(),
+    "norm": None,
+    "one": Shard(0),
+}
 ONE = {"one": (1, 64)}  # of which the second of two ranks has nothing
 
 

@@ -4,7 +4,8 @@ import gc
 import os
 import socket
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait for each other leave the cores to others
+# before torch: threads that wait for each other leave the cores to others
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Commands choose how many threads torch has, and matrix products round by that: the next test starts as the first."""
+    """Commands choose how many threads torch has, and matrix products round by that: the next test
+    starts as the first."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -45,7 +47,9 @@ def one_thread(threads):
 def soaking(request, tmp_path_factory):
     """Begins with the first test of the first worker, ends while others run."""
     worker = getattr(request.config, "workerinput", None)
-    folder = tmp_path_factory.getbasetemp() if worker is None else tmp_path_factory.getbasetemp().parent
+    folder = (
+        tmp_path_factory.getbasetemp() if worker is None else tmp_path_factory.getbasetemp().parent
+    )
     running = Soak(folder)
     if worker is None or worker["workerid"] == "gw0":
         running.begin_for(request.session.items)
@@ -61,7 +65,8 @@ def soak(soaking):
 
 @pytest.fixture(scope="session")
 def compiled():
-    """Kernels are compiled once, here, and lie on disk when several ranks want them at the same time."""
+    """Kernels are compiled once, here, and lie on disk when several ranks want them at the same
+    time."""
     for codec in NAMES:
         run(compressed_allreduce(torch.ones(64), codec=codec, transport=Loopback(1).transport(0)))
     _warm_matrices()
@@ -115,7 +120,10 @@ def mortal(compiled):
 @pytest.fixture
 def connected():
     """Two ends of a connection of this machine with itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+    ):
         receiver, _ = server.accept()
         with receiver:
             yield sender, receiver

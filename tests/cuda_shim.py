@@ -1,4 +1,5 @@
-"""Runs the launches of ``commpress.kernels.cuda.row_codec`` on the CPU, from the same CUDA source, through ``cuda_shim.h``."""
+"""Runs the launches of ``commpress.kernels.cuda.row_codec`` on the CPU, from the same CUDA source,
+through ``cuda_shim.h``."""
 
 import ctypes
 import re
@@ -12,8 +13,17 @@ from commpress.kernels.cuda import modules
 from commpress.kernels.cuda.row_codec import Launch
 
 HEADER = Path(__file__).with_name("cuda_shim.h")
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas")
-LETTERS = {"u8": b"P", "f4": b"f", "i4": b"i", "u4": b"I", "i8": b"q"}  # numpy's type to that of cuda_shim.h
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-U_FORTIFY_SOURCE",
+    "-Wno-unknown-pragmas",
+)
+# numpy's type to that of cuda_shim.h
+LETTERS = {"u8": b"P", "f4": b"f", "i4": b"i", "u4": b"I", "i8": b"q"}
 
 
 def compiler() -> str | None:
@@ -21,7 +31,9 @@ def compiler() -> str | None:
 
 
 def kernel_names(family: int) -> list[str]:
-    return re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', modules.source(family))
+    return re.findall(
+        r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', modules.source(family)
+    )
 
 
 class Shim:
@@ -46,7 +58,8 @@ class Shim:
         return ctypes.CDLL(str(library))
 
     def execute(self, launch: Launch) -> None:
-        """All of the launch, before this returns. ``reverse`` turns the order of threads and blocks around."""
+        """All of the launch, before this returns. ``reverse`` turns the order of threads and blocks
+        around."""
         function = getattr(self.libraries[launch.family], f"launch_{launch.kernel}")
         function.restype = ctypes.c_char_p
         values = [ctypes.create_string_buffer(value.tobytes()) for value in launch.args]

@@ -1,6 +1,8 @@
-"""The functions of ``commpress.kernels.cuda.row_codec`` beside their meaning in ``reference``, bit for bit, on any device.
+"""The functions of ``commpress.kernels.cuda.row_codec`` beside their meaning in ``reference``, bit
+for bit, on any device.
 
-Every check fills what must not be written with rubbish, puts rows behind an unaligned header, and looks at both after.
+Every check fills what must not be written with rubbish, puts rows behind an unaligned header, and
+looks at both after.
 """
 
 import numpy as np
@@ -9,7 +11,17 @@ import torch
 from commpress.kernels import reference
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import COLUMN, RESIDUAL, SHARD, WIDTH, Piece, Pieces, cut, width_of
-from commpress.kernels.reference import BITS, LOG, RANDOM, SHIFTED, TERNARY, TOP, UNBIASED, family_of, kind_of
+from commpress.kernels.reference import (
+    BITS,
+    LOG,
+    RANDOM,
+    SHIFTED,
+    TERNARY,
+    TOP,
+    UNBIASED,
+    family_of,
+    kind_of,
+)
 
 KINDS = sorted(reference.CODE_BITS)
 BLOCKS = [0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
@@ -19,30 +31,47 @@ RUBBISH = 0xA5
 
 def has(kind: int, block: int) -> bool:
     """One scale per row exists for the sign codec only, and casts do not look at the block."""
-    return kind <= reference.SIGN_RMS or (block in (0, 256) if kind in reference.CASTS else block > 0)
+    return kind <= reference.SIGN_RMS or (
+        block in (0, 256) if kind in reference.CASTS else block > 0
+    )
 
 
 PARAMETERS = {  # family: parameter and block
     TERNARY: [(25, 64), (10, 8), (25, 256), (25, 2048)],
     BITS: [
-        (3, 512), (2, 8), (4, 64), (5, 2048), (6, 256), (7, 32), (8, 1024),
-        (8 | SHIFTED, 512), (2 | SHIFTED, 16), (5 | SHIFTED, 2048),
+        (3, 512),
+        (2, 8),
+        (4, 64),
+        (5, 2048),
+        (6, 256),
+        (7, 32),
+        (8, 1024),
+        (8 | SHIFTED, 512),
+        (2 | SHIFTED, 16),
+        (5 | SHIFTED, 2048),
     ],
     TOP: [(5, 64), (1, 8), (32, 256), (8, 512), (32, 2048), (2048, 2048)],
     RANDOM: [(4, 64), (8, 8), (32, 512), (32, 2048), (1, 256), (1024, 1024)],
     UNBIASED: [(8, 64), (2, 256), (8, 2048)],
     LOG: [(0, 8), (0, 64), (0, 256), (0, 2048)],
-}  # fmt: skip
+}
 PAIRS = [(kind, block) for kind in KINDS for block in BLOCKS if has(kind, block)]
-PAIRS += [(kind_of(family, parameter), block) for family, many in PARAMETERS.items() for parameter, block in many]
+PAIRS += [
+    (kind_of(family, parameter), block)
+    for family, many in PARAMETERS.items()
+    for parameter, block in many
+]
 FAMILIES = sorted({family_of(kind) for kind, _ in PAIRS})
 
 
 def sample(numel: int, seed: int, spread: float = 1.0) -> np.ndarray:
-    """Normal numbers whose exponents vary by ``spread`` (30: they over- and underflow), with zeros of both signs."""
+    """Normal numbers whose exponents vary by ``spread`` (30: they over- and underflow), with zeros
+    of both signs."""
     rng = np.random.default_rng(seed)
     with np.errstate(over="ignore"):
-        x = (rng.standard_normal(numel) * np.exp(rng.standard_normal(numel) * spread)).astype(np.float32)
+        x = (rng.standard_normal(numel) * np.exp(rng.standard_normal(numel) * spread)).astype(
+            np.float32
+        )
     x[rng.random(numel) < 0.05] = 0.0
     x[rng.random(numel) < 0.05] = -0.0
     return x
@@ -64,10 +93,13 @@ def floats(values: np.ndarray, device: str, shift: int = 1) -> torch.Tensor:
 
 
 class MessageRows:
-    """Rows of bytes with a header before each, all rubbish; ``check`` compares rows and what lies between them."""
+    """Rows of bytes with a header before each, all rubbish; ``check`` compares rows and what lies
+    between them."""
 
     def __init__(self, rows: int, pieces: Pieces, offset: int, device: str) -> None:
-        self.all = torch.full((rows, offset + pieces.row_bytes), RUBBISH, dtype=torch.uint8, device=device)
+        self.all = torch.full(
+            (rows, offset + pieces.row_bytes), RUBBISH, dtype=torch.uint8, device=device
+        )
         self.rows = self.all[:, offset:]
         self.offset = offset
 
@@ -76,7 +108,8 @@ class MessageRows:
         return self
 
     def check(self, row: int, want: np.ndarray, scales: int) -> None:
-        """Row ``row`` of one piece, of which the first 4 · scales bytes are float32 that computing may have made NaN."""
+        """Row ``row`` of one piece, of which the first 4 · scales bytes are float32 that computing
+        may have made NaN."""
         line = self.all[row].cpu()
         got = line[self.offset : self.offset + len(want)]
         same(got[: 4 * scales].clone().view(torch.float32), want[: 4 * scales].view(np.float32))
@@ -85,14 +118,18 @@ class MessageRows:
         assert (line[self.offset + len(want) :] == RUBBISH).all()
 
 
-def expected(c: np.ndarray, rows: int, kind: int, block: int, key: int) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(
+    c: np.ndarray, rows: int, kind: int, block: int, key: int
+) -> tuple[list[np.ndarray], np.ndarray]:
     """The law: all rows of one piece, those of padding included, and the residual."""
     width, message, left = width_of(len(c), rows), [], np.zeros_like(c)
     with np.errstate(all="ignore"):
         for r in range(rows):
             part = c[r * width : (r + 1) * width]
             message.append(reference.encode_row(part, kind, width, block, first=r * width, key=key))
-            left[r * width : (r + 1) * width] = part - reference.decode_row(message[-1], kind, len(part), width, block)
+            left[r * width : (r + 1) * width] = part - reference.decode_row(
+                message[-1], kind, len(part), width, block
+            )
     return message, left
 
 
@@ -101,18 +138,23 @@ def scales_of(kind: int, width: int, block: int) -> int:
 
 
 def finite(c: np.ndarray, rows: list[np.ndarray], kind: int, width: int, block: int) -> bool:
-    """Every scale is a number; every element where there are no scales; with headers also what they decode to."""
+    """Every scale is a number; every element where there are no scales; with headers also what they
+    decode to."""
     if kind in reference.CASTS:
         return bool(np.isfinite(c).all())
     if family_of(kind) < BITS:
-        scales = [row[: 4 * reference.scale_count(kind, width, block)].view(np.float32) for row in rows]
+        scales = [
+            row[: 4 * reference.scale_count(kind, width, block)].view(np.float32) for row in rows
+        ]
         return bool(np.isfinite(scales).all())
     with np.errstate(all="ignore"):
         decoded = [reference.decode_row(row, kind, width, width, block) for row in rows]
     return bool(np.isfinite(c).all() and np.isfinite(np.concatenate(decoded)[: len(c)]).all())
 
 
-def check_rows(message: MessageRows, want: list[np.ndarray], kind: int, width: int, block: int) -> None:
+def check_rows(
+    message: MessageRows, want: list[np.ndarray], kind: int, width: int, block: int
+) -> None:
     for r, row in enumerate(want):
         message.check(r, row, scales_of(kind, width, block))
 
@@ -127,12 +169,28 @@ def check_round(device, numel, rows, kind, block, seed, *, offset=3, gain=1.0, s
     with np.errstate(all="ignore"):
         scaled, compensated = x * np.float32(gain), reference.compensate(x, residual, gain)
     on_device = floats(x, device)
-    for c, old, in_place in [(scaled, None, False), (compensated, residual, False), (compensated, residual, True)]:
+    for c, old, in_place in [
+        (scaled, None, False),
+        (compensated, residual, False),
+        (compensated, residual, True),
+    ]:
         want, want_left = expected(c, rows, kind, block, key_of_piece)
-        message, flag = MessageRows(rows, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
+        message, flag = (
+            MessageRows(rows, pieces, offset, device),
+            torch.zeros(1, dtype=torch.uint8, device=device),
+        )
         before = None if old is None else floats(old, device)
         left = before if in_place else torch.full((numel,), 7.0, device=device)
-        cuda.encode(on_device, message.rows, flag, pieces, gain=gain, key=key, residual=before, new_residual=left)
+        cuda.encode(
+            on_device,
+            message.rows,
+            flag,
+            pieces,
+            gain=gain,
+            key=key,
+            residual=before,
+            new_residual=left,
+        )
         check_rows(message, want, kind, width, block)
         same(left, want_left)
         assert flag.item() == int(not finite(c, want, kind, width, block))
@@ -140,7 +198,9 @@ def check_round(device, numel, rows, kind, block, seed, *, offset=3, gain=1.0, s
     cuda.decode(message.rows, out[1:-1], pieces, gain=0.3)
     with np.errstate(all="ignore"):
         parts = [
-            reference.decode_row(row, kind, min(max(numel - r * width, 0), width), width, block, 0.3)
+            reference.decode_row(
+                row, kind, min(max(numel - r * width, 0), width), width, block, 0.3
+            )
             for r, row in enumerate(want)
         ]
     same(out[1:-1], np.concatenate(parts))
@@ -156,10 +216,14 @@ def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
     pieces = cut([Piece(0, numel, kind, block, hash=9)], senders)
     for rank in range(senders):
         mine = min(width, max(numel - rank * width, 0))
-        rows = np.stack([
-            reference.encode_row(sample(mine, seed + p), kind, width, block, first=rank * width, key=p)
-            for p in range(senders)
-        ])  # fmt: skip
+        rows = np.stack(
+            [
+                reference.encode_row(
+                    sample(mine, seed + p), kind, width, block, first=rank * width, key=p
+                )
+                for p in range(senders)
+            ]
+        )
         received = MessageRows(senders, pieces, offset, device).fill(rows)
         mean = reference.decode_mean(rows, kind, mine, width, block)
         out = torch.full((width,), 7.0, device=device)
@@ -170,10 +234,22 @@ def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
         for old, in_place in [(None, False), (residual, False), (residual, True)]:
             c = mean if old is None else mean + old[:mine]
             want = reference.encode_row(c, kind, width, block, first=rank * width, key=11 ^ 9)
-            message, flag = MessageRows(1, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
+            message, flag = (
+                MessageRows(1, pieces, offset, device),
+                torch.zeros(1, dtype=torch.uint8, device=device),
+            )
             before = None if old is None else floats(old, device)
             left = before if in_place else torch.full((width,), 7.0, device=device)
-            cuda.serve(received.rows, message.rows, flag, pieces, rank, key=11, residual=before, new_residual=left)
+            cuda.serve(
+                received.rows,
+                message.rows,
+                flag,
+                pieces,
+                rank,
+                key=11,
+                residual=before,
+                new_residual=left,
+            )
             message.check(0, want, scales_of(kind, width, block))
             same(left[:mine], c - reference.decode_row(want, kind, mine, width, block))
             assert in_place or (left[mine:] == 7).all()
@@ -186,7 +262,8 @@ def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
 
 
 def check_lazy(device, kind, numel, rows):
-    """Three steps with the compensated value kept instead of the residual; settled, it is the residual."""
+    """Three steps with the compensated value kept instead of the residual; settled, it is the
+    residual."""
     pieces, width = cut([Piece(0, numel, kind, 0)], rows), width_of(numel, rows)
     plain, flag = np.zeros(numel, np.float32), torch.zeros(1, dtype=torch.uint8, device=device)
     value, scale = floats(plain, device), torch.zeros(rows, device=device)
@@ -196,9 +273,15 @@ def check_lazy(device, kind, numel, rows):
         want, plain = expected(c, rows, kind, 0, 0)
         message = MessageRows(rows, pieces, 2, device)
         cuda.encode(
-            floats(x, device), message.rows, flag, pieces, residual=value, residual_scale=scale, new_residual=value,
+            floats(x, device),
+            message.rows,
+            flag,
+            pieces,
+            residual=value,
+            residual_scale=scale,
+            new_residual=value,
             new_scale=scale,
-        )  # fmt: skip
+        )
         check_rows(message, want, kind, width, 0)
         same(value, c)
         same(scale, np.array([row[:4].view(np.float32)[0] for row in want]))
@@ -212,15 +295,27 @@ def check_lazy_serve(device, kind, numel, senders):
     plain, flag = np.zeros(width, np.float32), torch.zeros(1, dtype=torch.uint8, device=device)
     value, scale, rank = floats(plain, device), torch.zeros(1, device=device), 0
     for step in range(2):
-        rows = np.stack([reference.encode_row(sample(width, 7 * step + p), kind, width, 0) for p in range(senders)])
+        rows = np.stack(
+            [
+                reference.encode_row(sample(width, 7 * step + p), kind, width, 0)
+                for p in range(senders)
+            ]
+        )
         c = reference.decode_mean(rows, kind, width, width, 0) + plain
         want = reference.encode_row(c, kind, width, 0)
         plain = c - reference.decode_row(want, kind, width, width, 0)
         message = MessageRows(1, pieces, 1, device)
         cuda.serve(
-            MessageRows(senders, pieces, 6, device).fill(rows).rows, message.rows, flag, pieces, rank, residual=value,
-            residual_scale=scale, new_residual=value, new_scale=scale,
-        )  # fmt: skip
+            MessageRows(senders, pieces, 6, device).fill(rows).rows,
+            message.rows,
+            flag,
+            pieces,
+            rank,
+            residual=value,
+            residual_scale=scale,
+            new_residual=value,
+            new_scale=scale,
+        )
         message.check(0, want, 1)
         same(value, c)
     cuda.settle(value, scale, pieces, shard=True)
@@ -228,11 +323,29 @@ def check_lazy_serve(device, kind, numel, senders):
 
 
 def check_pieces(device, repeat: int = 1):
-    """A table of many codecs and tails, out of order and with gaps, gives the bytes of its pieces one by one."""
-    kinds = [(0, 2048), (0, 0), (1, 64), (2, 256), (3, 8), (1, 0), (4, 1024), (5, 2048), (6, 0), (0, 0), (7, 0), (8, 0)]
+    """A table of many codecs and tails, out of order and with gaps, gives the bytes of its pieces
+    one by one."""
+    kinds = [
+        (0, 2048),
+        (0, 0),
+        (1, 64),
+        (2, 256),
+        (3, 8),
+        (1, 0),
+        (4, 1024),
+        (5, 2048),
+        (6, 0),
+        (0, 0),
+        (7, 0),
+        (8, 0),
+    ]
     lengths = [5000, 9001, 77, 1000, 13, 1, 4096, 2049, 333, 2050, 8, 100]
     more = [(kind, block) for kind, block in PAIRS if kind > 255][::2]
-    kinds, lengths, rows = (kinds + more) * repeat, (lengths + [601 * i % 3000 for i in range(len(more))]) * repeat, 3
+    kinds, lengths, rows = (
+        (kinds + more) * repeat,
+        (lengths + [601 * i % 3000 for i in range(len(more))]) * repeat,
+        3,
+    )
     sources = 10 + sum(lengths) + 5 * len(lengths) - np.cumsum([n + 5 for n in lengths])
     items = [
         Piece(int(s), n, *k, hash=i, feedback=i % 5 != 3)
@@ -240,13 +353,27 @@ def check_pieces(device, repeat: int = 1):
     ]
     pieces, flag = cut(items, rows), torch.zeros(1, dtype=torch.uint8, device=device)
     x, residual = sample(int(max(sources + lengths)) + 3, 1), sample(pieces.residual_numel, 2)
-    stale = np.where([k == (0, 0) or k == (1, 0) for k in kinds], 0.25, 0).astype(np.float32).repeat(rows)
+    stale = (
+        np.where([k == (0, 0) or k == (1, 0) for k in kinds], 0.25, 0)
+        .astype(np.float32)
+        .repeat(rows)
+    )
     value, scale = floats(residual, device), torch.full((len(stale),), 7.0, device=device)
-    message, left = MessageRows(rows, pieces, 64, device), torch.full((pieces.residual_numel,), 7.0, device=device)
+    message, left = (
+        MessageRows(rows, pieces, 64, device),
+        torch.full((pieces.residual_numel,), 7.0, device=device),
+    )
     cuda.encode(
-        floats(x, device), message.rows, flag, pieces, key=5, residual=value, residual_scale=floats(stale, device),
-        new_residual=left, new_scale=scale,
-    )  # fmt: skip
+        floats(x, device),
+        message.rows,
+        flag,
+        pieces,
+        key=5,
+        residual=value,
+        residual_scale=floats(stale, device),
+        new_residual=left,
+        new_scale=scale,
+    )
     out = torch.full((len(x),), 7.0, device=device)
     cuda.decode(message.rows, out, pieces)
     touched = np.zeros(len(x), bool)
@@ -266,7 +393,9 @@ def check_pieces(device, repeat: int = 1):
         scales = [row[:4].view(np.float32)[0] if lazy else np.float32(0) for row in want]
         same(scale[i * rows : (i + 1) * rows], np.array(scales))
         parts = [
-            reference.decode_row(row, item.kind, min(max(item.numel - r * width, 0), width), width, item.block)
+            reference.decode_row(
+                row, item.kind, min(max(item.numel - r * width, 0), width), width, item.block
+            )
             for r, row in enumerate(want)
         ]
         same(out[span], np.concatenate(parts))
@@ -287,8 +416,12 @@ def check_pieces_served(device, message: MessageRows, pieces: Pieces, items: lis
         mine = min(width, max(item.numel - rank * width, 0))
         rows = sent[:, column : column + reference.row_bytes(item.kind, width, item.block)]
         c = reference.decode_mean(rows, item.kind, mine, width, item.block)
-        want = reference.encode_row(c, item.kind, width, item.block, first=rank * width, key=6 ^ item.hash)
-        np.testing.assert_array_equal(reply.rows[0, column : column + len(want)].cpu().numpy(), want)
+        want = reference.encode_row(
+            c, item.kind, width, item.block, first=rank * width, key=6 ^ item.hash
+        )
+        np.testing.assert_array_equal(
+            reply.rows[0, column : column + len(want)].cpu().numpy(), want
+        )
         same(mean[shard : shard + mine], c)
         written = mine if item.feedback else 0
         left_of_row = c - reference.decode_row(want, item.kind, mine, width, item.block)

@@ -1,7 +1,9 @@
-"""One training run twice: under DistributedDataParallel on real ranks, and its twin on replicas in one process.
+"""One training run twice: under DistributedDataParallel on real ranks, and its twin on replicas in
+one process.
 
-The twin knows nothing of buckets, hooks, threads or networks: it takes each parameter's gradients, reduces them as one
-bucket over the simulation and steps every replica. Both must agree in every bit.
+The twin knows nothing of buckets, hooks, threads or networks: it takes each parameter's gradients,
+reduces them as one bucket over the simulation and steps every replica. Both must agree in every
+bit.
 """
 
 import logging
@@ -13,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
@@ -31,7 +36,8 @@ WRAPPERS = {torch.float16: fp16_compress_wrapper, torch.bfloat16: bf16_compress_
 
 
 class Net(nn.Module):
-    """Two branches, of which a forward takes none, one or both; weights are compressed, biases and norms exact."""
+    """Two branches, of which a forward takes none, one or both; weights are compressed, biases and
+    norms exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +109,10 @@ def made(plan: Plan) -> tuple[Net, torch.optim.Optimizer]:
 
 def batch(plan: Plan, rank: int, step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(((plan.seed * 97 + step) * 97 + part) * 97 + rank)
-    x, y = torch.randn(ROWS, 24, generator=generator), torch.randn(ROWS, CLASSES, generator=generator)
+    x, y = (
+        torch.randn(ROWS, 24, generator=generator),
+        torch.randn(ROWS, CLASSES, generator=generator),
+    )
     return x.to(plan.dtype), y.to(plan.dtype)
 
 
@@ -116,7 +125,9 @@ def loss_of(model: nn.Module, plan: Plan, rank: int, step: int, part: int) -> to
 
 
 def steps_of(plan: Plan) -> list[int]:
-    return [step for step in range(plan.first, plan.first + plan.steps) if step not in plan.left_out]
+    return [
+        step for step in range(plan.first, plan.first + plan.steps) if step not in plan.left_out
+    ]
 
 
 def has_data(plan: Plan, rank: int, step: int) -> bool:
@@ -138,7 +149,11 @@ class Session:
         self.plan, self.rank = plan, dist.get_rank(plan.ddp.get("process_group"))
         self.model, self.optimizer = made(plan)
         self.ddp = DistributedDataParallel(self.model, **plan.ddp)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=plan.scale, growth_interval=2) if plan.scale else None
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=plan.scale, growth_interval=2)
+            if plan.scale
+            else None
+        )
         self.log = Log()
         options = {
             "min_numel": MIN_NUMEL,
@@ -154,7 +169,8 @@ class Session:
             hook = commpress.compressed_allreduce_hook
             if plan.wrapped is not None:
                 hook = WRAPPERS[plan.wrapped](hook)
-                hook.__name__ = "wrapped"  # DDP refuses the name of torch's bfloat16 wrapper without NCCL
+                # DDP refuses the name of torch's bfloat16 wrapper without NCCL
+                hook.__name__ = "wrapped"
             self.ddp.register_comm_hook(self.state, hook)
         self.losses: list[float] = []
         self.scales: list[float] = []
@@ -186,7 +202,10 @@ class Session:
 
     def trained(self) -> Trained:
         parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        residuals = {key: (sent.clone(), reduced.clone()) for key, sent, reduced in self.state.residuals.places()}
+        residuals = {
+            key: (sent.clone(), reduced.clone())
+            for key, sent, reduced in self.state.residuals.places()
+        }
         counters = self.state.counters.as_dict()
         return Trained(self.losses, parameters, residuals, self.scales, counters, self.log.lines)
 
@@ -218,7 +237,8 @@ class Log(logging.Handler):
 
 
 def twin(plan: Plan, size: int) -> list[Trained]:
-    """The same run on ``size`` replicas here; without scaler and counters. In a bad step all gradients are zero."""
+    """The same run on ``size`` replicas here; without scaler and counters. In a bad step all
+    gradients are zero."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -263,7 +283,8 @@ def _twin(plan: Plan, size: int) -> list[Trained]:
 def reduce_gradients(
     models: list[nn.Module], stores: list[ResidualStore], policy: Policy, plan: Plan, count: int
 ) -> None:
-    """Every parameter by itself; one that nobody used keeps its None, as in DistributedDataParallel."""
+    """Every parameter by itself; one that nobody used keeps its None, as in
+    DistributedDataParallel."""
     key = plan.state.get("seed", 0) * 1_000_003 + plan.first + count
     feedback = plan.state.get("error_feedback", True)
     for i, name in enumerate(dict(models[0].named_parameters())):
@@ -276,13 +297,22 @@ def reduce_gradients(
             outcomes = in_two_levels(spans, buffers, stores, policy, Topology.parse(topology), key)
         else:
             parts = messages(spans, policy, len(models), feedback=feedback)
-            outcomes = simulate([
-                reduce_bucket(
-                    buffer, [store.attach(m.keys, m.pieces, buffer.device) for m in parts], messages=parts,
-                    transport=transport, workspace=Workspace(), sequence=i, key=key,
-                )
-                for buffer, store, transport in zip(buffers, stores, Loopback(len(models)).transports(), strict=True)
-            ])  # fmt: skip
+            outcomes = simulate(
+                [
+                    reduce_bucket(
+                        buffer,
+                        [store.attach(m.keys, m.pieces, buffer.device) for m in parts],
+                        messages=parts,
+                        transport=transport,
+                        workspace=Workspace(),
+                        sequence=i,
+                        key=key,
+                    )
+                    for buffer, store, transport in zip(
+                        buffers, stores, Loopback(len(models)).transports(), strict=True
+                    )
+                ]
+            )
         for outcome in (o for rank in outcomes for o in rank):
             assert outcome.finite, "the twin takes only steps that are finite"
             outcome.commit()
@@ -294,15 +324,24 @@ def reduce_gradients(
 
 def in_two_levels(spans, buffers, stores, policy, topology, key):
     ranks = []
-    for buffer, store, transport in zip(buffers, stores, Loopback(topology.size).transports(), strict=True):
+    for buffer, store, transport in zip(
+        buffers, stores, Loopback(topology.size).transports(), strict=True
+    ):
         hierarchy = hierarchy_of(topology, transport)
         parts = routes(spans, policy, hierarchy)
         feedbacks = [
-            {i: store.attach(m.keys, m.pieces, buffer.device) for i, m in route.between.items()} for route in parts
+            {i: store.attach(m.keys, m.pieces, buffer.device) for i, m in route.between.items()}
+            for route in parts
         ]
         ranks.append(
             reduce_routes(
-                buffer, feedbacks, plan=parts, hierarchy=hierarchy, workspace=Workspace(), sequence=0, key=key
+                buffer,
+                feedbacks,
+                plan=parts,
+                hierarchy=hierarchy,
+                workspace=Workspace(),
+                sequence=0,
+                key=key,
             )
         )
     return simulate(ranks)

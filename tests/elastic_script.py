@@ -1,4 +1,5 @@
-"""A training run of any kind under commpress.elastic, as one process of several: what is trained, and how, by name."""
+"""A training run of any kind under commpress.elastic, as one process of several: what is trained,
+and how, by name."""
 
 import argparse
 import time
@@ -21,7 +22,9 @@ Made = tuple[Callable[..., Any], dict[str, Any]]
 def net(*, norm: bool = False) -> nn.Module:
     torch.manual_seed(1)
     middle = nn.BatchNorm1d(64) if norm else nn.Tanh()
-    return nn.Sequential(nn.Linear(16, 64), middle, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(16, 64), middle, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -47,7 +50,11 @@ def hook(codec: str = "sign", *, norm: bool = False) -> Made:
     commpress.compress(ddp, codec)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
-    return stepping(ddp, optimizer, schedule), {"model": ddp, "optimizer": optimizer, "schedule": schedule}
+    return stepping(ddp, optimizer, schedule), {
+        "model": ddp,
+        "optimizer": optimizer,
+        "schedule": schedule,
+    }
 
 
 def plain() -> Made:
@@ -123,19 +130,33 @@ def fsdp() -> Made:
 def divided(kind: str) -> Made:
     model = net()
     if kind == "sharded":
-        optimizer: Any = commpress.ShardedOneBitAdam(model.named_parameters(), lr=1e-3, warmup_steps=30)
+        optimizer: Any = commpress.ShardedOneBitAdam(
+            model.named_parameters(), lr=1e-3, warmup_steps=30
+        )
     else:
-        optimizer = commpress.Partitioned(model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8")
+        optimizer = commpress.Partitioned(
+            model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8"
+        )
     return stepping(model, optimizer), {"model": model, "optimizer": optimizer}
 
 
 WHOLE = {
-    "hook": hook, "low-rank": lambda: hook("powersgd-2"), "norm": lambda: hook("int8", norm=True), "plain": plain,
+    "hook": hook,
+    "low-rank": lambda: hook("powersgd-2"),
+    "norm": lambda: hook("int8", norm=True),
+    "plain": plain,
     "scaled": scaled,
-    "accumulated": accumulated, "onebit": lambda: compressed("onebit"), "zero-one": lambda: compressed("zero-one"),
-    "overlap": overlapped, "local": local,
-}  # fmt: skip
-DIVIDED = {"fsdp": fsdp, "sharded": lambda: divided("sharded"), "partitioned": lambda: divided("partitioned")}
+    "accumulated": accumulated,
+    "onebit": lambda: compressed("onebit"),
+    "zero-one": lambda: compressed("zero-one"),
+    "overlap": overlapped,
+    "local": local,
+}
+DIVIDED = {
+    "fsdp": fsdp,
+    "sharded": lambda: divided("sharded"),
+    "partitioned": lambda: divided("partitioned"),
+}
 
 
 def data() -> TensorDataset:
@@ -144,8 +165,15 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
-def run_of(kind: str, *, workers: int = 0, before: Callable[[int], object] = lambda step: None, **options: Any) -> Any:
-    """The loop of this process, over the default group; ``before`` is called in each step, with the steps committed so far."""
+def run_of(
+    kind: str,
+    *,
+    workers: int = 0,
+    before: Callable[[int], object] = lambda step: None,
+    **options: Any,
+) -> Any:
+    """The loop of this process, over the default group; ``before`` is called in each step, with the
+    steps committed so far."""
     dataset, times = data(), 3 if kind == "accumulated" else 1
     sampler = commpress.ElasticSampler(dataset, BATCH * times, seed=3)
     loader = DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers)
@@ -180,11 +208,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     commpress.init_process_group("commpress")
-    snapshots = commpress.Snapshots(options.snapshots, every=options.every) if options.snapshots else None
+    snapshots = (
+        commpress.Snapshots(options.snapshots, every=options.every) if options.snapshots else None
+    )
     run = run_of(
-        options.kind, workers=options.workers, before=lambda step: time.sleep(options.pace), steps=options.steps,
-        join=options.join, snapshots=snapshots,
-    )  # fmt: skip
+        options.kind,
+        workers=options.workers,
+        before=lambda step: time.sleep(options.pace),
+        steps=options.steps,
+        join=options.join,
+        snapshots=snapshots,
+    )
     if options.join is None:
         print(f"join with --join {run.contact}", flush=True)
     losses = list(run)

@@ -1,7 +1,9 @@
-"""A world of ranks that come and go: threads of this process, a group that can be formed anew, and messages that may break.
+"""A world of ranks that come and go: threads of this process, a group that can be formed anew, and
+messages that may break.
 
-It does what the group of backend "commpress" promises, and nothing else: whoever waits for someone that has died, or that has
-begun to form the group anew, fails; ``reform`` returns on all who live, the same epoch for all of them.
+It does what the group of backend "commpress" promises, and nothing else: whoever waits for someone
+that has died, or that has begun to form the group anew, fails; ``reform`` returns on all who live,
+the same epoch for all of them.
 """
 
 import threading
@@ -35,7 +37,8 @@ class Group:
 
 
 class Blocking:
-    """A loopback transport whose waits block until the message is there, or the epoch has broken."""
+    """A loopback transport whose waits block until the message is there, or the epoch has
+    broken."""
 
     def __init__(self, world, epoch, name, rank):
         self.world, self.epoch = world, epoch
@@ -74,7 +77,9 @@ class _Wait:
     def wait(self):
         world, epoch = self.transport.world, self.transport.epoch
         with world.changed:
-            done = world.changed.wait_for(lambda: epoch.broken or not (self.work.missing | self.work.kept), PATIENCE)
+            done = world.changed.wait_for(
+                lambda: epoch.broken or not (self.work.missing | self.work.kept), PATIENCE
+            )
             assert done, "a rank waited in vain, and nobody told it"
             if self.lost:
                 world.break_up(epoch)
@@ -83,7 +88,8 @@ class _Wait:
 
 
 class Rank:
-    """One process: its group, and the channels made over it. ``owed``: a number that it owes the others."""
+    """One process: its group, and the channels made over it. ``owed``: a number that it owes the
+    others."""
 
     timeout = timedelta(seconds=PATIENCE)
 
@@ -105,7 +111,11 @@ class Rank:
     @property
     def waiting(self):
         with self.world.changed:
-            return sum(1 for visitor in self.world.visitors if visitor.alive and self.epoch is self.world.current)
+            return sum(
+                1
+                for visitor in self.world.visitors
+                if visitor.alive and self.epoch is self.world.current
+            )
 
     def reform(self, timeout=None, *, say=b"", age=0, join=None, minimum=1, admit=True):
         assert admit, "there is nothing to rehearse"
@@ -115,7 +125,9 @@ class Rank:
         """The first who stays owes from now on what the leavers do."""
         channel = self.channels["gradients"]
         mine = [self.owed if self.rank() in leaving else 0.0]
-        given = channel.run(gathered(mine, transport=channel.transport, sequence=channel.take()))[:, 0].sum()
+        given = channel.run(gathered(mine, transport=channel.transport, sequence=channel.take()))[
+            :, 0
+        ].sum()
         stay = [rank for rank in range(self.size()) if rank not in leaving]
         self.owed = 0.0 if self.rank() in leaving else self.owed + given * (self.rank() == stay[0])
 
@@ -131,7 +143,11 @@ class Rank:
     def connect(self):
         for name, channel in self.channels.items():
             transport = Blocking(self.world, self.epoch, name, self.rank())
-            channel.transport, channel.rank, channel.size = Counted(transport), transport.rank, transport.size
+            channel.transport, channel.rank, channel.size = (
+                Counted(transport),
+                transport.rank,
+                transport.size,
+            )
             channel._numbers = Numbers()
 
 
@@ -223,7 +239,9 @@ class World:
                 self.arrived[before][rank] = said
             self._form()
             self.changed.notify_all()
-            done = self.changed.wait_for(lambda: rank.change is not None or not rank.alive, PATIENCE)
+            done = self.changed.wait_for(
+                lambda: rank.change is not None or not rank.alive, PATIENCE
+            )
             assert done, "reform hangs"
             if not rank.alive:
                 raise Killed

@@ -1,11 +1,13 @@
-"""Ranks in forked interpreters that train a DDP model and end right after a collective. Prints how each run ended.
+"""Ranks in forked interpreters that train a DDP model and end right after a collective. Prints how
+each run ended.
 
     exit_ranks.py WHAT RUNS     WHAT: plain, hook, optimizer, backend
 
-The C++ reducer of a DDP model that is freed after its process group was destroyed may be the group's last owner: it then waits
-for Gloo's threads while it holds the interpreter's lock, for which one of them waits to let go of a collective's tensors.
-Whether one does is a matter of luck, which is helped here: with torch's DDP alone these ranks hang. A second model lives until
-the interpreter ends.
+The C++ reducer of a DDP model that is freed after its process group was destroyed may be the
+group's last owner: it then waits for Gloo's threads while it holds the interpreter's lock, for
+which one of them waits to let go of a collective's tensors. Whether one does is a matter of luck,
+which is helped here: with torch's DDP alone these ranks hang. A second model lives until the
+interpreter ends.
 """
 
 import contextlib
@@ -36,7 +38,9 @@ def train(what, group=None):
     if what == "hook":
         commpress.compress(ddp)
     if what == "optimizer":
-        commpress.overlap(ddp, commpress.OneBitAdam(model.parameters(), warmup_steps=2, process_group=group))
+        commpress.overlap(
+            ddp, commpress.OneBitAdam(model.parameters(), warmup_steps=2, process_group=group)
+        )
     for _ in range(3):
         ddp(torch.randn(8, 64)).sum().backward()
     return ddp
@@ -61,11 +65,14 @@ def free_after_its_group(what):
 
 
 def hold_gloo(group):
-    """A thread of Gloo is about to let go of the tensors of a collective, and comes to it where this one waits."""
+    """A thread of Gloo is about to let go of the tensors of a collective, and comes to it where
+    this one waits."""
     others = [int(thread) for thread in os.listdir("/proc/self/task") if int(thread) != os.getpid()]
     core = {min(os.sched_getaffinity(0))}
     sys.setswitchinterval(SECONDS)
-    dist.all_gather([torch.empty(64, 64) for _ in range(2)], torch.ones(64, 64), group=group, async_op=True)
+    dist.all_gather(
+        [torch.empty(64, 64) for _ in range(2)], torch.ones(64, 64), group=group, async_op=True
+    )
     end = time.perf_counter() + 0.5
     while time.perf_counter() < end:  # not sleep(), which gives the lock away
         pass
@@ -102,12 +109,16 @@ def ended(children):
                 os.waitpid(child, 0)
                 statuses[child] = "hangs"
         time.sleep(0.01)
-    return max(statuses.values(), key=lambda how: ("well", "hangs").index(how) if how in ("well", "hangs") else 2)
+    return max(
+        statuses.values(),
+        key=lambda how: ("well", "hangs").index(how) if how in ("well", "hangs") else 2,
+    )
 
 
 def main(what, runs):
     torch.set_num_threads(1)
-    run(compressed_allreduce(torch.ones(8320), codec="sign", transport=Loopback(1).transport(0)))  # compile before the fork
+    # compile before the fork
+    run(compressed_allreduce(torch.ones(8320), codec="sign", transport=Loopback(1).transport(0)))
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             children = []

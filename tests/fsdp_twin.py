@@ -21,7 +21,11 @@ WIDTH = 40
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())
@@ -83,7 +87,9 @@ class Trained:
 def shard(plan: Plan) -> nn.Module:
     torch.manual_seed(0)
     model = Net(recompute=plan.recompute).to(plan.model_dtype)
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=plan.reduce_dtype)}
+    options = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=plan.reduce_dtype)
+    }
     if plan.backend != "gloo":
         import_module("commpress.backend")
         options["mesh"] = DeviceMesh.from_group(dist.new_group(backend=plan.backend), "cpu")
@@ -102,12 +108,22 @@ def shard(plan: Plan) -> nn.Module:
 class Session:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.model = plan, shard(plan)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=plan.scale or 1.0, enabled=plan.scale > 0)
-        options = {"min_numel": 0, **({"grad_scaler": self.scaler} if plan.scale else {}), **plan.options}
-        self.state = (
-            commpress.compress_fsdp(self.model, plan.gradients, plan.weights, **options) if plan.compressed else None
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=plan.scale or 1.0, enabled=plan.scale > 0
         )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
+        options = {
+            "min_numel": 0,
+            **({"grad_scaler": self.scaler} if plan.scale else {}),
+            **plan.options,
+        }
+        self.state = (
+            commpress.compress_fsdp(self.model, plan.gradients, plan.weights, **options)
+            if plan.compressed
+            else None
+        )
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=plan.lr, momentum=plan.momentum
+        )
         self.losses, self.norms = [], []
 
     def backward(self, step: int) -> None:
@@ -117,7 +133,10 @@ class Session:
                 self.model.set_requires_gradient_sync(part == plan.accumulate - 1)
             seed = (step * 10 + part) * 10 + (0 if plan.same_data else dist.get_rank())
             generator = torch.Generator().manual_seed(seed)
-            x, y = torch.randint(13, (6,), generator=generator), torch.randint(7, (6,), generator=generator)
+            x, y = (
+                torch.randint(13, (6,), generator=generator),
+                torch.randint(7, (6,), generator=generator),
+            )
             loss = nn.functional.cross_entropy(self.model(x).float(), y)
             self.scaler.scale(loss).backward()
             self.losses.append(loss.item())
@@ -140,7 +159,12 @@ class Session:
     def trained(self) -> Trained:
         sent, compressed = (0, 0, 0, 0), (0, 0)
         if s := self.state:
-            sent = (s.gradients.wire_bytes, s.gradients.logical_bytes, s.weights.wire_bytes, s.weights.logical_bytes)
+            sent = (
+                s.gradients.wire_bytes,
+                s.gradients.logical_bytes,
+                s.weights.wire_bytes,
+                s.weights.logical_bytes,
+            )
             compressed = (s.gradients.compressed_elements, s.weights.compressed_elements)
         whole = {n: p.full_tensor().detach().clone() for n, p in self.model.named_parameters()}
         return Trained(self.losses, whole, self.gradients, self.norms, sent, compressed)
@@ -152,7 +176,8 @@ def train(plan: Plan) -> Trained:
 
 
 def both(plan: Plan) -> tuple[Trained, Trained]:
-    """Plain and compressed, in one call. Gloo cannot divide by a factor while it adds, so plain FSDP2 divides afterwards."""
+    """Plain and compressed, in one call. Gloo cannot divide by a factor while it adds, so plain
+    FSDP2 divides afterwards."""
     plain = {**plan.__dict__, "compressed": False, "force_sum": plan.force_sum or plan.divide > 0}
     return train(Plan(**plain)), train(plan)
 
@@ -164,7 +189,8 @@ def equal(one: Trained, two: Trained) -> None:
 
 
 def carried(plan: Plan, folder: str, load: bool) -> dict[str, Any]:
-    """Elastic state, residuals whole: saved after a run, or loaded from what another number of ranks saved."""
+    """Elastic state, residuals whole: saved after a run, or loaded from what another number of
+    ranks saved."""
     torch.set_num_threads(1)
     session = Session(plan)
     if load:

@@ -1,4 +1,5 @@
-"""Collectives and training runs over a process group of any backend, for tests that compare backends bit for bit."""
+"""Collectives and training runs over a process group of any backend, for tests that compare
+backends bit for bit."""
 
 import os
 import warnings
@@ -24,7 +25,12 @@ WIDTH = 32
 
 
 def as_world(
-    backend: str, file: str, function: Callable[..., Any], *args: Any, pg_options: Any = None, seconds: float = 60
+    backend: str,
+    file: str,
+    function: Callable[..., Any],
+    *args: Any,
+    pg_options: Any = None,
+    seconds: float = 60,
 ) -> Any:
     """``function(*args)`` with a default group of ``backend`` in place of the pool's."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -32,9 +38,13 @@ def as_world(
     dist.destroy_process_group()
     assert "COMMPRESS" in dir(dist.Backend), commpress.backend
     dist.init_process_group(
-        backend, init_method=f"file://{file}-{backend.replace(':', '-')}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=seconds), pg_options=pg_options,
-    )  # fmt: skip
+        backend,
+        init_method=f"file://{file}-{backend.replace(':', '-')}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+        pg_options=pg_options,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about its renamed functions
         return function(*args)
@@ -51,7 +61,8 @@ class Numbers:
 
 
 def every_collective() -> list[torch.Tensor]:
-    """Every collective, point-to-point and coalesced call of torch.distributed; what each rank holds afterwards."""
+    """Every collective, point-to-point and coalesced call of torch.distributed; what each rank
+    holds afterwards."""
     made, results = Numbers(), []
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -102,7 +113,8 @@ def every_collective() -> list[torch.Tensor]:
             all_gather_single(out, inp)
     together.wait()
     keep(*(out for out, _ in pairs))
-    gives = [(rank + peer) % 3 for peer in range(size)]  # symmetric: what i gives to j, j gives to i
+    # symmetric: what i gives to j, j gives to i
+    gives = [(rank + peer) % 3 for peer in range(size)]
     out = torch.empty(sum(gives), 2)
     dist.all_to_all_single(out, made(sum(gives), 2), gives, gives)
     keep(out)
@@ -118,7 +130,10 @@ def every_collective() -> list[torch.Tensor]:
         sending.wait()
         keep(out)
     to, fro = made(50), torch.empty(50)
-    operations = [dist.P2POp(dist.isend, to, (rank + 1) % size), dist.P2POp(dist.irecv, fro, (rank - 1) % size)]
+    operations = [
+        dist.P2POp(dist.isend, to, (rank + 1) % size),
+        dist.P2POp(dist.irecv, fro, (rank - 1) % size),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     keep(fro)
@@ -127,8 +142,14 @@ def every_collective() -> list[torch.Tensor]:
     dist.all_gather_object(objects, {"rank": rank})
     keep(torch.tensor([o["rank"] for o in objects]))  # type: ignore[index]
     group = dist.group.WORLD
-    keep(functional.all_reduce(made(4), "sum", group), functional.all_gather_tensor(made(2, 2), 0, group))
-    keep(functional.reduce_scatter_tensor(made(size * 2), "sum", 0, group), functional.broadcast(made(3), 1, group))
+    keep(
+        functional.all_reduce(made(4), "sum", group),
+        functional.all_gather_tensor(made(2, 2), 0, group),
+    )
+    keep(
+        functional.reduce_scatter_tensor(made(size * 2), "sum", 0, group),
+        functional.broadcast(made(3), 1, group),
+    )
     keep(functional.all_to_all_single(made(size), None, None, group))
     return results
 
@@ -150,7 +171,9 @@ def from_anyone(made: Numbers, rank: int, size: int) -> list[torch.Tensor]:
 
 def net() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+    return nn.Sequential(
+        nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)
+    )
 
 
 def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
@@ -178,7 +201,10 @@ def train_ddp() -> list[torch.Tensor]:
 
 def train_fsdp1() -> list[torch.Tensor]:
     model = FullyShardedDataParallel(
-        net(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True
+        net(),
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        use_orig_params=True,
     )
     seen = train(model)
     with FullyShardedDataParallel.summon_full_params(model):
@@ -211,4 +237,9 @@ def use_dtensor() -> list[torch.Tensor]:
     sharded = distribute_tensor(made(12, 6), mesh, [Shard(0)])
     moved = sharded.redistribute(mesh, [Shard(1)])
     product = sharded @ distribute_tensor(made(6, 4), mesh, [Replicate()])
-    return [sharded.full_tensor(), moved.to_local().clone(), product.full_tensor(), whole(product.sum())]
+    return [
+        sharded.full_tensor(),
+        moved.to_local().clone(),
+        product.full_tensor(),
+        whole(product.sum()),
+    ]

@@ -1,4 +1,5 @@
-"""Run on two ranks: Lightning's Trainer with the callback; asserts what must hold. The argument is a folder."""
+"""Run on two ranks: Lightning's Trainer with the callback; asserts what must hold. The argument is
+a folder."""
 
 import sys
 
@@ -14,7 +15,10 @@ class Module(LightningModule):
     def __init__(self, ours):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.ours = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)), ours
+        self.net, self.ours = (
+            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)),
+            ours,
+        )
 
     def training_step(self, batch, index):
         return self.net(batch[0]).square().mean()
@@ -28,18 +32,30 @@ class Module(LightningModule):
     def configure_optimizers(self):
         if self.ours:
             sync = DoublingIntervals(4, 100)
-            return commpress.ZeroOneAdam(self.net.parameters(), lr=1e-3, sync=sync, variance_updates=2)
+            return commpress.ZeroOneAdam(
+                self.net.parameters(), lr=1e-3, sync=sync, variance_updates=2
+            )
         return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
 
 
 def main(folder):
-    data = torch.utils.data.TensorDataset(torch.randn(84, 32, generator=torch.Generator().manual_seed(3)))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(84, 32, generator=torch.Generator().manual_seed(3))
+    )
     for ours in (True, False):
         callback = commpress.lightning.Compress(codec="sign")
         trainer = Trainer(
-            default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, callbacks=[callback],
-            enable_progress_bar=False, enable_model_summary=False, logger=False, num_sanity_val_steps=0,
-        )  # fmt: skip
+            default_root_dir=folder,
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=3,
+            callbacks=[callback],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+            num_sanity_val_steps=0,
+        )
         loader = torch.utils.data.DataLoader(data, batch_size=6)
         trainer.fit(Module(ours), loader, torch.utils.data.DataLoader(data, batch_size=42))
         assert callback.state.counters.steps == 21

@@ -1,6 +1,7 @@
 """Rank processes under mpirun that tests run functions on; as ``ranks`` has them over Gloo.
 
-Run by mpirun, this file is one rank: it connects to the tests over a socket in the file system and does what it is told.
+Run by mpirun, this file is one rank: it connects to the tests over a socket in the file system and
+does what it is told.
 """
 
 import multiprocessing
@@ -38,7 +39,11 @@ def command(size: int, *rest: str, options: Collection[str] = ()) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     """Ours, with no trace of another launcher."""
-    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    ours = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     return ours | ENVIRONMENT | more
 
 
@@ -47,13 +52,20 @@ class MpiRanks:
 
     def __init__(self, size: int, *, options: Collection[str] = ()) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mpi-")
-        self._size, self._options, self._key = size, options, bytes(multiprocessing.current_process().authkey)
+        self._size, self._options, self._key = (
+            size,
+            options,
+            bytes(multiprocessing.current_process().authkey),
+        )
         self._job: subprocess.Popen[str] | None = None
         self._pipes: dict[int, Connection] = {}
         self._output = Path(self._folder.name, "output")
 
-    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, lost: Collection[int] = ()) -> list[Any]:
-        """``function(comm, *args)`` on the first ``size`` ranks, ``comm`` theirs; all results, or the first error."""
+    def run(
+        self, function: Callable[..., Any], *args: Any, size: int = 2, lost: Collection[int] = ()
+    ) -> list[Any]:
+        """``function(comm, *args)`` on the first ``size`` ranks, ``comm`` theirs; all results, or
+        the first error."""
         self._start()
         for rank in range(self._size):
             self._pipes[rank].send((function, args, size))
@@ -68,7 +80,9 @@ class MpiRanks:
                 try:
                     outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    raise AssertionError(f"MPI rank {rank} ended\n{self._output.read_text()}") from None
+                    raise AssertionError(
+                        f"MPI rank {rank} ended\n{self._output.read_text()}"
+                    ) from None
         for outcome in outcomes.values():
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -95,9 +109,12 @@ class MpiRanks:
             with self._output.open("w") as output:
                 self._job = subprocess.Popen(
                     command(self._size, __file__, address, options=self._options),
-                    env=environment(MPI_RANKS_KEY=self._key.hex()), stdin=subprocess.DEVNULL, stdout=output,
-                    stderr=subprocess.STDOUT, text=True,
-                )  # fmt: skip
+                    env=environment(MPI_RANKS_KEY=self._key.hex()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
             for _ in range(self._size):
                 pipe = listener.accept()
                 self._pipes[pipe.recv()] = pipe
@@ -121,7 +138,9 @@ def serve(address: str, key: bytes) -> None:
             try:
                 outcome = function(comm, *args) if comm != MPI.COMM_NULL else None
             except Exception as error:
-                error.add_note(f"on MPI rank {world.rank}:\n{''.join(traceback.format_exception(error))}")
+                error.add_note(
+                    f"on MPI rank {world.rank}:\n{''.join(traceback.format_exception(error))}"
+                )
                 outcome = error
             pipe.send(outcome)
 

@@ -1,4 +1,5 @@
-"""A pool of ranks under mpirun that is used as the pool over Gloo is: each call has a default group of a backend."""
+"""A pool of ranks under mpirun that is used as the pool over Gloo is: each call has a default group
+of a backend."""
 
 import itertools
 import warnings
@@ -19,20 +20,37 @@ class MpiWorld:
         self._calls = itertools.count()
 
     def run(
-        self, function: Callable[..., Any], *args: Any, size: int = 2, pg_options: Any = None, seconds: float = 60
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int = 2,
+        pg_options: Any = None,
+        seconds: float = 60,
     ) -> list[Any]:
         file = str(self.folder / f"rendezvous-{self.backend}-{next(self._calls)}")
-        return self.ranks.run(in_world, self.backend, file, function, args, pg_options, seconds, size=size)
+        return self.ranks.run(
+            in_world, self.backend, file, function, args, pg_options, seconds, size=size
+        )
 
 
 def in_world(
-    comm: Any, backend: str, file: str, function: Callable[..., Any], args: tuple[Any, ...], pg_options: Any, seconds: float
+    comm: Any,
+    backend: str,
+    file: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    pg_options: Any,
+    seconds: float,
 ) -> Any:
     assert "COMMPRESS_MPI" in dir(dist.Backend), commpress.backend
     dist.init_process_group(
-        backend, init_method=f"file://{file}", rank=comm.rank, world_size=comm.size, pg_options=pg_options,
+        backend,
+        init_method=f"file://{file}",
+        rank=comm.rank,
+        world_size=comm.size,
+        pg_options=pg_options,
         timeout=timedelta(seconds=seconds),
-    )  # fmt: skip
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about its renamed functions
         try:

@@ -1,4 +1,5 @@
-"""Small faults put into a copy of the package one after the other: some test must notice each. ``make mutants`` runs them.
+"""Small faults put into a copy of the package one after the other: some test must notice each.
+``make mutants`` runs them.
 
 A mutant that no longer applies, because its line has changed, counts as a failure: write it anew.
 """
@@ -16,7 +17,9 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", ".*_cache", ".hypothesis", "site")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", "build", "dist", "*.egg-info", ".*_cache", ".hypothesis", "site"
+)
 
 
 class Mutant(NamedTuple):
@@ -29,318 +32,543 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
-        "the residual keeps what was sent", "commpress/feedback.py",
-        "            setattr(self, name, theirs)\n            setattr(other, name, mine)",
-        "            setattr(self, name, mine)\n            setattr(other, name, theirs)",
+        "the residual keeps what was sent",
+        "commpress/feedback.py",
+        ("            setattr(self, name, theirs)\n            setattr(other, name, mine)"),
+        ("            setattr(self, name, mine)\n            setattr(other, name, theirs)"),
         "tests/test_allreduce.py",
     ),
     Mutant(
-        "a mean that is not finite is committed", "collectives/allreduce.py",
-        "    if outcome.finite:\n        outcome.commit()\n    return outcome.finite",
-        "    outcome.commit()\n    return outcome.finite",
+        "a mean that is not finite is committed",
+        "collectives/allreduce.py",
+        ("    if outcome.finite:\n        outcome.commit()"),
+        "    outcome.commit()",
         "tests/test_allreduce.py",
     ),
     Mutant(
-        "both directions draw the same noise", "collectives/allreduce.py",
-        "direction * 0xC2B2AE35", "0 * direction", "tests/test_allreduce.py",
+        "both directions draw the same noise",
+        "collectives/allreduce.py",
+        "direction * 0xC2B2AE35",
+        "0 * direction",
+        "tests/test_allreduce.py",
     ),
     Mutant(
-        "a mean that comes back in another codec forgets that a row stands for several ranks", "collectives/allreduce.py",
-        "factor = ranks / divisor if divisor else 1.0", "factor = 1.0", "tests/test_two_level.py",
-    ),
-    Mutant(
-        "all ranks draw the same noise", "collectives/allreduce.py", "rank * 0x85EBCA6B", "0 * rank", "tests/test_allreduce.py",
-    ),
-    Mutant(
-        "what is owed is paid twice", "commpress/feedback.py",
-        "                sent.zero_()\n                reduced.zero_()", "                sent.zero_()",
-        "tests/test_feedback.py",
-    ),
-    Mutant(
-        "a scatter commits what is not finite", "collectives/reduce_scatter.py",
-        "Outcome(deal.every, not flags & NOT_FINITE,", "Outcome(deal.every, True,",
-        "tests/test_reduce_scatter.py",
-    ),
-    Mutant(
-        "a node's NaN stays in the node", "collectives/two_level.py",
-        "flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))", "flag.zero_()",
+        "a mean that comes back in another codec forgets that a row stands for several ranks",
+        "collectives/allreduce.py",
+        "factor = ranks / divisor if divisor else 1.0",
+        "factor = 1.0",
         "tests/test_two_level.py",
     ),
     Mutant(
-        "an elastic state holds a rank's reduced residual once for all ranks", "commpress/feedback.py",
-        "own += size * reduced[: own.numel()]", "own += reduced[: own.numel()]", "tests/test_resume.py",
+        "all ranks draw the same noise",
+        "collectives/allreduce.py",
+        "rank * 0x85EBCA6B",
+        "0 * rank",
+        "tests/test_allreduce.py",
     ),
     Mutant(
-        "any rank's exact state is taken", "collectives/residual_state.py",
-        'if (first["size"], first["rank"]) != (transport.size, transport.rank):', 'if first["size"] != transport.size:',
+        "what is owed is paid twice",
+        "commpress/feedback.py",
+        "                reduced.zero_()",
+        "",
+        "tests/test_feedback.py",
+    ),
+    Mutant(
+        "a scatter commits what is not finite",
+        "collectives/reduce_scatter.py",
+        "Outcome(deal.every, not flags & NOT_FINITE,",
+        "Outcome(deal.every, True,",
+        "tests/test_reduce_scatter.py",
+    ),
+    Mutant(
+        "a node's NaN stays in the node",
+        "collectives/two_level.py",
+        "flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))",
+        "flag.zero_()",
+        "tests/test_two_level.py",
+    ),
+    Mutant(
+        "an elastic state holds a rank's reduced residual once for all ranks",
+        "commpress/feedback.py",
+        "own += size * reduced[: own.numel()]",
+        "own += reduced[: own.numel()]",
         "tests/test_resume.py",
     ),
     Mutant(
-        "EF21 forgets what was known", "collectives/ef21.py",
-        "torch.add(old.known[kept : kept + numel], change, alpha=gain, out=known)", "known.copy_(change).mul_(gain)",
+        "any rank's exact state is taken",
+        "collectives/residual_state.py",
+        'if (first["size"], first["rank"]) != (transport.size, transport.rank):',
+        'if first["size"] != transport.size:',
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "EF21 forgets what was known",
+        "collectives/ef21.py",
+        "torch.add(old.known[kept : kept + numel], change, alpha=gain, out=known)",
+        "known.copy_(change).mul_(gain)",
         "tests/test_ef21.py",
     ),
     Mutant(
-        "EF21 of nodes counts sums as means", "collectives/ef21.py",
-        "new.sent.add_(given, alpha=-gain * scale)", "new.sent.add_(given, alpha=-gain)", "tests/test_ef21.py",
+        "EF21 of nodes counts sums as means",
+        "collectives/ef21.py",
+        "new.sent.add_(given, alpha=-gain * scale)",
+        "new.sent.add_(given, alpha=-gain)",
+        "tests/test_ef21.py",
     ),
     Mutant(
-        "a window decays no weights", "commpress/optim/windows.py",
-        'return 1 - float(group["lr"]) * group["weight_decay"]', "return 1.0", "tests/test_zero_one_adam.py",
+        "a window decays no weights",
+        "commpress/optim/windows.py",
+        'return 1 - float(group["lr"]) * group["weight_decay"]',
+        "return 1.0",
+        "tests/test_zero_one_adam.py",
     ),
     Mutant(
-        "one exact step too many", "commpress/optim/windows.py",
-        "        if step < self.warmup or", "        if step <= self.warmup or",
+        "one exact step too many",
+        "commpress/optim/windows.py",
+        "        if step < self.warmup or",
+        "        if step <= self.warmup or",
         "tests/test_zero_one_adam.py tests/test_schedules.py",
     ),
     Mutant(
-        "the variance is updated inside a window", "commpress/optim/windows.py",
-        "if self.held == 0 and count(step + 1)", "if count(step + 1)", "tests/test_zero_one_adam.py",
+        "the variance is updated inside a window",
+        "commpress/optim/windows.py",
+        "if self.held == 0 and count(step + 1)",
+        "if count(step + 1)",
+        "tests/test_zero_one_adam.py",
     ),
     Mutant(
-        "updates of an interval are rounded down", "commpress/schedules.py",
-        "self.per_interval * octave + -(-inside >> octave)", "self.per_interval * octave + (inside >> octave)",
+        "updates of an interval are rounded down",
+        "commpress/schedules.py",
+        "self.per_interval * octave + -(-inside >> octave)",
+        "self.per_interval * octave + (inside >> octave)",
         "tests/test_schedules.py",
     ),
     Mutant(
-        "QSR is linear", "commpress/schedules.py", "power = 2", "power = 1",
+        "QSR is linear",
+        "commpress/schedules.py",
+        "power = 2",
+        "power = 1",
         "tests/test_schedules.py",
     ),
     Mutant(
-        "a frozen rate that rises counts as stable", "commpress/schedules.py",
-        "if step < self.earliest or facts.peak_step >= step - 1 > 0:", "if step < self.earliest:", "tests/test_schedules.py",
+        "a frozen rate that rises counts as stable",
+        "commpress/schedules.py",
+        "if step < self.earliest or facts.peak_step >= step - 1 > 0:",
+        "if step < self.earliest:",
+        "tests/test_schedules.py",
     ),
     Mutant(
-        "each rank clips by its own norm", "integrations/zero/partitioned.py",
-        "norm = torch.tensor(sum(self._every(mine)) ** 0.5", "norm = torch.tensor(mine**0.5", "tests/test_partitioned.py",
+        "each rank clips by its own norm",
+        "integrations/zero/partitioned.py",
+        (
+            "        norm = torch.tensor(\n"
+            "            sum(self._every(mine)) ** 0.5, dtype=torch.float32, "
+            "device=self.buckets[0].device\n"
+            "        )"
+        ),
+        (
+            "        norm = torch.tensor(mine**0.5, dtype=torch.float32, "
+            "device=self.buckets[0].device)"
+        ),
+        "tests/test_partitioned.py",
     ),
     Mutant(
-        "a put reads the tensor that it replaces", "tiered_mem/packs.py",
-        "(block.slot is not None and not block.leaving) or", "True or", "tests/store/test_store.py",
+        "a put reads the tensor that it replaces",
+        "tiered_mem/packs.py",
+        (
+            "        return (\n"
+            "            (block.slot is not None and not block.leaving)\n"
+            "            or block.size < self.below\n"
+            "            or len(block.entries) > 1\n"
+            "        )"
+        ),
+        "        return True or block.size < self.below or len(block.entries) > 1",
+        "tests/store/test_store.py",
     ),
     Mutant(
-        "a record of an unknown version is read", "tiered_mem/folders.py",
-        "            if found != magic:", "            if False:", "tests/store/test_store_damage.py",
+        "a record of an unknown version is read",
+        "tiered_mem/folders.py",
+        "            if found != magic:",
+        "            if False:",
+        "tests/store/test_store_damage.py",
     ),
     Mutant(
-        "a manifest before its data", "tiered_mem/commit.py",
-        "                self._sync()\n                self._write(cut, snapshot)",
-        "                self._write(cut, snapshot)\n                self._sync()", "tests/store/test_store_crash.py",
+        "a manifest before its data",
+        "tiered_mem/commit.py",
+        ("                self._sync()\n                self._write(cut, snapshot)"),
+        ("                self._write(cut, snapshot)\n                self._sync()"),
+        "tests/store/test_store_crash.py",
     ),
     Mutant(
-        "a round is taken although one of its exchanges was not finite", "collectives/round.py",
-        "            self.finite &= finite\n", "            pass\n", "tests/test_finite.py",
+        "a round is taken although one of its exchanges was not finite",
+        "collectives/round.py",
+        "            self.finite &= finite",
+        "            pass",
+        "tests/test_finite.py",
     ),
     Mutant(
-        "the loss scale stays in residuals", "integrations/ddp/hook.py",
-        "gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0", "gain = 1.0", "tests/test_finite.py",
+        "the loss scale stays in residuals",
+        "integrations/ddp/hook.py",
+        "gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0",
+        "gain = 1.0",
+        "tests/test_finite.py",
     ),
     Mutant(
-        "a float16 mean overflows in silence", "integrations/ddp/hook.py",
-        "                finite = bool(torch.isfinite(bucket).all())", "                finite = True", "tests/test_finite.py",
+        "a float16 mean overflows in silence",
+        "integrations/ddp/hook.py",
+        "                finite = bool(torch.isfinite(bucket).all())",
+        "                finite = True",
+        "tests/test_finite.py",
     ),
     Mutant(
-        "two calls of other dtypes agree", "integrations/process_group/records.py",
-        "return _LAYOUT.pack(_MAGIC, *self)", "return _LAYOUT.pack(_MAGIC, *self._replace(dtype=0))",
+        "two calls of other dtypes agree",
+        "integrations/process_group/records.py",
+        "return _LAYOUT.pack(_MAGIC, *self)",
+        "return _LAYOUT.pack(_MAGIC, *self._replace(dtype=0))",
         "tests/test_group_faults.py",
     ),
     Mutant(
-        "a gradient counts however far it is from what is usual", "kernels/cpu/sources/adam_loops.py",
-        "            new = where_finite(new, within(new, reach * divisor), new)\n", "",
+        "a gradient counts however far it is from what is usual",
+        "kernels/cpu/sources/adam_loops.py",
+        "            new = where_finite(new, within(new, reach * divisor), new)",
+        "",
         "tests/test_optim_arithmetic.py",
     ),
     Mutant(
-        "momentum below the floor is what one bit says", "kernels/cpu/sources/adam_loops.py",
-        "put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, beyond_caches)",
-        "put(momentum, m, at, left, beyond_caches)", "tests/test_optim_arithmetic.py tests/test_tensor_states.py",
+        "momentum below the floor is what one bit says",
+        "kernels/cpu/sources/adam_loops.py",
+        (
+            "            put(\n"
+            "                where_less(own, low, within(momentum, most * own), momentum),\n"
+            "                m,\n"
+            "                at,\n"
+            "                left,\n"
+            "                beyond_caches,\n"
+            "            )"
+        ),
+        "            put(momentum, m, at, left, beyond_caches)",
+        "tests/test_optim_arithmetic.py tests/test_tensor_states.py",
     ),
     Mutant(
-        "only who saw it thaws a tensor", "commpress/optim/optimizer.py",
-        "np.flatnonzero(every.any(axis=0))", "np.flatnonzero(self.tensors.waking())",
+        "only who saw it thaws a tensor",
+        "commpress/optim/optimizer.py",
+        "np.flatnonzero(every.any(axis=0))",
+        "np.flatnonzero(self.tensors.waking())",
         "tests/test_tensor_states.py",
     ),
     Mutant(
-        "who asks is not passed on", "collectives/allreduce.py", "flag | asked, transport", "flag, transport",
+        "who asks is not passed on",
+        "collectives/allreduce.py",
+        "flag | asked, transport",
+        "flag, transport",
         "tests/test_tensor_states.py",
     ),
     Mutant(
-        "one rank alone takes what is not finite", "commpress/optim/replicated.py",
-        "if self.overflowed or not isfinite(self.squares()) or", "if self.overflowed or", "tests/test_optim_common.py",
-    ),
-    Mutant(
-        "weights that need no gradient decay", "commpress/optim/optimizer.py",
-        "return p.requires_grad or p.grad is not None", "return True", "tests/test_optim_common.py",
-    ),
-    Mutant(
-        "a window loses who is left alone from its middle on", "commpress/optim/zero_one_adam.py",
-        "return i in self._members if self.held else super().is_trained(i)", "return super().is_trained(i)",
+        "one rank alone takes what is not finite",
+        "commpress/optim/replicated.py",
+        "if self.overflowed or not isfinite(self.squares()) or",
+        "if self.overflowed or",
         "tests/test_optim_common.py",
     ),
     Mutant(
-        "tensors freeze that have never had a gradient", "commpress/optim/tensor_states.py",
-        "return int((v > 0).sum()) >= (1 - UNSEEN) * v.numel()", "return True", "tests/test_tensor_states.py",
+        "weights that need no gradient decay",
+        "commpress/optim/optimizer.py",
+        "return p.requires_grad or p.grad is not None",
+        "return True",
+        "tests/test_optim_common.py",
     ),
     Mutant(
-        "what a thawed tensor was owed is lost", "commpress/optim/onebit_adam.py",
-        "m = self._momenta[i].addcmul_(self._works[i], s)", "m = self._momenta[i]", "tests/test_tensor_states.py",
+        "a window loses who is left alone from its middle on",
+        "commpress/optim/zero_one_adam.py",
+        "return i in self._members if self.held else super().is_trained(i)",
+        "return super().is_trained(i)",
+        "tests/test_optim_common.py",
     ),
     Mutant(
-        "a frozen variance falls behind AdamW's correction", "commpress/optim/tensor_states.py",
-        "if abs(ratio - 1) > 1e-6:", "if False:", "tests/test_tensor_states.py",
+        "tensors freeze that have never had a gradient",
+        "commpress/optim/tensor_states.py",
+        "return int((v > 0).sum()) >= (1 - UNSEEN) * v.numel()",
+        "return True",
+        "tests/test_tensor_states.py",
     ),
     Mutant(
-        "tensors that travel whole leave behind what owners of rows owed", "collectives/exchange.py",
-        "feedback.join(plan.message.pieces, channel.rank)", "pass", "tests/test_low_rank.py tests/test_optim_whole.py",
+        "what a thawed tensor was owed is lost",
+        "commpress/optim/onebit_adam.py",
+        "m = self._momenta[i].addcmul_(self._works[i], s)",
+        "m = self._momenta[i]",
+        "tests/test_tensor_states.py",
     ),
     Mutant(
-        "what all know of momentum is forgotten", "commpress/optim/onebit_adam.py",
-        "                self.add_known(frozen, group[\"betas\"][0])\n", "", "tests/test_optim_whole.py",
+        "a frozen variance falls behind AdamW's correction",
+        "commpress/optim/tensor_states.py",
+        "if abs(ratio - 1) > 1e-6:",
+        "if False:",
+        "tests/test_tensor_states.py",
     ),
     Mutant(
-        "factors carry no question", "collectives/powersgd.py", "asked |= outcome.asks", "pass", "tests/test_optim_whole.py",
+        "tensors that travel whole leave behind what owners of rows owed",
+        "collectives/exchange.py",
+        "feedback.join(plan.message.pieces, channel.rank)",
+        "pass",
+        "tests/test_low_rank.py tests/test_optim_whole.py",
     ),
     Mutant(
-        "a loaded optimizer keeps its own quanta", "collectives/sketch.py",
-        "    quanta.clear()  # what one rank knows all know\n", "", "tests/test_optim_whole.py",
+        "what all know of momentum is forgotten",
+        "commpress/optim/onebit_adam.py",
+        '                self.add_known(frozen, group["betas"][0])',
+        "",
+        "tests/test_optim_whole.py",
     ),
     Mutant(
-        "bases stay out of an optimizer's checkpoint", "commpress/optim/checkpoint.py",
-        "        exchanges.load_choices(part.get(name, {}))\n", "", "tests/test_optim_whole.py",
+        "factors carry no question",
+        "collectives/powersgd.py",
+        "asked |= outcome.asks",
+        "pass",
+        "tests/test_optim_whole.py",
     ),
     Mutant(
-        "a skipped step counts as a trip", "commpress/optim/tensor_states.py",
-        "in seen.items() if taken else ():", "in seen.items():", "tests/test_tensor_states.py",
+        "a loaded optimizer keeps its own quanta",
+        "collectives/sketch.py",
+        "    quanta.clear()  # what one rank knows all know",
+        "",
+        "tests/test_optim_whole.py",
     ),
     Mutant(
-        "an exact step of 0/1 Adam divides by the bare root", "commpress/optim/zero_one_adam.py",
-        "if self.windows.updates == self.steps_done:\n            super().exact",
-        "if True:\n            super().exact", "tests/test_zero_one_adam.py tests/test_tensor_states.py",
+        "bases stay out of an optimizer's checkpoint",
+        "commpress/optim/checkpoint.py",
+        "        exchanges.load_choices(part.get(name, {}))",
+        "",
+        "tests/test_optim_whole.py",
     ),
     Mutant(
-        "any token is let in at the meeting", "collectives/transports/meeting.py",
-        "if not secrets.compare_digest(token, self.token):", "if False:", "tests/test_meeting.py",
+        "a skipped step counts as a trip",
+        "commpress/optim/tensor_states.py",
+        "in seen.items() if taken else ():",
+        "in seen.items():",
+        "tests/test_tensor_states.py",
     ),
     Mutant(
-        "any proof of the run's key is taken", "collectives/transports/meeting.py",
-        "if not proves(visitor.words[-PROOF:], proof(self._key, CALLER, *seen)):", "if False:", "tests/test_run_key.py",
+        "an exact step of 0/1 Adam divides by the bare root",
+        "commpress/optim/zero_one_adam.py",
+        ("            self._close_alone()\n        if self.windows.updates == self.steps_done:"),
+        ("            self._close_alone()\n        if True:"),
+        "tests/test_zero_one_adam.py tests/test_tensor_states.py",
     ),
     Mutant(
-        "a caller without the run's key is let in", "collectives/transports/meeting.py",
-        "        if bool(kind & KEYED) != (self._key is not None):\n            self._refuse(visitor)\n"
-        "            return None\n        if self._key is None:\n", "        if not kind & KEYED:\n",
+        "any token is let in at the meeting",
+        "collectives/transports/meeting.py",
+        "if not secrets.compare_digest(token, self.token):",
+        "if False:",
+        "tests/test_meeting.py",
+    ),
+    Mutant(
+        "any proof of the run's key is taken",
+        "collectives/transports/meeting.py",
+        "if not proves(visitor.words[-PROOF:], proof(self._key, CALLER, *seen)):",
+        "if False:",
         "tests/test_run_key.py",
     ),
     Mutant(
-        "any door is believed to have the run's key", "collectives/transports/meeting.py",
-        "return answer if proves(given, proof(self._key, DOOR, *seen)) else DIFFERS", "return answer",
+        "a caller without the run's key is let in",
+        "collectives/transports/meeting.py",
+        (
+            "        if bool(kind & KEYED) != (self._key is not None):\n"
+            "            self._refuse(visitor)\n"
+            "            return None\n"
+            "        if self._key is None:"
+        ),
+        "        if not kind & KEYED:",
         "tests/test_run_key.py",
     ),
     Mutant(
-        "a proof is good for any door", "collectives/transports/run_key.py",
-        "challenge, answer, place.encode())", "challenge, answer)", "tests/test_run_key.py",
-    ),
-    Mutant(
-        "a door challenges everybody alike", "collectives/transports/meeting.py",
-        "visitor.challenge, visitor.until = nonce(), ", "visitor.challenge, visitor.until = bytes(NONCE), ",
+        "any door is believed to have the run's key",
+        "collectives/transports/meeting.py",
+        "return answer if proves(given, proof(self._key, DOOR, *seen)) else DIFFERS",
+        "return answer",
         "tests/test_run_key.py",
     ),
     Mutant(
-        "who joins wins by the age that it says", "collectives/transports/roster.py",
-        "if years == oldest or not whole or not yields:", "if years == oldest or not whole:", "tests/test_agreement.py",
+        "a proof is good for any door",
+        "collectives/transports/run_key.py",
+        "challenge, answer, place.encode())",
+        "challenge, answer)",
+        "tests/test_run_key.py",
     ),
     Mutant(
-        "strangers wait without limit", "collectives/transports/meeting.py",
-        "if len(self._visitors) >= self._room:", "if False:", "tests/test_meeting.py",
+        "a door challenges everybody alike",
+        "collectives/transports/meeting.py",
+        "visitor.challenge, visitor.until = nonce(), ",
+        "visitor.challenge, visitor.until = bytes(NONCE), ",
+        "tests/test_run_key.py",
     ),
     Mutant(
-        "a payload shorter than due is taken", "collectives/transports/messages.py",
-        "if message.length != len(self.payload):", "if message.length > len(self.payload):", "tests/test_sockets.py",
+        "who joins wins by the age that it says",
+        "collectives/transports/roster.py",
+        "if years == oldest or not whole or not yields:",
+        "if years == oldest or not whole:",
+        "tests/test_agreement.py",
     ),
     Mutant(
-        "the version of a header is not looked at", "collectives/frame.py",
-        "    if version != _VERSION:\n        return None\n", "", "tests/test_frame.py",
+        "strangers wait without limit",
+        "collectives/transports/meeting.py",
+        "if len(self._visitors) >= self._room:",
+        "if False:",
+        "tests/test_meeting.py",
     ),
     Mutant(
-        "payloads are not checked", "collectives/frame.py",
-        "    if frame.checked:\n        _raise_damaged", "    if False:\n        _raise_damaged", "tests/test_frame.py",
+        "a payload shorter than due is taken",
+        "collectives/transports/messages.py",
+        "if message.length != len(self.payload):",
+        "if message.length > len(self.payload):",
+        "tests/test_sockets.py",
     ),
     Mutant(
-        "flags are left out of the checksum", "collectives/frame.py",
-        "checksum_of(payload, flags)", "checksum_of(payload, 0)", "tests/test_frame.py",
+        "the version of a header is not looked at",
+        "collectives/frame.py",
+        ("    if version != _VERSION:\n        return None"),
+        "",
+        "tests/test_frame.py",
     ),
     Mutant(
-        "lengths from the wire are taken as they come", "collectives/transports/messages.py",
-        "== told and length <= limit else None", "== told else None", "tests/test_sockets.py",
+        "payloads are not checked",
+        "collectives/frame.py",
+        "    if frame.checked:",
+        "    if False:",
+        "tests/test_frame.py",
     ),
     Mutant(
-        "a child keeps its parent's connections", "collectives/transports/meeting.py",
-        "        owner.forked()", "        pass", "tests/test_meeting.py",
+        "flags are left out of the checksum",
+        "collectives/frame.py",
+        "checksum_of(payload, flags)",
+        "checksum_of(payload, 0)",
+        "tests/test_frame.py",
     ),
     Mutant(
-        "every rank keeps the first one's slice of a whole tensor", "integrations/fsdp/whole_parameters.py",
-        "own = slices[self.channel.rank]", "own = slices[0]", "tests/test_fsdp_whole.py",
+        "lengths from the wire are taken as they come",
+        "collectives/transports/messages.py",
+        "== told and length <= limit else None",
+        "== told else None",
+        "tests/test_sockets.py",
     ),
     Mutant(
-        "bases of a sharded model are not loaded", "integrations/fsdp/shard_checkpoint.py",
-        "    _load_choices(state, saved)\n", "", "tests/test_fsdp_checkpoint.py",
+        "a child keeps its parent's connections",
+        "collectives/transports/meeting.py",
+        "        owner.forked()",
+        "        pass",
+        "tests/test_meeting.py",
     ),
     Mutant(
-        "an outer step although the exchange does not count", "commpress/optim/local_updates.py",
-        "        if taken:\n            with", "        if True:\n            with", "tests/test_local_updates.py",
+        "every rank keeps the first one's slice of a whole tensor",
+        "integrations/fsdp/whole_parameters.py",
+        "own = slices[self.channel.rank]",
+        "own = slices[0]",
+        "tests/test_fsdp_whole.py",
     ),
     Mutant(
-        "a round is shorter than its overlap", "commpress/optim/round_schedule.py",
-        "self.length = max(self.every.interval(step, rate, facts), self.shortest)",
-        "self.length = self.every.interval(step, rate, facts)", "tests/test_local_updates.py",
+        "bases of a sharded model are not loaded",
+        "integrations/fsdp/shard_checkpoint.py",
+        "    _load_choices(state, saved)",
+        "",
+        "tests/test_fsdp_checkpoint.py",
     ),
     Mutant(
-        "moments that are not finite stay", "commpress/optim/inner_optimizers.py",
-        "wild = [p for p, state in optimizer.state.items() if torch.is_tensor(p) and not _finite(state)]", "wild = []",
+        "an outer step although the exchange does not count",
+        "commpress/optim/local_updates.py",
+        "        if taken:",
+        "        if True:",
         "tests/test_local_updates.py",
     ),
     Mutant(
-        "a rank a step behind is a donor", "integrations/elastic/declaration.py",
-        "in able.items() if each.steps == most}", "in able.items()}", "tests/test_elastic_loop.py",
+        "a round is shorter than its overlap",
+        "commpress/optim/round_schedule.py",
+        "self.length = max(self.every.interval(step, rate, facts), self.shortest)",
+        "self.length = self.every.interval(step, rate, facts)",
+        "tests/test_local_updates.py",
     ),
     Mutant(
-        "buffers of a step that failed are not put back", "integrations/elastic/repeat.py",
-        "torch._foreach_copy_(self._buffers, self._kept)", "pass", "tests/test_elastic_loop.py",
+        "moments that are not finite stay",
+        "commpress/optim/inner_optimizers.py",
+        (
+            "            wild = [\n"
+            "                p\n"
+            "                for p, state in optimizer.state.items()\n"
+            "                if torch.is_tensor(p) and not _finite(state)\n"
+            "            ]"
+        ),
+        "            wild = []",
+        "tests/test_local_updates.py",
     ),
     Mutant(
-        "a repeated step draws other random numbers", "integrations/elastic/loop.py",
-        "        if self._again:\n            self._mark.draw_again()\n", "", "tests/test_elastic_loop.py",
+        "a rank a step behind is a donor",
+        "integrations/elastic/declaration.py",
+        "in able.items() if each.steps == most}",
+        "in able.items()}",
+        "tests/test_elastic_loop.py",
     ),
     Mutant(
-        "a snapshot without agreement", "integrations/elastic/loop.py",
+        "buffers of a step that failed are not put back",
+        "integrations/elastic/repeat.py",
+        "torch._foreach_copy_(self._buffers, self._kept)",
+        "pass",
+        "tests/test_elastic_loop.py",
+    ),
+    Mutant(
+        "a repeated step draws other random numbers",
+        "integrations/elastic/loop.py",
+        ("        if self._again:\n            self._mark.draw_again()"),
+        "",
+        "tests/test_elastic_loop.py",
+    ),
+    Mutant(
+        "a snapshot without agreement",
+        "integrations/elastic/loop.py",
         'leaves = self._asked(self.attendance.leaving and self.build is not None, "snapshot")',
-        "leaves = self.attendance.leaving and self.build is not None", "tests/test_elastic_loop.py",
+        "leaves = self.attendance.leaving and self.build is not None",
+        "tests/test_elastic_loop.py",
     ),
     Mutant(
-        "snapshots of another run give way", "integrations/elastic/snapshots.py",
-        "if self.last > step + self.every:", "if self.last > step + 2 * self.every:", "tests/test_elastic_snapshots.py",
+        "snapshots of another run give way",
+        "integrations/elastic/snapshots.py",
+        "if self.last > step + self.every:",
+        "if self.last > step + 2 * self.every:",
+        "tests/test_elastic_snapshots.py",
     ),
     Mutant(
-        "a position under another seed", "integrations/elastic/sampler.py",
-        'for name in ("samples", "shuffle", "seed"):', 'for name in ("samples", "shuffle"):', "tests/test_elastic_sampler.py",
+        "a position under another seed",
+        "integrations/elastic/sampler.py",
+        'for name in ("samples", "shuffle", "seed"):',
+        'for name in ("samples", "shuffle"):',
+        "tests/test_elastic_sampler.py",
     ),
     Mutant(
-        "an epoch in doubt is adopted if any rank is ready", "collectives/transports/roster.py",
-        'all((report["ready"] or {})', 'any((report["ready"] or {})', "tests/test_roster.py",
+        "an epoch in doubt is adopted if any rank is ready",
+        "collectives/transports/roster.py",
+        "        if epoch.number > last.number and all(",
+        "        if epoch.number > last.number and any(",
+        "tests/test_roster.py",
     ),
     Mutant(
-        "who began to agree is not looked at", "collectives/transports/roster.py",
+        "who began to agree is not looked at",
+        "collectives/transports/roster.py",
         "return all(place in dead and (place not in began or place in met) for place in lost)",
-        "return all(place in dead for place in lost)", "tests/test_roster.py",
+        "return all(place in dead for place in lost)",
+        "tests/test_roster.py",
     ),
     Mutant(
-        "residuals of a change that is not finite are committed", "commpress/optim/local_updates.py",
-        "settle(outcomes, taken=taken)", "settle(outcomes, taken=True)", "tests/test_local_updates.py",
+        "residuals of a change that is not finite are committed",
+        "commpress/optim/local_updates.py",
+        "settle(outcomes, taken=taken)",
+        "settle(outcomes, taken=True)",
+        "tests/test_local_updates.py",
     ),
     Mutant(
-        "gradients leave by the forward codec", "integrations/pipeline/edges.py",
-        "wanted = gradient_codec if gradient else codec", "wanted = codec", "tests/test_pipeline_edges.py",
+        "gradients leave by the forward codec",
+        "integrations/pipeline/edges.py",
+        "wanted = gradient_codec if gradient else codec",
+        "wanted = codec",
+        "tests/test_pipeline_edges.py",
     ),
-]  # fmt: skip
+]
 
 
 def copy(folder: Path) -> Path:
@@ -360,12 +588,21 @@ def outcome(mutant: Mutant, folder: Path) -> str:
         return f"DOES NOT APPLY: {mutant.file} holds its line {text.count(mutant.line)} times"
     file.write_text(text.replace(mutant.line, mutant.becomes))
     environment = os.environ | {"PYTHONPATH": str(folder / "site"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable.replace("python3", "python"), "-c", "import pytest; raise SystemExit(pytest.console_main())"]
+    command = [
+        sys.executable.replace("python3", "python"),
+        "-c",
+        "import pytest; raise SystemExit(pytest.console_main())",
+    ]
     try:
         done = subprocess.run(
             [*command, "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return "killed, by a hang"
     finally:
@@ -379,8 +616,15 @@ def outcome(mutant: Mutant, folder: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-k", default="", metavar="WORD", help="only mutants whose fault or file holds this word")
-    parser.add_argument("--jobs", type=int, default=2, help="copies of the checkout, each with a mutant at a time (default 2)")
+    parser.add_argument(
+        "-k", default="", metavar="WORD", help="only mutants whose fault or file holds this word"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=2,
+        help="copies of the checkout, each with a mutant at a time (default 2)",
+    )
     options = parser.parse_args(arguments)
     chosen = [m for m in MUTANTS if options.k in m.fault or options.k in m.file]
     survivors = 0

@@ -17,14 +17,17 @@ class Died(Exception):
 
 
 class Dying(InFront):
-    """Sends ``after`` messages, of one more only the rows of the ranks in ``reached``, and is no more."""
+    """Sends ``after`` messages, of one more only the rows of the ranks in ``reached``, and is no
+    more."""
 
     def __init__(self, inner, after, reached):
         self.left, self.reached = after, reached
         self.stand_for(inner)
 
     def all_to_all(self, out, inp, tag):
-        return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
+        return self.exchange(
+            rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag
+        )
 
     def all_gather(self, out, inp, tag):
         return self.all_to_all(out, inp.expand(self.size, -1), tag)
@@ -33,7 +36,9 @@ class Dying(InFront):
         self.left -= 1
         if self.left >= 0:
             return self.inner.exchange(out, inp, wanted, tag)
-        self.inner.exchange(out, inp._replace(payloads={r: inp.payloads[r] for r in self.reached}), wanted, tag)
+        self.inner.exchange(
+            out, inp._replace(payloads={r: inp.payloads[r] for r in self.reached}), wanted, tag
+        )
         raise Died
 
 

@@ -1,6 +1,8 @@
-"""One rank trains with its optimizer in a store: ``python offload_run.py FOLDER FIRST LAST``, printing each step.
+"""One rank trains with its optimizer in a store: ``python offload_run.py FOLDER FIRST LAST``,
+printing each step.
 
-Batches and learning rates depend on the step alone, so a run that goes on after a kill needs nothing but the store.
+Batches and learning rates depend on the step alone, so a run that goes on after a kill needs
+nothing but the store.
 """
 
 import sys
@@ -12,13 +14,19 @@ import commpress
 from commpress.tiered_mem import Options
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
-SMALL = Options(chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20)
+SMALL = Options(
+    chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20
+)
 
 
 def model() -> torch.nn.Module:
     torch.manual_seed(5)
     return torch.nn.Sequential(
-        torch.nn.Linear(64, 411), torch.nn.Tanh(), torch.nn.Linear(411, 201), torch.nn.LayerNorm(201), torch.nn.Linear(201, 3)
+        torch.nn.Linear(64, 411),
+        torch.nn.Tanh(),
+        torch.nn.Linear(411, 201),
+        torch.nn.LayerNorm(201),
+        torch.nn.Linear(201, 3),
     )
 
 
@@ -32,12 +40,21 @@ def open_store(folder: str) -> commpress.TieredStore:
     return commpress.TieredStore.open(folder, host="1MiB", engine="threads", options=SMALL)
 
 
-def offloaded(net: torch.nn.Module, store: commpress.TieredStore, **more: Any) -> commpress.Offloaded:
+def offloaded(
+    net: torch.nn.Module, store: commpress.TieredStore, **more: Any
+) -> commpress.Offloaded:
     options = {"chunk_mb": 0.032, **OPTIONS, **more}
     return commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=store, **options)
 
 
-def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, *, say: bool = False) -> None:
+def train(
+    net: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    last: int,
+    *,
+    say: bool = False,
+) -> None:
     for step in range(first, last):
         for group in optimizer.param_groups:
             group["lr"] = OPTIONS["lr"] * 0.95**step
@@ -54,4 +71,6 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, la
 if __name__ == "__main__":
     net = model()
     with open_store(sys.argv[1]) as store:
-        train(net, offloaded(net, store, commit_every=3), int(sys.argv[2]), int(sys.argv[3]), say=True)
+        train(
+            net, offloaded(net, store, commit_every=3), int(sys.argv[2]), int(sys.argv[3]), say=True
+        )

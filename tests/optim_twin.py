@@ -1,4 +1,5 @@
-"""Replicas of a few parameters in one process, each with its optimizer, stepped in lockstep over the simulation."""
+"""Replicas of a few parameters in one process, each with its optimizer, stepped in lockstep over
+the simulation."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,8 @@ from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.optimizer_counters import OptimizerCounters
 
 SHAPES = ((40, 50), (700,), (7,))
-boundless = mock.patch.object(tensor_states, "REACH", math.inf)  # for equations: gradients count in full, and nobody wakes up
+# for equations: gradients count in full, and nobody wakes up
+boundless = mock.patch.object(tensor_states, "REACH", math.inf)
 Gradients = list[list[torch.Tensor | None]]  # [rank][parameter]
 
 
@@ -31,7 +33,8 @@ def noise(size: int, step: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> G
     """Gradients with a common part and one of each rank's own."""
     common = start(shapes, 1000 + step)
     return [
-        [c + 0.5 * own for c, own in zip(common, start(shapes, 7919 * (r + 1) + step), strict=True)] for r in range(size)
+        [c + 0.5 * own for c, own in zip(common, start(shapes, 7919 * (r + 1) + step), strict=True)]
+        for r in range(size)
     ]
 
 
@@ -58,9 +61,12 @@ class Replicas:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.size, self.shapes = size, shapes
-        self.parameters = [[torch.nn.Parameter(p.to(dtype)) for p in start(shapes)] for _ in range(size)]
+        self.parameters = [
+            [torch.nn.Parameter(p.to(dtype)) for p in start(shapes)] for _ in range(size)
+        ]
         self.optimizers = [
-            make(p, Recorded(t)) for p, t in zip(self.parameters, Loopback(size).transports(), strict=True)
+            make(p, Recorded(t))
+            for p, t in zip(self.parameters, Loopback(size).transports(), strict=True)
         ]
 
     def step(self, gradients: Gradients) -> list[bool]:
@@ -107,15 +113,19 @@ def beside_adam(group: Replicas, steps: int, **options: Any) -> list[torch.nn.Pa
     return twin
 
 
-def adam_step(adam: torch.optim.Optimizer, twin: Sequence[torch.nn.Parameter], gradients: Gradients) -> None:
-    """A step of torch's optimizer with the mean of the ranks' gradients, one for each parameter of ``twin``."""
+def adam_step(
+    adam: torch.optim.Optimizer, twin: Sequence[torch.nn.Parameter], gradients: Gradients
+) -> None:
+    """A step of torch's optimizer with the mean of the ranks' gradients, one for each parameter of
+    ``twin``."""
     for p, g in zip(twin, mean(gradients), strict=True):
         p.grad = g
     adam.step()
 
 
 def telescoped(group: Replicas, steps: range, beta1: float) -> Iterator[np.ndarray]:
-    """(1 − β1)·Σ d_t + β1·d_T after each step, where d is how far the momentum is from the one of exact means."""
+    """(1 − β1)·Σ d_t + β1·d_T after each step, where d is how far the momentum is from the one of
+    exact means."""
     s, total = group.divisor(), 0.0
     exact = group.momentum() / s
     for step in steps:
@@ -129,7 +139,8 @@ def telescoped(group: Replicas, steps: range, beta1: float) -> Iterator[np.ndarr
 
 
 def reload(group: Replicas, other: Replicas, folder: Path) -> None:
-    """Rank 0's parameters and the state go over to ``other``: a file for each rank, or elastic ones for another number."""
+    """Rank 0's parameters and the state go over to ``other``: a file for each rank, or elastic ones
+    for another number."""
     for mine in other.parameters:
         for p, q in zip(mine, group.parameters[0], strict=True):
             p.data.copy_(q)
@@ -165,7 +176,9 @@ def flat(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
 
 def owed(optimizers: Sequence[CompressedOptimizer]) -> np.ndarray:
     first, size = optimizers[0]._flat, len(optimizers)
-    total = {name: np.zeros(numel) for name, (_, numel) in zip(first.names, first.places, strict=True)}
+    total = {
+        name: np.zeros(numel) for name, (_, numel) in zip(first.names, first.places, strict=True)
+    }
     for rank, optimizer in enumerate(optimizers):
         for (name, offset), sent, reduced in optimizer.quantized.residuals.places():
             part = total[name][offset : offset + sent.numel()]
@@ -187,5 +200,6 @@ def state_of(replicas: Replicas) -> list[Any]:
 
 def equal(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(
-        len(x) == len(y) and all(torch.equal(s, t) for s, t in zip(x, y, strict=True)) for x, y in zip(a, b, strict=True)
+        len(x) == len(y) and all(torch.equal(s, t) for s, t in zip(x, y, strict=True))
+        for x, y in zip(a, b, strict=True)
     )

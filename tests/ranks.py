@@ -1,7 +1,8 @@
 """Rank processes that tests run functions on.
 
-Starting a process with torch costs seconds, joining a process group milliseconds: the processes stay, and every call
-gets a process group of its own, over a file in a temporary directory and never a port.
+Starting a process with torch costs seconds, joining a process group milliseconds: the processes
+stay, and every call gets a process group of its own, over a file in a temporary directory and never
+a port.
 """
 
 import contextlib
@@ -34,15 +35,24 @@ CACHES = {
     "_redistribute:_gen_transform_infos": "cache_clear",
     "_collective_utils:MeshTopoInfo.build_from_mesh": "cache_clear",
 }
-SECONDS = 120  # until a rank that has not answered counts as silent: a loaded machine with two cores needs many
+# until a rank that has not answered counts as silent: a loaded machine with two cores needs many
+SECONDS = 120
 GROUP = timedelta(seconds=60)
 QUIET = 16  # threads of a rank that keeps none of a group
-CROWD = 30  # threads of a rank: what a test does not end keeps some, and those of a Gloo group wake every 10 ms
+# threads of a rank: what a test does not end keeps some, and those of a Gloo group wake every 10 ms
+CROWD = 30
 LOADED = [  # what most ranks use: each that imports it anew takes seconds
-    "ranks", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch._dynamo",
-    "commpress.backend", "commpress.integrations.ddp", "commpress.integrations.fsdp", "commpress.integrations.zero",
-    "torch.distributed.pipelining", "transformers.trainer",
-]  # fmt: skip
+    "ranks",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "torch._dynamo",
+    "commpress.backend",
+    "commpress.integrations.ddp",
+    "commpress.integrations.fsdp",
+    "commpress.integrations.zero",
+    "torch.distributed.pipelining",
+    "transformers.trainer",
+]
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(LOADED)
 OTHER = forkserver.ForkServer()
@@ -69,7 +79,8 @@ def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def nonsense(*options: dict[str, Any]) -> Callable[..., Any]:
-    """A test with each of these ``options``, on one rank and on two: its first key is what a refusal names."""
+    """A test with each of these ``options``, on one rank and on two: its first key is what a
+    refusal names."""
     sizes = pytest.mark.parametrize("size", [1, 2])
     return lambda test: sizes(pytest.mark.parametrize("options", options, ids=str)(test))
 
@@ -81,8 +92,9 @@ class SilentRank(AssertionError):
 class Ranks:
     """``size`` processes; a call uses the first so many of them.
 
-    Forked from a process that has torch loaded they start in no time. Such ranks hash strings alike, so that none of them finds
-    out that the order of a set differs from rank to rank: rank 0 comes from a process that hashes them otherwise.
+    Forked from a process that has torch loaded they start in no time. Such ranks hash strings
+    alike, so that none of them finds out that the order of a set differs from rank to rank: rank 0
+    comes from a process that hashes them otherwise.
     """
 
     def __init__(self, size: int) -> None:
@@ -92,8 +104,11 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, seconds: float = SECONDS) -> list[Any]:
-        """``function(*args)`` on ranks 0 … size − 1 of a new default group; the results of all, or the first error."""
+    def run(
+        self, function: Callable[..., Any], *args: Any, size: int = 2, seconds: float = SECONDS
+    ) -> list[Any]:
+        """``function(*args)`` on ranks 0 … size − 1 of a new default group; the results of all, or
+        the first error."""
         outcomes = self.outcomes(function, *args, size=size, seconds=seconds)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -108,20 +123,25 @@ class Ranks:
         seconds: float = SECONDS,
         lost: Collection[int] = (),
     ) -> list[Any]:
-        """As ``run``, with the exception in place of the result where a rank raised, its traceback as a note.
+        """As ``run``, with the exception in place of the result where a rank raised, its traceback
+        as a note.
 
-        Ranks in ``lost`` are expected to die or stop: nobody waits for them, and their place holds None.
+        Ranks in ``lost`` are expected to die or stop: nobody waits for them, and their place holds
+        None.
         """
         self._start()
         self._calls += 1
         file = Path(self._folder.name, f"rendezvous-{self._calls}")
         for rank in range(size):
             self._pipes[rank].send((function, args, rank, size, str(file)))
-        outcomes = self._collect([r for r in range(size) if r not in lost], time.monotonic() + seconds, seconds)
+        outcomes = self._collect(
+            [r for r in range(size) if r not in lost], time.monotonic() + seconds, seconds
+        )
         return [outcomes.get(rank) for rank in range(size)]
 
     def close(self) -> None:
-        """End the processes without asking them: a process group they may be stuck in would not let them go."""
+        """End the processes without asking them: a process group they may be stuck in would not let
+        them go."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -138,7 +158,9 @@ class Ranks:
             server.ensure_running()
         for rank in range(self._size):
             ours, theirs = FORKS.Pipe()
-            process: Any = FORKS.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
+            process: Any = FORKS.Process(
+                target=_serve, args=(theirs, str(self._stack(rank))), daemon=True
+            )
             with contextlib.nullcontext() if rank else _hashing_otherwise():
                 process.start()
             theirs.close()
@@ -158,18 +180,27 @@ class Ranks:
                     outcomes[rank] = pipe.recv()
                 except EOFError:
                     self._processes[rank].join(10)
-                    self._fail([rank], f"ended with exit code {self._processes[rank].exitcode}", outcomes)
+                    self._fail(
+                        [rank], f"ended with exit code {self._processes[rank].exitcode}", outcomes
+                    )
         return outcomes
 
     def _fail(self, ranks: Sequence[int], what: str, outcomes: dict[int, Any]) -> None:
-        """Name the ranks, say where they are and which others had an error; the processes are of no further use."""
+        """Name the ranks, say where they are and which others had an error; the processes are of no
+        further use."""
         for rank in ranks:
             if self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        stacks = "".join(f"\nrank {r} is at\n{self._stack(r).read_text()}" for r in ranks if self._stack(r).exists())
+        stacks = "".join(
+            f"\nrank {r} is at\n{self._stack(r).read_text()}"
+            for r in ranks
+            if self._stack(r).exists()
+        )
         errors = "".join(
-            f"\nrank {r} raised {e!r} {' '.join(e.__notes__)}" for r, e in outcomes.items() if isinstance(e, BaseException)
+            f"\nrank {r} raised {e!r} {' '.join(e.__notes__)}"
+            for r, e in outcomes.items()
+            if isinstance(e, BaseException)
         )
         self.close()
         raise SilentRank(f"rank {', '.join(map(str, ranks))}: {what}{stacks}{errors}")
@@ -215,10 +246,16 @@ def _answer(pipe: connection.Connection, outcome: Any) -> None:
         pipe.send(error)
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, file: str) -> Any:
+def _call(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, file: str
+) -> Any:
     try:
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=GROUP)
-        dist.barrier()  # a function that fails at once must not take its connections from a rank that is still making them
+        dist.init_process_group(
+            "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=GROUP
+        )
+        # a function that fails at once must not take its connections from a rank that is still
+        # making them
+        dist.barrier()
         return function(*args)
     except Exception as error:
         error.add_note(f"on rank {rank} of {size}:\n{''.join(traceback.format_exception(error))}")
@@ -227,31 +264,38 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.distributed_c10d._world.group_count = 0  # torch counts a default group that could not be made, too
+        # torch counts a default group that could not be made, too
+        dist.distributed_c10d._world.group_count = 0
         _forget_meshes()
         if _threads(os.getpid()) > QUIET:
-            gc.collect()  # groups that a forgotten cycle holds, and their threads; it costs more than most calls
+            # groups that a forgotten cycle holds, and their threads; it costs more than most calls
+            gc.collect()
 
 
 def _forget_meshes() -> None:
-    """DTensor's caches hold meshes, which equal those of later calls, and these hold groups that are gone."""
+    """DTensor's caches hold meshes, which equal those of later calls, and these hold groups that
+    are gone."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     for place, clear in CACHES.items():
         module, _, name = place.partition(":")
         with contextlib.suppress(AttributeError, ImportError):  # another torch has other caches
-            attrgetter(f"{name}.{clear}".strip("."))(importlib.import_module(f"torch.distributed.tensor.{module}"))()
+            attrgetter(f"{name}.{clear}".strip("."))(
+                importlib.import_module(f"torch.distributed.tensor.{module}")
+            )()
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Of what its frames hold, while the group is still there: the end of a DDP model that outlives its group may hang."""
+    """Of what its frames hold, while the group is still there: the end of a DDP model that outlives
+    its group may hang."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def meet(place: str, count: int) -> None:
-    """Wait, inside a rank, until ``count`` ranks are here. Not over connections, which may be broken by now."""
+    """Wait, inside a rank, until ``count`` ranks are here. Not over connections, which may be
+    broken by now."""
     store = dist.distributed_c10d._get_default_store()
     store.add(place, 1)
     while store.add(place, 0) < count:

@@ -1,7 +1,8 @@
-"""Scripts of users on ranks with the environment of torchrun, forked from a process that has everything loaded.
+"""Scripts of users on ranks with the environment of torchrun, forked from a process that has
+everything loaded.
 
-torch, transformers and Lightning take seconds of each process that imports them. ``Scripts`` imports them once, in a process of
-its own, and forks the ranks of each run from there.
+torch, transformers and Lightning take seconds of each process that imports them. ``Scripts``
+imports them once, in a process of its own, and forks the ranks of each run from there.
 """
 
 import contextlib
@@ -21,9 +22,15 @@ from typing import Any
 from torch.distributed import TCPStore
 
 LOADED = [
-    "torch.distributed", "transformers.trainer", "accelerate", "lightning.pytorch", "peft",
-    "commpress.integrations.trainers.hf", "commpress.integrations.trainers.lightning", "commpress.integrations.ddp",
-]  # fmt: skip
+    "torch.distributed",
+    "transformers.trainer",
+    "accelerate",
+    "lightning.pytorch",
+    "peft",
+    "commpress.integrations.trainers.hf",
+    "commpress.integrations.trainers.lightning",
+    "commpress.integrations.ddp",
+]
 SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 SECONDS = 280
 
@@ -35,13 +42,19 @@ class Scripts:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, script: Path, *arguments: object, folder: Path, ranks: int = 2) -> str:
-        """Output of the script on ``ranks`` ranks, none of which may fail; 0: in a process that is no rank."""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+        """Output of the script on ``ranks`` ranks, none of which may fail; 0: in a process that is
+        no rank."""
+        # as torchrun's agent has one
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with tempfile.TemporaryFile("w+") as output:
             asked = {
-                "script": str(script), "arguments": [str(a) for a in arguments], "folder": str(folder), "ranks": ranks,
-                "output": f"/proc/{os.getpid()}/fd/{output.fileno()}", "port": store.port,
-            }  # fmt: skip
+                "script": str(script),
+                "arguments": [str(a) for a in arguments],
+                "folder": str(folder),
+                "ranks": ranks,
+                "output": f"/proc/{os.getpid()}/fd/{output.fileno()}",
+                "port": store.port,
+            }
             codes = self._ask(asked)
             output.seek(0)
             text = output.read()
@@ -59,9 +72,13 @@ class Scripts:
         """Exit codes; none if nothing was heard in time."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, __file__], env=os.environ | SETTINGS, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, __file__],
+                env=os.environ | SETTINGS,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -77,7 +94,8 @@ class Scripts:
 
 
 def serve() -> dict[str, Any] | None:
-    """Fork ranks as asked, and say how they ended. Returns in a rank, with its task; None at the end."""
+    """Fork ranks as asked, and say how they ended. Returns in a rank, with its task; None at the
+    end."""
     for name in LOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -111,10 +129,17 @@ def act(task: dict[str, Any]) -> None:
     rank, ranks = str(task["rank"]), str(task["ranks"])
     if task["ranks"]:
         os.environ |= {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(task["port"]), "TORCHELASTIC_RUN_ID": "tests",
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(task["port"]),
+            "TORCHELASTIC_RUN_ID": "tests",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
     sys.argv = [task["script"], *task["arguments"]]
     sys.path.insert(0, str(Path(task["script"]).parent))
     runpy.run_path(task["script"], run_name="__main__")

@@ -4,7 +4,9 @@ import torch
 
 from commpress.tiered_mem import Options, TieredStore
 
-SMALL = Options(chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20)
+SMALL = Options(
+    chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20
+)
 
 
 def open_store(folder, **options) -> TieredStore:

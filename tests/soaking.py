@@ -1,4 +1,5 @@
-"""Two minutes of ``commpress chaos`` beside all other tests: its ranks sleep most of the time, and no test should."""
+"""Two minutes of ``commpress chaos`` beside all other tests: its ranks sleep most of the time, and
+no test should."""
 
 import json
 import os
@@ -14,12 +15,15 @@ from typing import Any
 import pytest
 
 SECONDS = 280  # until a soak that has not ended hangs
-# The bars of --check, a goodput of 90, a participation of 80 and 20 seconds to heal, need a quiet machine: a rank that starts
-# again imports torch while others use the cores.
+# The bars of --check, a goodput of 90, a participation of 80 and 20 seconds to heal, need a quiet
+# machine: a rank that starts again imports torch while others use the cores.
 BARS = ["--min-goodput", "70", "--min-participation", "65", "--longest-healing", "60"]
 COMMAND = [sys.executable, "-m", "commpress", "chaos", "--check", *BARS]
 # Nobody's child: a test that runs chaos itself ends all descendants that have come meanwhile.
-ALONE = '("$@" >"$0-said" 2>&1 & echo $! >"$0-pid"; wait $!; echo $? >"$0-draft"; mv "$0-draft" "$0-status") &'
+ALONE = (
+    '("$@" >"$0-said" 2>&1 & echo $! >"$0-pid"; wait $!; echo $? >"$0-draft"; mv "$0-draft" '
+    '"$0-status") &'
+)
 
 
 class Soak:
@@ -30,14 +34,29 @@ class Soak:
 
     def begin_for(self, items: Iterable[pytest.Item]) -> None:
         """If one of these tests waits for its end."""
-        self._begun = any("soak" in item.fixturenames for item in items if isinstance(item, pytest.Function))
+        self._begun = any(
+            "soak" in item.fixturenames for item in items if isinstance(item, pytest.Function)
+        )
         if self._begun:
-            subprocess.run(["sh", "-c", ALONE, str(self._place), *COMMAND, "--json", str(self._file("report"))], check=True)
+            subprocess.run(
+                [
+                    "sh",
+                    "-c",
+                    ALONE,
+                    str(self._place),
+                    *COMMAND,
+                    "--json",
+                    str(self._file("report")),
+                ],
+                check=True,
+            )
 
     def result(self) -> tuple[int, dict[str, Any], str]:
         """Exit status, report, and what was printed."""
         self._wait()
-        status, report, said = (self._file(name).read_text() for name in ("status", "report", "said"))
+        status, report, said = (
+            self._file(name).read_text() for name in ("status", "report", "said")
+        )
         return int(status), json.loads(report), said
 
     def end(self, *, early: bool) -> None:

@@ -14,13 +14,23 @@ def project() -> dict:
 def folders() -> dict[str, str]:
     """Package name by folder, for the folders at the top of the repository."""
     links = sorted(path for path in (ROOT / "commpress").iterdir() if path.is_symlink())
-    return {"commpress": "commpress"} | {link.readlink().name: f"commpress.{link.name}" for link in links}
+    return {"commpress": "commpress"} | {
+        link.readlink().name: f"commpress.{link.name}" for link in links
+    }
 
 
 def files() -> list[Path]:
     """Every file of the package, relative to ROOT; not what is made from them."""
-    found = (path.relative_to(ROOT) for folder in folders() for path in sorted((ROOT / folder).rglob("*")))
-    return [path for path in found if (ROOT / path).is_file() and not {"__pycache__", "bitcode", "cubins"} & set(path.parts)]
+    found = (
+        path.relative_to(ROOT)
+        for folder in folders()
+        for path in sorted((ROOT / folder).rglob("*"))
+    )
+    return [
+        path
+        for path in found
+        if (ROOT / path).is_file() and not {"__pycache__", "bitcode", "cubins"} & set(path.parts)
+    ]
 
 
 def installed(path: Path) -> Path:

@@ -11,7 +11,9 @@ import commpress
 from commpress.tiered_mem import Options
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
-SMALL = Options(chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20)
+SMALL = Options(
+    chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20
+)
 WORDS, WIDTH = 61, 48
 
 
@@ -20,7 +22,11 @@ class Layer(nn.Module):
         super().__init__()
         self.before, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.after, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.after, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unsqueeze(1) for t in self.qkv(self.before(x)).chunk(3, -1))
@@ -31,7 +37,9 @@ class Layer(nn.Module):
 class Words(nn.Module):
     """A tied embedding, a parameter of its own, a frozen one, one without a gradient."""
 
-    def __init__(self, layers: int = 3, width: int = WIDTH, words: int = WORDS, remember: str = "") -> None:
+    def __init__(
+        self, layers: int = 3, width: int = WIDTH, words: int = WORDS, remember: str = ""
+    ) -> None:
         super().__init__()
         self.remember = remember
         self.tokens = nn.Embedding(words, width)
@@ -46,7 +54,11 @@ class Words(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids) * self.scale
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.remember == "reentrant") if self.remember else layer(x)
+            x = (
+                checkpoint(layer, x, use_reentrant=self.remember == "reentrant")
+                if self.remember
+                else layer(x)
+            )
         return self.head(self.norm(x))
 
 
@@ -63,7 +75,10 @@ def loss_of(net: nn.Module, step: int, part: int, rank: int = 0) -> torch.Tensor
 
 def groups(net: nn.Module) -> list[dict[str, Any]]:
     plain = [p for p in net.parameters() if p.dim() < 2]
-    return [{"params": [p for p in net.parameters() if p.dim() > 1]}, {"params": plain, "weight_decay": 0.0}]
+    return [
+        {"params": [p for p in net.parameters() if p.dim() > 1]},
+        {"params": plain, "weight_decay": 0.0},
+    ]
 
 
 def open_store(folder: Any, host: str = "2MiB") -> commpress.TieredStore:
@@ -75,7 +90,9 @@ def offloaded(net: nn.Module, store: commpress.TieredStore, **more: Any) -> comm
     return commpress.Offloaded(groups(net), torch.optim.AdamW, store=store, **options)
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int = 0) -> list[float]:
+def train(
+    net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int = 0
+) -> list[float]:
     losses = []
     for step in range(first, last):
         for group in optimizer.param_groups:
@@ -96,5 +113,10 @@ def clip(net: nn.Module) -> None:
     trained = [p for p in net.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    norm = torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None]).sum().sqrt().float()
+    norm = (
+        torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None])
+        .sum()
+        .sqrt()
+        .float()
+    )
     torch.nn.utils.clip_grads_with_norm_(trained, 0.5, norm)

@@ -1,7 +1,8 @@
-"""Data and tensor parallelism together, with torch's own tensor parallelism: columns that communicate apart skip together.
+"""Data and tensor parallelism together, with torch's own tensor parallelism: columns that
+communicate apart skip together.
 
-One shard of a weight gets NaN in one step. Every weight that both columns hold must stay the same in every bit on all four
-ranks, and be what it is in a run that never saw that step.
+One shard of a weight gets NaN in one step. Every weight that both columns hold must stay the same
+in every bit on all four ranks, and be what it is in a run that never saw that step.
 """
 
 import pytest
@@ -58,7 +59,9 @@ def spoil(model, now):
 
 def replicated(model):
     cut = ("up.weight", "up.bias", "down.weight")
-    return {name: p.detach().clone() for name, p in model.named_parameters() if not name.endswith(cut)}
+    return {
+        name: p.detach().clone() for name, p in model.named_parameters() if not name.endswith(cut)
+    }
 
 
 def columns(shape=(2, 2)):
@@ -75,7 +78,9 @@ def train(steps, codec, options, shape=(2, 2), agree="mesh"):
     scaled = "scaled" in options
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
     options = {name: value for name, value in options.items() if name != "scaled"}
-    over = {"mesh": {"agree_over": mesh}, "world": {"agree_over": dist.group.WORLD}, "nobody": {}}[agree]
+    over = {"mesh": {"agree_over": mesh}, "world": {"agree_over": dist.group.WORLD}, "nobody": {}}[
+        agree
+    ]
     state = commpress.compress(ddp, codec, min_numel=64, grad_scaler=scaler, **over, **options)
     now, raised = {"step": 0}, []
     spoil(ddp, now)
@@ -101,7 +106,12 @@ LEFT_OUT = [step for step in ALL if step != BAD]
 
 @pytest.mark.parametrize(
     ("codec", "options"),
-    [("sign", {}), seldom("none", {}), ("int8", {"scaled": True}), seldom("sign", {"on_nonfinite": "raise"})],
+    [
+        ("sign", {}),
+        seldom("none", {}),
+        ("int8", {"scaled": True}),
+        seldom("sign", {"on_nonfinite": "raise"}),
+    ],
     ids=["skip", "exact", "under a GradScaler", "raise"],
 )
 def test_the_columns_of_a_mesh_skip_together(pool, codec, options):
@@ -113,7 +123,8 @@ def test_the_columns_of_a_mesh_skip_together(pool, codec, options):
         assert raised == ([BAD] if "on_nonfinite" in options else [])
         assert counters["skipped_steps"] == 1
         assert scale == results[0][3] == (32.0 if "scaled" in options else 1.0)
-        assert counters["skipped_buckets"] > 1  # all buckets of the step, not only the one with the shard
+        # all buckets of the step, not only the one with the shard
+        assert counters["skipped_buckets"] > 1
 
 
 def test_a_group_in_place_of_a_mesh(pool):
@@ -142,11 +153,18 @@ def test_ranks_that_have_nobody_to_exchange_with_vote_too(pool, options):
 
 
 def step_with(make, bad, shape, options):
-    """Weights that all ranks hold after ten steps of our optimizer; NaN in one shard at step ``bad``."""
+    """Weights that all ranks hold after ten steps of our optimizer; NaN in one shard at step
+    ``bad``."""
     mesh = columns(shape)
     model = split(mesh)
-    options = {"process_group": mesh["dp"].get_group(), "agree_over": mesh, "lr": 1e-2, "betas": (0.9, 0.99)} | options
-    held, raised = dict(model.named_parameters()), []  # a forward puts others of the same memory in their places
+    options = {
+        "process_group": mesh["dp"].get_group(),
+        "agree_over": mesh,
+        "lr": 1e-2,
+        "betas": (0.9, 0.99),
+    } | options
+    # a forward puts others of the same memory in their places
+    held, raised = dict(model.named_parameters()), []
     optimizer = make(held.values(), **options)
     for step in range(10):
         x, y = batch(mesh, step)
@@ -173,7 +191,9 @@ def lamb(parameters, **options):
 
 
 def zero_one(parameters, **options):
-    return commpress.ZeroOneAdam(parameters, sync=DoublingIntervals(start=2, period=100), variance_updates=1, **options)
+    return commpress.ZeroOneAdam(
+        parameters, sync=DoublingIntervals(start=2, period=100), variance_updates=1, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +220,8 @@ def test_optimizers_skip_together(pool, make, bad, shape, options):
 
 
 class Halves(torch.autograd.Function):
-    """The sum over the columns in forward, the gradient as it is in backward: Megatron's row-parallel end."""
+    """The sum over the columns in forward, the gradient as it is in backward: Megatron's
+    row-parallel end."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -234,13 +255,21 @@ def shard(overlap, on_nonfinite):
     for module in (model.part, model.whole, model):
         fully_shard(module, mesh=mesh["dp"])
     state = commpress.compress_fsdp(
-        model, "int8", None, min_numel=1, overlap=overlap, on_nonfinite=on_nonfinite, agree_over=mesh
+        model,
+        "int8",
+        None,
+        min_numel=1,
+        overlap=overlap,
+        on_nonfinite=on_nonfinite,
+        agree_over=mesh,
     )
     raised = steps_that_raise(model, mesh, "inf")
     return model.whole.weight.full_tensor().detach(), raised, state.gradients.skipped_buckets
 
 
-@pytest.mark.parametrize(("overlap", "on_nonfinite"), [(True, "skip"), (False, "skip"), (True, "raise")])
+@pytest.mark.parametrize(
+    ("overlap", "on_nonfinite"), [(True, "skip"), (False, "skip"), (True, "raise")]
+)
 def test_sharded_units_skip_together(pool, overlap, on_nonfinite):
     results = pool.run(shard, overlap, on_nonfinite, size=4)
     for weight, raised, skipped in results:
@@ -274,10 +303,17 @@ def hybrid(on_nonfinite, agree):
     for module in (model.part, model.whole, model):
         fully_shard(module, mesh=mesh["shard"])
     over = {"agree_over": mesh} if agree else {}
-    state = commpress.compress_hsdp(model, mesh["dp"], "sign", min_numel=1, on_nonfinite=on_nonfinite, **over)
+    state = commpress.compress_hsdp(
+        model, mesh["dp"], "sign", min_numel=1, on_nonfinite=on_nonfinite, **over
+    )
     raised = steps_that_raise(model, mesh, "nan")
     residuals = [kept for key, *kept in state.exchanges.residuals.places() if "whole" in key[0]]
-    return model.whole.weight.full_tensor().detach(), raised, state.counters.skipped_buckets, residuals
+    return (
+        model.whole.weight.full_tensor().detach(),
+        raised,
+        state.counters.skipped_buckets,
+        residuals,
+    )
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
@@ -305,7 +341,10 @@ def refusals():
     group = mesh["dp"].get_group()
     ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     weights = [nn.Parameter(torch.ones(4))]
-    cut = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))["shard"])
+    cut = fully_shard(
+        nn.Linear(4, 4),
+        mesh=init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))["shard"],
+    )
     calls = {
         "type": lambda: commpress.compress(ddp, agree_over="tp"),
         "ranks": lambda: commpress.compress(ddp, agree_over=mesh["tp"]),

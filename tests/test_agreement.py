@@ -1,4 +1,5 @@
-"""Membership over doors: whoever can still speak goes on in one group, whatever dies meanwhile, and never in two."""
+"""Membership over doors: whoever can still speak goes on in one group, whatever dies meanwhile, and
+never in two."""
 
 import random
 import select
@@ -16,7 +17,13 @@ from commpress.collectives.transports import conversation, heartbeat
 from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.conversation import Conversation
 from commpress.collectives.transports.meeting import JOIN, Door, knock
-from commpress.collectives.transports.membership import Epoch, Membership, contact_of, new_key, place_of
+from commpress.collectives.transports.membership import (
+    Epoch,
+    Membership,
+    contact_of,
+    new_key,
+    place_of,
+)
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
 
 
@@ -48,7 +55,9 @@ class Process:
         self.built = proposal.epoch.key
         if self.when == "built":
             self.reach("built")
-        return lambda: self.history.append((proposal.epoch.number, proposal.epoch.key, proposal.epoch.places))
+        return lambda: self.history.append(
+            (proposal.epoch.number, proposal.epoch.key, proposal.epoch.places)
+        )
 
     def undo(self):
         self.built = None
@@ -88,7 +97,8 @@ def together(processes, terms=None, timeout=20.0):
     """All of them reform at once; their outcomes."""
     terms = terms or [Terms(said=bytes([i])) for i in range(len(processes))]
     threads = [
-        threading.Thread(target=one.agree, args=(each, timeout)) for one, each in zip(processes, terms, strict=True)
+        threading.Thread(target=one.agree, args=(each, timeout))
+        for one, each in zip(processes, terms, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -195,8 +205,11 @@ def test_a_newcomer_names_the_contact_at_which_nobody_is():
 
 
 @pytest.mark.parametrize("ends", ["", "build"])
-def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecomers(monkeypatch, ends):
-    """Its door answers that it is of another epoch, which it is: nobody has gone on without the members."""
+def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecomers(
+    monkeypatch, ends
+):
+    """Its door answers that it is of another epoch, which it is: nobody has gone on without the
+    members."""
     three, newcomer, whole = group("", "", ""), alone(ends), Conversation.send
 
     def send(link, kind, **content):
@@ -220,7 +233,10 @@ def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecome
 def test_two_groups_become_one_and_the_older_goes_on_where_the_members_yield():
     old, young = group("", "", ""), group("", "")
     terms = [Terms(age=7, contacts=lambda: [young[0].door.here])] * 3 + [Terms(yields=True)] * 2
-    three = [threading.Thread(target=one.agree, args=(each,)) for one, each in zip(old, terms[:3], strict=True)]
+    three = [
+        threading.Thread(target=one.agree, args=(each,))
+        for one, each in zip(old, terms[:3], strict=True)
+    ]
     for thread in three:
         thread.start()
     while young[0].membership.waiting < 3:
@@ -239,7 +255,9 @@ def test_two_groups_become_one_and_the_older_goes_on_where_the_members_yield():
 def test_an_older_group_that_joins_is_refused_unless_all_members_yield(yields):
     """It would replace their weights, and its age is what it says of itself."""
     members, older = group("", ""), alone()
-    joiner = threading.Thread(target=older.agree, args=(Terms(age=10**9, contacts=lambda: [members[0].door.here]),))
+    joiner = threading.Thread(
+        target=older.agree, args=(Terms(age=10**9, contacts=lambda: [members[0].door.here]),)
+    )
     joiner.start()
     while not members[0].membership.waiting:
         members[0].membership.listen()
@@ -255,7 +273,9 @@ def test_an_older_group_that_joins_is_refused_unless_all_members_yield(yields):
 
 def test_two_groups_that_have_trained_equally_long_stay_apart():
     old, other = alone(), alone()
-    joiner = threading.Thread(target=other.agree, args=(Terms(age=3, contacts=lambda: [old.door.here]),))
+    joiner = threading.Thread(
+        target=other.agree, args=(Terms(age=3, contacts=lambda: [old.door.here]),)
+    )
     joiner.start()
     while not old.membership.waiting:
         old.membership.listen()
@@ -310,7 +330,9 @@ def test_one_that_was_stopped_is_told_that_the_others_went_on():
     assert isinstance(three[2].outcome, Excluded)
     contact = place_of(three[2].outcome.contact)
     assert contact in [one.door.here for one in three[:2]]
-    again = threading.Thread(target=three[2].agree, args=(Terms(age=9, contacts=lambda: [contact]),))
+    again = threading.Thread(
+        target=three[2].agree, args=(Terms(age=9, contacts=lambda: [contact]),)
+    )
     again.start()
     while not any(one.membership.waiting for one in three[:2]):
         time.sleep(0.005)
@@ -347,7 +369,8 @@ def test_objects_that_nobody_holds_any_more_do_not_count():
 
 
 def test_a_process_that_is_gone_stays_so_where_another_listens_since():
-    """Ports are given away again. Of three members one is gone; the second runs at first, and does not come."""
+    """Ports are given away again. Of three members one is gone; the second runs at first, and does
+    not come."""
     three, done = group("", "start", ""), threading.Event()
     host, port, _ = three[1].door.here.split(" ")
     three[1].agree()
@@ -383,7 +406,8 @@ def test_who_is_silent_may_come_until_the_time_is_nearly_over():
     late.start()
     together(four[2:], timeout=8.0)
     late.join()
-    went_on = [one for one in four if isinstance(one.outcome, Change)]  # who needs too long to reach the first is told to join
+    # who needs too long to reach the first is told to join
+    went_on = [one for one in four if isinstance(one.outcome, Change)]
     assert_agree(went_on)
     assert four[0] in went_on
     assert len(went_on) > 1
@@ -407,7 +431,9 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
         collect()
 
     monkeypatch.setattr(agreements.gc, "collect", slowly)
-    slow = threading.Thread(target=three[2].agree, args=[Terms(labels=lambda: ["owner"] if held() else [])], name="slow")
+    slow = threading.Thread(
+        target=three[2].agree, args=[Terms(labels=lambda: ["owner"] if held() else [])], name="slow"
+    )
     slow.start()
     together(three[:2])
     slow.join()
@@ -449,7 +475,9 @@ def test_nobody_answers_in_time():
 def test_whoever_is_left_of_a_crowd_is_one_group(seed):
     """Any number die, anywhere."""
     draw = random.Random(seed)
-    crowd = group(*(draw.choice(["", "", "start", "offer", "build", "built"]) for _ in range(5)), "")
+    crowd = group(
+        *(draw.choice(["", "", "start", "offer", "build", "built"]) for _ in range(5)), ""
+    )
     together(crowd)
     left = [one for one in crowd if not one.when or (one.outcome is not None)]
     assert_agree(left)
@@ -457,7 +485,8 @@ def test_whoever_is_left_of_a_crowd_is_one_group(seed):
 
 
 def test_an_endless_message_is_not_read_to_its_end(monkeypatch):
-    """Whoever has been let in and is of ill will sends more than a message may have, faster than it is looked at."""
+    """Whoever has been let in and is of ill will sends more than a message may have, faster than it
+    is looked at."""
     monkeypatch.setattr(conversation, "LONGEST", 1 << 16)
     near, far = socket.socketpair()
     near.settimeout(0.5)
@@ -483,10 +512,18 @@ def test_an_endless_message_is_not_read_to_its_end(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"\x05\0\0\0\xff\xfe{]x", b"\x02\0\0\0[]", b'\x0f\0\0\0{"is":"report"}', b"\xff\xff\xff\xff"]
+    "said",
+    [
+        b"",
+        b"\x05\0\0\0\xff\xfe{]x",
+        b"\x02\0\0\0[]",
+        b'\x0f\0\0\0{"is":"report"}',
+        b"\xff\xff\xff\xff",
+    ],
 )
 def test_who_joins_and_says_nothing_or_nonsense_is_sent_away(said):
-    """It knows the token, as a newcomer that was stopped, or of another version: it holds up one agreement at most."""
+    """It knows the token, as a newcomer that was stopped, or of another version: it holds up one
+    agreement at most."""
     first = alone()
     with knock(first.door.here, JOIN, 0, (0, 0), 5.0) as stranger:
         stranger.socket.sendall(said)

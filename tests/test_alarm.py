@@ -1,4 +1,5 @@
-"""The alarm: quiet runs stay quiet, harm is seen by all ranks alike, and no part of a gradient is lost when codecs change."""
+"""The alarm: quiet runs stay quiet, harm is seen by all ranks alike, and no part of a gradient is
+lost when codecs change."""
 
 import math
 import random
@@ -28,7 +29,10 @@ def sees(alarm, figures, first=0):
 def test_noise_and_a_loss_that_falls_are_no_harm():
     draw = random.Random(0)
     losses = [2 + 8 * math.exp(-k / 9) + draw.gauss(0, 0.05) for k in range(300)]
-    figures = [{"residual": draw.uniform(0.8, 1.6), "cosine": draw.uniform(0.4, 0.7), "loss": loss} for loss in losses]
+    figures = [
+        {"residual": draw.uniform(0.8, 1.6), "cosine": draw.uniform(0.4, 0.7), "loss": loss}
+        for loss in losses
+    ]
     assert sees(Alarm(), figures) == []
 
 
@@ -36,8 +40,14 @@ def test_noise_and_a_loss_that_falls_are_no_harm():
     ("harm", "words"),
     [
         ({"residual": 3.1, "cosine": 0.5, "loss": 3.0}, "residuals are 3.1 times as large"),
-        ({"residual": 1.0, "cosine": 0.24, "loss": 3.0}, "the cosine of sent and true gradient is 0.24"),
-        ({"residual": 1.0, "cosine": 0.5, "loss": 3.4}, "the loss is 3.4, by its trend 3 give or take 0.03"),
+        (
+            {"residual": 1.0, "cosine": 0.24, "loss": 3.0},
+            "the cosine of sent and true gradient is 0.24",
+        ),
+        (
+            {"residual": 1.0, "cosine": 0.5, "loss": 3.4},
+            "the loss is 3.4, by its trend 3 give or take 0.03",
+        ),
     ],
 )
 def test_each_sign_sounds_it_alone_and_not_before_enough_is_known(harm, words):
@@ -81,7 +91,8 @@ def test_its_state_goes_on_where_it_was():
 
 
 class Session:
-    """Regression by two layers; gradients are a thousandth as large from step ``small`` on: what is owed then is huge."""
+    """Regression by two layers; gradients are a thousandth as large from step ``small`` on: what is
+    owed then is huge."""
 
     def __init__(self, codec="sign", alarm=None, **options):
         torch.manual_seed(0)
@@ -131,7 +142,8 @@ class Session:
         return found
 
     def lost(self):
-        """The most by which outputs and what is owed differ from the true means, relative to these."""
+        """The most by which outputs and what is owed differ from the true means, relative to
+        these."""
         worst = 0.0
         for out, owed, mean in zip(self.outputs, self.owed(), self.means, strict=True):
             worst = max(worst, float((out + owed - mean).norm() / mean.norm()))
@@ -156,7 +168,15 @@ def harmed(then, options):
     session.steps(44, small=21)
     alarm, counters = session.state.alarm, session.state.counters
     weights = [p.detach().clone() for p in session.ddp.parameters()]
-    return session.ways, alarm.sounded, alarm.why, counters.plain_steps, session.lost(), weights, counters.ratio
+    return (
+        session.ways,
+        alarm.sounded,
+        alarm.why,
+        counters.plain_steps,
+        session.lost(),
+        weights,
+        counters.ratio,
+    )
 
 
 @pytest.mark.parametrize(("then", "size"), few(["warn", "int8", "none"], [2, 3]))
@@ -164,7 +184,9 @@ def test_residuals_that_have_grown_sound_it_on_all_ranks_alike(pool, then, size)
     results = pool.run(harmed, then, {}, size=size)
     ways, sounded, why, plain, lost, weights, _ = results[0]
     assert all(other[:4] == results[0][:4] for other in results)
-    assert all(torch.equal(a, b) for other in results for a, b in zip(weights, other[5], strict=True))
+    assert all(
+        torch.equal(a, b) for other in results for a, b in zip(weights, other[5], strict=True)
+    )
     assert sounded >= 1
     assert "times as large as the gradient" in why
     assert lost < 1e-4, "what one codec left out, another sends"
@@ -196,8 +218,15 @@ def resumed(then):
     again.ddp.module.load_state_dict(first.ddp.module.state_dict())
     again.state.load_state_dict(first.state.state_dict())
     again.steps(17, small=21)
-    same = all(torch.equal(a, b) for a, b in zip(whole.ddp.parameters(), again.ddp.parameters(), strict=True))
-    return same, again.ways == whole.ways[27:], again.state.alarm.state_dict() == whole.state.alarm.state_dict()
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(whole.ddp.parameters(), again.ddp.parameters(), strict=True)
+    )
+    return (
+        same,
+        again.ways == whole.ways[27:],
+        again.state.alarm.state_dict() == whole.state.alarm.state_dict(),
+    )
 
 
 @pytest.mark.parametrize("then", ["int8", "none"])
@@ -235,9 +264,15 @@ def _counted():
 
 REFUSED = [
     ({"codec": "auto", "alarm": "warn"}, "alarm is given with codec='auto' or a topology"),
-    ({"codec": "int4", "topology": "1x2", "alarm": "warn"}, "alarm is given with codec='auto' or a topology"),
+    (
+        {"codec": "int4", "topology": "1x2", "alarm": "warn"},
+        "alarm is given with codec='auto' or a topology",
+    ),
     ({"codec": "none", "alarm": "warn"}, "there is no compression to look at"),
-    ({"codec": "topk-8", "error_feedback": "ef21", "alarm": "int8"}, "then='int8' with error_feedback='ef21'"),
+    (
+        {"codec": "topk-8", "error_feedback": "ef21", "alarm": "int8"},
+        "then='int8' with error_feedback='ef21'",
+    ),
     ({"codec": "int4", "replan_every": 5, "alarm": "int8"}, "or replan_every"),
     ({"codec": "int4", "alarm": "loud"}, "loud"),
     ({"codec": "int4", "alarm": 3}, "alarm is 3, expected 'warn'"),
@@ -255,7 +290,10 @@ def _refused(options):
     commpress.compress(DistributedDataParallel(torch.nn.Linear(64, 64)), **options)
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"pause": 0}, {"growth": 0.0}, {"cosine": float("nan")}, {"then": "loud"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"every": 0}, {"pause": 0}, {"growth": 0.0}, {"cosine": float("nan")}, {"then": "loud"}],
+)
 def test_bounds_that_make_no_sense_are_refused(options):
     with pytest.raises(InvalidArgument):
         Alarm(**options)

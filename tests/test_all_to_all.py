@@ -1,4 +1,5 @@
-"""All-to-all by every route: the flat permutation bit for bit, exact or compressed, over simulated ranks and over Gloo."""
+"""All-to-all by every route: the flat permutation bit for bit, exact or compressed, over simulated
+ranks and over Gloo."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -45,7 +46,9 @@ def expected(counts, rank, width, dtype=torch.float32):
     parts = []
     for source in range(len(counts)):
         start = int(counts[source, :rank].sum())
-        parts.append(rows_of(counts, source, width, dtype)[start : start + int(counts[source, rank])])
+        parts.append(
+            rows_of(counts, source, width, dtype)[start : start + int(counts[source, rank])]
+        )
     return torch.cat(parts)
 
 
@@ -86,8 +89,13 @@ def nodes(draw, most=9):
 
 
 @settings(max_examples=80, deadline=None)
-@given(nodes=nodes(), seed=st.integers(0, 999), width=st.integers(1, 5), order=st.sampled_from([None, *ORDERS]),
-       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]))  # fmt: skip
+@given(
+    nodes=nodes(),
+    seed=st.integers(0, 999),
+    width=st.integers(1, 5),
+    order=st.sampled_from([None, *ORDERS]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
+)
 def test_every_route_is_the_flat_permutation(nodes, seed, width, order, dtype):
     size = sum(map(len, nodes))
     counts = splits_of(size, seed)
@@ -114,19 +122,26 @@ def test_even_blocks_need_no_lengths(nodes, order, rows):
     for rank, (once, back) in enumerate(simulate([twice(r) for r in range(size)])):
         assert once.tolist() == [s * size + rank for s in range(size) for _ in range(rows)]
         assert torch.equal(back, inputs[rank])
-        assert len(transports[rank].operations) == 4  # two calls, inside and between nodes: no lengths
+        # two calls, inside and between nodes: no lengths
+        assert len(transports[rank].operations) == 4
 
 
 @pytest.mark.parametrize(
     ("sizes", "order", "between"),
     [
-        ([4, 4], None, 32), ([4, 4], "inside-first", 8), ([4, 4], "between-first", 8),
-        ([3, 5], "inside-first", 8), ([3, 5], "between-first", 8),
-        ([2, 2, 2, 2], None, 48), ([2, 2, 2, 2], "inside-first", 24), ([2, 2, 2, 2], "between-first", 24),
+        ([4, 4], None, 32),
+        ([4, 4], "inside-first", 8),
+        ([4, 4], "between-first", 8),
+        ([3, 5], "inside-first", 8),
+        ([3, 5], "between-first", 8),
+        ([2, 2, 2, 2], None, 48),
+        ([2, 2, 2, 2], "inside-first", 24),
+        ([2, 2, 2, 2], "between-first", 24),
     ],
-)  # fmt: skip
+)
 def test_messages_between_nodes(sizes, order, between):
-    """g·h messages between two nodes flat; h with the sender's, g with the receiver's members as one. The same bytes."""
+    """g·h messages between two nodes flat; h with the sender's, g with the receiver's members as
+    one. The same bytes."""
     edges = np.cumsum([0, *sizes])
     nodes = [list(range(a, b)) for a, b in pairwise(edges.tolist())]
     home = {r: i for i, node in enumerate(nodes) for r in node}
@@ -150,22 +165,35 @@ def through(codec, block):
     flat = block.reshape(-1).numpy()
     width = -(-len(flat) // 8) * 8
     row = reference.encode_row(flat, codec.kind, width, codec.block)
-    return torch.from_numpy(reference.decode_row(row, codec.kind, len(flat), width, codec.block)).view(block.shape)
+    return torch.from_numpy(
+        reference.decode_row(row, codec.kind, len(flat), width, codec.block)
+    ).view(block.shape)
 
 
-@pytest.mark.parametrize("codec", [*map(codec_named, CODECS), BlockCodec("int8", 16)], ids=lambda c: c.spec)
+@pytest.mark.parametrize(
+    "codec", [*map(codec_named, CODECS), BlockCodec("int8", 16)], ids=lambda c: c.spec
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_block_is_encoded_by_itself(codec, dtype):
     size, width = 4, 37
     counts = splits_of(size, 3, top=20)
     for rank, out in enumerate(simulated(counts, width, Way(), codec, dtype)):
         exact = expected(counts, rank, width, dtype)
-        parts = [through(codec, part.float()) for part in exact.split(counts[:, rank].tolist()) if len(part)]
+        parts = [
+            through(codec, part.float())
+            for part in exact.split(counts[:, rank].tolist())
+            if len(part)
+        ]
         assert torch.equal(bits(out), bits(torch.cat(parts).to(dtype)))
 
 
 @settings(max_examples=40, deadline=None)
-@given(nodes=nodes(), seed=st.integers(0, 999), order=st.sampled_from(ORDERS), codec=st.sampled_from(CODECS))
+@given(
+    nodes=nodes(),
+    seed=st.integers(0, 999),
+    order=st.sampled_from(ORDERS),
+    codec=st.sampled_from(CODECS),
+)
 def test_compressed_by_way_of_nodes_equals_compressed_flat(nodes, seed, order, codec):
     counts = splits_of(sum(map(len, nodes)), seed)
     ways = simulated(counts, 19, Way(nodes, order), codec), simulated(counts, 19, Way(), codec)
@@ -174,12 +202,16 @@ def test_compressed_by_way_of_nodes_equals_compressed_flat(nodes, seed, order, c
 
 @pytest.mark.parametrize("codec", ["int8", "fp8", "bf16", "int4"])
 def test_rows_of_one_magnitude_arrive_exactly(codec):
-    inputs = [torch.where(torch.arange(48.0) % 3 == 0, 1.0, -1.0).view(12, 4) * 2.0**r for r in range(3)]
+    inputs = [
+        torch.where(torch.arange(48.0) % 3 == 0, 1.0, -1.0).view(12, 4) * 2.0**r for r in range(3)
+    ]
     outs = [torch.empty(12, 4) for _ in range(3)]
-    simulate([
-        compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
-        for r, t in enumerate(Loopback(3).transports())
-    ])  # fmt: skip
+    simulate(
+        [
+            compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
+            for r, t in enumerate(Loopback(3).transports())
+        ]
+    )
     for rank, out in enumerate(outs):
         assert torch.equal(out, torch.cat([x[4 * rank : 4 * rank + 4] for x in inputs]))
 
@@ -187,8 +219,19 @@ def test_rows_of_one_magnitude_arrive_exactly(codec):
 def test_errors_are_in_the_right_order():
     counts = splits_of(4, 1, top=30)
     exact = torch.cat([expected(counts, r, 64) for r in range(4)])
-    error = {c: float((torch.cat(simulated(counts, 64, Way(), c)) - exact).norm()) for c in ["none", *CODECS]}
-    assert 0 == error["none"] < error["fp16"] < error["bf16"] < error["int8"] < error["fp8"] < error["int4"]
+    error = {
+        c: float((torch.cat(simulated(counts, 64, Way(), c)) - exact).norm())
+        for c in ["none", *CODECS]
+    }
+    assert (
+        0
+        == error["none"]
+        < error["fp16"]
+        < error["bf16"]
+        < error["int8"]
+        < error["fp8"]
+        < error["int4"]
+    )
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8", "bf16", "fp16", "none"])
@@ -197,10 +240,12 @@ def test_what_is_not_finite_spoils_its_block_and_no_more(codec, bad):
     inputs = [torch.ones(4, 256), torch.ones(4, 256)]
     inputs[0][2, 5] = bad  # rank 0 to rank 1, first row of two; a block is one row
     outs = [torch.empty(4, 256), torch.empty(4, 256)]
-    simulate([
-        compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
-        for r, t in enumerate(Loopback(2).transports())
-    ])  # fmt: skip
+    simulate(
+        [
+            compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
+            for r, t in enumerate(Loopback(2).transports())
+        ]
+    )
     assert not torch.isfinite(outs[1][0, 5])
     assert torch.equal(outs[0], torch.ones(4, 256))
     assert torch.equal(outs[1][1:], torch.ones(3, 256))
@@ -223,18 +268,24 @@ def real(counts, ways, codecs, by):
 def all_ways(counts, ways, codecs, transport):
     """Tensors that one rank receives, by each way and codec."""
     ask = [(Way(*way), codec) for way in ways for codec in codecs]
-    return [run(exchanged(counts, 70, transport, w, c, sequence=i)).numpy() for i, (w, c) in enumerate(ask)]
+    return [
+        run(exchanged(counts, 70, transport, w, c, sequence=i)).numpy()
+        for i, (w, c) in enumerate(ask)
+    ]
 
 
 def equals_the_simulation(received, size):
-    """``received(counts, ways, codecs)``: what ``all_ways`` gives on every rank, bit for bit that of a simulation."""
+    """``received(counts, ways, codecs)``: what ``all_ways`` gives on every rank, bit for bit that
+    of a simulation."""
     counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
     nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
     ways = [(), *((nodes, order) for order in ORDERS)]
     twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
     for rank, results in enumerate(received(counts, ways, codecs)):
         for result, codec in zip(results, codecs * len(ways), strict=True):
-            np.testing.assert_array_equal(result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32))
+            np.testing.assert_array_equal(
+                result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32)
+            )
 
 
 @pytest.mark.parametrize(("by", "size"), few(WAYS, [2, 3, 4]))
@@ -300,10 +351,15 @@ def test_blocks_divided_otherwise_are_noticed_although_the_sum_is_right():
         simulate([exchanged(believed if t.rank == 2 else told, 2, t, way) for t in transports])
 
 
-@pytest.mark.parametrize("way", [Way(checksum=True), Way([[0, 1], [2]], checksum=True)], ids=["flat", "nodes"])
+@pytest.mark.parametrize(
+    "way", [Way(checksum=True), Way([[0, 1], [2]], checksum=True)], ids=["flat", "nodes"]
+)
 def test_damage_is_noticed(way):
     transports = Loopback(3).transports()
-    faulty = [Faulty(t, after=0, fault=lambda h: h[:, 60].bitwise_xor_(1)) if t.rank == 1 else t for t in transports]
+    faulty = [
+        Faulty(t, after=0, fault=lambda h: h[:, 60].bitwise_xor_(1)) if t.rank == 1 else t
+        for t in transports
+    ]
     with pytest.raises(CommunicationError, match=r"the payload of rank 1 .* is damaged"):
         simulated(splits_of(3, 7) + 1, 4, way, transports=faulty)
     simulated(splits_of(3, 7) + 1, 4, way)
@@ -320,13 +376,23 @@ GOOD = torch.ones(4, 2)
         (GOOD, GOOD.t(), {}, "inp of shape .* is not contiguous rows"),
         (torch.ones(()), GOOD, {}, "out of shape"),
         (torch.ones(3, 2), GOOD, {}, "out has 3 rows, which 2 ranks cannot share evenly"),
-        (GOOD, GOOD, {"in_splits": [1, 2]}, r"splits of inp are \[1, 2\], expected 2 lengths that add up to its 4 rows"),
+        (
+            GOOD,
+            GOOD,
+            {"in_splits": [1, 2]},
+            r"splits of inp are \[1, 2\], expected 2 lengths that add up to its 4 rows",
+        ),
         (GOOD, GOOD, {"out_splits": [5, -1]}, "splits of out"),
         (GOOD, GOOD, {"out_splits": [4]}, "splits of out"),
         (GOOD, GOOD, {"out_splits": [1, 3]}, "rank 0 sends itself 2 rows and expects 1"),
         (torch.ones(4, 3), GOOD, {}, "expected the same dtype, device and shape"),
         (GOOD.double(), GOOD, {}, "expected the same dtype, device and shape"),
-        (GOOD, GOOD, {"way": Way([[0], [0, 1]])}, "expected every rank from 0 to 1 in exactly one node"),
+        (
+            GOOD,
+            GOOD,
+            {"way": Way([[0], [0, 1]])},
+            "expected every rank from 0 to 1 in exactly one node",
+        ),
         (GOOD, GOOD, {"way": Way([[0]])}, "expected every rank from 0 to 1 in exactly one node"),
     ],
 )
@@ -338,16 +404,27 @@ def test_what_cannot_work_is_refused(out, inp, options, says):
 @pytest.mark.parametrize(
     ("tensor", "codec", "says"),
     [
-        (GOOD.double(), "int8", "inp has dtype torch.float64, expected float32, bfloat16 or float16"),
+        (
+            GOOD.double(),
+            "int8",
+            "inp has dtype torch.float64, expected float32, bfloat16 or float16",
+        ),
         (GOOD, "sign", "codec is 'sign/rms/2048', expected int8, int4, fp8"),
         (GOOD, "itn8", "did you mean 'int8'"),
     ],
 )
 def test_what_cannot_be_compressed_is_refused(tensor, codec, says):
     with pytest.raises(InvalidArgument, match=says):
-        run(compressed_all_to_all(tensor.clone(), tensor, codec=codec, transport=Loopback(2).transport(0)))
+        run(
+            compressed_all_to_all(
+                tensor.clone(), tensor, codec=codec, transport=Loopback(2).transport(0)
+            )
+        )
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(InvalidArgument, match="order is 'outside-first', expected 'inside-first' or 'between-first'"):
+    with pytest.raises(
+        InvalidArgument,
+        match="order is 'outside-first', expected 'inside-first' or 'between-first'",
+    ):
         Way([[0]], "outside-first")

@@ -33,11 +33,20 @@ print(anonymous() - begin)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.parametrize("chosen", first(1, [True, False]))
 def test_freed_blocks_go_back(chosen):
-    """Unless the user has tuned the allocator: then nothing is changed, and what heaps keep depends on their addresses."""
-    own = {name: value for name, value in os.environ.items() if name not in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")}
+    """Unless the user has tuned the allocator: then nothing is changed, and what heaps keep depends
+    on their addresses."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    }
     if chosen:
         own["MALLOC_MMAP_THRESHOLD_"] = str(1 << 30)
     result = subprocess.run(
-        [sys.executable, "-c", CODE.format(fixed=not chosen)], env=own, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", CODE.format(fixed=not chosen)],
+        env=own,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert chosen or int(result.stdout) < 8  # 380 and more where the threshold is left alone

@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.codecs import BlockCodec, CastCodec, RandomKCodec, SignCodec, TernaryCodec, codec_named
+from commpress.codecs import (
+    BlockCodec,
+    CastCodec,
+    RandomKCodec,
+    SignCodec,
+    TernaryCodec,
+    codec_named,
+)
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
@@ -36,10 +43,12 @@ class Group:
 
     def reduce(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         buffers = [x.clone() for x in inputs]
-        self.finite = simulate([
-            compressed_allreduce(b, f, codec=self.codec, transport=t, sequence=self.step)
-            for b, f, t in zip(buffers, self.feedbacks, self.transports, strict=True)
-        ])  # fmt: skip
+        self.finite = simulate(
+            [
+                compressed_allreduce(b, f, codec=self.codec, transport=t, sequence=self.step)
+                for b, f, t in zip(buffers, self.feedbacks, self.transports, strict=True)
+            ]
+        )
         self.step += 1
         return buffers
 
@@ -50,10 +59,12 @@ class Group:
         for feedback in self.feedbacks:
             feedback.settle(self.message.pieces)
         width = width_of(self.numel, self.size)
-        reduced = np.concatenate([
-            f.reduced.double().numpy()[: max(min(width, self.numel - r * width), 0)]
-            for r, f in enumerate(self.feedbacks)
-        ])  # fmt: skip
+        reduced = np.concatenate(
+            [
+                f.reduced.double().numpy()[: max(min(width, self.numel - r * width), 0)]
+                for r, f in enumerate(self.feedbacks)
+            ]
+        )
         return np.mean([f.sent.double().numpy() for f in self.feedbacks], axis=0) + reduced
 
 
@@ -64,7 +75,8 @@ def gradients(size: int, numel: int, seed: int) -> list[torch.Tensor]:
 
 
 def check_telescoping(size, numel, codec, steps, tolerance_steps=None):
-    """Σ outputs + R_T = Σ mean inputs: holds for any codec, so it tests the bookkeeping and not the quality."""
+    """Σ outputs + R_T = Σ mean inputs: holds for any codec, so it tests the bookkeeping and not the
+    quality."""
     group = Group(size, numel, codec)
     outputs, inputs, peak = np.zeros(numel), np.zeros(numel), 0.0
     for step in range(steps):
@@ -74,13 +86,17 @@ def check_telescoping(size, numel, codec, steps, tolerance_steps=None):
         assert all(group.finite)
         outputs += results[0].double().numpy()
         inputs += np.mean([x.double().numpy() for x in xs], axis=0)
-        peak = max(peak, *(f.sent.abs().max().item() for f in group.feedbacks if f.sent.numel()), 4.0)
+        peak = max(
+            peak, *(f.sent.abs().max().item() for f in group.feedbacks if f.sent.numel()), 4.0
+        )
     error = np.abs(outputs + group.total_residual() - inputs).max()
     assert error <= 4 * steps * np.finfo(np.float32).eps * 2 * peak
     return outputs, inputs
 
 
-@pytest.mark.parametrize(("size", "codec"), few(WORLDS, ["sign", SignCodec(block=0), "none", "sign-l1"]), ids=str)
+@pytest.mark.parametrize(
+    ("size", "codec"), few(WORLDS, ["sign", SignCodec(block=0), "none", "sign-l1"]), ids=str
+)
 def test_telescoping_on_every_world_size(size, codec):
     check_telescoping(size, 1000 + size, codec, steps=12 if size <= 16 else 4)
 
@@ -89,17 +105,29 @@ def test_telescoping_on_every_world_size(size, codec):
 @given(
     size=st.integers(1, 12),
     numel=st.integers(1, 3000),
-    codec=st.sampled_from([
-        *NAMES, SignCodec(block=8), SignCodec("l1", 0), BlockCodec("int4", 8), TernaryCodec(64), CastCodec("fp16")
-    ]),
-)  # fmt: skip
+    codec=st.sampled_from(
+        [
+            *NAMES,
+            SignCodec(block=8),
+            SignCodec("l1", 0),
+            BlockCodec("int4", 8),
+            TernaryCodec(64),
+            CastCodec("fp16"),
+        ]
+    ),
+)
 def test_telescoping_for_every_codec_and_length(size, numel, codec):
     check_telescoping(size, numel, codec, steps=4)
 
 
-@pytest.mark.parametrize(("codec", "size"), few(["sign", "sign-l1", SignCodec(block=0), SignCodec("l1", 0)], WORLDS), ids=str)
+@pytest.mark.parametrize(
+    ("codec", "size"),
+    few(["sign", "sign-l1", SignCodec(block=0), SignCodec("l1", 0)], WORLDS),
+    ids=str,
+)
 def test_equal_sign_patterns_of_constant_magnitude_are_exact(size, codec):
-    """x_i = k_i · p gives mean(k) · p and leaves nothing behind (the k are chosen so that sums are exact)."""
+    """x_i = k_i · p gives mean(k) · p and leaves nothing behind (the k are chosen so that sums are
+    exact)."""
     numel = 8 * size * 3 + 5
     pattern = torch.where(torch.arange(numel) % 3 == 0, 1.0, -1.0)
     ks = [float(2 * i + 1) for i in range(size)]
@@ -111,7 +139,10 @@ def test_equal_sign_patterns_of_constant_magnitude_are_exact(size, codec):
 
 @pytest.mark.parametrize(
     ("scale", "sent", "reduced", "output"),
-    [("rms", [2.0, 4.0], [1.46446609, -3.53553391], 3.53553391), ("l1", [3.0, 3.0], [2.0, -2.0], 2.0)],
+    [
+        ("rms", [2.0, 4.0], [1.46446609, -3.53553391], 3.53553391),
+        ("l1", [3.0, 3.0], [2.0, -2.0], 2.0),
+    ],
 )
 def test_golden_vector(scale, sent, reduced, output):
     """P = 2, x_0 = (7, −1)×8, x_1 = (7, 1)×8: worked out by hand."""
@@ -119,7 +150,9 @@ def test_golden_vector(scale, sent, reduced, output):
     x0, x1 = torch.tensor([7.0, -1.0] * 8), torch.tensor([7.0, 1.0] * 8)
     results = group.reduce([x0, x1])
     np.testing.assert_allclose(results[0].numpy(), output, rtol=1e-7)
-    np.testing.assert_allclose(group.total_residual() + results[0].numpy(), [7.0, 0.0] * 8, atol=1e-6)
+    np.testing.assert_allclose(
+        group.total_residual() + results[0].numpy(), [7.0, 0.0] * 8, atol=1e-6
+    )
     for feedback in group.feedbacks:
         np.testing.assert_allclose(feedback.reduced.numpy(), reduced * 4, rtol=1e-6)
     np.testing.assert_allclose(group.feedbacks[0].sent.numpy(), sent * 8, rtol=1e-7)
@@ -136,8 +169,9 @@ def test_zeros_stay_zero():
 
 @pytest.mark.parametrize("codec", ["sign", SignCodec(block=0), "int8"], ids=str)
 def test_padding_changes_nothing(codec):
-    """A buffer whose last row is mostly padding gives the numbers of one that holds zeros there, element by element:
-    padding never enters a scale. One block per row makes both geometries equal."""
+    """A buffer whose last row is mostly padding gives the numbers of one that holds zeros there,
+    element by element: padding never enters a scale. One block per row makes both geometries
+    equal."""
     numel, size = 8 * 4 * 5 - 37, 4
     group = Group(size, numel, codec)
     rows = [x.clone() for x in gradients(size, numel, 3)]
@@ -148,9 +182,14 @@ def test_padding_changes_nothing(codec):
         if part.start >= numel:
             continue
         alone = Group(size, 8 * size * width, codec)  # row r alone fills row 0 of a larger buffer
-        xs = [torch.cat([x[part], torch.zeros(8 * size * width - (part.stop - part.start))]) for x in rows]
+        xs = [
+            torch.cat([x[part], torch.zeros(8 * size * width - (part.stop - part.start))])
+            for x in rows
+        ]
         if codec_named(codec).block and part.stop - part.start == width:
-            assert torch.equal(alone.reduce(xs)[0][: part.stop - part.start].sign(), result[part].sign())
+            assert torch.equal(
+                alone.reduce(xs)[0][: part.stop - part.start].sign(), result[part].sign()
+            )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
@@ -163,7 +202,9 @@ def test_bytes_are_those_of_the_formula(size):
     for transport in group.transports:
         assert transport.operations == ["all_to_all", "all_gather"]
         assert transport.sent_bytes == 2 * (size - 1) * row
-    assert group.transports[0].sent_bytes < 2 * (size - 1) / size * numel / 8 + 2 * (size - 1) * (4 + HEADER + 8)
+    assert group.transports[0].sent_bytes < 2 * (size - 1) / size * numel / 8 + 2 * (size - 1) * (
+        4 + HEADER + 8
+    )
 
 
 def test_permuting_ranks_permutes_residuals_only():
@@ -213,7 +254,9 @@ def test_one_bad_number_is_seen_by_all_and_poisons_nothing(codec, bad):
     poisoned[2][777] = bad
     results = group.reduce(poisoned)
     assert group.finite == [False] * size
-    for result, x, feedback, (sent, reduced) in zip(results, poisoned, group.feedbacks, before, strict=True):
+    for result, x, feedback, (sent, reduced) in zip(
+        results, poisoned, group.feedbacks, before, strict=True
+    ):
         assert torch.equal(result.nan_to_num(1, 2, 3), x.nan_to_num(1, 2, 3)), "buffer changed"
         assert torch.equal(feedback.sent, sent)
         assert torch.equal(feedback.reduced, reduced)
@@ -223,34 +266,47 @@ def test_one_bad_number_is_seen_by_all_and_poisons_nothing(codec, bad):
 
 
 def test_noise_differs_between_steps_ranks_and_directions():
-    """Of equal inputs other elements are drawn, and of a mean not those that were drawn for it: right on average."""
+    """Of equal inputs other elements are drawn, and of a mean not those that were drawn for it:
+    right on average."""
     numel, ranks, steps = 4096, 2, 20
     x = torch.full((numel,), 0.3)
     sent: list[torch.Tensor] = []
     total, transports = torch.zeros(numel), [Tapped(t, sent) for t in Loopback(ranks).transports()]
     for step in range(steps):
         buffers = [x.clone() for _ in transports]
-        simulate([
-            compressed_allreduce(b, codec=RandomKCodec(4, unbiased=True), transport=t, sequence=step)
-            for b, t in zip(buffers, transports, strict=True)
-        ])  # fmt: skip
+        simulate(
+            [
+                compressed_allreduce(
+                    b, codec=RandomKCodec(4, unbiased=True), transport=t, sequence=step
+                )
+                for b, t in zip(buffers, transports, strict=True)
+            ]
+        )
         total += buffers[0] / steps
     payloads = [rows[:, HEADER:].clone() for rows in sent]
-    assert not any(torch.equal(a, b) for i, a in enumerate(payloads) for b in payloads[:i] if a.shape == b.shape)
+    assert not any(
+        torch.equal(a, b)
+        for i, a in enumerate(payloads)
+        for b in payloads[:i]
+        if a.shape == b.shape
+    )
     assert abs(float(total.mean()) - 0.3) < 0.03, "noise used twice would give 0.75"
 
 
 @pytest.mark.parametrize("mean", ["shift5", "int8", "none"])
 @pytest.mark.parametrize("size", [2, 8])
 def test_the_noise_of_ternary_gradients_falls_with_the_number_of_ranks(size, mean):
-    """Its variance is that of a mean of independent draws, (s·|c| − c²)/P; made ternary again it would be about that of one."""
+    """Its variance is that of a mean of independent draws, (s·|c| − c²)/P; made ternary again it
+    would be about that of one."""
     numel = 1 << 14
     x = torch.randn(numel, generator=torch.Generator().manual_seed(size))
     buffers = [x.clone() for _ in range(size)]
-    simulate([
-        compressed_allreduce(b, codec=TernaryCodec(mean=mean), transport=t, sequence=3)
-        for b, t in zip(buffers, Loopback(size).transports(), strict=True)
-    ])  # fmt: skip
+    simulate(
+        [
+            compressed_allreduce(b, codec=TernaryCodec(mean=mean), transport=t, sequence=3)
+            for b, t in zip(buffers, Loopback(size).transports(), strict=True)
+        ]
+    )
     assert all(torch.equal(buffers[0], b) for b in buffers)
     blocks = x.view(-1, 2048)
     one = float((blocks.abs().amax(1, keepdim=True) * blocks.abs() - blocks.square()).sum())
@@ -261,8 +317,8 @@ def test_the_noise_of_ternary_gradients_falls_with_the_number_of_ranks(size, mea
 @pytest.mark.parametrize("clip", [0, 2.5], ids=["ternary", "terngrad"])
 @pytest.mark.parametrize("size", [2, 8])
 def test_ternary_gradients_lose_less_under_scales_of_their_own_than_under_the_greatest(size, clip):
-    """The paper's way: one scale for a block on all ranks, and a mean that comes back as it is. Gradients of one rank are ten
-    times those of another."""
+    """The paper's way: one scale for a block on all ranks, and a mean that comes back as it is.
+    Gradients of one rank are ten times those of another."""
     generator = torch.Generator().manual_seed(size)
     common = torch.randn(32, 2048, generator=generator)
     sizes = torch.logspace(0, 1, size).tolist()
@@ -270,10 +326,12 @@ def test_ternary_gradients_lose_less_under_scales_of_their_own_than_under_the_gr
     mean = sum(own) / size
 
     buffers = [x.clone().flatten() for x in own]
-    simulate([
-        compressed_allreduce(b, codec=TernaryCodec(clip=clip), transport=t, sequence=3)
-        for b, t in zip(buffers, Loopback(size).transports(), strict=True)
-    ])  # fmt: skip
+    simulate(
+        [
+            compressed_allreduce(b, codec=TernaryCodec(clip=clip), transport=t, sequence=3)
+            for b, t in zip(buffers, Loopback(size).transports(), strict=True)
+        ]
+    )
 
     limits = [(clip or math.inf) * x.square().mean(1, keepdim=True).sqrt() for x in own]
     clipped = [x.clamp(-limit, limit) for x, limit in zip(own, limits, strict=True)]
@@ -289,9 +347,12 @@ def test_a_spoilt_rank_spoils_a_mean_that_comes_back_in_another_codec():
     buffers = [torch.ones(5000) for _ in range(3)]
     buffers[1][77] = float("nan")
     before = [b.clone() for b in buffers]
-    finite = simulate([
-        compressed_allreduce(b, codec="ternary", transport=t) for b, t in zip(buffers, Loopback(3).transports(), strict=True)
-    ])  # fmt: skip
+    finite = simulate(
+        [
+            compressed_allreduce(b, codec="ternary", transport=t)
+            for b, t in zip(buffers, Loopback(3).transports(), strict=True)
+        ]
+    )
     assert finite == [False] * 3
     assert torch.equal(buffers[0], before[0])
 
@@ -301,7 +362,12 @@ class Tapped:
 
     def __init__(self, inner, sent) -> None:
         self.inner, self.sent = inner, sent
-        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
+        self.rank, self.size, self.ordered, self.checks = (
+            inner.rank,
+            inner.size,
+            inner.ordered,
+            inner.checks,
+        )
 
     def all_to_all(self, out, inp, tag):
         self.sent.append(inp.clone())
@@ -337,10 +403,18 @@ def test_a_channel_counts_every_byte_that_leaves(size):
     """As the wrapper of the tests does, which looks at each peer's row."""
     recorded = [Recorded(t) for t in Loopback(size).transports()]
     channels = [Channel(t) for t in recorded]
-    simulate([compressed_allreduce(torch.ones(500), codec="sign", transport=c.transport) for c in channels])
+    simulate(
+        [
+            compressed_allreduce(torch.ones(500), codec="sign", transport=c.transport)
+            for c in channels
+        ]
+    )
     rows = {r: torch.zeros(10 * r, dtype=torch.uint8) for r in range(size)}
     for channel in channels:
-        headers, wanted = torch.zeros(size, HEADER, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+        headers, wanted = (
+            torch.zeros(size, HEADER, dtype=torch.uint8),
+            torch.ones(size, dtype=torch.uint8),
+        )
         channel.transport.exchange(Rows(headers.clone(), {}), Rows(headers, rows), wanted, 99)
     assert [c.sent_bytes for c in channels] == [t.sent_bytes for t in recorded]
     assert min(c.sent_bytes for c in channels) > 0

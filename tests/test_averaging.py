@@ -1,4 +1,5 @@
-"""Optimizers that do not communicate warn once where several ranks train replicas and nobody averages; else they are silent."""
+"""Optimizers that do not communicate warn once where several ranks train replicas and nobody
+averages; else they are silent."""
 
 import logging
 import tempfile
@@ -40,7 +41,9 @@ def warned():
 
 def made(seed=0, width=24):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)
+    )
 
 
 def store():
@@ -48,7 +51,9 @@ def store():
 
 
 def offloaded(net, **more):
-    return commpress.Offloaded(net.named_parameters(), torch.optim.AdamW, store=store(), chunk_mb=0.001, **OPTIONS | more)
+    return commpress.Offloaded(
+        net.named_parameters(), torch.optim.AdamW, store=store(), chunk_mb=0.001, **OPTIONS | more
+    )
 
 
 def average(net):
@@ -60,7 +65,10 @@ def average(net):
 def average_in_own_order(net):
     """In half precision, each rank's own summand first: ranks differ in the last bits."""
     for p in net.parameters():
-        own, every = p.grad.bfloat16(), [torch.empty_like(p.grad, dtype=torch.bfloat16) for _ in range(dist.get_world_size())]
+        own, every = (
+            p.grad.bfloat16(),
+            [torch.empty_like(p.grad, dtype=torch.bfloat16) for _ in range(dist.get_world_size())],
+        )
         dist.all_gather(every, own)
         others = [one for rank, one in enumerate(every) if rank != dist.get_rank()]
         p.grad.copy_(sum(others, own * 1.001) / len(every))
@@ -91,13 +99,21 @@ def on_the_way(kind):
     if kind == "manual, delayed":
         return net, offloaded(net, delayed=True), average
     if kind == "partitioned":
-        return net, commpress.Partitioned(net.parameters(), torch.optim.AdamW, store=store(), **OPTIONS), nothing
+        return (
+            net,
+            commpress.Partitioned(net.parameters(), torch.optim.AdamW, store=store(), **OPTIONS),
+            nothing,
+        )
     if kind == "local":
         return net, commpress.LocalUpdates(offloaded(net), every=2), nothing
     if kind == "streamed":
         own = store()
         commpress.stream(net, store=own)
-        return net, commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=own, **OPTIONS), nothing
+        return (
+            net,
+            commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=own, **OPTIONS),
+            nothing,
+        )
     if kind == "stages":
         net = made(seed=dist.get_rank())
         return net, offloaded(net), nothing
@@ -113,7 +129,11 @@ def on_the_way(kind):
 
 def train(net, optimizer, average, steps=4, seed=0, rows=16):
     for step in range(steps):
-        x = torch.randn(8, rows, generator=torch.Generator().manual_seed(100 * seed + 10 * step + dist.get_rank()))
+        x = torch.randn(
+            8,
+            rows,
+            generator=torch.Generator().manual_seed(100 * seed + 10 * step + dist.get_rank()),
+        )
         net(x).square().mean().backward()
         average(net)
         optimizer.step()
@@ -130,19 +150,28 @@ def warnings_of(build, how=None, seeds=(0,)):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("more", [{}, {"gradients": "store"}, {"delayed": True}, {"max_grad_norm": 0.1}])
+@pytest.mark.parametrize(
+    "more", [{}, {"gradients": "store"}, {"delayed": True}, {"max_grad_norm": 0.1}]
+)
 def test_a_bare_model_on_several_ranks_is_warned_of_once_by_one_of_them(pool, more, size):
     every = [line for lines in pool.run(warnings_of, bare, more, size=size) for line in lines]
     assert len(every) == 1
     assert "nobody averages these, and the replicas train apart" in every[0]
-    assert "Offloaded does not communicate. Use commpress.Partitioned(params, ..., store=store)" in every[0]
+    assert (
+        "Offloaded does not communicate. Use commpress.Partitioned(params, ..., store=store)"
+        in every[0]
+    )
 
 
 def streamed_alone():
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     net, own = made(), store()
     commpress.stream(net, store=own, process_group=groups[dist.get_rank()])
-    return net, commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=own, **OPTIONS), nothing
+    return (
+        net,
+        commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=own, **OPTIONS),
+        nothing,
+    )
 
 
 def dense_beside_experts():
@@ -180,9 +209,18 @@ def test_and_dense_parameters_beside_experts_in_a_store(pool):
 
 
 QUIET = (
-    "ddp", "fsdp", "manual", "manual in own order", "manual, delayed", "partitioned", "local", "streamed", "stages",
-    "other widths", "ones",
-)  # fmt: skip
+    "ddp",
+    "fsdp",
+    "manual",
+    "manual in own order",
+    "manual, delayed",
+    "partitioned",
+    "local",
+    "streamed",
+    "stages",
+    "other widths",
+    "ones",
+)
 
 
 @pytest.mark.parametrize("kind", QUIET)

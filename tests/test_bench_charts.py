@@ -1,4 +1,5 @@
-"""Every bench draws what it measured: axes have names, legends where there is more than one series, nothing is left out."""
+"""Every bench draws what it measured: axes have names, legends where there is more than one series,
+nothing is left out."""
 
 import re
 from argparse import Namespace
@@ -36,13 +37,25 @@ LOAD = Load(1, 1, 32, 1, 16, 2)
 
 
 def allreduce(path):
-    rows = [bench_allreduce.ReducedSize(4, n, "sign", 2e-3, 4e-3, 0, n // 31, 0.9, 1.0, 0.0) for n in SIZES]
+    rows = [
+        bench_allreduce.ReducedSize(4, n, "sign", 2e-3, 4e-3, 0, n // 31, 0.9, 1.0, 0.0)
+        for n in SIZES
+    ]
     bench_allreduce.draw(path, rows)
-    return ["One all-reduce among 4 ranks", "size of the buffer", "time of one call, ms", "times faster than torch", "64 KiB"]
+    return [
+        "One all-reduce among 4 ranks",
+        "size of the buffer",
+        "time of one call, ms",
+        "times faster than torch",
+        "64 KiB",
+    ]
 
 
 def alltoall(path):
-    rows = [bench_alltoall.DispatchedSize(4, n, "int8", 2e-3, 3e-3, 1e-3, 4e-3, [2, 1], 0, 0.01) for n in SIZES]
+    rows = [
+        bench_alltoall.DispatchedSize(4, n, "int8", 2e-3, 3e-3, 1e-3, 4e-3, [2, 1], 0, 0.01)
+        for n in SIZES
+    ]
     bench_alltoall.draw(path, rows)
     return ["int8 on the way", "torch, float32", "nodes, inside first", "nodes, between first"]
 
@@ -50,8 +63,9 @@ def alltoall(path):
 def hierarchical(path):
     rows = [
         bench_hierarchical.Measured(n, codec, 3e-3, 2e-3, 1e-3, 0, n, float(n), None)
-        for n in SIZES for codec in ("none", "sign")
-    ]  # fmt: skip
+        for n in SIZES
+        for codec in ("none", "sign")
+    ]
     bench_hierarchical.draw(path, rows)
     return ["between nodes: none", "between nodes: sign", "two levels, sign", "flat, none"]
 
@@ -63,10 +77,16 @@ def guard(path):
 
 def train(path):
     steps = {"compute": 0.0, "sign": 0.05}
-    rows = [bench_train.TrainedVariant(name, 0.1 + exposed, exposed, 1e6, 2.0, 10**7) for name, exposed in steps.items()]
+    rows = [
+        bench_train.TrainedVariant(name, 0.1 + exposed, exposed, 1e6, 2.0, 10**7)
+        for name, exposed in steps.items()
+    ]
     bench_train.draw(path, rows)
     took = {"plain": 1.0, "sign": 0.9, "auto": 0.93}
-    rows = [bench_train.TrainedVariant(name, seconds, 0.0, None, 2.0, 10**7) for name, seconds in took.items()]
+    rows = [
+        bench_train.TrainedVariant(name, seconds, 0.0, None, 2.0, 10**7)
+        for name, seconds in took.items()
+    ]
     assert [holds for _, holds in bench_train.judge(rows)] == [True, True]
     rows[-1].step_seconds = 1.01
     assert [holds for _, holds in bench_train.judge(rows)] == [True, False]
@@ -81,11 +101,16 @@ def fsdp(path):
 def codec(path):
     figures = [
         bench_codec.Figure(name, threads, operation, 0.1, 3.0, 9.0, 0.7)
-        for name in ("sign", "int8") for threads in (1, 2) for operation in bench_codec.OPERATIONS
-    ]  # fmt: skip
+        for name in ("sign", "int8")
+        for threads in (1, 2)
+        for operation in bench_codec.OPERATIONS
+    ]
     bench_codec.draw(path, figures)
     assert [holds for _, holds in bench_codec.judge(figures)] == [True, True, True]
-    slow = [replace(f, seconds=0.2, of_copy=0.4) if f.operation in ("encode in place", "mean") else f for f in figures]
+    slow = [
+        replace(f, seconds=0.2, of_copy=0.4) if f.operation in ("encode in place", "mean") else f
+        for f in figures
+    ]
     assert [holds for _, holds in bench_codec.judge(slow)] == [False, True, False]
     return ["one thread", "2 threads", "GB of float32 per second", "decode", "int8"]
 
@@ -99,8 +124,13 @@ def raced(path):
 
 
 def table(path):
-    codec_table.draw(path, [codec_table.Line(n, b, e, e, 1.0, 1.0, r, False, True) for n, b, e, r in
-                            (("sign", 1.0, 0.6, True), ("none", 32.0, 0.0, False))])  # fmt: skip
+    codec_table.draw(
+        path,
+        [
+            codec_table.Line(n, b, e, e, 1.0, 1.0, r, False, True)
+            for n, b, e, r in (("sign", 1.0, 0.6, True), ("none", 32.0, 0.0, False))
+        ],
+    )
     return ["bits per element", "relative error of one encoding", "with error feedback", "sign"]
 
 
@@ -117,7 +147,10 @@ def optimizer(path):
 
 def loss(path):
     kinds = ("plain", 10.0), ("powersgd1", 1.1), ("onebit", 1.0), ("zero-one-int8", None)
-    rows = [bench_loss.Measured(name, 1e-3, seconds, [seconds], [100], {"plain": 100}, 2.6) for name, seconds in kinds]
+    rows = [
+        bench_loss.Measured(name, 1e-3, seconds, [seconds], [100], {"plain": 100}, 2.6)
+        for name, seconds in kinds
+    ]
     assert [holds for _, holds in bench_loss.judge(rows)] == [True, False]
     assert not bench_loss.judge(rows[3:])[0][1]
     curve = bench_loss.Curve("plain", 1e-3, 0, [3.0] * 10 + [2.0] * 10, ["plain"] * 20)
@@ -152,7 +185,9 @@ def planned(path):
 
 
 def simulated(path):
-    rows = [bench_simulate.Row(2, way, n, 1e-3, 3, 1.05e-3) for n in SIZES for way in ("plain", "sign")]
+    rows = [
+        bench_simulate.Row(2, way, n, 1e-3, 3, 1.05e-3) for n in SIZES for way in ("plain", "sign")
+    ]
     assert [holds for _, holds in bench_simulate.judge(rows)] == [True, True]
     assert not bench_simulate.judge([*rows, bench_simulate.Row(2, "sign", 64, 1e-3, 3, 2e-3)])[1][1]
     bench_simulate.draw(path, rows)
@@ -171,14 +206,33 @@ def scaling(path):
 
 def one_cluster(path):
     simulate.draw(path, [row(4, "plain", 1e6), row(4, "sign")], title="A step")
-    return ["A step, 4 ranks", "computing alone", "exposed communication", "MB sent by one rank", "inside the node"]
+    return [
+        "A step, 4 ranks",
+        "computing alone",
+        "exposed communication",
+        "MB sent by one rank",
+        "inside the node",
+    ]
 
 
 def candidates(path):
-    found = [Candidate(name, "", seconds, 1e6, 1e6, {"device": 1e9}, codec, fits=name != "int8")
-             for name, seconds, codec in (("plain", 12.0, "plain"), ("bf16-ring", 6.0, ""), ("int8", 3.0, "int8"))]  # fmt: skip
+    found = [
+        Candidate(name, "", seconds, 1e6, 1e6, {"device": 1e9}, codec, fits=name != "int8")
+        for name, seconds, codec in (
+            ("plain", 12.0, "plain"),
+            ("bf16-ring", 6.0, ""),
+            ("int8", 3.0, "int8"),
+        )
+    ]
     plan.draw(path, found, chosen=found[0], title="two ranks")
-    return ["Predicted: two ranks", "chosen", "done otherwise", "int8 (does not fit)", "GB on a rank", " 12000"]
+    return [
+        "Predicted: two ranks",
+        "chosen",
+        "done otherwise",
+        "int8 (does not fit)",
+        "GB on a rank",
+        " 12000",
+    ]
 
 
 def io(path):
@@ -190,8 +244,27 @@ def io(path):
 
 @pytest.mark.parametrize(
     "draw",
-    [allreduce, alltoall, hierarchical, guard, train, fsdp, codec, raced, table, powersgd, optimizer, loss, observe, io,
-     planned, simulated, scaling, one_cluster, candidates],
+    [
+        allreduce,
+        alltoall,
+        hierarchical,
+        guard,
+        train,
+        fsdp,
+        codec,
+        raced,
+        table,
+        powersgd,
+        optimizer,
+        loss,
+        observe,
+        io,
+        planned,
+        simulated,
+        scaling,
+        one_cluster,
+        candidates,
+    ],
     ids=lambda draw: draw.__name__,
 )
 def test_pictures_say_what_they_show(draw, tmp_path, monkeypatch):
@@ -199,6 +272,8 @@ def test_pictures_say_what_they_show(draw, tmp_path, monkeypatch):
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # letters stay letters
     words = draw(str(tmp_path / "picture.svg"))
-    said = " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "picture.svg").read_text()))
+    said = " ".join(
+        re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "picture.svg").read_text())
+    )
     for phrase in words:
         assert phrase in said, said

@@ -1,4 +1,5 @@
-"""The benchmarks at tiny size: they run, what they write is what they measured, and they fail when they should."""
+"""The benchmarks at tiny size: they run, what they write is what they measured, and they fail when
+they should."""
 
 import argparse
 import json
@@ -39,19 +40,28 @@ def benchmarks() -> dict[str, argparse.ArgumentParser]:
 def test_help_teaches(name):
     said = benchmarks()[name].format_help()
     assert len(re.findall(rf"^  .*benchmarks {name}\b.*$", said, re.M)) >= 2, said
-    wanted = ("--json FILE",) if name == "faults" else ("--check", "--json FILE", "--plot FILE", "exit status 1 unless")
+    wanted = (
+        ("--json FILE",)
+        if name == "faults"
+        else ("--check", "--json FILE", "--plot FILE", "exit status 1 unless")
+    )
     assert all(option in said for option in wanted)
     assert [a.dest for a in benchmarks()[name]._actions if not a.help] == []
 
 
 def test_every_file_with_a_run_is_listed():
     folder = sources.ROOT / "benchmarks"
-    files = {p.stem: p for p in folder.glob("*.py")} | {p.parent.name: p for p in folder.glob("*/__init__.py")}
-    assert sorted(benchmarks()) == sorted(name for name, p in files.items() if "\ndef run(options" in p.read_text())
+    files = {p.stem: p for p in folder.glob("*.py")} | {
+        p.parent.name: p for p in folder.glob("*/__init__.py")
+    }
+    assert sorted(benchmarks()) == sorted(
+        name for name, p in files.items() if "\ndef run(options" in p.read_text()
+    )
 
 
 def test_the_folder_is_a_command_from_anywhere(tmp_path):
-    """And keeps the root of the repository off sys.path, where `kernels` and `collectives` would be packages."""
+    """And keeps the root of the repository off sys.path, where `kernels` and `collectives` would be
+    packages."""
     command = [sys.executable, str(sources.ROOT / "benchmarks"), "guard", "--rounds", "0"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stderr) == (2, "commpress: error: --rounds must be at least 1\n")
@@ -79,7 +89,10 @@ def test_guard_on_spawned_ranks(compiled, tmp_path):
     file = tmp_path / "guard.json"
     sizes = ["--min-bytes", "4KiB", "--max-bytes", "16KiB"]
     assert benchmark("guard", "--ranks", 2, *sizes, "--rounds", 1, "--check", "--json", file) == 0
-    assert [(row["size"], row["wrong"]) for row in json.loads(file.read_text())["rows"]] == [(4096, 0), (16384, 0)]
+    assert [(row["size"], row["wrong"]) for row in json.loads(file.read_text())["rows"]] == [
+        (4096, 0),
+        (16384, 0),
+    ]
 
 
 @pytest.mark.slow
@@ -96,12 +109,29 @@ def test_bench_optimizer(compiled, tmp_path):
 @pytest.mark.slow
 def test_bench_loss(compiled, tmp_path):
     file, curves = tmp_path / "rows.json", tmp_path / "curves.json"
-    options = ["--ranks", "2", "--length", "16", "--train", "14", "--batch", "8", "--losses", str(curves), "--rounds", "1"]
+    options = [
+        "--ranks",
+        "2",
+        "--length",
+        "16",
+        "--train",
+        "14",
+        "--batch",
+        "8",
+        "--losses",
+        str(curves),
+        "--rounds",
+        "1",
+    ]
     options += ["--steps", "2"]
     options += ["--ways", "plain,powersgd1,onebit-4,onebit-int4-4,zero-one-int8-4", "--target", "1"]
     assert main(["loss", *TINY, *options, "--lr", "1e-3,4e-3", "--no-times"]) == 0
     first = json.loads(curves.read_text())["curves"]
-    assert [(curve["variant"], curve["lr"]) for curve in first[:3]] == [("plain", 1e-3), ("plain", 4e-3), ("powersgd1", 1e-3)]
+    assert [(curve["variant"], curve["lr"]) for curve in first[:3]] == [
+        ("plain", 1e-3),
+        ("plain", 4e-3),
+        ("powersgd1", 1e-3),
+    ]
     assert all(len(curve["losses"]) == len(curve["kinds"]) == 14 for curve in first)
     assert all(curve["finer"] for curve in first if curve["bytes"])
     more = ["--ways", "plain", "--seeds", "2", "--no-times"]
@@ -119,7 +149,9 @@ def test_bench_loss(compiled, tmp_path):
     assert set(took) >= {"plain", "powersgd1", "exact", "exact-int4", "onebit-int4-4, compressed"}
     for row in rows.values():
         if row["seconds"] is not None:
-            assert row["seconds"] == pytest.approx(sum(took[kind] * count for kind, count in row["kinds"].items()))
+            assert row["seconds"] == pytest.approx(
+                sum(took[kind] * count for kind, count in row["kinds"].items())
+            )
     if content["step_bytes"]["plain"] is not None:
         assert content["step_bytes"]["onebit-4, compressed"] < content["step_bytes"]["plain"]
     again = tmp_path / "again.json"
@@ -146,7 +178,19 @@ def test_bench_convergence(compiled, tmp_path, capsys, monkeypatch):
     assert main(["convergence", "--merge", str(file), "--plot", str(plot)]) == 0
     assert plot.stat().st_size > 10_000
     assert capsys.readouterr().out.count("onebit") == 3
-    every = ["--tasks", "gpt", "--optimizers", "adam", "zero-one", "--seeds", "1", "--steps", "20", "--sync", "every"]
+    every = [
+        "--tasks",
+        "gpt",
+        "--optimizers",
+        "adam",
+        "zero-one",
+        "--seeds",
+        "1",
+        "--steps",
+        "20",
+        "--sync",
+        "every",
+    ]
     every += ["--exact-codec", "log3", "--plot", str(tmp_path / "every.svg")]
     assert main(["convergence", *every]) == 0
     assert "zero-one, every, log3" in capsys.readouterr().out
@@ -157,7 +201,9 @@ def test_bench_convergence(compiled, tmp_path, capsys, monkeypatch):
 def test_encoders_agree(monkeypatch, capsys):
     slow = encoders.candidates
     monkeypatch.setattr(
-        encoders, "candidates", lambda numel: {k: v for k, v in slow(numel).items() if k != "torch.compile"}
+        encoders,
+        "candidates",
+        lambda numel: {k: v for k, v in slow(numel).items() if k != "torch.compile"},
     )
     before = torch.get_num_threads()
     assert benchmark("encoders", "--numel", 1 << 18, "--threads", 1) == 0
@@ -170,7 +216,20 @@ def test_encoders_agree(monkeypatch, capsys):
 @pytest.mark.slow
 def test_bench_plan(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    command = ["plan", "--ranks", 2, "--rounds", 1, "--steps", 1, *SMALL, "--ways", "bf16,sign", "--json", out]
+    command = [
+        "plan",
+        "--ranks",
+        2,
+        "--rounds",
+        1,
+        "--steps",
+        1,
+        *SMALL,
+        "--ways",
+        "bf16,sign",
+        "--json",
+        out,
+    ]
     assert benchmark(*command) == 0
     content = json.loads(out.read_text())
     assert [row["way"] for row in content["rows"]] == ["plain", "bf16", "sign"]
@@ -183,7 +242,12 @@ def test_bench_plan(tmp_path, capsys):
 @pytest.mark.slow
 def test_bench_simulate(tmp_path):
     out = tmp_path / "simulate.json"
-    assert benchmark("simulate", "--ranks", 2, "--rounds", 1, "--calls", 1, "--sizes", "64KiB", "--json", out) == 0
+    assert (
+        benchmark(
+            "simulate", "--ranks", 2, "--rounds", 1, "--calls", 1, "--sizes", "64KiB", "--json", out
+        )
+        == 0
+    )
     rows = json.loads(out.read_text())["rows"]
     assert [row["way"] for row in rows] == ["plain", "int8", "sign"]
     assert all(row["seconds"] > 0 < row["simulated_seconds"] for row in rows)
@@ -192,7 +256,20 @@ def test_bench_simulate(tmp_path):
 @pytest.mark.slow
 def test_bench_observe(tmp_path, capsys):
     out, picture = tmp_path / "observe.json", tmp_path / "observe.png"
-    command = ["observe", "--ranks", 2, "--rounds", 2, "--steps", 2, *SMALL, "--json", out, "--plot", picture]
+    command = [
+        "observe",
+        "--ranks",
+        2,
+        "--rounds",
+        2,
+        "--steps",
+        2,
+        *SMALL,
+        "--json",
+        out,
+        "--plot",
+        picture,
+    ]
     assert benchmark(*command) == 0
     content = json.loads(out.read_text())
     (row,) = content["rows"]
@@ -205,13 +282,26 @@ def test_bench_observe(tmp_path, capsys):
 
 def test_rounds_follow_links_that_change(tmp_path, capsys):
     out = tmp_path / "link.json"
-    command = ["changing_link", *TINY, "--rates", "1gbit,2mbit", "--steps", "10", "--after", "4", "--json", out]
+    command = [
+        "changing_link",
+        *TINY,
+        "--rates",
+        "1gbit,2mbit",
+        "--steps",
+        "10",
+        "--after",
+        "4",
+        "--json",
+        out,
+    ]
     if benchmark(*command) == 2:
         pytest.skip(f"no hosts here: {capsys.readouterr().err}")
     rows = json.loads(out.read_text())["rows"]
     changes = [row for row in rows if row["run"] == "changes"]
     assert [row["rate"] for row in changes] == ["1gbit", "2mbit", "1gbit"]
-    assert changes[1]["length"] > changes[0]["length"] or rows[-1]["length"] > rows[-2]["length"], "longer where links are slow"
+    assert changes[1]["length"] > changes[0]["length"] or rows[-1]["length"] > rows[-2]["length"], (
+        "longer where links are slow"
+    )
     assert all(row["fresh"] > 0 for row in rows)
     for steps, bar in ((1.0, True), (2.0, False)):
         phase = changing_link.Phase("changes", 1, "1gbit", 2, 3, steps, 1.0)
@@ -223,7 +313,9 @@ def test_probe_and_hierarchical(tmp_path, capsys):
     """The one reads what the other measures."""
     links, out = tmp_path / "links.json", tmp_path / "out.json"
     nodes = ["--ranks", "3", "--topology", "2,1"]
-    assert cli.main(["probe", *nodes, "--bytes", "64KiB", "--rounds", "2", "--out", str(links)]) == 0
+    assert (
+        cli.main(["probe", *nodes, "--bytes", "64KiB", "--rounds", "2", "--out", str(links)]) == 0
+    )
     said = capsys.readouterr()
     assert "probe 13/13: all-reduces with codec sign" in said.err
     assert re.search(r"^between nodes +\d+ +\d+\.\d +\d+\.\d$", said.out, re.M), said.out
@@ -241,8 +333,11 @@ def test_probe_and_hierarchical(tmp_path, capsys):
     assert benchmark("hierarchical", *nodes, *sizes, "--links", links, "--json", out) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["size"], row["codec"]) for row in rows] == [
-        (65536, "none"), (65536, "sign"), (1 << 20, "none"), (1 << 20, "sign"),
-    ]  # fmt: skip
+        (65536, "none"),
+        (65536, "sign"),
+        (1 << 20, "none"),
+        (1 << 20, "sign"),
+    ]
     for row in rows:
         assert row["wrong"] == 0
         assert row["choice"] in ("flat", "hierarchical")
@@ -291,7 +386,12 @@ def test_every_command_that_a_page_shows_is_one(page):
 
 
 def test_commands_are_found_in_blocks_and_between_words():
-    text = "Try `python benchmarks guard\n--rounds 1` or\n\n    torchrun x benchmarks fsdp  # all\n\n`commpress bench …`\n\n"
+    text = (
+        "Try `python benchmarks guard\n--rounds 1` or\n\n    torchrun x benchmarks fsdp  # "
+        "all\n\n`commpress bench …`\n\n"
+    )
     assert commands_shown(text + "```\ncommpress plan \\\n  --nodes 2x1\n```\n") == [
-        ("python benchmarks", ["guard", "--rounds", "1"]), ("benchmarks", ["fsdp"]), ("commpress", ["plan", "--nodes", "2x1"])
-    ]  # fmt: skip
+        ("python benchmarks", ["guard", "--rounds", "1"]),
+        ("benchmarks", ["fsdp"]),
+        ("commpress", ["plan", "--nodes", "2x1"]),
+    ]

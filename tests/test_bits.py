@@ -1,4 +1,5 @@
-"""Bits that an optimizer says it sends in a compressed round are those it sends: in all, by codec, by group of parameters."""
+"""Bits that an optimizer says it sends in a compressed round are those it sends: in all, by codec,
+by group of parameters."""
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def trained(size=2, kind=OneBitAdam, **options):
 
 
 @pytest.mark.parametrize(
-    ("spiky_codec", "code"), [("fp8", 8 + 1 / 8), ("int8", 8 + 1 / 8), ("bits4", 4 + 5 / 16), ("log3", 3 + 1 / 8)]
+    ("spiky_codec", "code"),
+    [("fp8", 8 + 1 / 8), ("int8", 8 + 1 / 8), ("bits4", 4 + 5 / 16), ("log3", 3 + 1 / 8)],
 )
 def test_a_vocabulary_decides_how_many_bits_one_bit_adam_sends(spiky_codec, code):
     optimizer = trained(spiky_codec=spiky_codec)
@@ -39,12 +41,21 @@ def test_a_vocabulary_decides_how_many_bits_one_bit_adam_sends(spiky_codec, code
     assert counters.compressed_rounds == 3
     said = sum(s.bits * s.numel for s in counters.shares.values()) / every
     assert counters.bits == pytest.approx(said, rel=0.03), "headers are not in the shares"
-    assert counters.bits == pytest.approx(32 * counters.compressed_bytes / (3 * 4 * every), rel=1e-6)
+    assert counters.bits == pytest.approx(
+        32 * counters.compressed_bytes / (3 * 4 * every), rel=1e-6
+    )
     (codec, (names, numel, bits)), *_ = counters.by_codec().items()
-    assert (codec, names, numel) == (codec_named(spiky_codec).spec, ["embed.weight"], VOCABULARY * WIDTH)
+    assert (codec, names, numel) == (
+        codec_named(spiky_codec).spec,
+        ["embed.weight"],
+        VOCABULARY * WIDTH,
+    )
     assert bits == pytest.approx(code, rel=0.01)
     summary = counters.summary()
-    assert f"a compressed round sends {counters.bits:.2f} bits per parameter: {bits:.2f} for 88 % of them" in summary
+    assert (
+        f"a compressed round sends {counters.bits:.2f} bits per parameter: {bits:.2f} for 88 % "
+        "of them"
+    ) in summary
     assert f"({codec}: embed.weight)" in summary
 
 

@@ -46,12 +46,23 @@ def test_every_element_travels_once():
         at += numel
     assert at == 250 + 7 + 333 + 100 + 1
     assert sum(m.pieces.numel for m in plan) == at
-    assert {key[0] for m in plan for key, line in zip(m.keys, m.pieces.table, strict=True) if line[RESIDUAL] < 0} == {"c"}
+    assert {
+        key[0]
+        for m in plan
+        for key, line in zip(m.keys, m.pieces.table, strict=True)
+        if line[RESIDUAL] < 0
+    } == {"c"}
 
 
 @pytest.mark.parametrize(
     "other",
-    [spans(60, 40, names="ba"), spans(40, 60), spans(60, 40, names="ax"), spans(60, 39), spans(60, 39, 1)],
+    [
+        spans(60, 40, names="ba"),
+        spans(40, 60),
+        spans(60, 40, names="ax"),
+        spans(60, 39),
+        spans(60, 39, 1),
+    ],
     ids=["order", "lengths", "names", "shorter", "one more"],
 )
 def test_the_label_tells_messages_apart(other):
@@ -63,16 +74,27 @@ def test_the_label_tells_messages_apart(other):
 def test_equal_tensors_give_equal_headers():
     (one,), (two,) = messages(spans(60, 40), SIGN, 2), messages(spans(60, 40), SIGN, 2)
     assert (one.label, one.codec, one.pieces.numel, one.pieces.row_bytes) == (
-        two.label, two.codec, two.pieces.numel, two.pieces.row_bytes
-    )  # fmt: skip
+        two.label,
+        two.codec,
+        two.pieces.numel,
+        two.pieces.row_bytes,
+    )
 
 
 def test_the_description_tells_which_tensor_has_which_codec():
     def described(**rules):
-        (message,) = messages(spans(60, 40, 10), ByName({k: NAMES[v] for k, v in rules.items()}, SIGN), 2)
+        (message,) = messages(
+            spans(60, 40, 10), ByName({k: NAMES[v] for k, v in rules.items()}, SIGN), 2
+        )
         return message.codec
 
-    every = [described(), described(a="int8"), described(b="int8"), described(a="int8", b="int8"), described(a="none")]
+    every = [
+        described(),
+        described(a="int8"),
+        described(b="int8"),
+        described(a="int8", b="int8"),
+        described(a="none"),
+    ]
     assert every[0] == NAMES["sign"].spec
     assert len(set(every)) == len(every)
     assert described(a="int8", b="int8", c="int8") == NAMES["int8"].spec

@@ -8,15 +8,28 @@ from commpress.errors import InvalidArgument
 
 def test_a_change_knows_who_is_lost_and_who_is_new():
     # ranks 1 and 3 of 4 go on as 0 and 1, two newcomers follow
-    changes = [Change(7, rank, 4, (1, 3, None, None), (b"a", b"b", b"c", b"d")) for rank in range(4)]
+    changes = [
+        Change(7, rank, 4, (1, 3, None, None), (b"a", b"b", b"c", b"d")) for rank in range(4)
+    ]
     assert [change.was for change in changes] == [1, 3, None, None]
     for change in changes:
-        assert (change.size, change.survivors, change.new, change.lost) == (4, (0, 1), (2, 3), (0, 2))
+        assert (change.size, change.survivors, change.new, change.lost) == (
+            4,
+            (0, 1),
+            (2, 3),
+            (0, 2),
+        )
 
 
 def test_nothing_changed_is_a_change_too():
     change = Change(1, 1, 2, (0, 1), (b"", b""))
-    assert (change.size, change.was, change.survivors, change.new, change.lost) == (2, 1, (0, 1), (), ())
+    assert (change.size, change.was, change.survivors, change.new, change.lost) == (
+        2,
+        1,
+        (0, 1),
+        (),
+        (),
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`commpress chaos` does what its schedule says, sees what goes wrong, and leaves nothing behind."""
+"""`commpress chaos` does what its schedule says, sees what goes wrong, and leaves nothing
+behind."""
 
 import json
 import os
@@ -43,14 +44,28 @@ def test_a_seed_draws_the_same_faults_at_the_rate_asked_for():
 
 def test_a_schedule_is_read(tmp_path):
     file = tmp_path / "faults"
-    file.write_text("9.5 cut 3 for 8 bulk\n# nothing\n\n1 kill 2 # at once\n4 stop launcher for 2\n")
+    file.write_text(
+        "9.5 cut 3 for 8 bulk\n# nothing\n\n1 kill 2 # at once\n4 stop launcher for 2\n"
+    )
     assert fault_schedule.read(file, 4) == [
-        Fault(1.0, "kill", 2), Fault(4.0, "stop", LAUNCHER, 2.0), Fault(9.5, "cut", 3, 8.0, "bulk"),
-    ]  # fmt: skip
+        Fault(1.0, "kill", 2),
+        Fault(4.0, "stop", LAUNCHER, 2.0),
+        Fault(9.5, "cut", 3, 8.0, "bulk"),
+    ]
 
 
 @pytest.mark.parametrize(
-    "line", ["x kill 1", "1 kick 1", "1 kill 4", "1 kill -1", "1 stop 1 for", "1 stop 1 half", "1 cut 1 for 2 some", "1 kill"]
+    "line",
+    [
+        "x kill 1",
+        "1 kick 1",
+        "1 kill 4",
+        "1 kill -1",
+        "1 stop 1 for",
+        "1 stop 1 half",
+        "1 cut 1 for 2 some",
+        "1 kill",
+    ],
 )
 def test_a_line_that_says_no_fault_is_named(line, tmp_path):
     (tmp_path / "faults").write_text(f"1 kill 1\n{line}\n")
@@ -61,13 +76,19 @@ def test_a_line_that_says_no_fault_is_named(line, tmp_path):
 @pytest.mark.parametrize("given", ["", "a key of the user, which every process has anyway"])
 def test_all_processes_of_a_run_get_one_key(given, monkeypatch, tmp_path):
     """They meet in a store that is open to whoever reaches its port."""
-    monkeypatch.setattr(chaos_command, "LauncherStore", lambda hosts: SimpleNamespace(address="127.0.0.1", port=1))
+    monkeypatch.setattr(
+        chaos_command, "LauncherStore", lambda hosts: SimpleNamespace(address="127.0.0.1", port=1)
+    )
     monkeypatch.delenv(VARIABLE, raising=False)
     if given:
         monkeypatch.setenv(VARIABLE, given)
     options = SimpleNamespace(command=["true"], ranks=2, hash_every=0)
     run, other = (chaos_command.Chaos(options, [], tmp_path, None) for _ in range(2))
-    keys = {run._environment(number, again=again).get(VARIABLE, given) for number in (0, 1) for again in (False, True)}
+    keys = {
+        run._environment(number, again=again).get(VARIABLE, given)
+        for number in (0, 1)
+        for again in (False, True)
+    }
     assert len(keys) == 1
     assert len(keys.pop()) >= 32
     assert given or run.key != other.key
@@ -82,7 +103,11 @@ def written(folder, lines):
     for victim in sorted({line[0] for line in lines}):
         path = folder / f"{victim}.jsonl"
         names = ("clock", "step", "epoch", "hash", "samples")
-        events = [{"kind": "commit", **dict(zip(names, line[1:], strict=True))} for line in lines if line[0] == victim]
+        events = [
+            {"kind": "commit", **dict(zip(names, line[1:], strict=True))}
+            for line in lines
+            if line[0] == victim
+        ]
         path.write_text("".join(json.dumps(event) + "\n" for event in events))
         history.follow(path, victim, 0)
     history.read()
@@ -90,10 +115,13 @@ def written(folder, lines):
 
 
 def test_figures_of_a_run_that_is_known_by_hand(tmp_path):
-    """Two ranks, a step a second; rank 1 is killed at 20.5 and back at step 23, which takes the survivor 4 seconds in all."""
+    """Two ranks, a step a second; rank 1 is killed at 20.5 and back at step 23, which takes the
+    survivor 4 seconds in all."""
     lines = [(victim, float(t), t, 0, f"h{t}", None) for t in range(1, 21) for victim in (0, 1)]
     lines += [(0, 23.0, 21, 1, "h21", None), (0, 24.0, 22, 1, "h22", None)]
-    lines += [(victim, 27.0 + i, 23 + i, 2, f"h{23 + i}", None) for i in range(3) for victim in (0, 1)]
+    lines += [
+        (victim, 27.0 + i, 23 + i, 2, f"h{23 + i}", None) for i in range(3) for victim in (0, 1)
+    ]
     hits = [Hit("kill", 1, 20.5, 20.5, back=27.0, restarted=22.0)]
     verdict = Verdict(written(tmp_path, lines), hits, 2, 15.0, 30.0)
     assert verdict.usual == 1.0
@@ -101,7 +129,12 @@ def test_figures_of_a_run_that_is_known_by_hand(tmp_path):
     assert verdict.goodput == pytest.approx(10 / 15)
     assert verdict.participation == pytest.approx((8 * 2 + 2) / 20)
     assert verdict.healing == [5.0]
-    assert (verdict.repeated, verdict.skipped, verdict.unequal, verdict.hashed_steps) == ([], [], [], 25)
+    assert (verdict.repeated, verdict.skipped, verdict.unequal, verdict.hashed_steps) == (
+        [],
+        [],
+        [],
+        25,
+    )
 
 
 def test_what_is_lost_or_done_twice_is_found(tmp_path):
@@ -134,7 +167,9 @@ def chaos(folder, *arguments, toy=()):
     """The exit status of a short run of a training that is none, and its report."""
     report = folder / "report.json"
     common = ["--seconds", "3", "--calm", "0.5", "--restart-after", "0.1", "--json", report]
-    status = main([str(a) for a in ["chaos", *common, *arguments, "--", sys.executable, TOY, folder, *toy]])
+    status = main(
+        [str(a) for a in ["chaos", *common, *arguments, "--", sys.executable, TOY, folder, *toy]]
+    )
     return status, json.loads(report.read_text())
 
 
@@ -142,10 +177,29 @@ def chaos(folder, *arguments, toy=()):
 def test_the_small_model_goes_on_when_a_rank_is_killed(tmp_path, capsys):
     (tmp_path / "faults").write_text("2 kill 1\n")
     arguments = [
-        "chaos", "--check", "--json", tmp_path / "report", "--ranks", 3, "--step-seconds", 0.1, "--seconds", 8, "--calm", 2,
-        "--schedule", tmp_path / "faults", "--min-goodput", 10, "--min-participation", 50, "--longest-healing", 60,
-        "--median-pause", 30,
-    ]  # fmt: skip
+        "chaos",
+        "--check",
+        "--json",
+        tmp_path / "report",
+        "--ranks",
+        3,
+        "--step-seconds",
+        0.1,
+        "--seconds",
+        8,
+        "--calm",
+        2,
+        "--schedule",
+        tmp_path / "faults",
+        "--min-goodput",
+        10,
+        "--min-participation",
+        50,
+        "--longest-healing",
+        60,
+        "--median-pause",
+        30,
+    ]
     status = main([str(argument) for argument in arguments])
     report = json.loads((tmp_path / "report").read_text())
     assert status == 0, capsys.readouterr().out
@@ -165,7 +219,16 @@ def test_two_minutes_of_faults_hold_their_bars(soak):
 @pytest.mark.slow
 def test_ranks_killed_at_random_bytes_are_survived_and_replaced(tmp_path):
     """In a Python of its own: it forks."""
-    command = [sys.executable, sources.ROOT / "benchmarks", "kills", "--kills", "2", "--check", "--logs", tmp_path]
+    command = [
+        sys.executable,
+        sources.ROOT / "benchmarks",
+        "kills",
+        "--kills",
+        "2",
+        "--check",
+        "--logs",
+        tmp_path,
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -185,8 +248,12 @@ def left_over(folder):
 
 
 def test_a_run_that_survives_holds_all_bars(tmp_path, capsys):
-    (tmp_path / "faults").write_text("0.6 kill 1\n1 stop 2 for 0.3\n1.4 slow 0 for 0.3\n2 kill launcher\n")
-    status, report = chaos(tmp_path, "--schedule", tmp_path / "faults", "--check", "--min-goodput", "50")
+    (tmp_path / "faults").write_text(
+        "0.6 kill 1\n1 stop 2 for 0.3\n1.4 slow 0 for 0.3\n2 kill launcher\n"
+    )
+    status, report = chaos(
+        tmp_path, "--schedule", tmp_path / "faults", "--check", "--min-goodput", "50"
+    )
     said = capsys.readouterr().out
     assert status == 0, said
     assert [hit["kind"] for hit in report["hits"]] == ["kill", "stop", "slow", "kill"]
@@ -205,17 +272,31 @@ def test_what_goes_wrong_is_said_and_told_by_the_exit_status(tmp_path, capsys):
     said = capsys.readouterr().out
     assert status == 1
     assert {what for what, holds in report["bars"] if not holds} >= {
-        "no step lost: 50", "no step committed twice: 40", "weights equal on all ranks: 30", "no sample lost",
-    }  # fmt: skip
+        "no step lost: 50",
+        "no step committed twice: 40",
+        "weights equal on all ranks: 30",
+        "no sample lost",
+    }
     assert "rank 0 ended with status 1: commpress.errors.PeerFailure: rank 1 died" in said
     assert "FAIL  nothing hangs: no step was committed for" in said
     assert left_over(tmp_path) == []
 
 
-@pytest.mark.parametrize("ends", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ends", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_nothing_stays_whatever_ends_it(ends, tmp_path):
-    command = [sys.executable, "-c", "from commpress.cli import main; raise SystemExit(main())", "chaos", "--logs", tmp_path]
-    running = subprocess.Popen([*command, "--", sys.executable, TOY, tmp_path], stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-c",
+        "from commpress.cli import main; raise SystemExit(main())",
+        "chaos",
+        "--logs",
+        tmp_path,
+    ]
+    running = subprocess.Popen(
+        [*command, "--", sys.executable, TOY, tmp_path], stderr=subprocess.DEVNULL
+    )
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("*.jsonl"))) < 4 and time.monotonic() < until:
         time.sleep(0.05)
@@ -254,19 +335,26 @@ print(came)
 """
 
 
-@pytest.mark.skipif(shutil.which("nft") is None, reason="links are cut by the command nft: install nftables")
+@pytest.mark.skipif(
+    shutil.which("nft") is None, reason="links are cut by the command nft: install nftables"
+)
 def test_links_of_hosts_lose_what_they_are_cut_to_lose():
     try:
         hosts = Hosts(3, rate=parse_rate("1gbit"))
     except (HostsUnavailable, ImportError) as error:
         pytest.skip(str(error))
     with hosts:
-        echo = [hosts.start(i, [sys.executable, "-SE", "-c", ECHO], stdout=subprocess.PIPE) for i in (0, 2)]
+        echo = [
+            hosts.start(i, [sys.executable, "-SE", "-c", ECHO], stdout=subprocess.PIPE)
+            for i in (0, 2)
+        ]
         for process in echo:
             process.stdout.readline()
 
         def answers(name, size):
-            asking = hosts.start(1, [sys.executable, "-SE", "-c", ASK, name, str(size)], stdout=subprocess.PIPE)
+            asking = hosts.start(
+                1, [sys.executable, "-SE", "-c", ASK, name, str(size)], stdout=subprocess.PIPE
+            )
             return int(asking.communicate()[0])
 
         assert answers("host0", 1000) == 12
@@ -284,7 +372,11 @@ def test_links_of_hosts_lose_what_they_are_cut_to_lose():
 
 
 def test_rates_and_delays_are_read():
-    assert (parse_rate("100mbit"), parse_rate("2.5Gbit"), parse_rate("9600")) == (1e8, 2.5e9, 9600.0)
+    assert (parse_rate("100mbit"), parse_rate("2.5Gbit"), parse_rate("9600")) == (
+        1e8,
+        2.5e9,
+        9600.0,
+    )
     assert (parse_delay("200us"), parse_delay("20ms")) == (pytest.approx(2e-4), pytest.approx(0.02))
     for call, text in ((parse_rate, "fast"), (parse_rate, "0"), (parse_delay, "20")):
         with pytest.raises(InvalidArgument, match="expected"):

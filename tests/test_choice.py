@@ -68,7 +68,8 @@ def test_tens_of_layers_are_solved():
 
 
 @pytest.mark.parametrize(
-    ("costs", "errors"), [([[1.0]], [[float("nan")]]), ([[1.0, 2.0]], [[1.0]]), ([[]], [[]]), ([[1.0]], [[-1.0]])]
+    ("costs", "errors"),
+    [([[1.0]], [[float("nan")]]), ([[1.0, 2.0]], [[1.0]]), ([[]], [[]]), ([[1.0]], [[-1.0]])],
 )
 def test_what_makes_no_sense_is_refused(costs, errors):
     with pytest.raises(InvalidArgument):
@@ -103,4 +104,6 @@ def test_a_gpt_needs_fewer_bytes_at_the_error_of_four_bits(compiled):
     found = assign(gradients, ranks=4)
     assert found.error <= found.uniform_error
     assert found.gain >= 1.3
-    assert found.nbytes == sum(bytes_of(g.numel(), found.rules[name], 4) for name, g in gradients.items())
+    assert found.nbytes == sum(
+        bytes_of(g.numel(), found.rules[name], 4) for name, g in gradients.items()
+    )

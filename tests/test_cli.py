@@ -1,4 +1,5 @@
-"""The command line at toy size: that commands run, say what they measured, and fail when they should."""
+"""The command line at toy size: that commands run, say what they measured, and fail when they
+should."""
 
 import argparse
 import json
@@ -13,16 +14,38 @@ from pathlib import Path
 import pytest
 
 from commpress import __version__ as version
-from commpress.cli import bench_train, charts, connections, harness, main, parser, plan, ranks, terminal
+from commpress.cli import (
+    bench_train,
+    charts,
+    connections,
+    harness,
+    main,
+    parser,
+    plan,
+    ranks,
+    terminal,
+)
 from commpress.cli.commands import COMMANDS as REGISTERED
 from commpress.cli.ranks import LocalRanks
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem import parse_bytes
 
 COMMANDS = [
-    (), ("demo",), ("probe",), ("bench",), ("bench", "codec"), ("bench", "allreduce"), ("bench", "alltoall"),
-    ("bench", "train"), ("bench", "io"), ("doctor",), ("simulate",), ("plan",), ("chaos",), ("from-deepspeed",),
-]  # fmt: skip
+    (),
+    ("demo",),
+    ("probe",),
+    ("bench",),
+    ("bench", "codec"),
+    ("bench", "allreduce"),
+    ("bench", "alltoall"),
+    ("bench", "train"),
+    ("bench", "io"),
+    ("doctor",),
+    ("simulate",),
+    ("plan",),
+    ("chaos",),
+    ("from-deepspeed",),
+]
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16"]
 
 
@@ -39,7 +62,8 @@ def status(arguments: list[str]) -> int | str | None:
 
 @pytest.fixture(scope="module")
 def two():
-    """Two ranks for all commands of this file: starting a process takes longer than what most of them do."""
+    """Two ranks for all commands of this file: starting a process takes longer than what most of
+    them do."""
     with LocalRanks(2) as pool:
         yield pool
 
@@ -92,13 +116,22 @@ def test_each_command_is_shown_once_in_a_group_and_fits_100_columns(capsys):
         commpress("--help")
     said = capsys.readouterr().out
     for one in REGISTERED:
-        assert len(re.findall(rf"^  commpress {one.words} +{re.escape(one.summary)}$", said, re.M)) == 1
-        assert Path(sys.modules["commpress.cli"].__file__).with_name(f"{one.runs.rpartition('.')[2]}.py").exists()
+        assert (
+            len(re.findall(rf"^  commpress {one.words} +{re.escape(one.summary)}$", said, re.M))
+            == 1
+        )
+        assert (
+            Path(sys.modules["commpress.cli"].__file__)
+            .with_name(f"{one.runs.rpartition('.')[2]}.py")
+            .exists()
+        )
     assert max(map(len, said.splitlines())) <= 100
 
 
 def test_python_m_and_version():
-    ran = subprocess.run([sys.executable, "-m", "commpress", "--version"], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-m", "commpress", "--version"], capture_output=True, text=True, timeout=60
+    )
     assert (ran.returncode, ran.stdout) == (0, f"commpress {version}\n")
 
 
@@ -119,12 +152,17 @@ def test_every_bench_checks_writes_and_draws(name, capsys):
     with pytest.raises(SystemExit):
         commpress("bench", name, "--help")
     said = capsys.readouterr().out
-    assert all(option in said for option in ("--check", "--json FILE", "--plot FILE", "exit status 1 unless"))
+    assert all(
+        option in said
+        for option in ("--check", "--json FILE", "--plot FILE", "exit status 1 unless")
+    )
 
 
 def test_all_benches_are_known():
     (commands,) = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    (benches,) = [a for a in commands.choices["bench"]._actions if isinstance(a, argparse._SubParsersAction)]
+    (benches,) = [
+        a for a in commands.choices["bench"]._actions if isinstance(a, argparse._SubParsersAction)
+    ]
     assert sorted(benches.choices) == sorted(BENCHES)
 
 
@@ -138,7 +176,11 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(capsys, monk
 
 def test_every_option_has_a_help_text():
     for command in leaves(parser()):
-        assert [a.dest for a in command._actions if not a.help and not isinstance(a, argparse._SubParsersAction)] == []
+        assert [
+            a.dest
+            for a in command._actions
+            if not a.help and not isinstance(a, argparse._SubParsersAction)
+        ] == []
 
 
 @pytest.mark.parametrize(
@@ -151,22 +193,46 @@ def test_every_option_has_a_help_text():
         (["demo", "--lr", "1e-3,2e-3"], "add --search"),
         (["demo", "--lr", "fast"], "expected rates"),
         (["demo", "--out", "demo.txt"], "expected one that ends in .svg, .png, .pdf"),
-        (["demo", "--json", "no/such/folder/demo.json"], "expected the name of a file in a folder that is there"),
+        (
+            ["demo", "--json", "no/such/folder/demo.json"],
+            "expected the name of a file in a folder that is there",
+        ),
         (["bench", "codec", "--codec", "sing"], "expected some of sign"),
-        (["bench", "codec", "--codec", "int8", "--check", "--numel", "4096", "--threads", "1"], "--check needs"),
+        (
+            ["bench", "codec", "--codec", "int8", "--check", "--numel", "4096", "--threads", "1"],
+            "--check needs",
+        ),
         (["bench", "allreduce", "--min-bytes", "1MiB", "--max-bytes", "1KiB"], "<= --max-bytes"),
-        (["bench", "alltoall", "--rounds", "0"], "argument --rounds: got '0', expected a whole number of at least 1"),
+        (
+            ["bench", "alltoall", "--rounds", "0"],
+            "argument --rounds: got '0', expected a whole number of at least 1",
+        ),
         (["bench", "alltoall", "--nodes", "2y4"], "topology is '2y4'"),
         (["bench", "alltoall", "--mpi"], "mpirun -n 4 commpress bench alltoall --mpi"),
         (["bench", "io", "--chunks", "3MiB"], "divide --size"),
-        (["bench", "io", "--engine", "spdk", "--size", "1MiB", "--chunks", "1MiB"], "expected 'auto' or one of io_uring"),
+        (
+            ["bench", "io", "--engine", "spdk", "--size", "1MiB", "--chunks", "1MiB"],
+            "expected 'auto' or one of io_uring",
+        ),
         (["bench", "train", "--ways", "powersgd"], "expected powersgdN"),
-        (["chaos", "--step-seconds", "0"], "argument --step-seconds: got '0', expected a number above 0"),
-        (["chaos", "--ranks", "1", "--", "true"], "argument --ranks: got '1', expected a whole number of at least 2"),
+        (
+            ["chaos", "--step-seconds", "0"],
+            "argument --step-seconds: got '0', expected a number above 0",
+        ),
+        (
+            ["chaos", "--ranks", "1", "--", "true"],
+            "argument --ranks: got '1', expected a whole number of at least 2",
+        ),
         (["chaos", "--faults", "kick", "--", "true"], "expected some of kill, stop, slow, cut"),
-        (["chaos", "--faults", "cut", "--faults-per-hour", "9000", "--", "true"], "only between hosts"),
+        (
+            ["chaos", "--faults", "cut", "--faults-per-hour", "9000", "--", "true"],
+            "only between hosts",
+        ),
         (["chaos", "--rate", "1gbit", "--", "true"], "add --hosts"),
-        (["chaos", "--seconds", "0", "--", "true"], "argument --seconds: got '0', expected a number above 0"),
+        (
+            ["chaos", "--seconds", "0", "--", "true"],
+            "argument --seconds: got '0', expected a number above 0",
+        ),
         (["probe", "--bytes", "1"], "argument --bytes: got '1', expected at least 1KiB"),
         (["probe", "--topology", "2x"], "expected nodes x ranks"),
         (["bench", "train", "--ways", "sign", "--check"], "name both"),
@@ -180,11 +246,20 @@ def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
 
 
 WRONG = {  # an argument that cannot work, for every command
-    "demo": "--rate fast", "doctor": "--json /nowhere/findings.json", "probe": "--bytes many", "plan": "--device fast",
-    "simulate": "--nodes 3y", "chaos": "--step-seconds -1", "bench codec": "--numel few", "bench allreduce": "--iterations 0",
-    "bench alltoall": "--rounds 0", "bench experts": "--tokens 0", "bench io": "--directory /nowhere",
-    "bench train": "--steps 0", "from-deepspeed": "/nowhere.json",
-}  # fmt: skip
+    "demo": "--rate fast",
+    "doctor": "--json /nowhere/findings.json",
+    "probe": "--bytes many",
+    "plan": "--device fast",
+    "simulate": "--nodes 3y",
+    "chaos": "--step-seconds -1",
+    "bench codec": "--numel few",
+    "bench allreduce": "--iterations 0",
+    "bench alltoall": "--rounds 0",
+    "bench experts": "--tokens 0",
+    "bench io": "--directory /nowhere",
+    "bench train": "--steps 0",
+    "from-deepspeed": "/nowhere.json",
+}
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
 sys.modules["torch"] = None  # importing it fails
@@ -202,15 +277,42 @@ print(json.dumps(said))
 
 
 EARLY = [
-    ("demo --lr x", "commpress demo: error: argument --lr: got 'x', expected rates between 0 and 1 such as 5e-4,1e-3"),
-    ("demo --seconds -1", "commpress demo: error: argument --seconds: got '-1', expected a number above 0"),
-    ("demo --rte 1gbit", "commpress demo: error: there is no option '--rte': did you mean '--rate'?"),
-    ("bench train --variants sign", "commpress bench train: error: there is no option '--variants'"),
+    (
+        "demo --lr x",
+        (
+            "commpress demo: error: argument --lr: got 'x', expected rates between 0 and 1 such as "
+            "5e-4,1e-3"
+        ),
+    ),
+    (
+        "demo --seconds -1",
+        "commpress demo: error: argument --seconds: got '-1', expected a number above 0",
+    ),
+    (
+        "demo --rte 1gbit",
+        "commpress demo: error: there is no option '--rte': did you mean '--rate'?",
+    ),
+    (
+        "bench train --variants sign",
+        "commpress bench train: error: there is no option '--variants'",
+    ),
     ("bench --quick", "commpress bench: error: there is no option '--quick'"),
     ("doctor now", "commpress doctor: error: 'now' is one word too many"),
-    ("chaos --faults kick -- true", "argument --faults: fault is 'kick', expected some of kill, stop, slow, cut"),
-    ("probe --bytes 1", "commpress probe: error: argument --bytes: got '1', expected at least 1KiB"),
-    ("plan", "commpress: error: expected one of --parameters, --model and --config: what is to be trained?"),
+    (
+        "chaos --faults kick -- true",
+        "argument --faults: fault is 'kick', expected some of kill, stop, slow, cut",
+    ),
+    (
+        "probe --bytes 1",
+        "commpress probe: error: argument --bytes: got '1', expected at least 1KiB",
+    ),
+    (
+        "plan",
+        (
+            "commpress: error: expected one of --parameters, --model and --config: what is to be "
+            "trained?"
+        ),
+    ),
 ]
 
 
@@ -224,8 +326,11 @@ def test_these_too_are_refused_before_torch_is_imported(typed, says, capsys, mon
 def test_wrong_arguments_are_refused_by_name_before_torch_is_imported():
     assert set(WRONG) == {command.words for command in REGISTERED}
     ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(WRONG)], capture_output=True, text=True, timeout=60
-    )  # fmt: skip
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(WRONG)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ran.returncode == 0, ran.stderr
     for words, (code, said) in json.loads(ran.stdout).items():
         last = said.splitlines()[-1]
@@ -250,10 +355,19 @@ def test_help_says_the_whole_command(command, capsys):
     [
         (["bnch", "io"], "there is no command 'commpress bnch': did you mean 'bench'?"),
         (["bench", "trian"], "there is no command 'commpress bench trian': did you mean 'train'?"),
-        (["xyz"], "expected one of bench, chaos, demo, doctor, from-deepspeed, plan, probe, simulate"),
+        (
+            ["xyz"],
+            "expected one of bench, chaos, demo, doctor, from-deepspeed, plan, probe, simulate",
+        ),
         (["bench"], "expected one of bench codec, bench allreduce"),
-        (["plan", "--compute-ms", "-3"], "argument --compute-ms: got '-3', expected a number above 0"),
-        (["plan", "--model", "os:getcwd", "--compute-ms", "5"], "returns a str, expected a torch.nn.Module"),
+        (
+            ["plan", "--compute-ms", "-3"],
+            "argument --compute-ms: got '-3', expected a number above 0",
+        ),
+        (
+            ["plan", "--model", "os:getcwd", "--compute-ms", "5"],
+            "returns a str, expected a torch.nn.Module",
+        ),
         (["plan", "--model", "operator:add", "--compute-ms", "5"], "add() raises TypeError"),
     ],
 )
@@ -276,7 +390,9 @@ def test_a_line_is_the_mean_of_the_last_fiftieth():
     assert charts.smooth([float(i) for i in range(100)])[-2:] == [97.5, 98.5]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what a socket sent")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux tells what a socket sent"
+)
 def test_sent_bytes_are_those_of_the_sockets(connected):
     sender, receiver = connected
     before = connections.sent_bytes()
@@ -290,7 +406,12 @@ def test_sent_bytes_are_those_of_the_sockets(connected):
 
 def test_bench_codec(tmp_path, capsys):
     codecs = "sign,sign/row,int8,none"
-    assert commpress("bench", "codec", "--numel", 65536, "--codec", codecs, "--json", tmp_path / "codec.json") == 0
+    assert (
+        commpress(
+            "bench", "codec", "--numel", 65536, "--codec", codecs, "--json", tmp_path / "codec.json"
+        )
+        == 0
+    )
     figures = json.loads((tmp_path / "codec.json").read_text())["rows"]
     assert len(figures) == 4 * 2 * 5
     assert all(f["seconds"] > 0 and f["of_copy"] > 0 for f in figures)
@@ -298,23 +419,66 @@ def test_bench_codec(tmp_path, capsys):
 
 
 def test_bench_io(tmp_path, capsys):
-    command = ["bench", "io", "--directory", tmp_path, "--size", "32MiB", "--chunks", "1MiB,4MiB", "--rounds", 1]
-    assert commpress(*command, "--engine", "threads", "--no-fio", "--json", tmp_path / "io.json") == 0
+    command = [
+        "bench",
+        "io",
+        "--directory",
+        tmp_path,
+        "--size",
+        "32MiB",
+        "--chunks",
+        "1MiB,4MiB",
+        "--rounds",
+        1,
+    ]
+    assert (
+        commpress(*command, "--engine", "threads", "--no-fio", "--json", tmp_path / "io.json") == 0
+    )
     rows = json.loads((tmp_path / "io.json").read_text())["rows"]
-    assert [(r["chunk"] >> 20, r["verb"]) for r in rows] == [(1, "write"), (1, "read"), (4, "write"), (4, "read")]
+    assert [(r["chunk"] >> 20, r["verb"]) for r in rows] == [
+        (1, "write"),
+        (1, "read"),
+        (4, "write"),
+        (4, "read"),
+    ]
     assert all(r["store"] > 0 and r["engine"] > 0 and r["bare"] > 0 for r in rows)
     assert 'suggested: TieredStore.open(..., engine="threads"' in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "nothing stays behind"
 
 
 def test_the_table_of_a_plan_fits_100_columns():
-    row = ["local topk-64+bits2, every 30, overlap 19", "12345.6", "123.4x", "1234.56", "123.45", "12.34", "12.34", "11"]
+    row = [
+        "local topk-64+bits2, every 30, overlap 19",
+        "12345.6",
+        "123.4x",
+        "1234.56",
+        "123.45",
+        "12.34",
+        "12.34",
+        "11",
+    ]
     assert max(map(len, terminal.render(plan.HEAD, [row]).splitlines())) <= 100
 
 
 def test_bench_allreduce(on_two, tmp_path, capsys):
-    command = ["bench", "allreduce", "--ranks", 2, "--min-bytes", "40KB", "--max-bytes", "400KB", "--factor", 10]
-    assert commpress(*command, "--iterations", 3, "--warmup", 0, "--check", "--json", tmp_path / "all.json") == 0
+    command = [
+        "bench",
+        "allreduce",
+        "--ranks",
+        2,
+        "--min-bytes",
+        "40KB",
+        "--max-bytes",
+        "400KB",
+        "--factor",
+        10,
+    ]
+    assert (
+        commpress(
+            *command, "--iterations", 3, "--warmup", 0, "--check", "--json", tmp_path / "all.json"
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert said.count("\nok ") == 3
     assert "busbw" in said
@@ -327,13 +491,37 @@ def test_bench_allreduce(on_two, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_bench_allreduce_under_torchrun(tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command = [str(Path(sys.executable).with_name("commpress")), "bench", "allreduce", "--iterations", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]
+    command = [
+        str(Path(sys.executable).with_name("commpress")),
+        "bench",
+        "allreduce",
+        "--iterations",
+        "2",
+    ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [*launch, "--nproc-per-node=2", "--no-python", *command, "--min-bytes=8KB", "--max-bytes=8KB", "--codec=int8"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            *launch,
+            "--nproc-per-node=2",
+            "--no-python",
+            *command,
+            "--min-bytes=8KB",
+            "--max-bytes=8KB",
+            "--codec=int8",
+        ],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("# 2 ranks") == 1, "one rank prints"
     assert re.search(r"^8000 +int8 ", ran.stdout, re.M), ran.stdout
@@ -341,11 +529,26 @@ def test_bench_allreduce_under_torchrun(tmp_path):
 
 def test_bench_train(on_two, tmp_path, capsys):
     out, variants = tmp_path / "train.json", ["compute", "plain", "bf16", "powersgd1", "sign"]
-    command = ["bench", "train", "--ranks", 2, "--rounds", 2, "--steps", 2, *TINY, "--bucket-mb", 25, "sign=0.05"]
+    command = [
+        "bench",
+        "train",
+        "--ranks",
+        2,
+        "--rounds",
+        2,
+        "--steps",
+        2,
+        *TINY,
+        "--bucket-mb",
+        25,
+        "sign=0.05",
+    ]
     assert commpress(*command, "--json", out) == 0
     rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == variants
-    assert set(variants) <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
+    assert set(variants) <= {
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line
+    }
     assert rows["compute"]["exposed_seconds"] == 0
     if rows["plain"]["sent_bytes"] is not None:
         assert rows["compute"]["sent_bytes"] < 1000, "no communication but the barrier"
@@ -356,7 +559,11 @@ def test_a_missed_bar_is_exit_status_1(capsys):
     def measured(variant: str, step: float, exposed: float) -> bench_train.TrainedVariant:
         return bench_train.TrainedVariant(variant, step, exposed, None, 2.0, 1)
 
-    rows = [measured("compute", 1.0, 0.0), measured("powersgd1", 2.0, 1.0), measured("sign", 1.4, 0.4)]
+    rows = [
+        measured("compute", 1.0, 0.0),
+        measured("powersgd1", 2.0, 1.0),
+        measured("sign", 1.4, 0.4),
+    ]
     bars = bench_train.judge(rows)
     assert [holds for _, holds in bars] == [True, False]
     assert harness.verdict(bars) == 1
@@ -367,7 +574,7 @@ def test_calls_take_turns_and_each_begins_once():
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
     took = harness.interleaved(calls, 2, warm=1)
-    assert "".join(order) == "abc" "acb" "cab"
+    assert "".join(order) == "abcacbcab"
     assert took == {"a": [4, 8], "b": [6, 9], "c": [5, 7]}
 
 
@@ -379,9 +586,13 @@ def test_progress_is_a_few_lines_where_there_is_no_terminal(capsys):
 
 
 def test_what_is_measured_is_written_with_settings_and_judged(tmp_path, capsys):
-    options = argparse.Namespace(check=True, json=str(tmp_path / "rows.json"), plot=None, rounds=3, run=print)
+    options = argparse.Namespace(
+        check=True, json=str(tmp_path / "rows.json"), plot=None, rounds=3, run=print
+    )
     rows = [bench_train.TrainedVariant("plain", 0.1, 0.0, None, 2.0, 10)]
-    status = harness.deliver(options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], draw=lambda *_: None, more=7)
+    status = harness.deliver(
+        options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], draw=lambda *_: None, more=7
+    )
     assert status == 1
     assert capsys.readouterr().out == "\nFAIL  fast\n"
     content = json.loads(Path(options.json).read_text())
@@ -391,6 +602,11 @@ def test_what_is_measured_is_written_with_settings_and_judged(tmp_path, capsys):
 
 
 def test_sizes():
-    assert [parse_bytes(t) for t in ("32MiB", "1 kb", "1.5GB", "7")] == [1 << 25, 1000, 1_500_000_000, 7]
+    assert [parse_bytes(t) for t in ("32MiB", "1 kb", "1.5GB", "7")] == [
+        1 << 25,
+        1000,
+        1_500_000_000,
+        7,
+    ]
     with pytest.raises(InvalidArgument, match="expected a number with KiB"):
         parse_bytes("many")

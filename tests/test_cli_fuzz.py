@@ -1,4 +1,5 @@
-"""Random argument lists: every command ends with a status and a sentence, never with a traceback."""
+"""Random argument lists: every command ends with a status and a sentence, never with a
+traceback."""
 
 import argparse
 import contextlib
@@ -14,15 +15,99 @@ from commpress.errors import CommpressError
 from commpress.plan.costs import device_costs
 
 VALUES = (
-    "", " ", "0", "1", "2", "3", "-1", "-0.5", "0.5", "1e-3", "1e9", "1e400", "nan", "inf", "-inf",
-    "999999999999999999999999999999", "0x10", "1_000", "٣", "a", "a,b", ",", ",,", "=", "1,2", "1,,2", "2x2", "2x",
-    "x", "0x0", "4x1,2x2", "3,1", "0 1|2 3", "|", "1mbit", "100mbit", "1gbit,100us", "1gbit,", ",1us", "0gbit,0us",
-    "none,1us", "1us", "5ms", "900GB/s", "0GB/s", "1KiB", "4096", "64KiB", "1QiB", "sign", "int8", "int4", "none",
-    "plain", "powersgd-4", "powersgd-0", "topk-0", "bits99", "local:int4:30:0", "local::", "auto", "plain,sign",
-    "sign=1", "=1", "110M", "0M", "1.5B", "device=1GiB", "device=", "host=2GiB,disk", "kill,stop", "/", "/dev/null",
-    "no/such/file", "no/such/file.svg", "\u202e", "\udcff", "💥", "--", "-", "%s", "{}", "os:getcwd", "os:none",
-    "no.such:module", "json:dumps", ":", "python", "-h", "torch,network", "network,", "clocks",
-)  # fmt: skip
+    "",
+    " ",
+    "0",
+    "1",
+    "2",
+    "3",
+    "-1",
+    "-0.5",
+    "0.5",
+    "1e-3",
+    "1e9",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "999999999999999999999999999999",
+    "0x10",
+    "1_000",
+    "٣",
+    "a",
+    "a,b",
+    ",",
+    ",,",
+    "=",
+    "1,2",
+    "1,,2",
+    "2x2",
+    "2x",
+    "x",
+    "0x0",
+    "4x1,2x2",
+    "3,1",
+    "0 1|2 3",
+    "|",
+    "1mbit",
+    "100mbit",
+    "1gbit,100us",
+    "1gbit,",
+    ",1us",
+    "0gbit,0us",
+    "none,1us",
+    "1us",
+    "5ms",
+    "900GB/s",
+    "0GB/s",
+    "1KiB",
+    "4096",
+    "64KiB",
+    "1QiB",
+    "sign",
+    "int8",
+    "int4",
+    "none",
+    "plain",
+    "powersgd-4",
+    "powersgd-0",
+    "topk-0",
+    "bits99",
+    "local:int4:30:0",
+    "local::",
+    "auto",
+    "plain,sign",
+    "sign=1",
+    "=1",
+    "110M",
+    "0M",
+    "1.5B",
+    "device=1GiB",
+    "device=",
+    "host=2GiB,disk",
+    "kill,stop",
+    "/",
+    "/dev/null",
+    "no/such/file",
+    "no/such/file.svg",
+    "\u202e",
+    "\udcff",
+    "💥",
+    "--",
+    "-",
+    "%s",
+    "{}",
+    "os:getcwd",
+    "os:none",
+    "no.such:module",
+    "json:dumps",
+    ":",
+    "python",
+    "-h",
+    "torch,network",
+    "network,",
+    "clocks",
+)
 
 
 class Reached(CommpressError):
@@ -33,14 +118,22 @@ def leaves(top, words=()):
     rooms = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
     if not rooms:
         return {words: top}
-    return {name: leaf for word, below in rooms[0].choices.items() for name, leaf in leaves(below, (*words, word)).items()}
+    return {
+        name: leaf
+        for word, below in rooms[0].choices.items()
+        for name, leaf in leaves(below, (*words, word)).items()
+    }
 
 
 def drawn(draw, known, *, valid=0.0):
     """A list of words; ``valid``: how often an option that wants a number gets one."""
     words = draw.choice(list(known))
     given = [*words] if draw.random() < 0.95 else [*words[:-1], draw.choice(VALUES)]
-    options = [action for action in known[words]._actions if action.option_strings and action.dest != "help"]
+    options = [
+        action
+        for action in known[words]._actions
+        if action.option_strings and action.dest != "help"
+    ]
     for _ in range(draw.choice((0, 1, 1, 2, 2, 3, 5, 8))):
         if not options:  # a command that takes a file alone
             given.append(draw.choice(VALUES))
@@ -60,7 +153,10 @@ def drawn(draw, known, *, valid=0.0):
 
 def outcome(call, *arguments):
     """The exit status, or the exception that nobody caught."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
         try:
             status = call(*arguments)
         except SystemExit as left:
@@ -79,13 +175,16 @@ def parse(seed, count):
     top, draw = parser(), random.Random(seed)
     known = leaves(top)
     lists = [drawn(draw, known) for _ in range(count)]
-    return [(given, found) for given in lists if (found := outcome(parsed, top, given)) not in (0, 2)]
+    return [
+        (given, found) for given in lists if (found := outcome(parsed, top, given)) not in (0, 2)
+    ]
 
 
 def run_to_the_end(seed, count):
     """Of lists that parse, as far as the first process; slow ones are given up."""
     top, draw, bad = parser(), random.Random(seed), []
-    known = {words: leaf for words, leaf in leaves(top).items() if words != ("bench", "io")}  # writes gigabytes
+    # writes gigabytes
+    known = {words: leaf for words, leaf in leaves(top).items() if words != ("bench", "io")}
     while count:
         given = drawn(draw, known, valid=0.8)
         if outcome(parsed, top, given) != 0:
@@ -115,14 +214,23 @@ def no_processes(monkeypatch, tmp_path):
     def reached(*_, **__):
         raise Reached("processes would start")
 
-    for module, name in ((ranks, "LocalRanks"), (demo, "LocalRanks"), (demo, "Hosts"), (chaos, "Chaos"), (chaos, "Hosts")):
+    for module, name in (
+        (ranks, "LocalRanks"),
+        (demo, "LocalRanks"),
+        (demo, "Hosts"),
+        (chaos, "Chaos"),
+        (chaos, "Hosts"),
+    ):
         monkeypatch.setattr(module, name, reached)
-    monkeypatch.setattr("commpress.cli.doctor.SECTIONS", {"torch": lambda _: [], "clocks": lambda _: []})
+    monkeypatch.setattr(
+        "commpress.cli.doctor.SECTIONS", {"torch": lambda _: [], "clocks": lambda _: []}
+    )
     monkeypatch.setattr("commpress.cli.bench_codec.measure", reached)
     monkeypatch.setattr(cluster_options, "measure_costs", lambda: device_costs(1e11))
     monkeypatch.chdir(tmp_path)
     small = ["--nodes", "2x2", "--device", "900GB/s", "--parameters", "1M", "--compute-ms", "1"]
-    for command in ("plan", "simulate"):  # the timer must not fire while modules are loaded: they would stay half there
+    # the timer must not fire while modules are loaded: they would stay half there
+    for command in ("plan", "simulate"):
         assert outcome(main, [command, *small]) == 0
 
 
@@ -130,7 +238,8 @@ def test_a_thousand_argument_lists_are_parsed_or_refused():
     assert parse(0, 1000) == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the timer, within what cannot raise
+# the timer, within what cannot raise
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="slow ones are given up by a timer")
 def test_accepted_arguments_end_with_a_status(no_processes):
     assert run_to_the_end(0, 40) == []
@@ -147,5 +256,7 @@ def test_hundreds_of_accepted_arguments_end_with_a_status(no_processes):
 
 
 def test_every_command_is_among_those_that_are_tried():
-    assert {" ".join(words) for words in leaves(parser())} == {command.words for command in commands.COMMANDS}
+    assert {" ".join(words) for words in leaves(parser())} == {
+        command.words for command in commands.COMMANDS
+    }
     assert "commpress.cli.chaos" in sys.modules

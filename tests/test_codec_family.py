@@ -1,4 +1,5 @@
-"""Promises of every codec: contraction or unbiasedness, nothing lost, bytes that stay what they are, any input."""
+"""Promises of every codec: contraction or unbiasedness, nothing lost, bytes that stay what they
+are, any input."""
 
 import zlib
 
@@ -8,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.codecs import BitsCodec, RandomKCodec, SparseCodec, TernaryCodec, TopKCodec, codec_named
+from commpress.codecs import (
+    BitsCodec,
+    RandomKCodec,
+    SparseCodec,
+    TernaryCodec,
+    TopKCodec,
+    codec_named,
+)
 from commpress.codecs.family import NAMES
 from commpress.codecs.registry import EXAMPLES
 from commpress.codecs.whole_tensors import WholeTensorCodec
@@ -23,7 +31,11 @@ from commpress.kernels.pieces import Piece, cut
 
 EVERY = {
     **NAMES,
-    **{name: codec_named(name) for name in EXAMPLES if not isinstance(codec_named(name), (WholeTensorCodec, SparseCodec))},
+    **{
+        name: codec_named(name)
+        for name in EXAMPLES
+        if not isinstance(codec_named(name), (WholeTensorCodec, SparseCodec))
+    },
     **{f"bits{b}": BitsCodec(b) for b in range(2, 9)},
     "bits4/64": BitsCodec(4, 64),
     "topk-8/256": TopKCodec(1 / 8, 256),
@@ -37,7 +49,10 @@ every = pytest.mark.parametrize("codec", EVERY.values(), ids=EVERY.keys())
 def through(codec, x, *, ranks=1, key=0):
     """Decoded, and whether the encoder says that all was finite."""
     pieces = cut([Piece(0, x.numel(), codec.kind, codec.block, feedback=False)], ranks)
-    sent, flag = torch.zeros(ranks, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    sent, flag = (
+        torch.zeros(ranks, pieces.row_bytes, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.uint8),
+    )
     cpu.encode(x, sent, flag, pieces, key=key)
     out = torch.empty_like(x)
     cpu.decode(sent, out, pieces)
@@ -46,19 +61,32 @@ def through(codec, x, *, ranks=1, key=0):
 
 def heavy(numel, seed, spread=1.0):
     draw = np.random.default_rng(seed)
-    return torch.from_numpy((draw.standard_normal(numel) * np.exp(spread * draw.standard_normal(numel))).astype(np.float32))
+    return torch.from_numpy(
+        (draw.standard_normal(numel) * np.exp(spread * draw.standard_normal(numel))).astype(
+            np.float32
+        )
+    )
 
 
 # ---------------------------------------------------------------- contraction
 
 
 @settings(max_examples=60, deadline=None)
-@given(numel=st.integers(1, 6000), seed=st.integers(0, 2**20), spread=st.sampled_from([0.0, 1.0, 4.0]))
+@given(
+    numel=st.integers(1, 6000), seed=st.integers(0, 2**20), spread=st.sampled_from([0.0, 1.0, 4.0])
+)
 def test_contractions(numel, seed, spread):
-    """‖c − Q(c)‖² against ‖c‖² for every codec that feedback relies on, with the bound that each claims."""
+    """‖c − Q(c)‖² against ‖c‖² for every codec that feedback relies on, with the bound that each
+    claims."""
     c = heavy(numel, seed, spread)
     size = float(c.double().square().sum())
-    bounds = {"sign-l1": 1.0, "fp8": 2.0**-6, "bf16": 2.0**-15, "fp16": 2.0**-20 if spread < 4 else 1.0, "none": 0.0}
+    bounds = {
+        "sign-l1": 1.0,
+        "fp8": 2.0**-6,
+        "bf16": 2.0**-15,
+        "fp16": 2.0**-20 if spread < 4 else 1.0,
+        "none": 0.0,
+    }
     bounds |= {"randk-32": 1.0, "log3": 1.0}
     bounds |= {f"bits{b}": 1.0 for b in range(2, 9)}
     bounds |= {"topk-64": 1 - 1 / 64, "topk-8/256": 1 - 1 / 8, "topk-1": 0.0}
@@ -68,14 +96,20 @@ def test_contractions(numel, seed, spread):
     for name, levels in (("int8", 127), ("int4", 7)):
         out, _ = through(EVERY[name], c)
         for start in range(0, numel, 256):
-            off, peak = (c - out)[start : start + 256].abs().max(), c[start : start + 256].abs().max()
+            off, peak = (
+                (c - out)[start : start + 256].abs().max(),
+                c[start : start + 256].abs().max(),
+            )
             assert off <= peak / levels * (0.5 + 1e-4), name
 
 
 @settings(max_examples=40, deadline=None)
-@given(numel=st.integers(1, 3000), seed=st.integers(0, 2**20), spread=st.sampled_from([0.0, 1.0, 4.0]))
+@given(
+    numel=st.integers(1, 3000), seed=st.integers(0, 2**20), spread=st.sampled_from([0.0, 1.0, 4.0])
+)
 def test_log3_keeps_signs_and_rounds_nothing_but_zero_to_zero(numel, seed, spread):
-    """Signs, zeros and the peak as they were; a factor of two at most between an element and its code, or 1/16 of the peak."""
+    """Signs, zeros and the peak as they were; a factor of two at most between an element and its
+    code, or 1/16 of the peak."""
     c = heavy(numel, seed, spread)
     c[::7] = 0
     out, _ = through(NAMES["log3"], c)
@@ -98,9 +132,15 @@ def test_log3_is_a_contraction_even_where_one_element_towers():
 
 
 @settings(max_examples=40, deadline=None)
-@given(numel=st.integers(1, 3000), seed=st.integers(0, 2**20), bits=st.integers(2, 8), block=st.sampled_from([8, 64, 512]))
+@given(
+    numel=st.integers(1, 3000),
+    seed=st.integers(0, 2**20),
+    bits=st.integers(2, 8),
+    block=st.sampled_from([8, 64, 512]),
+)
 def test_outliers_do_not_stretch_the_grid(numel, seed, bits, block):
-    """Each block: extremes exact, the others within half a step of a grid over their own range and zero."""
+    """Each block: extremes exact, the others within half a step of a grid over their own range and
+    zero."""
     c = heavy(numel, seed, 2.0)
     out, _ = through(BitsCodec(bits, block), c)
     for start in range(0, numel, block):
@@ -112,7 +152,9 @@ def test_outliers_do_not_stretch_the_grid(numel, seed, bits, block):
         rest[[least, greatest]] = False
         if rest.any():
             step = (one[rest].max().clamp(min=0) - one[rest].min().clamp(max=0)) / (2**bits - 1)
-            assert (one - got)[rest].abs().max() <= step * 0.5 + 1e-5 * one[rest].abs().max() + 1e-30
+            assert (one - got)[rest].abs().max() <= step * 0.5 + 1e-5 * one[
+                rest
+            ].abs().max() + 1e-30
 
 
 def test_an_outlier_costs_its_neighbours_nothing():
@@ -139,7 +181,8 @@ def test_sign_keeps_the_norm_of_every_block(numel, seed):
 
 @pytest.mark.parametrize("codec", UNBIASED.values(), ids=UNBIASED.keys())
 def test_the_mean_over_draws_is_the_input(codec):
-    """And the variance is the one claimed: s·|c| − c² for ternary, (run − 1)·c² for one of ``run``."""
+    """And the variance is the one claimed: s·|c| − c² for ternary, (run − 1)·c² for one of
+    ``run``."""
     c, draws = heavy(2048, 3, 0.5), 4000
     total, squares = torch.zeros(2048, dtype=torch.float64), torch.zeros(2048, dtype=torch.float64)
     for key in range(draws):
@@ -147,9 +190,14 @@ def test_the_mean_over_draws_is_the_input(codec):
         total += out
         squares += (out - c).square()
     c = c.double()
-    claimed = c.abs().max() * c.abs() - c.square() if isinstance(codec, TernaryCodec) else (codec.run - 1) * c.square()
+    claimed = (
+        c.abs().max() * c.abs() - c.square()
+        if isinstance(codec, TernaryCodec)
+        else (codec.run - 1) * c.square()
+    )
     off = (total / draws - c).abs() / (claimed / draws).sqrt().clamp(min=1e-9)
-    often = draws * c.abs() > 50 * c.abs().max()  # sent often enough that their means are near normal
+    # sent often enough that their means are near normal
+    often = draws * c.abs() > 50 * c.abs().max()
     assert often.sum() > 1000
     assert float(off[often].max()) < 5.5
     assert abs(float(squares.sum() / draws / claimed.sum()) - 1) < 0.05
@@ -157,7 +205,8 @@ def test_the_mean_over_draws_is_the_input(codec):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_shifted_grid_is_right_on_average(bits):
-    """One shift for a whole block: its mean is the input, its variance step² / 12, an element of the grid's width included."""
+    """One shift for a whole block: its mean is the input, its variance step² / 12, an element of
+    the grid's width included."""
     codec, c, draws = BitsCodec(bits, 64, shifted=True), heavy(64, 4, 0.5), 6000
     every = torch.stack([through(codec, c, key=key * 7919)[0] for key in range(draws)]).double()
     rest = torch.ones(64, dtype=torch.bool)
@@ -186,7 +235,9 @@ def test_terngrad_clips_at_the_root_mean_square():
         block, got = c[start : start + 2048], out[start : start + 2048]
         limit = 2.5 * float(block.square().mean().sqrt())
         assert float(got.abs().max()) <= limit * (1 + 1e-6)
-        assert float(got.abs().max()) == pytest.approx(min(limit, float(block.abs().max())), rel=1e-5)
+        assert float(got.abs().max()) == pytest.approx(
+            min(limit, float(block.abs().max())), rel=1e-5
+        )
         assert set(got.sign().tolist()) == {-1.0, 0.0, 1.0}
     noisy = float((through(TernaryCodec(), c)[0] - c).norm())
     assert float((out - c).norm()) < 0.7 * noisy
@@ -208,7 +259,10 @@ def test_the_mean_of_terngrad_is_what_is_left_after_clipping():
 
 def test_noise_is_not_kept():
     """No residual for codecs whose error has no mean to send later."""
-    assert [name for name, codec in EVERY.items() if not codec.feedback] == ["terngrad", "randk-8-unbiased"]
+    assert [name for name, codec in EVERY.items() if not codec.feedback] == [
+        "terngrad",
+        "randk-8-unbiased",
+    ]
     message = one_message(100, codec_named("terngrad"), 2)
     assert message.pieces.residual_numel == 0
 
@@ -219,10 +273,14 @@ def test_noise_is_not_kept():
 @every
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_telescoping(codec, ranks):
-    """Σ outputs + R = Σ mean inputs, for any codec with feedback; ranks agree in every bit for all."""
+    """Σ outputs + R = Σ mean inputs, for any codec with feedback; ranks agree in every bit for
+    all."""
     numel = 1337
     message = one_message(numel, codec, ranks)
-    feedbacks = [ErrorFeedback.zeros(message.pieces) if message.pieces.residual_numel else None for _ in range(ranks)]
+    feedbacks = [
+        ErrorFeedback.zeros(message.pieces) if message.pieces.residual_numel else None
+        for _ in range(ranks)
+    ]
     sent, wanted = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for step in range(25):
         buffers = [heavy(numel, step * 10 + r) for r in range(ranks)]
@@ -230,7 +288,9 @@ def test_telescoping(codec, ranks):
         transports = Loopback(ranks).transports()
         simulate(
             [
-                compressed_allreduce(buffers[r], feedbacks[r], codec=codec, transport=transports[r], sequence=step)
+                compressed_allreduce(
+                    buffers[r], feedbacks[r], codec=codec, transport=transports[r], sequence=step
+                )
                 for r in range(ranks)
             ]
         )
@@ -287,10 +347,13 @@ GOLDEN = {
 
 @every
 def test_bytes_stay_what_they_are(codec):
-    """A message written by one version is read by the next: the law's bytes of a fixed input, as a checksum."""
+    """A message written by one version is read by the next: the law's bytes of a fixed input, as a
+    checksum."""
     x = golden()
     rows = [
-        reference.encode_row(x[first : first + 336], codec.kind, 336, codec.block, first=first, key=99)
+        reference.encode_row(
+            x[first : first + 336], codec.kind, 336, codec.block, first=first, key=99
+        )
         for first in range(0, len(x), 336)
     ]
     assert zlib.crc32(np.concatenate(rows).tobytes()) == GOLDEN[codec.spec]
@@ -306,7 +369,8 @@ def test_small_rows_byte_by_byte():
     assert row[:4].view(np.float32).tolist() == [9.0]
     assert row[4:].tolist() == [0b000_001_01, 0b0_010_110_0, 0b01_011_001]
     row = reference.encode_row(c, BitsCodec(2, 8).kind, 8, 8)
-    assert row[:16].view(np.float32).tolist() == [1.0, 0.0, -4.0, 9.0]  # step, zero, least, greatest
+    # step, zero, least, greatest
+    assert row[:16].view(np.float32).tolist() == [1.0, 0.0, -4.0, 9.0]
     assert row[16:20].view("<u2").tolist() == [4, 6]
     assert row[20:].tolist() == [0b00_01_10_11, 0b00_00_00_01]
     row = reference.encode_row(c, BitsCodec(3, 8).kind, 8, 8)
@@ -336,7 +400,8 @@ HARD = {
 @every
 @pytest.mark.parametrize("name", HARD)
 def test_hard_inputs(codec, name):
-    """Finite in, finite out; the fast path gives the law's bytes; and what is zero everywhere stays zero."""
+    """Finite in, finite out; the fast path gives the law's bytes; and what is zero everywhere stays
+    zero."""
     x = torch.from_numpy(HARD[name].astype(np.float32))
     if name == "tiny and huge" and codec.spec.startswith(("sign/rms", "ternary/2048/")):
         x = x * 1e-15  # squares must fit
@@ -344,18 +409,33 @@ def test_hard_inputs(codec, name):
         out, finite = through(codec, x, ranks=ranks, key=3)
         assert finite
         assert torch.isfinite(out).all()
-        assert out.any() or not x.any() or codec.spec.startswith("randk") or float(x.abs().max()) < 2.0**-99
+        assert (
+            out.any()
+            or not x.any()
+            or codec.spec.startswith("randk")
+            or float(x.abs().max()) < 2.0**-99
+        )
         if not x.any():
             assert not out.any()
         message = one_message(x.numel(), codec, ranks)
         width = int(message.pieces.table[0, 2])
         rows = np.stack(
             [
-                reference.encode_row(x.numpy()[first : first + width], codec.kind, width, codec.block, first=first, key=3)
+                reference.encode_row(
+                    x.numpy()[first : first + width],
+                    codec.kind,
+                    width,
+                    codec.block,
+                    first=first,
+                    key=3,
+                )
                 for first in range(0, x.numel(), width)
             ]
         )
-        sent, flag = torch.zeros(ranks, message.pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        sent, flag = (
+            torch.zeros(ranks, message.pieces.row_bytes, dtype=torch.uint8),
+            torch.zeros(1, dtype=torch.uint8),
+        )
         pieces = cut([Piece(0, x.numel(), codec.kind, codec.block, feedback=False)], ranks)
         cpu.encode(x, sent, flag, pieces, key=3)
         assert np.array_equal(sent[: len(rows), : rows.shape[1]].numpy(), rows)
@@ -401,7 +481,10 @@ def test_names_with_numbers():
     [
         (lambda: codec_named("bits9"), "bits is 9, expected a whole number from 2 to 8"),
         (lambda: codec_named("bits"), "codec is 'bits', expected one of"),
-        (lambda: codec_named("topk-0"), "codec is 'topk-0', expected one of .*did you mean 'topk-64'"),
+        (
+            lambda: codec_named("topk-0"),
+            "codec is 'topk-0', expected one of .*did you mean 'topk-64'",
+        ),
         (lambda: codec_named("topk-4096"), "density is .*, expected a share from 1/2048"),
         (lambda: TopKCodec(1.5), "density is 1.5"),
         (lambda: codec_named("randk-3"), "run is 3, expected a divisor of the block 2048"),

@@ -35,7 +35,8 @@ EVERY = [
 @pytest.mark.parametrize("codec", EVERY, ids=lambda codec: codec.spec)
 @pytest.mark.parametrize(("numel", "ranks"), [(1, 1), (8, 2), (1000, 3), (4096, 2), (9001, 4)])
 def test_row_bytes_is_what_encode_writes(codec, numel, ranks):
-    """Written bytes are those that do not depend on what lay there before: all of a row and nothing behind it."""
+    """Written bytes are those that do not depend on what lay there before: all of a row and nothing
+    behind it."""
     pieces = cut([Piece(0, numel, codec.kind, codec.block)], ranks)
     x, flag, after = torch.randn(numel), torch.zeros(1, dtype=torch.uint8), []
     for before in (0x00, 0xFF):
@@ -50,7 +51,8 @@ def test_row_bytes_is_what_encode_writes(codec, numel, ranks):
 
 
 def test_sizes_that_users_count_on():
-    """Bytes of 4096 elements: one bit each and a scale per block, half a byte, a byte, two bytes, three bits."""
+    """Bytes of 4096 elements: one bit each and a scale per block, half a byte, a byte, two bytes,
+    three bits."""
     assert {name: codec.row_bytes(4096) for name, codec in NAMES.items()} == {
         "sign": 512 + 2 * 4,
         "sign-l1": 512 + 2 * 4,
@@ -92,7 +94,9 @@ def test_by_size(numel, at_least):
 
 
 def test_by_name_takes_the_first_pattern_that_matches_anywhere():
-    policy = ByName({r"norm": EXACT, r"^head\.": NAMES["int8"], r"weight$": NAMES["int4"]}, Same(NAMES["sign"]))
+    policy = ByName(
+        {r"norm": EXACT, r"^head\.": NAMES["int8"], r"weight$": NAMES["int4"]}, Same(NAMES["sign"])
+    )
     assert policy.choose("layers.0.norm.weight", 10) is EXACT
     assert policy.choose("head.weight", 10) is NAMES["int8"]
     assert policy.choose("ahead.weight", 10) is NAMES["int4"]
@@ -132,9 +136,15 @@ class Transformer(torch.nn.Module):
 
 def test_roles_of_a_transformer():
     roles = {
-        "embed.weight": "embedding", "attn.q_proj.weight": "attention", "attn.q_proj.bias": "bias",
-        "norm.weight": "norm", "norm.bias": "norm", "up.weight": "body", "up.bias": "bias", "head.weight": "output",
-    }  # fmt: skip
+        "embed.weight": "embedding",
+        "attn.q_proj.weight": "attention",
+        "attn.q_proj.bias": "bias",
+        "norm.weight": "norm",
+        "norm.bias": "norm",
+        "up.weight": "body",
+        "up.bias": "bias",
+        "head.weight": "output",
+    }
     assert roles_of(Transformer(tied=False)) == roles
     del roles["head.weight"]
     assert roles_of(Transformer(tied=True)) == roles
@@ -144,10 +154,16 @@ def test_roles_of_a_transformer():
 
 def test_by_role_spends_bits_where_errors_cost_most():
     policy = by_role(Transformer(tied=False), "powersgd-2", attention="int8")
-    chosen = {name: policy.choose(name, 100).spec for name in ("up.weight", "attn.q_proj.weight", "embed.weight", "up.bias")}
+    chosen = {
+        name: policy.choose(name, 100).spec
+        for name in ("up.weight", "attn.q_proj.weight", "embed.weight", "up.bias")
+    }
     assert chosen == {
-        "up.weight": "powersgd/2/2", "attn.q_proj.weight": "int8/256", "embed.weight": "int8/256", "up.bias": "none"
-    }  # fmt: skip
+        "up.weight": "powersgd/2/2",
+        "attn.q_proj.weight": "int8/256",
+        "embed.weight": "int8/256",
+        "up.bias": "none",
+    }
     assert policy.choose("unknown", 100).spec == "powersgd/2/2"
     assert by_role(Transformer(tied=False), "sign").choose("attn.q_proj.weight", 1) == NAMES["sign"]
     with pytest.raises(InvalidArgument, match="codec is 'singn'"):
@@ -169,7 +185,10 @@ def test_by_role_spends_bits_where_errors_cost_most():
         (lambda: SignCodec(block=4), "power of two from 8 to 2048 or 0"),
         (lambda: SignCodec(block=4096), "block is 4096"),
         (lambda: TernaryCodec(0), "block is 0, expected a power of two from 8 to 2048$"),
-        (lambda: BlockCodec("int2"), "number is 'int2', expected one of 'int8', 'int4', 'fp8', 'log3'"),
+        (
+            lambda: BlockCodec("int2"),
+            "number is 'int2', expected one of 'int8', 'int4', 'fp8', 'log3'",
+        ),
         (lambda: BlockCodec("int8", 0), "block is 0"),
         (lambda: BlockCodec("int8", 300), "block is 300"),
         (lambda: CastCodec("fp64"), "number is 'fp64', expected 'bf16', 'fp16' or 'none'"),

@@ -1,4 +1,5 @@
-"""Residuals kept in a codec: against float residuals rounded by hand, over many steps, through checkpoints, under FSDP2."""
+"""Residuals kept in a codec: against float residuals rounded by hand, over many steps, through
+checkpoints, under FSDP2."""
 
 from dataclasses import replace
 
@@ -28,11 +29,16 @@ class World:
     def __init__(self, codec, kept_in):
         kept = codec_named(kept_in)
         self.parts = [Part("a", 0, 96, 191), Part("b", 96, 41, 82)]
-        self.plans = [deals(self.parts, policy_of(codec), rank=r, ranks=RANKS) for r in range(RANKS)]
+        self.plans = [
+            deals(self.parts, policy_of(codec), rank=r, ranks=RANKS) for r in range(RANKS)
+        ]
         coded = {} if kept.lossless else {"kind": kept.kind, "block": kept.block}
         self.stores = [ResidualStore(**coded) for _ in range(RANKS)]
         self.attach()
-        self.workspaces, self.transports = [Workspace() for _ in range(RANKS)], Loopback(RANKS).transports()
+        self.workspaces, self.transports = (
+            [Workspace() for _ in range(RANKS)],
+            Loopback(RANKS).transports(),
+        )
         self.step = 0
 
     def attach(self):
@@ -43,13 +49,21 @@ class World:
 
     def reduce(self, inputs):
         outs = [torch.zeros(137) for _ in range(RANKS)]
-        outcomes = simulate([
-            reduce_rows(
-                inputs[r].clone(), outs[r], self.feedbacks[r], plan=self.plans[r], transport=self.transports[r],
-                workspace=self.workspaces[r], sequence=self.step * 10, key=self.step,
-            )
-            for r in range(RANKS)
-        ])  # fmt: skip
+        outcomes = simulate(
+            [
+                reduce_rows(
+                    inputs[r].clone(),
+                    outs[r],
+                    self.feedbacks[r],
+                    plan=self.plans[r],
+                    transport=self.transports[r],
+                    workspace=self.workspaces[r],
+                    sequence=self.step * 10,
+                    key=self.step,
+                )
+                for r in range(RANKS)
+            ]
+        )
         self.step += 1
         for rank in outcomes:
             settle(rank, taken=all(o.finite for o in rank))
@@ -60,7 +74,8 @@ class World:
 
 
 def gradients(seed):
-    """Rows of two ranks; what lies behind the last element of a parameter is zero, as torch pads it."""
+    """Rows of two ranks; what lies behind the last element of a parameter is zero, as torch pads
+    it."""
     every = torch.randn(RANKS, RANKS, 137, generator=torch.Generator().manual_seed(seed))
     every[:, 1, 95] = 0
     return every.view(RANKS, -1)
@@ -81,7 +96,9 @@ def test_in_bf16_every_step_is_that_of_float_residuals_which_somebody_rounds_aft
 
 
 @pytest.mark.parametrize(("kept_in", "lost"), [("none", 0.0), ("shift8", 0.0), ("int8", 1.0)])
-def test_small_gradients_beside_large_residuals_are_owed_in_the_mean_unless_these_round_to_the_nearest(kept_in, lost):
+def test_small_gradients_beside_large_residuals_are_owed_in_the_mean_unless_these_round_to_the_nearest(
+    kept_in, lost
+):
     world = World("topk-8", kept_in)
     inputs = torch.full((RANKS, 2 * 137), 0.002).index_fill_(1, torch.arange(0, 274, 2), 1.0)
     total = sum(world.reduce(inputs) for _ in range(100))
@@ -92,7 +109,9 @@ def test_small_gradients_beside_large_residuals_are_owed_in_the_mean_unless_thes
 def test_a_step_that_is_not_finite_changes_no_byte_and_residuals_follow_their_parameters():
     world = World("int4", "shift8")
     world.reduce(gradients(0))
-    before = [{key: codes.clone() for key, codes in store.codes().items()} for store in world.stores]
+    before = [
+        {key: codes.clone() for key, codes in store.codes().items()} for store in world.stores
+    ]
     bad = gradients(1)
     bad[1, 7] = float("inf")
     world.reduce(bad)
@@ -105,7 +124,9 @@ def test_a_step_that_is_not_finite_changes_no_byte_and_residuals_follow_their_pa
     kept = world.owed()
     world.stores[0].decay({"a"}, 0.0)
     assert not any(sent.any() for (name, _), sent in world.owed()[0].items() if name == "a")
-    assert all(torch.equal(sent, kept[0][key]) for key, sent in world.owed()[0].items() if key[0] == "b")
+    assert all(
+        torch.equal(sent, kept[0][key]) for key, sent in world.owed()[0].items() if key[0] == "b"
+    )
 
 
 def test_bytes_come_back_as_they_were_saved():
@@ -137,8 +158,12 @@ def kept_bytes(*every: Plan) -> list[tuple[dict[str, int], int, list[float], boo
         session.run()
         stores = (session.state.residuals, session.state.residuals_between)
         real = sum(codes.nbytes for store in stores for codes in store.codes().values())
-        real += sum(sent.nbytes for store in stores if store.kind is None for _, sent, _ in store.places())
-        same = all(formula[key] == now for key, now in session.state.memory().items() if key != "weights")
+        real += sum(
+            sent.nbytes for store in stores if store.kind is None for _, sent, _ in store.places()
+        )
+        same = all(
+            formula[key] == now for key, now in session.state.memory().items() if key != "weights"
+        )
         found.append((formula, real, session.losses, same))
     return found
 
@@ -146,7 +171,12 @@ def kept_bytes(*every: Plan) -> list[tuple[dict[str, int], int, list[float], boo
 def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_is_an_eighth(pool):
     hops = {"inside": "none", "topology": NODES}
     plans = [
-        Plan(gradients="int4", options=options, dtype=torch.bfloat16 if options is hops else None, steps=2)
+        Plan(
+            gradients="int4",
+            options=options,
+            dtype=torch.bfloat16 if options is hops else None,
+            steps=2,
+        )
         for options in ({}, hops, {"residuals": "shift8"}, {**hops, "residuals": "shift8"})
     ]
     for whole, node, coded, both in pool.run(kept_bytes, *plans, size=4):
@@ -159,24 +189,33 @@ def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_
         assert both[1] == pytest.approx(whole[1] / 8, rel=0.1)
 
 
-def test_a_resumed_run_with_residuals_in_a_codec_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path):
+def test_a_resumed_run_with_residuals_in_a_codec_equals_the_uninterrupted_one_bit_for_bit(
+    pool, tmp_path
+):
     plan = Plan(gradients="int4", steps=5, options={"residuals": "shift8"})
     for whole, again in pool.run(resumed, plan, str(tmp_path), size=2):
         assert again.losses == whole.losses[-2:]
-        assert all(torch.equal(again.parameters[name], whole.parameters[name]) for name in whole.parameters)
+        assert all(
+            torch.equal(again.parameters[name], whole.parameters[name]) for name in whole.parameters
+        )
 
 
 def refused() -> None:
     plan = Plan(gradients="int4", steps=1)
     session = Session(plan).run()
     other = Session(replace(plan, options={"residuals": "shift8"}))
-    with pytest.raises(StateMismatch, match=r"saved with residuals='none', this run keeps them in 'shift/8/512'"):
+    with pytest.raises(
+        StateMismatch, match=r"saved with residuals='none', this run keeps them in 'shift/8/512'"
+    ):
         other.state.load_state_dict(session.state.state_dict())
     for options, message in (
         ({"residuals": "int4"}, "residuals is 'int4/256', expected 'none'"),
         ({"residuals": "topk-8"}, "residuals is 'topk/256/2048', expected"),
         ({"residuals": "powersgd-2"}, "residuals is 'powersgd/2/2', expected"),
-        ({"gradients": "powersgd-2", "residuals": "shift8"}, "compresses whole tensors, whose residuals are float32"),
+        (
+            {"gradients": "powersgd-2", "residuals": "shift8"},
+            "compresses whole tensors, whose residuals are float32",
+        ),
     ):
         model = Net()
         fully_shard(model)
@@ -184,7 +223,12 @@ def refused() -> None:
             commpress.compress_fsdp(model, **options)
     model = nn.Sequential(nn.Linear(64, 64))
     fully_shard(model)
-    assert commpress.compress_fsdp(model, "int4", None, error_feedback=False, residuals="shift8").memory()["residuals"] == 0
+    assert (
+        commpress.compress_fsdp(
+            model, "int4", None, error_feedback=False, residuals="shift8"
+        ).memory()["residuals"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,4 +1,5 @@
-"""Kernels as bitcode: finished where they run, kept where that is safe, and never those of other sources."""
+"""Kernels as bitcode: finished where they run, kept where that is safe, and never those of other
+sources."""
 
 import logging
 import os
@@ -17,13 +18,17 @@ from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import FP32, INT8, SIGN_L1
 
-SKETCH = "from commpress.kernels.cpu import cells as s; x = torch.arange(-5.0, 6); t = torch.zeros(33); "
+SKETCH = (
+    "from commpress.kernels.cpu import cells as s; x = torch.arange(-5.0, 6); t = torch.zeros(33); "
+)
 
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "import torch; " + code]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=os.environ | environment, cwd="/", stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command, env=os.environ | environment, cwd="/", stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def said(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -50,8 +55,16 @@ def test_what_is_kept_comes_back(cache):
     assert [path.name for path in cache.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b + b"x", lambda b: b[:7] + b"?" + b[8:],
-                                    lambda b: b[:-2] + b"?" + b[-1:]])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-1],
+        lambda b: b"",
+        lambda b: b + b"x",
+        lambda b: b[:7] + b"?" + b[8:],
+        lambda b: b[:-2] + b"?" + b[-1:],
+    ],
+)
 def test_a_damaged_file_is_never_used(cache, caplog, damage):
     object_cache.store("a", b"some machine code")
     (cache / "a").write_bytes(damage((cache / "a").read_bytes()))
@@ -155,21 +168,30 @@ def test_processes_that_race_for_the_cache_get_the_same_code(cache):
 def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
     """The first calls of a process decide how long its first step takes."""
     code = (
-        "from commpress.kernels.cpu import compiled, row_codec as cpu; from commpress.kernels.pieces import *\n"
+        "from commpress.kernels.cpu import compiled, row_codec as cpu; from "
+        "commpress.kernels.pieces import *\n"
         "made, real = [], compiled.machine_code\n"
-        "compiled.machine_code = lambda family, symbol: made.append(symbol) or real(family, symbol)\n"
+        "compiled.machine_code = lambda family, symbol: made.append(symbol) or real(family, "
+        "symbol)\n"
         f"pieces = cut([Piece(0, 5000, {SIGN_L1}, 2048), Piece(5000, 10, {FP32}, 0)], 2)\n"
-        "message, flag = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)\n"
+        "message, flag = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, "
+        "dtype=torch.uint8)\n"
         "x, left = torch.randn(5010), torch.zeros(pieces.shard)\n"
         "cpu.encode(x, message, flag, pieces)\n"
-        "cpu.serve(message, message[:1].clone(), flag, pieces, 0, residual=left, new_residual=left)\n"
+        "cpu.serve(message, message[:1].clone(), flag, pieces, 0, residual=left, "
+        "new_residual=left)\n"
         "cpu.decode(message, x, pieces)\n"
         "import sys; print(made, 'numba' in sys.modules)"
     )
     out, _ = said(python(code))
     variants = compiled._family("row_loops").variants
-    plain = {name: next(i for i, kinds in enumerate(variants[name]) if "None" in {k.dtype for k in kinds}) for name in variants
-             if name in ("encode", "decode")}  # fmt: skip
+    plain = {
+        name: next(
+            i for i, kinds in enumerate(variants[name]) if "None" in {k.dtype for k in kinds}
+        )
+        for name in variants
+        if name in ("encode", "decode")
+    }
     assert out.strip() == f"{[f'row_loops.{name}.{i}' for name, i in plain.items()]} False"
 
 
@@ -200,15 +222,24 @@ def test_a_kernel_takes_as_many_arguments_as_it_declares():
 
 
 def test_the_smaller_kernel_for_signs_and_casts_gives_the_same_bytes(monkeypatch):
-    pieces = cut([Piece(0, 5000, SIGN_L1, 2048), Piece(5000, 100, FP32, 0), Piece(5100, 3000, SIGN_L1, 64)], 2)
+    pieces = cut(
+        [Piece(0, 5000, SIGN_L1, 2048), Piece(5000, 100, FP32, 0), Piece(5100, 3000, SIGN_L1, 64)],
+        2,
+    )
     assert pieces.plain
     assert not cut([Piece(0, 100, INT8, 64)], 2).plain
     x, results = torch.randn(8100), []
     for mixed in (None, True):
         monkeypatch.setattr(cpu, "_mixed", lambda pieces, mixed=mixed: mixed)
-        message, flag, out = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
+        message, flag, out = (
+            torch.zeros(2, pieces.row_bytes, dtype=torch.uint8),
+            torch.zeros(1, dtype=torch.uint8),
+            x.clone(),
+        )
         left = torch.zeros(pieces.residual_numel)
-        cpu.encode(x, message, flag, pieces, residual=torch.ones(pieces.residual_numel), new_residual=left)
+        cpu.encode(
+            x, message, flag, pieces, residual=torch.ones(pieces.residual_numel), new_residual=left
+        )
         cpu.decode(message, out, pieces)
         results.append((message, left, out))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
@@ -221,7 +252,11 @@ def test_the_smaller_kernel_for_signs_and_casts_gives_the_same_bytes(monkeypatch
 def checkout(tmp_path):
     """A copy of what kernels need, in which a test may write."""
     package = tmp_path / "site" / "commpress"
-    shutil.copytree(sources.ROOT / "kernels", package / "kernels", ignore=shutil.ignore_patterns("__pycache__", "bitcode"))
+    shutil.copytree(
+        sources.ROOT / "kernels",
+        package / "kernels",
+        ignore=shutil.ignore_patterns("__pycache__", "bitcode"),
+    )
     shutil.copy(sources.ROOT / "commpress" / "errors.py", package)
     (package / "__init__.py").touch()
     return package
@@ -238,7 +273,9 @@ print(cpu_adam.square_sum(adam.Segments([torch.ones(3)], [torch.full((3,), 5.0)]
 def test_a_changed_helper_in_another_file_changes_what_runs(checkout, cache):
     """Numba's own cache looked at the file of the outer function only, and ran the old code."""
     (checkout / "kernels" / "cpu" / "bitcode").mkdir()
-    (checkout / "kernels" / "cpu" / "bitcode" / "adam_loops.bc").write_bytes(compiled.bitcode("adam_loops"))
+    (checkout / "kernels" / "cpu" / "bitcode" / "adam_loops.bc").write_bytes(
+        compiled.bitcode("adam_loops")
+    )
     run = lambda: said(python(SUM, PYTHONPATH=str(checkout.parent)))  # noqa: E731
     assert run() == ("75.0\n", "")
     vector = checkout / "kernels" / "cpu" / "sources" / "vector.py"
@@ -266,7 +303,9 @@ def test_the_digest_is_of_every_source(checkout):
 
     def answer() -> str:
         environment = os.environ | {"PYTHONPATH": str(checkout.parent)}
-        return subprocess.run(ask, env=environment, cwd="/", capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ask, env=environment, cwd="/", capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     assert answer() == digest.digest()  # wherever they lie
     with (checkout / "kernels" / "cpu" / "sources" / "vector.py").open("a") as file:
@@ -280,11 +319,15 @@ def test_bitcode_needs_no_torch_and_every_file_that_kernels_import_is_in_the_dig
         "import sys; sys.modules['torch'] = None\n"
         "from commpress.kernels.cpu import build, digest; from importlib import import_module\n"
         "[import_module(f'commpress.kernels.cpu.sources.{family}') for family in digest.FAMILIES]\n"
-        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('commpress.kernels.')))\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if "
+        "n.startswith('commpress.kernels.')))\n"
     )
     out, _ = said(python(code))
     kernels = Path(digest.__file__).parent.resolve()
-    known = {*(kernels / "sources").glob("*.py"), *((kernels / name).resolve() for name in digest._BESIDE)}
+    known = {
+        *(kernels / "sources").glob("*.py"),
+        *((kernels / name).resolve() for name in digest._BESIDE),
+    }
     harmless = {kernels / "__init__.py", kernels / "digest.py", kernels / "object_cache.py"}
     assert {Path(file).resolve() for file in out.split()} - known - harmless == set()
 
@@ -315,17 +358,29 @@ print("bytes equal the reference")
 
 
 def test_read_only_containers_compile_in_memory_and_say_so_once(tmp_path):
-    """Every mount of this process's own is read-only, as in a container with a read-only root and no volume."""
+    """Every mount of this process's own is read-only, as in a container with a read-only root and
+    no volume."""
     mounts = ("/", "/tmp", "/var/tmp", "/dev/shm", os.path.expanduser("~"))
     steps = ["mount --make-rprivate /"]
-    steps += [f"mount --bind {m} {m} && mount -o remount,bind,ro {m}" for m in mounts if os.path.isdir(m)]
+    steps += [
+        f"mount --bind {m} {m} && mount -o remount,bind,ro {m}" for m in mounts if os.path.isdir(m)
+    ]
     alone = ["unshare", "--mount", "sh", "-c"]
     if subprocess.run([*alone, " && ".join(steps)], capture_output=True).returncode:
         pytest.skip("this user may not mount")
     (tmp_path / "script.py").write_text(READ_ONLY)
     # As soon as DDP is made, torch.compile wants a folder that is there.
-    environment = {name: value for name, value in os.environ.items() if name not in ("COMMPRESS_CACHE_DIR", "XDG_CACHE_HOME")}
-    command = [*alone, " && ".join([*steps, 'exec "$0" "$1"']), sys.executable, str(tmp_path / "script.py")]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COMMPRESS_CACHE_DIR", "XDG_CACHE_HOME")
+    }
+    command = [
+        *alone,
+        " && ".join([*steps, 'exec "$0" "$1"']),
+        sys.executable,
+        str(tmp_path / "script.py"),
+    ]
     environment |= {"HOME": "/nowhere", "TORCHINDUCTOR_CACHE_DIR": "/"}
     ran = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,5 @@
-"""Steps of our optimizers inside of what torch.compile has made: the same bits as without it, on one rank and on two."""
+"""Steps of our optimizers inside of what torch.compile has made: the same bits as without it, on
+one rank and on two."""
 
 import pytest
 import torch
@@ -19,13 +20,16 @@ MAKERS = {
     "DeMo": lambda p, _: commpress.DeMo(p, lr=0.01),
     "Masha": lambda p, _: commpress.Masha(p, lr=0.01),
     "LocalUpdates": lambda p, _: commpress.LocalUpdates(torch.optim.SGD(p, lr=0.01), every=2),
-    "Partitioned": lambda p, _: commpress.Partitioned(p, torch.optim.AdamW, lr=0.01, max_grad_norm=0.1),
+    "Partitioned": lambda p, _: commpress.Partitioned(
+        p, torch.optim.AdamW, lr=0.01, max_grad_norm=0.1
+    ),
     "Offloaded": lambda p, store: commpress.Offloaded(p, torch.optim.AdamW, store=store, lr=0.01),
 }
 
 
 def trained(name, what, folder):
-    """Weights after steps of which nothing, ``optimizer.step`` or the whole training step is compiled."""
+    """Weights after steps of which nothing, ``optimizer.step`` or the whole training step is
+    compiled."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, draw = nn.Linear(16, 20), torch.Generator().manual_seed(dist.get_rank())
@@ -59,10 +63,13 @@ def both(name, what, folder):
 @pytest.mark.parametrize(
     ("name", "what", "size"),
     [
-        ("OneBitAdam", "all", 2), ("LocalUpdates", "step", 1), ("Offloaded", "step", 1), seldom("Partitioned", "all", 2),
+        ("OneBitAdam", "all", 2),
+        ("LocalUpdates", "step", 1),
+        ("Offloaded", "step", 1),
+        seldom("Partitioned", "all", 2),
         *(seldom(name, "step", 1) for name in MAKERS if name not in ("LocalUpdates", "Offloaded")),
     ],
-)  # fmt: skip
+)
 def test_a_compiled_step_takes_the_same_steps(pool, tmp_path, name, what, size):
     for plain, compiled in pool.run(both, name, what, tmp_path, size=size):
         torch.manual_seed(0)

@@ -93,7 +93,8 @@ def test_many_environments_on_uneven_ranks_earn_more_and_stay_alike(pool):
 
 
 def weighted(_):
-    """Gradients of two uneven ranks, weighted as the example does, and of one process with all of it."""
+    """Gradients of two uneven ranks, weighted as the example does, and of one process with all of
+    it."""
     torch.manual_seed(0)
     model, data = torch.nn.Linear(3, 1), torch.randn(8, 3)
     rank, size, counts = dist.get_rank(), dist.get_world_size(), [6, 2]
@@ -127,11 +128,16 @@ def test_routes_use_every_stage_as_often_one_micro_batch_at_a_time_and_take_less
     assert max(uses) - min(uses) <= 1
     assert all((way[0][0], way[-1][0]) == (0, 5) for way in found)
     assert all(a < b for way in found for (_, a), (_, b) in pairwise(way))
-    assert len({tuple(stage for stage, _ in way) for way in found}) > 2, "ways differ in what they leave out, or in order"
+    assert len({tuple(stage for stage, _ in way) for way in found}) > 2, (
+        "ways differ in what they leave out, or in order"
+    )
 
 
 def test_a_pipeline_that_skips_stages_learns_what_the_whole_one_does(pool):
-    exact, skipped = pool.run(skipping, 0.0, "none", size=STAGES), pool.run(skipping, 0.5, "int8", size=STAGES)
+    exact, skipped = (
+        pool.run(skipping, 0.0, "none", size=STAGES),
+        pool.run(skipping, 0.5, "int8", size=STAGES),
+    )
     for losses in exact + skipped:
         assert losses[-1] < 0.8 * losses[0]
     assert skipped[0] == skipped[3]

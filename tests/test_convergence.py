@@ -1,7 +1,8 @@
-"""Training with one bit follows training without compression, and does not when error feedback is off.
+"""Training with one bit follows training without compression, and does not when error feedback is
+off.
 
-Four simulated ranks, the production collective, the demo's model and text. The bar is the spread that five seeds of the
-uncompressed run show among themselves.
+Four simulated ranks, the production collective, the demo's model and text. The bar is the spread
+that five seeds of the uncompressed run show among themselves.
 """
 
 import os
@@ -29,17 +30,32 @@ class Ranks:
         for name, p in model.named_parameters():
             spans.append(Span(name, at, p.numel()))
             at += p.numel()
-        self.plan = messages(spans, BySize(ByName({"^head": "int8"}, "sign"), 256), RANKS, feedback=feedback)
+        self.plan = messages(
+            spans, BySize(ByName({"^head": "int8"}, "sign"), 256), RANKS, feedback=feedback
+        )
         stores = [ResidualStore() for _ in range(RANKS)]
-        self.feedbacks = [[s.attach(m.keys, m.pieces, torch.device("cpu")) for m in self.plan] for s in stores]
-        self.workspaces, self.transports = [Workspace() for _ in range(RANKS)], Loopback(RANKS).transports()
+        self.feedbacks = [
+            [s.attach(m.keys, m.pieces, torch.device("cpu")) for m in self.plan] for s in stores
+        ]
+        self.workspaces, self.transports = (
+            [Workspace() for _ in range(RANKS)],
+            Loopback(RANKS).transports(),
+        )
 
     def mean(self, gradients: list[torch.Tensor], step: int) -> torch.Tensor:
-        outcomes = simulate([
-            reduce_bucket(gradients[r], self.feedbacks[r], messages=self.plan, transport=self.transports[r],
-                          workspace=self.workspaces[r], sequence=step * len(self.plan))
-            for r in range(RANKS)
-        ])  # fmt: skip
+        outcomes = simulate(
+            [
+                reduce_bucket(
+                    gradients[r],
+                    self.feedbacks[r],
+                    messages=self.plan,
+                    transport=self.transports[r],
+                    workspace=self.workspaces[r],
+                    sequence=step * len(self.plan),
+                )
+                for r in range(RANKS)
+            ]
+        )
         for outcome in (o for rank in outcomes for o in rank):
             assert outcome.finite
             outcome.commit()
@@ -53,7 +69,10 @@ def train(seed: int, *, compressed: bool, feedback: bool = True) -> float:
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
     ranks = Ranks(model, feedback=feedback)
-    text, draws = standard_library(2.0), [torch.Generator().manual_seed(100 * seed + r) for r in range(RANKS)]
+    text, draws = (
+        standard_library(2.0),
+        [torch.Generator().manual_seed(100 * seed + r) for r in range(RANKS)],
+    )
     losses = []
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = LR * min(1, (step + 1) / WARM) * (1 - step / STEPS)
@@ -67,10 +86,14 @@ def train(seed: int, *, compressed: bool, feedback: bool = True) -> float:
             gradients = []
             for x, y in batches:
                 loss = model(x, y)
-                gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
+                gradients.append(
+                    torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+                )
                 losses.append(loss.item())
             mean = ranks.mean(gradients, step)
-            for p, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            for p, part in zip(
+                parameters, mean.split([p.numel() for p in parameters]), strict=True
+            ):
                 p.grad = part.view_as(p)
         optimizer.step()
     last = losses[-STEPS // 10 * (RANKS if compressed else 1) :]
@@ -91,7 +114,10 @@ def losses() -> dict[str, list[float]]:
     }
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), one_thread) as pool:
         futures = {
-            name: [pool.submit(train, seed, compressed=compressed, feedback=feedback) for seed, compressed, feedback in runs]
+            name: [
+                pool.submit(train, seed, compressed=compressed, feedback=feedback)
+                for seed, compressed, feedback in runs
+            ]
             for name, runs in wanted.items()
         }
         return {name: [future.result() for future in group] for name, group in futures.items()}

@@ -33,13 +33,16 @@ def skip_row_scale(kind: int, block: int) -> None:
 
 
 def framed(rows: int, row_bytes: int, offset: int) -> torch.Tensor:
-    """Rows inside longer, unaligned rows, as they lie behind their message headers; filled with rubbish."""
+    """Rows inside longer, unaligned rows, as they lie behind their message headers; filled with
+    rubbish."""
     return torch.full((rows, row_bytes + offset), 0xA5, dtype=torch.uint8)[:, offset:]
 
 
 def sample(numel: int, seed: int, spread: float = 1.0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    x = (rng.standard_normal(numel) * np.exp(rng.standard_normal(numel) * spread)).astype(np.float32)
+    x = (rng.standard_normal(numel) * np.exp(rng.standard_normal(numel) * spread)).astype(
+        np.float32
+    )
     x[rng.random(numel) < 0.05] = 0.0
     return x
 
@@ -49,7 +52,10 @@ def test_bfloat16_in_and_out_is_float32_and_a_cast(numel):
     x = torch.from_numpy(sample(numel, 3, 4.0)).bfloat16()
     for kind in (reference.FP32, reference.BF16, reference.INT8, reference.SIGN_L1):
         pieces = single(numel, 1, kind, 64)
-        received, flags = [framed(1, pieces.row_bytes, 3) for _ in range(2)], torch.zeros(2, dtype=torch.uint8)
+        received, flags = (
+            [framed(1, pieces.row_bytes, 3) for _ in range(2)],
+            torch.zeros(2, dtype=torch.uint8),
+        )
         for i, given_ in enumerate((x, x.float())):
             cpu.encode(given_, received[i], flags[i : i + 1], pieces)
         assert torch.equal(*received)
@@ -64,7 +70,11 @@ def test_bfloat16_in_and_out_is_float32_and_a_cast(numel):
         assert torch.equal(mean, narrow)
     pieces = single(numel, 1, reference.FP32, 64)
     for value in (float("nan"), float("inf"), -float("inf"), 3.3895e38):
-        message, narrow, wide = framed(1, pieces.row_bytes, 3), x.clone(), torch.full((numel,), value)
+        message, narrow, wide = (
+            framed(1, pieces.row_bytes, 3),
+            x.clone(),
+            torch.full((numel,), value),
+        )
         cpu.encode(wide, message, flags[:1], pieces)
         cpu.decode(message, narrow, pieces)
         assert torch.equal(narrow.isnan(), wide.isnan())
@@ -85,13 +95,23 @@ def check_encode(numel, rows, kind, block, seed, *, offset=3, gain=1.0, spread=1
     left, flag = torch.from_numpy(residual.copy()), torch.zeros(1, dtype=torch.uint8)
     out_of_place = torch.full((numel,), 7.0)
     arguments = dict(gain=gain, key=seed)
-    cpu.encode(torch.from_numpy(x), message, flag, pieces, residual=left, new_residual=out_of_place, **arguments)
+    cpu.encode(
+        torch.from_numpy(x),
+        message,
+        flag,
+        pieces,
+        residual=left,
+        new_residual=out_of_place,
+        **arguments,
+    )
     for r in range(rows):
         want = want_rows[r] if r < len(want_rows) else np.zeros(size, np.uint8)
         np.testing.assert_array_equal(message[r, :size].numpy(), want)
     np.testing.assert_array_equal(out_of_place.numpy(), want_left)
     assert flag.item() == 0
-    cpu.encode(torch.from_numpy(x), message, flag, pieces, residual=left, new_residual=left, **arguments)
+    cpu.encode(
+        torch.from_numpy(x), message, flag, pieces, residual=left, new_residual=left, **arguments
+    )
     np.testing.assert_array_equal(left.numpy(), want_left)
     out = torch.empty(numel)
     cpu.decode(message, out, pieces, gain=0.5)
@@ -135,7 +155,12 @@ def test_mean_and_serve_give_the_bytes_of_the_law(kind, block, senders):
         pieces, width = single(numel, senders, kind, block), width_of(numel, senders)
         size, rank = reference.row_bytes(kind, width, block), senders - 1
         mine = min(width, max(numel - rank * width, 0))
-        rows = np.stack([reference.encode_row(sample(mine, 10 * p), kind, width, block, key=p) for p in range(senders)])
+        rows = np.stack(
+            [
+                reference.encode_row(sample(mine, 10 * p), kind, width, block, key=p)
+                for p in range(senders)
+            ]
+        )
         received = framed(senders, pieces.row_bytes, 5)
         received[:, :size] = torch.from_numpy(rows)
         want_mean = reference.decode_mean(rows, kind, mine, width, block)
@@ -148,9 +173,20 @@ def test_mean_and_serve_give_the_bytes_of_the_law(kind, block, senders):
         want = reference.encode_row(c, kind, width, block, first=rank * width, key=11)
         left = torch.empty(width)
         message, flag = framed(1, pieces.row_bytes, 1), torch.zeros(1, dtype=torch.uint8)
-        cpu.serve(received, message, flag, pieces, rank, key=11, residual=torch.from_numpy(residual), new_residual=left)
+        cpu.serve(
+            received,
+            message,
+            flag,
+            pieces,
+            rank,
+            key=11,
+            residual=torch.from_numpy(residual),
+            new_residual=left,
+        )
         np.testing.assert_array_equal(message[0, :size].numpy(), want)
-        np.testing.assert_array_equal(left[:mine].numpy(), c - reference.decode_row(want, kind, mine, width, block))
+        np.testing.assert_array_equal(
+            left[:mine].numpy(), c - reference.decode_row(want, kind, mine, width, block)
+        )
 
         cpu.serve(received, message, flag, pieces, rank, divisor=2.25)
         c = reference.decode_mean(rows, kind, mine, width, block, 2.25)
@@ -160,7 +196,8 @@ def test_mean_and_serve_give_the_bytes_of_the_law(kind, block, senders):
 
 @pytest.mark.parametrize("kind", [reference.SIGN_L1, reference.SIGN_RMS])
 def test_lazy_residual_equals_the_plain_one(kind):
-    """Three steps with the compensated value kept instead of the residual: same bytes, same residual once settled."""
+    """Three steps with the compensated value kept instead of the residual: same bytes, same
+    residual once settled."""
     numel, rows = 10_001, 4
     pieces = single(numel, rows, kind, 0)
     message = framed(rows, pieces.row_bytes, 2)
@@ -170,8 +207,16 @@ def test_lazy_residual_equals_the_plain_one(kind):
         x = torch.from_numpy(sample(numel, step))
         cpu.encode(x, message, flag, pieces, residual=plain, new_residual=plain)
         new_value, new_scale = torch.empty(numel), torch.empty(rows)
-        cpu.encode(x, lazy_message, flag, pieces, residual=value, residual_scale=scale,
-                   new_residual=new_value, new_scale=new_scale)  # fmt: skip
+        cpu.encode(
+            x,
+            lazy_message,
+            flag,
+            pieces,
+            residual=value,
+            residual_scale=scale,
+            new_residual=new_value,
+            new_scale=new_scale,
+        )
         value, scale = new_value, new_scale
         assert torch.equal(message, lazy_message)
         assert not torch.equal(value, plain)
@@ -180,13 +225,15 @@ def test_lazy_residual_equals_the_plain_one(kind):
 
 
 def test_pieces_side_by_side_are_the_pieces_one_by_one():
-    """One call over a table of nine codecs and tails gives what nine calls give, in any order of the table."""
+    """One call over a table of nine codecs and tails gives what nine calls give, in any order of
+    the table."""
     kinds = [(0, 2048), (0, 0), (1, 64), (2, 256), (3, 8), (4, 1024), (5, 2048), (6, 0), (8, 0)]
     lengths, rows = [5000, 9001, 77, 1000, 13, 4096, 2049, 333, 100], 3
     sources = np.cumsum([10, *lengths[:-1]])
     x, residual = torch.from_numpy(sample(30_000, 1)), torch.from_numpy(sample(sum(lengths), 2))
     items = [
-        Piece(int(s), n, k, b, hash=i) for i, (s, n, (k, b)) in enumerate(zip(sources, lengths, kinds, strict=True))
+        Piece(int(s), n, k, b, hash=i)
+        for i, (s, n, (k, b)) in enumerate(zip(sources, lengths, kinds, strict=True))
     ]
     pieces, flag = cut(items, rows), torch.zeros(1, dtype=torch.uint8)
     message, left = framed(rows, pieces.row_bytes, 64), torch.empty(pieces.residual_numel)
@@ -231,9 +278,17 @@ def test_one_bad_number_raises_the_flag(kind, bad):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("x", [
-    np.zeros(40), np.full(40, 1e-42), np.eye(1, 40)[0] * 3, np.full(40, 3e38) * np.tile([1, -1], 20), -np.zeros(40),
-], ids=["zeros", "denormal", "one-hot", "huge", "minus-zero"])  # fmt: skip
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.zeros(40),
+        np.full(40, 1e-42),
+        np.eye(1, 40)[0] * 3,
+        np.full(40, 3e38) * np.tile([1, -1], 20),
+        -np.zeros(40),
+    ],
+    ids=["zeros", "denormal", "one-hot", "huge", "minus-zero"],
+)
 def test_extreme_values_lose_nothing(kind, x):
     """Encoded plus residual is the input again, even where a block is sent as zero."""
     if kind == reference.SIGN_RMS and x.max() > 1e19:
@@ -291,8 +346,10 @@ def test_golden_bytes():
     alternating = np.tile(np.float32([1, -1]), 8)
     assert reference.pack_signs(alternating).tolist() == [0xAA, 0xAA]
     assert reference.pack_signs(np.ones(8)).tolist() == [0xFF]
-    assert reference.encode_row(np.float32([7, -1] * 4), 0, 8, 0).tolist() == [0, 0, 128, 64, 0xAA]  # mean |c| = 4
-    assert reference.encode_row(np.float32([7, -1] * 4), 1, 8, 0).tolist() == [0, 0, 160, 64, 0xAA]  # rms = 5
+    # mean |c| = 4
+    assert reference.encode_row(np.float32([7, -1] * 4), 0, 8, 0).tolist() == [0, 0, 128, 64, 0xAA]
+    # rms = 5
+    assert reference.encode_row(np.float32([7, -1] * 4), 1, 8, 0).tolist() == [0, 0, 160, 64, 0xAA]
     assert reference.encode_row(np.float32([127, -1, 0, 64]), reference.INT8, 8, 8).tolist() == (
         [0, 0, 128, 63] + [127, 255, 0, 64] + [0] * 4
     )
@@ -302,8 +359,14 @@ def test_golden_bytes():
     assert reference.encode_row(np.float32([2, -2, 0, 2]), reference.TERNARY, 8, 8).tolist() == (
         [0, 0, 0, 64] + [0b01_11_00_01, 0]
     )
-    assert reference.encode_row(np.float32([1, -2.5]), reference.BF16, 8, 0).tolist() == [128, 63, 32, 192] + [0] * 12
-    assert reference.encode_row(np.float32([1, 1e9]), reference.FP16, 8, 0).tolist() == [0, 60, 255, 123] + [0] * 12
+    assert (
+        reference.encode_row(np.float32([1, -2.5]), reference.BF16, 8, 0).tolist()
+        == [128, 63, 32, 192] + [0] * 12
+    )
+    assert (
+        reference.encode_row(np.float32([1, 1e9]), reference.FP16, 8, 0).tolist()
+        == [0, 60, 255, 123] + [0] * 12
+    )
     assert reference.encode_row(np.float32([448, -1, 2**-9]), reference.FP8, 8, 8).tolist() == (
         [0, 0, 128, 63] + [0x7E, 0xB8, 0x01] + [0] * 5
     )
@@ -317,22 +380,32 @@ def test_every_byte_pattern_of_signs_survives():
 def test_casts_equal_torch():
     x = sample(4000, 5, spread=6.0)
     assert np.array_equal(
-        reference.to_bf16(x), torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        reference.to_bf16(x),
+        torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16),
     )
-    assert np.array_equal(reference.to_fp16(x), torch.from_numpy(x).clamp(-65504, 65504).half().numpy())
+    assert np.array_equal(
+        reference.to_fp16(x), torch.from_numpy(x).clamp(-65504, 65504).half().numpy()
+    )
     fp8 = np.clip(x, -448, 448)
     want = torch.from_numpy(fp8).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     assert np.array_equal(reference.to_fp8(fp8), want)
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     finite = np.isfinite(values)
-    assert np.array_equal(reference.from_fp8(np.arange(256, dtype=np.uint8))[finite], values[finite])
+    assert np.array_equal(
+        reference.from_fp8(np.arange(256, dtype=np.uint8))[finite], values[finite]
+    )
 
 
 def test_ternary_is_unbiased():
     """The mean of K draws lies within 5 standard errors of the input: variance is s·|g| − g²."""
     x, kind = sample(64, 3, spread=0.3), reference.TERNARY
-    draws = np.stack([
-        reference.decode_row(reference.encode_row(x, kind, 64, 64, key=k * 7919), kind, 64, 64, 64) for k in range(4000)
-    ])  # fmt: skip
+    draws = np.stack(
+        [
+            reference.decode_row(
+                reference.encode_row(x, kind, 64, 64, key=k * 7919), kind, 64, 64, 64
+            )
+            for k in range(4000)
+        ]
+    )
     error = np.sqrt(np.abs(x).max() * np.abs(x) - x**2) / np.sqrt(4000)
     assert (np.abs(draws.astype(np.float64).mean(0) - x) <= 5 * error + 1e-6).all()

@@ -15,7 +15,9 @@ from commpress.kernels.cpu import openmp as cpu_openmp
 from commpress.kernels.cpu import threads as cpu_threads
 from commpress.kernels.cpu.compiled import Frames
 
-openmp = pytest.mark.skipif(cpu_openmp.entry() is None, reason="torch has no OpenMP that lets others in")
+openmp = pytest.mark.skipif(
+    cpu_openmp.entry() is None, reason="torch has no OpenMP that lets others in"
+)
 
 
 @pytest.fixture(params=["torch's", pytest.param("ours", id="ours")])
@@ -37,7 +39,8 @@ def tasks() -> set[str]:
 
 
 class Kernel:
-    """A Python function of start and stop in place of a compiled kernel; it returns a number, or fails if that is None."""
+    """A Python function of start and stop in place of a compiled kernel; it returns a number, or
+    fails if that is None."""
 
     def __init__(self, walk):
         def call(frame):
@@ -78,7 +81,9 @@ def test_every_block_is_walked_once_and_answers_keep_their_order(threads, blocks
 
 
 def test_few_elements_stay_on_the_thread_that_asks(threads):
-    assert split(lambda start, stop: threading.get_native_id(), 100, 19) == [threading.get_native_id()]
+    assert split(lambda start, stop: threading.get_native_id(), 100, 19) == [
+        threading.get_native_id()
+    ]
 
 
 def test_blocks_are_walked_side_by_side(threads):
@@ -119,7 +124,12 @@ def test_they_are_the_threads_that_torch_has_started(threads, monkeypatch):
     used = {str(thread) for thread in split(walk, threads, 1000)}
     assert len(used) == threads
     assert used <= before
-    two = {str(t) for t in split(lambda start, stop: (time.sleep(0.01), threading.get_native_id())[1], 2, 1000)}
+    two = {
+        str(t)
+        for t in split(
+            lambda start, stop: (time.sleep(0.01), threading.get_native_id())[1], 2, 1000
+        )
+    }
     assert two <= before
     torch.ones(1 << 20).add_(1)
     assert before == tasks()  # nobody was sent home and started again
@@ -136,5 +146,10 @@ torch.set_num_threads(4)
 assert split(lambda start, stop: threading.get_native_id(), 5, 1000) == [threading.get_native_id()] * 4
 """
     folder = os.path.dirname(__file__)
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r}); " + "exec(sys.argv[1])", code]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {folder!r}); " + "exec(sys.argv[1])",
+        code,
+    ]
     subprocess.run(command, check=True, env=os.environ | {"OMP_THREAD_LIMIT": "1"})

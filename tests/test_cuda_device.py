@@ -11,7 +11,9 @@ from commpress.kernels.pieces import Piece, cut
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
-pytest.importorskip("cupy", reason="no CuPy: pip install 'commpress[cuda12]' or 'commpress[cuda13]'")
+pytest.importorskip(
+    "cupy", reason="no CuPy: pip install 'commpress[cuda12]' or 'commpress[cuda13]'"
+)
 
 NUMEL = 256 << 20  # for bandwidth: far more than the cache holds
 SHARE_OF_COPY = 0.8
@@ -21,7 +23,16 @@ SHARE_OF_COPY = 0.8
 def test_encode_and_decode_give_the_bytes_of_the_law(kind, block):
     for i, numel in enumerate([*twin.LENGTHS, 100_003]):
         rows = (1, 3, 2, 5, 4)[(i + kind) % 5]
-        twin.check_round("cuda", numel, rows, kind, block, seed=31 * i + rows, offset=i % 5, gain=(1.0, 1 / 3)[i % 2])
+        twin.check_round(
+            "cuda",
+            numel,
+            rows,
+            kind,
+            block,
+            seed=31 * i + rows,
+            offset=i % 5,
+            gain=(1.0, 1 / 3)[i % 2],
+        )
 
 
 @pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
@@ -55,7 +66,10 @@ def test_the_tree_over_a_long_row():
 
 def test_runs_on_the_current_stream():
     """Between two writes on a side stream, kernels see the first and not the second."""
-    pieces, flag = cut([Piece(0, 1 << 22, reference.SIGN_L1, 0)], 1), torch.zeros(1, dtype=torch.uint8, device="cuda")
+    pieces, flag = (
+        cut([Piece(0, 1 << 22, reference.SIGN_L1, 0)], 1),
+        torch.zeros(1, dtype=torch.uint8, device="cuda"),
+    )
     message, x = twin.MessageRows(1, pieces, 0, "cuda").rows, torch.zeros(1 << 22, device="cuda")
     scale = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
@@ -78,7 +92,10 @@ def test_offsets_beyond_32_bits():
     values = twin.sample(numel, 3)
     x[first:] = torch.from_numpy(values)
     pieces = cut([Piece(first, numel, reference.INT4, 256)], 2)
-    message, flag = twin.MessageRows(2, pieces, 1, "cuda"), torch.zeros(1, dtype=torch.uint8, device="cuda")
+    message, flag = (
+        twin.MessageRows(2, pieces, 1, "cuda"),
+        torch.zeros(1, dtype=torch.uint8, device="cuda"),
+    )
     cuda.encode(x, message.rows, flag, pieces)
     want, want_left = twin.expected(values, 2, reference.INT4, 256, 0)
     twin.check_rows(message, want, reference.INT4, 2504, 256)
@@ -113,7 +130,10 @@ def test_reaches_the_speed_of_a_copy(name):
     x, value = torch.randn(NUMEL, device="cuda"), torch.randn(NUMEL, device="cuda")
     copy = bytes_per_second(lambda: value.copy_(x), 8 * NUMEL)
     pieces = cut([Piece(0, NUMEL, reference.SIGN_L1, 2048 if name == "encode-blocks" else 0)], 1)
-    message, flag = twin.MessageRows(1, pieces, 32, "cuda").rows, torch.zeros(1, dtype=torch.uint8, device="cuda")
+    message, flag = (
+        twin.MessageRows(1, pieces, 32, "cuda").rows,
+        torch.zeros(1, dtype=torch.uint8, device="cuda"),
+    )
     scale = torch.zeros(1, device="cuda")
     lazy = dict(residual_scale=scale, new_scale=scale) if name == "encode-lazy" else {}
 

@@ -1,6 +1,8 @@
-"""The CUDA source without a GPU: it compiles for real ones, and on the CPU it gives the bytes of the law.
+"""The CUDA source without a GPU: it compiles for real ones, and on the CPU it gives the bytes of
+the law.
 
-``cuda_shim`` runs the very launches that CuPy would, thread by thread; both orders of threads are tried in turn.
+``cuda_shim`` runs the very launches that CuPy would, thread by thread; both orders of threads are
+tried in turn.
 """
 
 import ctypes
@@ -36,7 +38,8 @@ from variants import seldom
 # ---------------------------------------------------------------- compiled for GPUs
 
 
-ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS]  # codes, and headers: nothing in the source asks for the architecture
+# codes, and headers: nothing in the source asks for the architecture
+ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,8 @@ ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS]  # codes, and headers: nothin
     [(80, ONE_OF_EACH), (100, ONE_OF_EACH), *(seldom(n, twin.FAMILIES) for n in (80, 90, 100))],
 )
 def test_source_compiles_for_every_family(architecture, families):
-    """With the options that CuPy adds to ours, of which the first would flush denormals if the source let it."""
+    """With the options that CuPy adds to ours, of which the first would flush denormals if the
+    source let it."""
     if nvrtc.loaded() is None:
         pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc")
     if architecture not in nvrtc.architectures():
@@ -59,7 +63,9 @@ def test_source_compiles_for_every_family(architecture, families):
             assert binary.startswith(b"\x7fELF")
             assert set(re.findall(r"\.entry (\w+)", ptx)) == set(cuda_shim.kernel_names(family))
             inexact = re.findall(r"\b\S*(?:\.ftz|\.approx|fma\.|mad\.rn)\S*", ptx)
-            assert not inexact, f"family {family}: {set(inexact)} round twice, approximately or drop denormals"
+            assert not inexact, (
+                f"family {family}: {set(inexact)} round twice, approximately or drop denormals"
+            )
 
 
 @pytest.fixture
@@ -76,7 +82,13 @@ def test_shipped_code_is_that_of_the_source_and_of_the_major_version(shipped, mo
     monkeypatch.setattr(modules, "FAMILIES", (reference.FP16,))
     (path,) = machine_code.build(shipped, (80,))
     assert path.read_bytes().startswith(b"\x7fELF")
-    assert [modules.shipped(reference.FP16, card) for card in (75, 80, 86, 89, 90)] == [None, path, path, path, None]
+    assert [modules.shipped(reference.FP16, card) for card in (75, 80, 86, 89, 90)] == [
+        None,
+        path,
+        path,
+        path,
+        None,
+    ]
     assert modules.shipped(reference.BF16, 80) is None
     monkeypatch.setattr(modules, "digest", lambda family: "of another source")
     assert modules.shipped(reference.FP16, 80) is None
@@ -104,7 +116,9 @@ def cupy_that(refuses=False):
 
     driver = SimpleNamespace(CUDADriverError=DriverError)
     device = SimpleNamespace(compute_capability="86")
-    return SimpleNamespace(RawModule=RawModule, cuda=SimpleNamespace(Device=lambda: device, driver=driver), made=made)
+    return SimpleNamespace(
+        RawModule=RawModule, cuda=SimpleNamespace(Device=lambda: device, driver=driver), made=made
+    )
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -145,13 +159,25 @@ def shim(libraries, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
 def test_encode_and_decode_give_the_bytes_of_the_law(shim, kind, block):
-    for i, numel in list(enumerate(twin.LENGTHS))[(kind + block // 8) % 2 :: 2]:  # the others with other kinds and blocks
+    # the others with other kinds and blocks
+    for i, numel in list(enumerate(twin.LENGTHS))[(kind + block // 8) % 2 :: 2]:
         rows = (1, 3, 2, 5, 4)[(i + kind) % 5]
         shim.reverse = not shim.reverse
-        twin.check_round("cpu", numel, rows, kind, block, seed=31 * i + rows, offset=i % 5, gain=(1.0, 1 / 3)[i % 2])
+        twin.check_round(
+            "cpu",
+            numel,
+            rows,
+            kind,
+            block,
+            seed=31 * i + rows,
+            offset=i % 5,
+            gain=(1.0, 1 / 3)[i % 2],
+        )
 
 
-@pytest.mark.parametrize(("kind", "block"), [pair for pair in twin.PAIRS if pair[1] in (0, 8, 64, 256, 1024, 2048)])
+@pytest.mark.parametrize(
+    ("kind", "block"), [pair for pair in twin.PAIRS if pair[1] in (0, 8, 64, 256, 1024, 2048)]
+)
 def test_mean_and_serve_give_the_bytes_of_the_law(shim, kind, block):
     for numel, senders in [(0, 1), (1, 2), (2049, 1), (5000, 2), (70, 5)]:
         shim.reverse = not shim.reverse
@@ -190,7 +216,9 @@ def test_pieces_side_by_side_are_the_pieces_one_by_one(shim, repeat):
     twin.check_pieces("cpu", repeat)
 
 
-OF_ROWS = [n for n in (*NAMES, *EXAMPLES) if not isinstance(codec_named(n), WholeTensorCodec | SparseCodec)]
+OF_ROWS = [
+    n for n in (*NAMES, *EXAMPLES) if not isinstance(codec_named(n), WholeTensorCodec | SparseCodec)
+]
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
@@ -201,7 +229,8 @@ def test_every_named_codec_of_rows(shim, name):
 
 @pytest.mark.parametrize(("kind", "block"), [pair for pair in twin.PAIRS if pair[0] > 255])
 def test_of_equals_the_first(shim, kind, block):
-    """Few different magnitudes: top-k and the extremes choose among many equals; zeros of both signs are equal."""
+    """Few different magnitudes: top-k and the extremes choose among many equals; zeros of both
+    signs are equal."""
     for seed in range(3):
         shim.reverse = not shim.reverse
         x = np.rint(twin.sample(2500, seed, 0.0) * (seed + 1) / 2)
@@ -213,7 +242,11 @@ def test_of_equals_the_first(shim, kind, block):
 def test_adding_leaves_what_was_not_sent(shim, kind, block):
     """To the bit: -0 stays -0 there, as on the CPU."""
     pieces, flag = cut([Piece(0, 3000, kind, block)], 1), torch.zeros(1, dtype=torch.uint8)
-    message, ours, theirs = twin.MessageRows(1, pieces, 3, "cpu"), torch.full((3000,), -0.0), torch.full((3000,), -0.0)
+    message, ours, theirs = (
+        twin.MessageRows(1, pieces, 3, "cpu"),
+        torch.full((3000,), -0.0),
+        torch.full((3000,), -0.0),
+    )
     cuda.encode(torch.from_numpy(twin.sample(3000, 5)), message.rows, flag, pieces)
     cuda.decode(message.rows, ours, pieces, gain=-0.5, add=True)
     cpu.decode(message.rows, theirs, pieces, gain=-0.5, add=True)
@@ -287,7 +320,8 @@ def test_every_code_decodes_as_the_law_says(shim, kind):
 @pytest.mark.parametrize("tiles", [1, 1000, 1025, 20_000, 70_001])
 @pytest.mark.parametrize("kind", [reference.SIGN_L1, reference.SIGN_RMS])
 def test_the_tree_over_a_long_row(shim, monkeypatch, kind, tiles):
-    """finish_rows alone, over totals made up for rows too long to encode here; the tensors are never touched."""
+    """finish_rows alone, over totals made up for rows too long to encode here; the tensors are
+    never touched."""
     totals = np.random.default_rng(tiles).random(tiles).astype(np.float32)
     pieces = cut([Piece(0, tiles * cuda.TILE, kind, 0)], 1)
     x, message = torch.empty(tiles * cuda.TILE), torch.empty(1, pieces.row_bytes, dtype=torch.uint8)
@@ -310,8 +344,12 @@ def test_the_tree_over_a_long_row(shim, monkeypatch, kind, tiles):
 
 @pytest.mark.parametrize("name", ["encode", "serve", "decode", "decode_mean", "settle"])
 def test_arguments_are_those_of_the_cpu_path(name):
-    ours, theirs = (inspect.signature(getattr(path, name)).parameters.values() for path in (cuda, cpu))
-    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
+    ours, theirs = (
+        inspect.signature(getattr(path, name)).parameters.values() for path in (cuda, cpu)
+    )
+    assert [(p.name, p.kind, p.default) for p in ours] == [
+        (p.name, p.kind, p.default) for p in theirs
+    ]
 
 
 def test_importing_imports_no_cupy():
@@ -331,7 +369,8 @@ NEW = SimpleNamespace(cuda_stream=77, __cuda_stream__=lambda: (0, 77))
 
 @pytest.mark.parametrize(("version", "stream"), [(14, NEW), (14, OLD), (13, NEW), (13, OLD)])
 def test_launches_go_to_cupy_on_the_current_stream(monkeypatch, version, stream):
-    """CuPy is asked in the words of version 14 and in those before, with the streams of every torch."""
+    """CuPy is asked in the words of version 14 and in those before, with the streams of every
+    torch."""
     device, asked = torch.device("cuda", 3), []
 
     @contextmanager
@@ -343,15 +382,21 @@ def test_launches_go_to_cupy_on_the_current_stream(monkeypatch, version, stream)
         return lambda grid, threads, args: asked.append((name, grid, threads, args))
 
     cupy = SimpleNamespace(
-        RawModule=lambda code, options: SimpleNamespace(get_function=get_function, compile=lambda: None),
+        RawModule=lambda code, options: SimpleNamespace(
+            get_function=get_function, compile=lambda: None
+        ),
         cuda=SimpleNamespace(
-            Device=lambda *index: context("device", *index) if index else SimpleNamespace(compute_capability="75"),
+            Device=lambda *index: (
+                context("device", *index) if index else SimpleNamespace(compute_capability="75")
+            ),
             Stream=SimpleNamespace(),
             ExternalStream=lambda pointer, index: context("external", pointer, index),
         ),
     )
     if version == 14:  # which reads the stream's own answer
-        cupy.cuda.Stream.from_external = lambda stream: context("from_external", *stream.__cuda_stream__())
+        cupy.cuda.Stream.from_external = lambda stream: context(
+            "from_external", *stream.__cuda_stream__()
+        )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
     monkeypatch.setattr(cuda, "_kernel", cuda._kernel.__wrapped__)

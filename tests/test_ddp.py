@@ -1,4 +1,5 @@
-"""The hook under DistributedDataParallel equals its twin in one process bit for bit, whatever DDP is asked to do."""
+"""The hook under DistributedDataParallel equals its twin in one process bit for bit, whatever DDP
+is asked to do."""
 
 import gc
 import zlib
@@ -62,7 +63,11 @@ OPTIONS = {
     "one bucket": {"bucket_cap_mb": 100},
     "bucket view": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
-    "static graph, small buckets, bucket view": {"static_graph": True, "gradient_as_bucket_view": True} | SMALL_BUCKETS,
+    "static graph, small buckets, bucket view": {
+        "static_graph": True,
+        "gradient_as_bucket_view": True,
+    }
+    | SMALL_BUCKETS,
     "find unused": {"find_unused_parameters": True},
 }
 
@@ -70,19 +75,24 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("codec", ["ternary", LAZY], ids=["ternary", "lazy"])
 def test_no_option_of_ddp_changes_a_bit(pool, options, codec):
-    """Nor the size of its buckets: the twin has none. Ternary draws its noise per parameter, lazy has a scale per row."""
+    """Nor the size of its buckets: the twin has none. Ternary draws its noise per parameter, lazy
+    has a scale per row."""
     check(pool, Plan(codec, ddp=OPTIONS[options]))
 
 
 @pytest.mark.parametrize(
-    "options", [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str
+    "options",
+    [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True}, {"static_graph": True}],
+    ids=str,
 )
 def test_gradient_accumulation(pool, options):
     check(pool, Plan(accumulate=3, ddp=options))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True} | SMALL_BUCKETS], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True} | SMALL_BUCKETS], ids=str
+)
 def test_gradients_of_sixteen_bits(pool, dtype, options):
     check(pool, Plan(dtype=dtype, ddp=options))
 
@@ -96,7 +106,11 @@ def test_torchs_own_wrappers(pool, wrapped, options):
 @pytest.mark.parametrize("branches", [one_each, none_at_times])
 @pytest.mark.parametrize("size", [2, 3])
 def test_unused_parameters(pool, branches, size):
-    check(pool, Plan(branches=branches, ddp={"find_unused_parameters": True} | SMALL_BUCKETS, steps=9), size)
+    check(
+        pool,
+        Plan(branches=branches, ddp={"find_unused_parameters": True} | SMALL_BUCKETS, steps=9),
+        size,
+    )
 
 
 @pytest.mark.parametrize("ends", [(6, 3), (2, 6, 4), (0, 5)], ids=str)
@@ -137,8 +151,13 @@ def test_options_of_the_state(pool, options, codec):
 
 def test_options_matter(pool):
     """The twins above differ from each other, or they would prove nothing."""
-    plans = [Plan("ternary", state=s) for s in ({}, {"exact_steps": 3}, {"error_feedback": False}, {"seed": 5})]
-    ends = [twin(plan, 2)[0].parameters["head.weight"] for plan in [*plans, Plan("none"), Plan(LAZY)]]
+    plans = [
+        Plan("ternary", state=s)
+        for s in ({}, {"exact_steps": 3}, {"error_feedback": False}, {"seed": 5})
+    ]
+    ends = [
+        twin(plan, 2)[0].parameters["head.weight"] for plan in [*plans, Plan("none"), Plan(LAZY)]
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(ends) for b in ends[:i])
 
 
@@ -158,8 +177,13 @@ def test_the_measured_error_is_that_of_the_first_step(pool):
 def test_counters_count_what_the_formulas_say(pool, size):
     plan = Plan("sign", steps=3)
     numels = {name: p.numel() for name, p in Net().named_parameters()}
-    codecs = {name: NAMES["sign" if numel >= MIN_NUMEL else "none"] for name, numel in numels.items()}
-    row = sum(-(-codecs[n].row_bytes(width_of(numel, size)) // 8) * 8 for n, numel in numels.items()) + HEADER
+    codecs = {
+        name: NAMES["sign" if numel >= MIN_NUMEL else "none"] for name, numel in numels.items()
+    }
+    row = (
+        sum(-(-codecs[n].row_bytes(width_of(numel, size)) // 8) * 8 for n, numel in numels.items())
+        + HEADER
+    )
     for trained in pool.run(train, plan, size=size):
         counters = trained.counters
         assert (counters["steps"], counters["messages"]) == (3, 3)
@@ -169,7 +193,7 @@ def test_counters_count_what_the_formulas_say(pool, size):
         assert counters["ratio"] == counters["logical_bytes"] / counters["wire_bytes"] > 5
 
 
-# ---------------------------------------------------------------- several models, groups and wrappings
+# ------------------------------------------------------------- several models, groups and wrappings
 
 
 def two_models(one, two):
@@ -194,7 +218,9 @@ def test_several_models_at_once(pool):
 
 def in_a_subgroup(plan, members):
     group = dist.new_group(members)
-    return train(replace(plan, ddp={"process_group": group})) if dist.get_rank() in members else None
+    return (
+        train(replace(plan, ddp={"process_group": group})) if dist.get_rank() in members else None
+    )
 
 
 def test_a_subgroup_of_the_ranks(pool):
@@ -210,7 +236,9 @@ def wrapped_again(plan):
         if step and step % 3 == 0:
             del session.ddp
             gc.collect()  # DDP's hooks on the parameters end with it
-            session.ddp = DistributedDataParallel(session.model, **(SMALL_BUCKETS if step % 2 else {}))
+            session.ddp = DistributedDataParallel(
+                session.model, **(SMALL_BUCKETS if step % 2 else {})
+            )
             session.ddp.register_comm_hook(session.state, commpress.compressed_allreduce_hook)
         session.step(step)
     return session.trained()
@@ -235,12 +263,17 @@ def registered_late(plan):
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    residuals = {key: (sent.clone(), reduced.clone()) for key, sent, reduced in state.residuals.places()}
-    return Trained(losses, {name: p.detach().clone() for name, p in model.named_parameters()}, residuals)
+    residuals = {
+        key: (sent.clone(), reduced.clone()) for key, sent, reduced in state.residuals.places()
+    }
+    return Trained(
+        losses, {name: p.detach().clone() for name, p in model.named_parameters()}, residuals
+    )
 
 
 def test_the_hook_may_come_late(pool):
-    """Of two addends the exact mean is the same in any order, so plain DDP steps are exact steps."""
+    """Of two addends the exact mean is the same in any order, so plain DDP steps are exact
+    steps."""
     plan = Plan()
     assert_equal(pool.run(registered_late, plan), twin(replace(plan, state={"exact_steps": 2}), 2))
 
@@ -276,10 +309,16 @@ def test_a_parameter_longer_than_a_piece(pool):
     expected = []
     for step in range(3):
         buffers = [long_gradient(rank, step) for rank in range(2)]
-        outcomes = simulate([
-            reduce_bucket(buffer, feedback, messages=parts, transport=t, workspace=Workspace(), sequence=0)
-            for buffer, feedback, t in zip(buffers, feedbacks, Loopback(2).transports(), strict=True)
-        ])  # fmt: skip
+        outcomes = simulate(
+            [
+                reduce_bucket(
+                    buffer, feedback, messages=parts, transport=t, workspace=Workspace(), sequence=0
+                )
+                for buffer, feedback, t in zip(
+                    buffers, feedbacks, Loopback(2).transports(), strict=True
+                )
+            ]
+        )
         for outcome in (o for rank in outcomes for o in rank):
             outcome.commit()
         expected.append(zlib.crc32(buffers[0].numpy()))

@@ -1,4 +1,5 @@
-"""PowerSGD, the sketch and EF21 under DDP: ranks alike, buckets of no matter, checkpoints exact and elastic."""
+"""PowerSGD, the sketch and EF21 under DDP: ranks alike, buckets of no matter, checkpoints exact and
+elastic."""
 
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ WHOLE = WAYS | {"both, ef21": {"codec": BOTH, "error_feedback": "ef21", "measure
 
 def net(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 10)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 10)
+    ).to(dtype)
 
 
 def train(steps, way="powersgd", *, dtype=torch.float32, load=None, bucket=25, bad=None, **options):
@@ -34,11 +37,16 @@ def train(steps, way="powersgd", *, dtype=torch.float32, load=None, bucket=25, b
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     if load:
         ddp.module.load_state_dict(load[rank]["model"])
-        state.load_state_dict(*([one["state"] for one in load] if load[0].get("elastic") else [load[rank]["state"]]))
+        state.load_state_dict(
+            *([one["state"] for one in load] if load[0].get("elastic") else [load[rank]["state"]])
+        )
     losses = []
     for step in range(state.step, state.step + steps):
         draw = torch.Generator().manual_seed(step * 7 + rank)
-        x, y = torch.randn(16, 48, generator=draw).to(dtype), torch.randn(16, 10, generator=draw).to(dtype)
+        x, y = (
+            torch.randn(16, 48, generator=draw).to(dtype),
+            torch.randn(16, 10, generator=draw).to(dtype),
+        )
         loss = (ddp(x) - y).square().mean() * (float("inf") if step == bad and rank == 1 else 1.0)
         optimizer.zero_grad()
         loss.backward()
@@ -46,9 +54,12 @@ def train(steps, way="powersgd", *, dtype=torch.float32, load=None, bucket=25, b
         losses.append(loss.item())
     model = {name: p.detach().clone() for name, p in ddp.module.state_dict().items()}
     return {
-        "model": model, "losses": losses, "state": state.state_dict(), "elastic_state": state.elastic_state_dict(),
+        "model": model,
+        "losses": losses,
+        "state": state.state_dict(),
+        "elastic_state": state.elastic_state_dict(),
         "counters": state.counters.as_dict(),
-    }  # fmt: skip
+    }
 
 
 def same(a, b):
@@ -61,8 +72,11 @@ def test_the_hook_keeps_ranks_equal_and_compresses(pool, way, size):
     results = pool.run(train, 8, way, size=size)
     assert all(same(results[0]["model"], other["model"]) for other in results)
     counters = results[0]["counters"]
-    assert counters["ratio"] > {"powersgd": 3, "sketch": 1, "ef21": 3}[way]  # an eighth of four ranks is nearly a half
-    assert counters["compressed_elements"] == (7 if way == "ef21" else 8) * (48 * 96 + 96 * 96 + 96 * 10)
+    # an eighth of four ranks is nearly a half
+    assert counters["ratio"] > {"powersgd": 3, "sketch": 1, "ef21": 3}[way]
+    assert counters["compressed_elements"] == (7 if way == "ef21" else 8) * (
+        48 * 96 + 96 * 96 + 96 * 10
+    )
     assert counters["dense_sketches"] == 0 or (way == "sketch" and counters["dense_sketches"] <= 3)
     assert all(0 < error < 1 for error in counters["errors"].values())
     assert set(counters["errors"]) == {"0.weight", "2.weight", "4.weight"}
@@ -124,9 +138,13 @@ def _resume(steps, way, saved):
 
 @every
 def test_an_elastic_state_fits_more_ranks(pool, way):
-    """R is kept: the mean of the new sent residuals is that of the old. What EF21 knows of the mean is −R."""
+    """R is kept: the mean of the new sent residuals is that of the old. What EF21 knows of the mean
+    is −R."""
     half = pool.run(train, 3, way)
-    saved = [{"model": one["model"], "state": one["elastic_state"], "elastic": True} for one in (*half, *half)]
+    saved = [
+        {"model": one["model"], "state": one["elastic_state"], "elastic": True}
+        for one in (*half, *half)
+    ]
     loaded = pool.run(_load_elastic, way, saved, size=4)
     for key in half[0]["state"]["residuals"]:
         owed = [one["state"]["residuals"][key] for one in half]
@@ -135,7 +153,9 @@ def test_an_elastic_state_fits_more_ranks(pool, way):
         for residuals in loaded:
             torch.testing.assert_close(residuals[key]["sent"], mean, atol=1e-6, rtol=1e-5)
             if way == "ef21":
-                torch.testing.assert_close(-residuals[key]["sent"], owed[0]["known"], atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(
+                    -residuals[key]["sent"], owed[0]["known"], atol=1e-6, rtol=1e-5
+                )
 
 
 def _load_elastic(way, saved):
@@ -150,7 +170,9 @@ def _load_elastic(way, saved):
 def test_a_basis_of_another_rank_is_refused(pool):
     half = pool.run(train, 2)
     outcomes = pool.outcomes(_resume_wider, half)
-    assert all(isinstance(one, StateMismatch) and "basis of parameter" in str(one) for one in outcomes)
+    assert all(
+        isinstance(one, StateMismatch) and "basis of parameter" in str(one) for one in outcomes
+    )
 
 
 def _resume_wider(saved):
@@ -160,7 +182,10 @@ def _resume_wider(saved):
 def test_residuals_and_estimates_are_not_mixed_up(pool):
     half = pool.run(train, 2, "ef21")
     outcomes = pool.outcomes(_resume_with_residuals, half)
-    assert all(isinstance(one, StateMismatch) and "estimates (error_feedback='ef21')" in str(one) for one in outcomes)
+    assert all(
+        isinstance(one, StateMismatch) and "estimates (error_feedback='ef21')" in str(one)
+        for one in outcomes
+    )
 
 
 def _resume_with_residuals(saved):
@@ -266,7 +291,8 @@ def _train_levels(steps, topology, saved=None):
 def test_matrices_travel_in_two_levels_beside_rows(pool, topology):
     flat, levels = (pool.run(_train_levels, 3, each, size=4) for each in (None, topology))
     assert all(same(levels[0]["model"], other["model"]) for other in levels)
-    for name in ("0.weight", "2.weight"):  # the same means, added in another order; rows differ: nodes have slices
+    # the same means, added in another order; rows differ: nodes have slices
+    for name in ("0.weight", "2.weight"):
         moved = flat[0]["model"][name] - net().state_dict()[name]
         apart = flat[0]["model"][name] - levels[0]["model"][name]
         assert apart.norm() < 0.2 * moved.norm(), "means of the same gradients"
@@ -328,7 +354,11 @@ def _reload_nodes(topology, way, states):
 
 
 OTHERS = [("2x2", None, 2, "ef21"), (None, "2,1", 3, "both, ef21"), ("2x2", "2,1", 3, "sketch")]
-OTHERS += [seldom("2x2", None, 2, "sketch"), seldom(None, "2,1", 3, "ef21"), seldom("2x2", "2,1", 3, "ef21")]
+OTHERS += [
+    seldom("2x2", None, 2, "sketch"),
+    seldom(None, "2,1", 3, "ef21"),
+    seldom("2x2", "2,1", 3, "ef21"),
+]
 
 
 @pytest.mark.parametrize(("before", "after", "size", "way"), OTHERS)
@@ -345,12 +375,18 @@ def test_what_nodes_know_fits_other_nodes(pool, before, after, size, way):
         for key, tensors in kept.items():
             name, _, offset = key.rpartition("@")
             known, start = tensors.get("known", -tensors["sent"]), int(offset)
-            torch.testing.assert_close(known, -was[f"{name}@0"][start : start + known.numel()], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                known, -was[f"{name}@0"][start : start + known.numel()], rtol=1e-5, atol=1e-7
+            )
 
 
 def test_changes_of_other_nodes_and_residuals_are_refused(pool):
     half = pool.run(_train_nodes, 2, "2,1", size=3)
-    for topology, options in (("1,2", WAYS["ef21"]), ("2,1", {"codec": "topk-8"}), (None, WAYS["ef21"])):
+    for topology, options in (
+        ("1,2", WAYS["ef21"]),
+        ("2,1", {"codec": "topk-8"}),
+        (None, WAYS["ef21"]),
+    ):
         outcomes = pool.outcomes(_load_into, half, {"topology": topology} | options, size=3)
         assert all(isinstance(one, StateMismatch) for one in outcomes)
 
@@ -380,7 +416,9 @@ def _reload(topology, states):
     return state.elastic_state_dict()
 
 
-@pytest.mark.parametrize(("before", "after", "size"), [("2x2", None, 2), (None, "2,1", 3), ("2x2", "2,1", 3)])
+@pytest.mark.parametrize(
+    ("before", "after", "size"), [("2x2", None, 2), (None, "2,1", 3), ("2x2", "2,1", 3)]
+)
 def test_what_matrices_owe_fits_other_nodes(pool, before, after, size):
     states = [result["elastic_state"] for result in pool.run(_train_levels, 3, before, size=4)]
     again = pool.run(_reload, after, states, size=size)
@@ -395,8 +433,12 @@ def test_what_matrices_owe_fits_other_nodes(pool, before, after, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_makes_no_sense_is_refused_on_one_rank_as_on_two(pool, size):
-    """A matrix keeps its residual whole, rows and sketches slice by slice: one cannot follow the other."""
-    with pytest.raises(InvalidArgument, match=r"'powersgd/4/2' keeps what it leaves behind in whole matrices.*leave one"):
+    """A matrix keeps its residual whole, rows and sketches slice by slice: one cannot follow the
+    other."""
+    with pytest.raises(
+        InvalidArgument,
+        match=r"'powersgd/4/2' keeps what it leaves behind in whole matrices.*leave one",
+    ):
         pool.run(_refused, {"codec": "auto:powersgd-4,int8", "topology": "1,1"}, size=size)
 
 

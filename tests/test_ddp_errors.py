@@ -1,4 +1,5 @@
-"""Words of the hook: every mistake has one clear message with its cure, and what all ranks know one says."""
+"""Words of the hook: every mistake has one clear message with its cure, and what all ranks know one
+says."""
 
 import importlib
 import re
@@ -21,7 +22,10 @@ from ranks import caught
 
 
 def test_without_a_process_group():
-    with pytest.raises(InvalidArgument, match=r"torch\.distributed is not initialised: call init_process_group before"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"torch\.distributed is not initialised: call init_process_group before",
+    ):
         commpress.CompressedState()
 
 
@@ -29,7 +33,8 @@ def test_without_a_process_group():
 def test_a_model_that_is_not_wrapped(model):
     name = type(model).__name__
     with pytest.raises(
-        InvalidArgument, match=f"ddp is a {name}, expected a DistributedDataParallel: wrap the model first"
+        InvalidArgument,
+        match=f"ddp is a {name}, expected a DistributedDataParallel: wrap the model first",
     ):
         commpress.compress(model)
 
@@ -45,25 +50,44 @@ def replicated(kind):
 
 @pytest.mark.parametrize("kind", ["replicate", "replicate_with_fsdp"])
 def test_what_replicate_has_made_is_refused_with_what_to_use(pool, kind):
-    """``replicate`` makes a DistributedDataParallel of its own in the first forward: one around it would average twice."""
+    """``replicate`` makes a DistributedDataParallel of its own in the first forward: one around it
+    would average twice."""
     pytest.importorskip(f"torch.distributed._composable.{kind}")
     for said in pool.run(replicated, kind):
         for text in said:
-            assert re.search(r"ddp is a \w+Sequential, .*replicate\(\) makes none .*DistributedDataParallel\(model\)", text)
+            assert re.search(
+                (
+                    r"ddp is a \w+Sequential, .*replicate\(\) makes none "
+                    r".*DistributedDataParallel\(model\)"
+                ),
+                text,
+            )
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"codec": "signn"}, r"codec is 'signn', expected one of .* did you mean 'sign'\?"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected 'skip', 'propagate' or 'raise'"),
-        ({"exclude": "bias"}, r"exclude is 'bias', expected a tuple of regular expressions: \('bias',\)"),
-        ({"codec": "powersgd-2", "replan_every": 2}, "replan_every is 2 with codec 'powersgd-2', which compresses"),
+        (
+            {"on_nonfinite": "ignore"},
+            "on_nonfinite is 'ignore', expected 'skip', 'propagate' or 'raise'",
+        ),
+        (
+            {"exclude": "bias"},
+            r"exclude is 'bias', expected a tuple of regular expressions: \('bias',\)",
+        ),
+        (
+            {"codec": "powersgd-2", "replan_every": 2},
+            "replan_every is 2 with codec 'powersgd-2', which compresses",
+        ),
         ({"seed": "x"}, "seed is 'x', expected a whole number of at least 0"),
         ({"min_numel": -1}, "min_numel is -1, expected a whole number of at least 0"),
         ({"exact_steps": 2.5}, r"exact_steps is 2\.5, expected a whole number of at least 0"),
         ({"timeout": 5}, r"timeout is 5, expected a positive datetime\.timedelta"),
-        ({"exclude": ("bias",)}, "exclude matches parameter names, but named_parameters is missing: pass model.named_"),
+        (
+            {"exclude": ("bias",)},
+            "exclude matches parameter names, but named_parameters is missing: pass model.named_",
+        ),
     ],
 )
 def test_wrong_options(pool, options, says):
@@ -78,7 +102,10 @@ def wrong_options(options):
 
 def hooked_twice(first, second):
     model = torch.nn.Linear(4, 4)
-    ddp, optimizer = DistributedDataParallel(model), commpress.OneBitAdam(model.parameters(), warmup_steps=1)
+    ddp, optimizer = (
+        DistributedDataParallel(model),
+        commpress.OneBitAdam(model.parameters(), warmup_steps=1),
+    )
     divided = commpress.ShardedOneBitAdam(model.parameters(), warmup_steps=1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     ways = {
@@ -89,7 +116,7 @@ def hooked_twice(first, second):
         "overlap of a divided one": lambda: commpress.overlap(ddp, divided),
         "keep_local": lambda: commpress.keep_local(ddp),
         "torch's": lambda: ddp.register_comm_hook(None, allreduce_hook),
-    }  # fmt: skip
+    }
     ways[first]()
     error = caught(ways[second])
     ddp(torch.ones(2, 4)).sum().backward()
@@ -113,24 +140,56 @@ def hooked_twice(first, second):
 def test_a_second_hook_is_refused_with_the_first_by_name(pool, first, second, hook, size):
     for (error,) in pool.run(hooked_twice, first, second, size=size):
         assert type(error) is InvalidArgument
-        assert re.search(f"has the communication hook '{hook}' already.*wrap the model anew", str(error))
+        assert re.search(
+            f"has the communication hook '{hook}' already.*wrap the model anew", str(error)
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: commpress.OneBitAdam([], exact_step=3), r"OneBitAdam got exact_step=3.*did you mean exact_codec=\?"),
-        (lambda: commpress.ZeroOneAdam([], max_gradnorm=1.0), r"got max_gradnorm=1\.0.*did you mean max_grad_norm=\?"),
-        (lambda: commpress.ShardedOneBitAdam([], warmup_step=1), r"^ShardedOneBitAdam got warmup_step=1.*mean warmup_steps=\?"),
-        (lambda: commpress.ZeroOneAdam([], xyz=1), r"^ZeroOneAdam got xyz=1, which is no option of it: it takes agree_over, "),
-        (lambda: commpress.hf.Compress(exact_step=3), r"^Compress got exact_step=3.*did you mean exact_steps=\?"),
-        (lambda: commpress.hf.LocalTraining(outers=3), r"^LocalTraining got outers=3.*did you mean outer=\?"),
-        (lambda: commpress.hf.DistributedCompression(topologie=None), r"got topologie=None.*mean topology=\?"),
-        (lambda: commpress.lightning.Compress(min_numels=3), r"^Compress got min_numels=3.*did you mean min_numel=\?"),
-        (lambda: commpress.lightning.LocalTraining(code="int8"), r"^LocalTraining got code='int8'.*did you mean codec=\?"),
-        (lambda: commpress.moe.Experts([], chunk=3), r"^Experts got chunk=3.*did you mean chunks=\?"),
+        (
+            lambda: commpress.OneBitAdam([], exact_step=3),
+            r"OneBitAdam got exact_step=3.*did you mean exact_codec=\?",
+        ),
+        (
+            lambda: commpress.ZeroOneAdam([], max_gradnorm=1.0),
+            r"got max_gradnorm=1\.0.*did you mean max_grad_norm=\?",
+        ),
+        (
+            lambda: commpress.ShardedOneBitAdam([], warmup_step=1),
+            r"^ShardedOneBitAdam got warmup_step=1.*mean warmup_steps=\?",
+        ),
+        (
+            lambda: commpress.ZeroOneAdam([], xyz=1),
+            r"^ZeroOneAdam got xyz=1, which is no option of it: it takes agree_over, ",
+        ),
+        (
+            lambda: commpress.hf.Compress(exact_step=3),
+            r"^Compress got exact_step=3.*did you mean exact_steps=\?",
+        ),
+        (
+            lambda: commpress.hf.LocalTraining(outers=3),
+            r"^LocalTraining got outers=3.*did you mean outer=\?",
+        ),
+        (
+            lambda: commpress.hf.DistributedCompression(topologie=None),
+            r"got topologie=None.*mean topology=\?",
+        ),
+        (
+            lambda: commpress.lightning.Compress(min_numels=3),
+            r"^Compress got min_numels=3.*did you mean min_numel=\?",
+        ),
+        (
+            lambda: commpress.lightning.LocalTraining(code="int8"),
+            r"^LocalTraining got code='int8'.*did you mean codec=\?",
+        ),
+        (
+            lambda: commpress.moe.Experts([], chunk=3),
+            r"^Experts got chunk=3.*did you mean chunks=\?",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_misspelt_option_is_named_with_the_one_that_is_meant(make, says):
     with pytest.raises(InvalidArgument, match=says):
         make()
@@ -139,14 +198,19 @@ def test_a_misspelt_option_is_named_with_the_one_that_is_meant(make, says):
 def misspelt():
     ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return [caught(commpress.compress, ddp, exact_step=3),
-            caught(commpress.compress, ddp, mesh=mesh, dims={"dp": "int8"}, exact_step=3)]  # fmt: skip
+    return [
+        caught(commpress.compress, ddp, exact_step=3),
+        caught(commpress.compress, ddp, mesh=mesh, dims={"dp": "int8"}, exact_step=3),
+    ]
 
 
 def test_a_misspelt_option_of_compress_is_named_with_the_one_that_is_meant(pool):
     for errors in pool.run(misspelt, size=2):
         assert [type(error) for error in errors] == [InvalidArgument] * 2
-        assert all(re.search(r"^compress got exact_step=3.*did you mean exact_steps=\?", str(error)) for error in errors)
+        assert all(
+            re.search(r"^compress got exact_step=3.*did you mean exact_steps=\?", str(error))
+            for error in errors
+        )
 
 
 # ---------------------------------------------------------------- in backward
@@ -163,9 +227,9 @@ def test_a_hook_without_its_state(pool, state, name):
     for (error,) in pool.run(wrong_state, state):
         assert type(error) is InvalidArgument
         assert (
-            f"state is a {name}, expected a CompressedState: ddp.register_comm_hook(commpress.CompressedState("
-            in str(error)
-        )
+            f"state is a {name}, expected a CompressedState: "
+            "ddp.register_comm_hook(commpress.CompressedState("
+        ) in str(error)
 
 
 # ---------------------------------------------------------------- said once, by one rank
@@ -187,7 +251,8 @@ def lines(plan):
 def test_nothing_compressed_is_said_once_by_one_rank(pool, plan):
     first, other = pool.run(lines, plan)
     assert [line for line in first if "nothing was compressed" in line] == [
-        "WARNING nothing was compressed: every tensor has fewer than min_numel elements, matches exclude, or has a dtype that "
+        "WARNING nothing was compressed: every tensor has fewer than min_numel elements, "
+        "matches exclude, or has a dtype that "
         "codecs do not take"
     ]
     assert other == []
@@ -197,14 +262,17 @@ def uncompressed(given, asked):
     """Lines of a run for which somebody asked that nothing be compressed."""
     log = Log()
     ddp = DistributedDataParallel(torch.nn.Linear(32, 32))
-    ddp.register_comm_hook(commpress.CompressedState(given, **asked), commpress.compressed_allreduce_hook)
+    ddp.register_comm_hook(
+        commpress.CompressedState(given, **asked), commpress.compressed_allreduce_hook
+    )
     for _ in range(2):
         ddp(torch.ones(2, 32)).sum().backward()
     return log.lines
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"), [("none", {}), (commpress.codecs.codec_named("none"), {}), ("none", {"exact_steps": 1})]
+    ("given", "asked"),
+    [("none", {}), (commpress.codecs.codec_named("none"), {}), ("none", {"exact_steps": 1})],
 )
 def test_no_compression_is_no_warning_where_it_was_asked_for(pool, given, asked):
     for log in pool.run(uncompressed, given, asked):
@@ -212,7 +280,9 @@ def test_no_compression_is_no_warning_where_it_was_asked_for(pool, given, asked)
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan("int8", steps=2), Plan("int8", steps=3, state={"exact_steps": 2})], ids=["at once", "later"]
+    "plan",
+    [Plan("int8", steps=2), Plan("int8", steps=3, state={"exact_steps": 2})],
+    ids=["at once", "later"],
 )
 def test_what_was_compressed_is_said_once(pool, plan):
     (line,), other = pool.run(lines, plan)
@@ -226,7 +296,10 @@ def test_during_exact_steps_nothing_is_said(pool):
 
 
 def test_the_caveat_of_one_bit_is_said_once(pool):
-    said = [[line for line in log if "a codec of one bit" in line] for log in pool.run(lines, Plan("sign", steps=3))]
+    said = [
+        [line for line in log if "a codec of one bit" in line]
+        for log in pool.run(lines, Plan("sign", steps=3))
+    ]
     assert [len(each) for each in said] == [1, 0]
     assert "compare the loss with an uncompressed run" in said[0][0]
 
@@ -234,7 +307,9 @@ def test_the_caveat_of_one_bit_is_said_once(pool):
 def test_a_pattern_that_excludes_nothing_is_said(pool):
     first, other = pool.run(lines, Plan("int8", steps=1, exclude=("embedd", "head")))
     warnings = [line for line in first if line.startswith("WARNING")]
-    assert warnings == ["WARNING exclude='embedd' matches no parameter: nothing is left out because of it"]
+    assert warnings == [
+        "WARNING exclude='embedd' matches no parameter: nothing is left out because of it"
+    ]
     assert other == []
 
 
@@ -285,7 +360,9 @@ def test_a_single_rank_passes_through_and_says_so(pool):
     plan = Plan()
     ((log, gradients, steps, size),) = pool.run(alone, plan, size=1)
     assert size == 1
-    assert log == ["WARNING world size is 1: there is nothing to reduce, gradients pass through as they are"]
+    assert log == [
+        "WARNING world size is 1: there is nothing to reduce, gradients pass through as they are"
+    ]
     assert steps == 0
     model, _ = made(plan)
     threads = torch.get_num_threads()

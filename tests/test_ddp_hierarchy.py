@@ -1,4 +1,5 @@
-"""DistributedDataParallel in two levels: equal to its simulated twin bit for bit, and resumed as if nothing had happened."""
+"""DistributedDataParallel in two levels: equal to its simulated twin bit for bit, and resumed as if
+nothing had happened."""
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from test_resume import go_on, resume
 from variants import few
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
-MIXED = ByName({"left": SignCodec(block=0), "right": NAMES["ternary"], "norm": NAMES["int8"]}, Same(NAMES["sign"]))
+MIXED = ByName(
+    {"left": SignCodec(block=0), "right": NAMES["ternary"], "norm": NAMES["int8"]},
+    Same(NAMES["sign"]),
+)
 
 
 def leveled(topology, codec="sign", **changed):
@@ -27,7 +31,9 @@ def leveled(topology, codec="sign", **changed):
     return Plan(codec, ddp=SMALL_BUCKETS, state=state, **changed)
 
 
-@pytest.mark.parametrize(("topology", "codec"), few(["2x2", "3,1", "0 3|1 2"], ["sign", MIXED]), ids=str)
+@pytest.mark.parametrize(
+    ("topology", "codec"), few(["2x2", "3,1", "0 3|1 2"], ["sign", MIXED]), ids=str
+)
 def test_training_equals_its_twin(pool, topology, codec):
     plan = leveled(topology, codec)
     results = pool.run(train, plan, size=4)
@@ -37,7 +43,9 @@ def test_training_equals_its_twin(pool, topology, codec):
         assert 0 < counters["between_bytes"] <= counters["wire_bytes"]
         assert counters["compressed_elements"] > 0
         assert counters["steps"] == plan.steps
-    assert results[0].counters["between_bytes"] < results[0].counters["wire_bytes"], "rank 0 shares its node"
+    assert results[0].counters["between_bytes"] < results[0].counters["wire_bytes"], (
+        "rank 0 shares its node"
+    )
 
 
 def test_a_step_that_is_not_finite_changes_no_residual(pool):
@@ -49,7 +57,9 @@ def test_a_step_that_is_not_finite_changes_no_residual(pool):
 
 def test_one_bad_parameter_is_seen_by_all(pool):
     results = pool.run(train, leveled("2,1", bad=(2,), poisoned="left.weight"), size=3)
-    assert [result.counters["skipped_buckets"] for result in results] == [results[0].counters["skipped_buckets"]] * 3
+    assert [result.counters["skipped_buckets"] for result in results] == [
+        results[0].counters["skipped_buckets"]
+    ] * 3
     assert results[0].counters["skipped_buckets"] > 0
     for name, value in results[0].parameters.items():
         assert torch.isfinite(value).all()
@@ -102,11 +112,15 @@ def total(parts):
     return whole
 
 
-@pytest.mark.parametrize(("before", "after", "size"), [("2x2", "2,1", 3), ("3,1", None, 2), (None, "1,2", 3)])
+@pytest.mark.parametrize(
+    ("before", "after", "size"), [("2x2", "2,1", 3), ("3,1", None, 2), (None, "1,2", 3)]
+)
 def test_nothing_owed_is_lost_when_nodes_change(pool, before, after, size):
     states = [{} if t is None else {"topology": t} for t in (before, after)]
     parts = pool.run(owed, Plan("sign", steps=3, state=states[0]), size=4)[0]
-    again = pool.run(passed_on, Plan("sign", first=3, steps=1, state=states[1]), parts, size=size)[0]
+    again = pool.run(passed_on, Plan("sign", first=3, steps=1, state=states[1]), parts, size=size)[
+        0
+    ]
     first, second = total(parts), total(again)
     assert first
     assert max(np.abs(v).max() for v in first.values()) > 0
@@ -121,13 +135,17 @@ def saved_by_a_trainer(plan):
     for step in steps_of(plan):
         session.step(step)
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (session.state.elastic_state_dict(), session.state.rank_state()))
+    dist.all_gather_object(
+        everyone, (session.state.elastic_state_dict(), session.state.rank_state())
+    )
     return [list(parts) for parts in zip(*everyone, strict=True)]
 
 
 @pytest.mark.parametrize(("after", "size"), [(None, 3), ("3,1", 4)])
 def test_a_trainers_checkpoint_of_nodes_fits_other_ranks(pool, after, size):
-    elastic, parts = pool.run(saved_by_a_trainer, Plan("sign", steps=3, state={"topology": "2x2"}), size=4)[0]
+    elastic, parts = pool.run(
+        saved_by_a_trainer, Plan("sign", steps=3, state={"topology": "2x2"}), size=4
+    )[0]
     plan = Plan("sign", first=3, steps=1, state={"topology": after})
     first, second = total(elastic), total(pool.run(passed_on, plan, parts, size=size)[0])
     assert first
@@ -139,14 +157,19 @@ def test_a_trainers_checkpoint_of_nodes_fits_other_ranks(pool, after, size):
 
 
 def started_by_torchrun():
-    """Nodes of ``compress`` where the launcher put two ranks on each of two nodes; by codec and options."""
+    """Nodes of ``compress`` where the launcher put two ranks on each of two nodes; by codec and
+    options."""
     rank = dist.get_rank()
     told = {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
     calls = {
-        "nothing": {}, "auto": {"codec": "auto"}, "topk": {"codec": "topk-8"},
-        "flat": {"topology": None}, "exact": {"codec": "none"}, "low rank": {"codec": "auto", "allow": "powersgd-1"},
+        "nothing": {},
+        "auto": {"codec": "auto"},
+        "topk": {"codec": "topk-8"},
+        "flat": {"topology": None},
+        "exact": {"codec": "none"},
+        "low rank": {"codec": "auto", "allow": "powersgd-1"},
         "plan": {"plan": Planned("int8")},
-    }  # fmt: skip
+    }
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in told.items():
@@ -163,8 +186,14 @@ def test_compress_alone_takes_int8_and_the_nodes_of_the_launcher(pool):
     nodes, flat = "0 1|2 3", "None"
     for found in pool.run(started_by_torchrun, size=4):
         assert found == {
-            "nothing": nodes, "auto": nodes, "topk": nodes, "flat": flat, "exact": flat, "low rank": flat, "plan": flat,
-        }  # fmt: skip
+            "nothing": nodes,
+            "auto": nodes,
+            "topk": nodes,
+            "flat": flat,
+            "exact": flat,
+            "low rank": flat,
+            "plan": flat,
+        }
 
 
 def build(topology):
@@ -195,6 +224,9 @@ def build_apart():
 
 def test_what_does_not_fit_is_an_error_on_every_rank(pool):
     outcomes = pool.outcomes(build, "2x3", size=4)
-    assert all(isinstance(o, InvalidArgument) and "has 6 ranks, the group has 4" in str(o) for o in outcomes)
+    assert all(
+        isinstance(o, InvalidArgument) and "has 6 ranks, the group has 4" in str(o)
+        for o in outcomes
+    )
     outcomes = pool.outcomes(build_apart, size=4)
     assert all(isinstance(o, Mismatch) and o.ranks == (3,) for o in outcomes)

@@ -1,4 +1,5 @@
-"""Parameters whose gradients no codec knows (float64, complex, sparse) travel as torch sends them, the others compressed."""
+"""Parameters whose gradients no codec knows (float64, complex, sparse) travel as torch sends them,
+the others compressed."""
 
 import pytest
 import torch
@@ -49,7 +50,10 @@ def train(hook, kinds, options, bad=()):
     optimizer, raised = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x, words = torch.randn(6, 24, generator=generator), torch.randint(20, (7,), generator=generator)
+        x, words = (
+            torch.randn(6, 24, generator=generator),
+            torch.randint(20, (7,), generator=generator),
+        )
         loss = ddp(x, words)
         try:
             (loss * float("nan") if step in bad and dist.get_rank() == 1 else loss).backward()
@@ -81,25 +85,36 @@ def test_they_are_averaged_as_torch_does_and_the_rest_is_compressed(pool, kinds,
             assert torch.equal(weight, expected[name]) == (not name.startswith("plain")), name
         elements = {"double": 4 * 5 * 25, "complex": 4 * 24 * 3 * 2}
         dense = sum(elements.get(kind, 0) for kind in kinds)
-        rows = counters["plain_elements"] - dense  # of what is sparse, as many as the words of this rank
+        # of what is sparse, as many as the words of this rank
+        rows = counters["plain_elements"] - dense
         assert rows == (4 * 7 * 4 if "sparse" in kinds else 0)
         assert counters["compressed_elements"] == 4 * 24 * 25
-        assert "as torch does" in Counters(**{k: v for k, v in counters.items() if k != "ratio"}).summary()
+        assert (
+            "as torch does"
+            in Counters(**{k: v for k, v in counters.items() if k != "ratio"}).summary()
+        )
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_not_finite_in_them_reaches_no_weight(pool, kind):
     for weights, counters, raised in pool.run(train, "commpress", (kind,), {"codec": "none"}, (2,)):
-        assert all(torch.isfinite(torch.view_as_real(w) if w.is_complex() else w).all() for w in weights.values())
+        assert all(
+            torch.isfinite(torch.view_as_real(w) if w.is_complex() else w).all()
+            for w in weights.values()
+        )
         assert (counters["skipped_steps"], counters["skipped_buckets"], raised) == (1, 2, [])
-    for _weights, counters, raised in pool.run(train, "commpress", (kind,), {"on_nonfinite": "raise"}, (2,)):
+    for _weights, counters, raised in pool.run(
+        train, "commpress", (kind,), {"on_nonfinite": "raise"}, (2,)
+    ):
         assert (counters["skipped_steps"], raised) == (1, [2])
 
 
 def test_a_trial_goes_on_beside_them(pool):
     for weights, counters in pool.run(try_all):
         assert counters["choice"]
-        assert all(torch.isfinite(torch.view_as_real(w) if w.is_complex() else w).all() for w in weights)
+        assert all(
+            torch.isfinite(torch.view_as_real(w) if w.is_complex() else w).all() for w in weights
+        )
 
 
 def try_all():
@@ -109,6 +124,8 @@ def try_all():
     state = commpress.compress(ddp, "auto:sign", min_numel=1)
     for step in range(30):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        ddp(torch.randn(6, 24, generator=generator), torch.randint(20, (7,), generator=generator)).backward()
+        ddp(
+            torch.randn(6, 24, generator=generator), torch.randint(20, (7,), generator=generator)
+        ).backward()
         ddp.zero_grad()
     return [p.detach() for p in model.parameters()], state.counters.as_dict()

@@ -1,4 +1,5 @@
-"""The hook among other ranks: a backward that failed leaves DDP usable, and what survivors owe stays owed."""
+"""The hook among other ranks: a backward that failed leaves DDP usable, and what survivors owe
+stays owed."""
 
 import os
 import signal
@@ -73,7 +74,8 @@ def step(model, optimizer, rank, number, accumulate=1):
 
 
 def lose_the_last(codec, after, options, ddp, accumulate):
-    """Three steps of three ranks; the last pulls the plug in the fourth; the others take it again, and two more."""
+    """Three steps of three ranks; the last pulls the plug in the fourth; the others take it again,
+    and two more."""
     rank = dist.get_rank()
     model, state, optimizer = start(codec, options, ddp)
     for number in range(3):
@@ -82,7 +84,9 @@ def lose_the_last(codec, after, options, ddp, accumulate):
     if rank == 2:
         state.channel.transport.stand_for(Cut(state.channel, after))
     error = caught(step, model, optimizer, rank, 3, accumulate)
-    unharmed = error is not None and all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    unharmed = error is not None and all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
     two = dist.new_group([0, 1])
     if rank == 2:
         return type(error), None
@@ -93,7 +97,13 @@ def lose_the_last(codec, after, options, ddp, accumulate):
         step(model, optimizer, rank, number, accumulate)
     state.channel.close()
     owed = [sent.clone() for _, sent, _ in state.residuals.places()]
-    return type(error), (unharmed, said, [p.detach().clone() for p in model.parameters()], owed, state.counters.lost_ranks)
+    return type(error), (
+        unharmed,
+        said,
+        [p.detach().clone() for p in model.parameters()],
+        owed,
+        state.counters.lost_ranks,
+    )
 
 
 KINDS = [
@@ -106,10 +116,13 @@ KINDS = [
 
 @pytest.mark.parametrize("after", first(1, [1, 0]))
 @pytest.mark.parametrize(
-    ("codec", "options", "ddp", "accumulate"), KINDS, ids=["int4", "static graph", "accumulation of changes", "matrices"]
+    ("codec", "options", "ddp", "accumulate"),
+    KINDS,
+    ids=["int4", "static graph", "accumulation of changes", "matrices"],
 )
 def test_a_backward_that_failed_leaves_ddp_usable(pool, codec, after, options, ddp, accumulate):
-    """Weights as they were, the error as it is, and the same step again among those who are left."""
+    """Weights as they were, the error as it is, and the same step again among those who are
+    left."""
     *two, (last, _) = pool.run(lose_the_last, codec, after, options, ddp, accumulate, size=3)
     assert last is CommunicationError
     for kind, (unharmed, said, weights, owed, lost) in two:
@@ -144,7 +157,9 @@ def grow(codec, options):
 
 
 @pytest.mark.parametrize(
-    ("codec", "options"), [("int4", {}), ("powersgd-2", {}), ("sketch-8", {}), ("topk-16", {"error_feedback": "ef21"})], ids=str
+    ("codec", "options"),
+    [("int4", {}), ("powersgd-2", {}), ("sketch-8", {}), ("topk-16", {"error_feedback": "ef21"})],
+    ids=str,
 )
 def test_a_newcomer_trains_with_the_others(pool, codec, options):
     first, *others = pool.run(grow, codec, options, size=3)
@@ -160,14 +175,21 @@ def divided():
     model = torch.nn.Linear(8, 8)
     partitioned = commpress.Partitioned(model.parameters(), torch.optim.Adam)
     flat, experts = commpress.FlatShardState("int8"), commpress.ExpertExchange(2)
-    return [caught(each.reform, changes({0, 1}, 0, 2)[dist.get_rank()]) for each in (partitioned, flat, experts)]
+    return [
+        caught(each.reform, changes({0, 1}, 0, 2)[dist.get_rank()])
+        for each in (partitioned, flat, experts)
+    ]
 
 
 def test_who_has_a_part_of_the_model_refuses(pool):
     for errors in pool.run(divided):
-        for error, name in zip(errors, ("Partitioned", "FlatShardState", "ExpertExchange"), strict=True):
+        for error, name in zip(
+            errors, ("Partitioned", "FlatShardState", "ExpertExchange"), strict=True
+        ):
             assert isinstance(error, InvalidArgument)
-            assert f"{name} cannot go on: every rank has a part of it. Construct it anew" in str(error)
+            assert f"{name} cannot go on: every rank has a part of it. Construct it anew" in str(
+                error
+            )
 
 
 def refused():
@@ -178,14 +200,18 @@ def refused():
 def test_a_topology_is_refused(pool):
     for (error,) in pool.run(refused):
         assert isinstance(error, InvalidArgument)
-        assert "CompressedState cannot go on: topology names ranks that were. Construct it anew" in str(error)
+        assert (
+            "CompressedState cannot go on: topology names ranks that were. Construct it anew"
+            in str(error)
+        )
 
 
 # ---------------------------------------------------------------- with a group that reforms
 
 
 def lose_and_go_on(file):
-    """A hook, an optimizer that overlaps, local updates and a group that compresses: rank 2 dies, the others go on."""
+    """A hook, an optimizer that overlaps, local updates and a group that compresses: rank 2 dies,
+    the others go on."""
 
     def run():
         group, rank = dist.group.WORLD, dist.get_rank()
@@ -210,9 +236,18 @@ def lose_and_go_on(file):
             for model, optimizer in every:
                 step(model, optimizer, rank, number)
         local.drain()
-        lost = state.counters.lost_ranks, one_bit.counters.lost_ranks, local.counters.lost_ranks, group.counters.lost_ranks
+        lost = (
+            state.counters.lost_ranks,
+            one_bit.counters.lost_ranks,
+            local.counters.lost_ranks,
+            group.counters.lost_ranks,
+        )
         assert group.reducer.counters.compressed_calls
-        return lost, state.step, [p.detach().clone() for model, _ in every for p in model.parameters()]
+        return (
+            lost,
+            state.step,
+            [p.detach().clone() for model, _ in every for p in model.parameters()],
+        )
 
     return as_world("commpress", file, run, seconds=20.0, pg_options=GroupOptions("int8", 1))
 
@@ -225,14 +260,20 @@ def test_survivors_of_a_group_go_on_with_all_their_objects(mortal, tmp_path):
 
 
 def lose_and_choose(file, tried_out):
-    """Codecs by trial and by plan: rank 2 dies in the middle of the trial, or after it; the others choose alike."""
+    """Codecs by trial and by plan: rank 2 dies in the middle of the trial, or after it; the others
+    choose alike."""
 
     def run():
         group, rank = dist.group.WORLD, dist.get_rank()
         torch.manual_seed(0)
         by_trial, by_plan = (DistributedDataParallel(Net()) for _ in range(2))
-        states = [commpress.compress(by_trial, "auto:int8"), commpress.compress(by_plan, "int4", replan_every=2, min_numel=1)]
-        every = [(model, torch.optim.SGD(model.parameters(), lr=0.05)) for model in (by_trial, by_plan)]
+        states = [
+            commpress.compress(by_trial, "auto:int8"),
+            commpress.compress(by_plan, "int4", replan_every=2, min_numel=1),
+        ]
+        every = [
+            (model, torch.optim.SGD(model.parameters(), lr=0.05)) for model in (by_trial, by_plan)
+        ]
         before = TRIAL.steps + 2 if tried_out else 5
         for number in range(before):
             for model, optimizer in every:
@@ -248,14 +289,22 @@ def lose_and_choose(file, tried_out):
                 step(model, optimizer, rank, number)
         rules = dict(states[1]._replanning.rules)
         choice = [state.counters.choice for state in states]
-        return chosen[0], kept, choice, rules, [p.detach().clone() for model, _ in every for p in model.parameters()]
+        return (
+            chosen[0],
+            kept,
+            choice,
+            rules,
+            [p.detach().clone() for model, _ in every for p in model.parameters()],
+        )
 
     return as_world("commpress", file, run, seconds=20.0)
 
 
 @pytest.mark.parametrize("tried_out", first(1, [False, True]), ids=["in a trial", "after it"])
 def test_survivors_choose_codecs_alike(mortal, tmp_path, tried_out):
-    one, two, _ = mortal.outcomes(lose_and_choose, str(tmp_path / "file"), tried_out, size=3, lost=[2])
+    one, two, _ = mortal.outcomes(
+        lose_and_choose, str(tmp_path / "file"), tried_out, size=3, lost=[2]
+    )
     assert not isinstance(one, Exception), str(one)
     assert bool(one[0]) == tried_out, "the trial"
     assert one[1] == two[1] == True  # noqa: E712

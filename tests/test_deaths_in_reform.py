@@ -25,7 +25,18 @@ from commpress.integrations.process_group.group_options import GroupOptions
 from ranks import Ranks, caught
 
 BAR = 5.0  # seconds from the last death until all who are left have done a step
-POINTS = ["control", "half", "control+", "store", "gloo", "in gloo", "gloo+", "mesh", "mesh+", "built"]
+POINTS = [
+    "control",
+    "half",
+    "control+",
+    "store",
+    "gloo",
+    "in gloo",
+    "gloo+",
+    "mesh",
+    "mesh+",
+    "built",
+]
 WAITS = ["0.05", "0.1", "0.2", "0.5", "1"]  # seconds before Gloo
 
 
@@ -63,7 +74,9 @@ def place(death, folder):
 
     def later(*args):
         if attempts[0] >= death.attempt:
-            threading.Timer(random.Random(str(death)).uniform(0.0, 0.01), die, [folder, death.rank]).start()
+            threading.Timer(
+                random.Random(str(death)).uniform(0.0, 0.01), die, [folder, death.rank]
+            ).start()
 
     def wait(*args):
         if attempts[0] >= death.attempt:
@@ -71,7 +84,8 @@ def place(death, folder):
             die(folder, death.rank)
 
     def half(meeting, peer, kind, seconds):
-        if kind == HELLO and meeting.epoch and peer > 0:  # of control connections: the others' have no epoch
+        # of control connections: the others' have no epoch
+        if kind == HELLO and meeting.epoch and peer > 0:
             time.sleep(0.3)
             due()
 
@@ -93,16 +107,23 @@ def place(death, folder):
         "mesh+": (factory, "Mesh", False, True),
         "built": (whole, "undo", False, False),
     }.get(death.point, (reform, "torch_group", wait, False))
-    first = before if callable(before) else (lambda *args: due()) if before else (lambda *args: None)
+    first = (
+        before if callable(before) else (lambda *args: due()) if before else (lambda *args: None)
+    )
     setattr(owner, name, wrapped(getattr(owner, name), first, due if after else lambda: None))
 
 
 def train(folder, timeout, first, deaths):
-    """Steps until ``first`` dies, which lets the others reform; when a step is done again, and a hash of its gradients."""
+    """Steps until ``first`` dies, which lets the others reform; when a step is done again, and a
+    hash of its gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
-        "commpress", init_method=f"file://{folder}/first", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        "commpress",
+        init_method=f"file://{folder}/first",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
     )
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -127,7 +148,9 @@ def train(folder, timeout, first, deaths):
         assert tried <= 4, error
         error = caught(lambda: (dist.group.WORLD.reform(), step()))
     done = time.monotonic()
-    digest = hashlib.blake2b(b"".join(p.grad.numpy().tobytes() for p in model.parameters())).hexdigest()
+    digest = hashlib.blake2b(
+        b"".join(p.grad.numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
     return done, digest, dist.get_world_size()
 
 
@@ -143,7 +166,11 @@ def survive(folder, timeout, size, first, deaths):
     for outcome in left:
         if isinstance(outcome, BaseException):
             raise outcome
-    moments = {rank: float(path.read_text()) for rank in gone if (path := Path(folder, f"death-{rank}")).exists()}
+    moments = {
+        rank: float(path.read_text())
+        for rank in gone
+        if (path := Path(folder, f"death-{rank}")).exists()
+    }
     assert moments.keys() == gone, "every death takes place"
     assert len({digest for _, digest, _ in left}) == 1
     assert {now for *_, now in left} == {len(left)}
@@ -159,7 +186,13 @@ def survive(folder, timeout, size, first, deaths):
         (4, 2, [Death(3, "half")]),
         (4, 1, [Death(2, "in gloo"), Death(0, "mesh", 2)]),
     ],
-    ids=["before Gloo", "the first", "after the control connections", "connected to some", "two in a row"],
+    ids=[
+        "before Gloo",
+        "the first",
+        "after the control connections",
+        "connected to some",
+        "two in a row",
+    ],
 )
 def test_a_death_while_the_group_reforms_holds_nobody_up(compiled, tmp_path, size, first, deaths):
     """With a timeout of 60 s, and one of 10 s for Gloo to connect."""
@@ -167,13 +200,18 @@ def test_a_death_while_the_group_reforms_holds_nobody_up(compiled, tmp_path, siz
 
 
 def call_compressed(folder):
-    """The first compressed call makes connections of its own: the last rank dies as it begins to."""
+    """The first compressed call makes connections of its own: the last rank dies as it begins
+    to."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
-        "commpress", init_method=f"file://{folder}/first", rank=rank, world_size=size, timeout=timedelta(seconds=60),
+        "commpress",
+        init_method=f"file://{folder}/first",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
         pg_options=GroupOptions("int8", only="everything", min_numel=1),
-    )  # fmt: skip
+    )
     dist.barrier()
     if rank == size - 1:
         inner.Mesh = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
@@ -205,20 +243,31 @@ def placed(seed):
             points.remove("half")
         if rank == 0 and number == 0:
             points.append("offer")
-        attempts = len([death for death in deaths if death.point != "offer"]) + 1  # a leader offers before all connect
+        # a leader offers before all connect
+        attempts = len([death for death in deaths if death.point != "offer"]) + 1
         deaths.append(Death(rank, draw.choice(points), draw.randint(1, attempts)))
     return size, first, tuple(deaths)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("timeout", "seeds"), [(5.0, range(34)), (10.0, range(34, 67)), (30.0, range(67, 100))])
-def test_whoever_is_left_of_a_hundred_placed_deaths_goes_on_at_once(compiled, tmp_path, timeout, seeds):
+@pytest.mark.parametrize(
+    ("timeout", "seeds"), [(5.0, range(34)), (10.0, range(34, 67)), (30.0, range(67, 100))]
+)
+def test_whoever_is_left_of_a_hundred_placed_deaths_goes_on_at_once(
+    compiled, tmp_path, timeout, seeds
+):
     seconds = []
     for seed in seeds:
         folder = tmp_path / str(seed)
         folder.mkdir()
         seconds.append(survive(folder, timeout, *placed(seed)))
-        print(f"timeout {timeout:g} s, seed {seed}: {seconds[-1]:.2f} s after {placed(seed)}", flush=True)
+        print(
+            f"timeout {timeout:g} s, seed {seed}: {seconds[-1]:.2f} s after {placed(seed)}",
+            flush=True,
+        )
     worst, median = max(seconds), statistics.median(seconds)
-    print(f"timeout {timeout:g} s: {len(seconds)} reforms, {median:.2f} s after the last death, at most {worst:.2f} s")
+    print(
+        f"timeout {timeout:g} s: {len(seconds)} reforms, {median:.2f} s after the last death, "
+        f"at most {worst:.2f} s"
+    )
     assert worst < BAR, placed(seeds[seconds.index(worst)])

@@ -1,4 +1,5 @@
-"""DeepSpeed's optimizers as a peer of ours: what stands in for CuPy and for its engine, and, where it is installed, they."""
+"""DeepSpeed's optimizers as a peer of ours: what stands in for CuPy and for its engine, and, where
+it is installed, they."""
 
 import sys
 from argparse import Namespace
@@ -15,7 +16,12 @@ from loss import variant_of
 
 def test_names():
     one = variant_of("deepspeed-onebit-12", 20)
-    assert (one.family, one.warmup, one.deepspeed, one.ours) == ("deepspeed-onebit", 12, True, False)
+    assert (one.family, one.warmup, one.deepspeed, one.ours) == (
+        "deepspeed-onebit",
+        12,
+        True,
+        False,
+    )
     assert variant_of("deepspeed-zero-one", 20).deepspeed
     assert not variant_of("zero-one-log3-8", 20).deepspeed
     with pytest.raises(InvalidArgument, match="deepspeed-onebit-12"):
@@ -52,7 +58,9 @@ def test_the_engine_is_ddp_s_flag():
 
 def test_scales_are_gathered_as_tensors_of_one_element():
     seen = []
-    comm = SimpleNamespace(all_gather=lambda into, tensor, group: seen.append(tensor.shape), get_rank=lambda: 3)
+    comm = SimpleNamespace(
+        all_gather=lambda into, tensor, group: seen.append(tensor.shape), get_rank=lambda: 3
+    )
     gathers = peer._Gathers(comm)
     gathers.all_gather([torch.zeros(1)], torch.tensor(2.0))
     gathers.all_gather([torch.zeros(5)], torch.zeros(5))
@@ -67,7 +75,9 @@ def test_without_deepspeed_the_cure_is_named(monkeypatch):
         peer.optimizer("onebit", SimpleNamespace(), (0.9, 0.999), 4, 2)
 
 
-def steps(rank: int, size: int, options: Namespace, report: ranks.Report) -> list[tuple[str, float, int]]:
+def steps(
+    rank: int, size: int, options: Namespace, report: ranks.Report
+) -> list[tuple[str, float, int]]:
     load = training.Load(1, 1, width=32, layers=1, length=16, batch=2)
     ddp = torch.nn.parallel.DistributedDataParallel(load.model())
     family = options.family

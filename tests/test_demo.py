@@ -29,8 +29,17 @@ class Ranks:
     def __init__(self, size, *, dtype=torch.float32, **options):
         self.parameters = [[torch.nn.Parameter(p.to(dtype)) for p in drawn(0)] for _ in range(size)]
         self.recorded = [Recorded(transport) for transport in Loopback(size).transports()]
-        options = {"lr": LR, "decay": DECAY, "topk": TOPK, "chunk": CHUNK, "weight_decay": WEIGHT_DECAY} | options
-        self.demo = [DeMo(p, transport=t, **options) for p, t in zip(self.parameters, self.recorded, strict=True)]
+        options = {
+            "lr": LR,
+            "decay": DECAY,
+            "topk": TOPK,
+            "chunk": CHUNK,
+            "weight_decay": WEIGHT_DECAY,
+        } | options
+        self.demo = [
+            DeMo(p, transport=t, **options)
+            for p, t in zip(self.parameters, self.recorded, strict=True)
+        ]
 
     def step(self, gradients):
         for mine, given in zip(self.parameters, gradients, strict=True):
@@ -39,7 +48,11 @@ class Ranks:
         return simulate([demo.steps() for demo in self.demo])
 
     def agree(self):
-        return all(torch.equal(p, q) for mine in self.parameters for p, q in zip(mine, self.parameters[0], strict=True))
+        return all(
+            torch.equal(p, q)
+            for mine in self.parameters
+            for p, q in zip(mine, self.parameters[0], strict=True)
+        )
 
     def momenta(self, rank):
         return [self.demo[rank].state[p]["delta"] for p in self.parameters[rank]]
@@ -53,7 +66,8 @@ def cosine(size):
 
 
 def chunks_of(length):
-    """First element and length of each chunk, padding included: as few as can be, of equal length."""
+    """First element and length of each chunk, padding included: as few as can be, of equal
+    length."""
     count = -(-length // CHUNK)
     size = -(-length // count)
     return [(i * size, size) for i in range(count)]
@@ -68,7 +82,10 @@ class Twin:
         size = len(self.delta)
         for i, x in enumerate(self.x):
             matrix = (x.shape[0], -1) if x.ndim > 1 else (1, -1)
-            said = [self.say(r, i, gradients[r][i].double().numpy().reshape(matrix), matrix) for r in range(size)]
+            said = [
+                self.say(r, i, gradients[r][i].double().numpy().reshape(matrix), matrix)
+                for r in range(size)
+            ]
             total, moved = np.zeros_like(x.reshape(matrix)), None
             for place in said[0]:
                 values = np.stack([one[place] for one in said])
@@ -117,7 +134,9 @@ def test_it_is_what_the_equations_say(size):
                 np.testing.assert_allclose(mine.numpy(), theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (50257 // 100, 3), (7,), (3, 2, 5), ()])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (64, 64), (65, 130), (50257 // 100, 3), (7,), (3, 2, 5), ()]
+)
 def test_the_transform_is_orthonormal(shape):
     x, transform = torch.randn(shape, dtype=torch.float64), ChunkedCosine.of(shape, 64)
     coefficients = transform.forward(x)
@@ -126,13 +145,17 @@ def test_the_transform_is_orthonormal(shape):
     torch.testing.assert_close(transform.backward(coefficients).reshape(shape), x)
 
 
-@pytest.mark.parametrize("options", [{"bits": 2}, {"topk": 64}, {"topk": 1}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"bits": 2}, {"topk": 64}, {"topk": 1}, {"dtype": torch.bfloat16}], ids=str
+)
 def test_what_is_not_sent_stays_in_the_momentum(options):
     """One rank: β·δ + γ·g is what is left and what was sent together; and 64 ranks stay equal."""
     ranks = Ranks(1, **options)
     before = [delta.double().clone() for delta in ranks.momenta(0)]
     ranks.step(gradients_of(1, 0))
-    for old, new, g, p in zip(before, ranks.momenta(0), gradients_of(1, 0)[0], ranks.parameters[0], strict=True):
+    for old, new, g, p in zip(
+        before, ranks.momenta(0), gradients_of(1, 0)[0], ranks.parameters[0], strict=True
+    ):
         whole = DECAY * old + LR * g.to(p.dtype).double()
         sent = whole - new.double()
         assert new.double().norm() <= whole.norm() * 1.0001
@@ -155,7 +178,9 @@ def test_a_rank_that_is_not_finite_skips_the_step_on_all(bad):
         assert ranks.step(gradients) == [True] * 3
         twin.step(gradients)
     assert ranks.agree()
-    assert all(torch.equal(p, q) for p, q in zip(ranks.parameters[1], twin.parameters[1], strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(ranks.parameters[1], twin.parameters[1], strict=True)
+    )
     assert [demo.counters.skipped_steps for demo in ranks.demo] == [1] * 3
     alone = Ranks(1, on_nonfinite="raise")
     for p in alone.parameters[0]:
@@ -168,13 +193,22 @@ def test_scales_of_grad_scalers_may_differ_and_an_overflow_on_one_rank_skips_the
     ranks, twin = Ranks(2), Ranks(2)
     for step in range(3):
         gradients = gradients_of(2, step)
-        for demo, scale in zip(ranks.demo, (4.0, 1024.0), strict=True):  # as GradScaler.step tells its optimizer
-            demo.grad_scale, demo.found_inf = torch.tensor(scale), torch.tensor(float(step == 1 and scale == 4.0))
-        scaled = [[scale * g for g in given] for scale, given in zip((4.0, 1024.0), gradients, strict=True)]
+        # as GradScaler.step tells its optimizer
+        for demo, scale in zip(ranks.demo, (4.0, 1024.0), strict=True):
+            demo.grad_scale, demo.found_inf = (
+                torch.tensor(scale),
+                torch.tensor(float(step == 1 and scale == 4.0)),
+            )
+        scaled = [
+            [scale * g for g in given]
+            for scale, given in zip((4.0, 1024.0), gradients, strict=True)
+        ]
         assert ranks.step(scaled) == [step != 1] * 2
         if step != 1:
             twin.step(gradients)
-    assert all(torch.equal(p, q) for p, q in zip(ranks.parameters[1], twin.parameters[0], strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(ranks.parameters[1], twin.parameters[0], strict=True)
+    )
 
 
 def test_ranks_that_start_from_different_weights_are_named():
@@ -208,7 +242,9 @@ def test_resumes_in_every_bit(dtype):
         two.step(gradients_of(3, step))
     assert all(torch.equal(p, q) for p, q in zip(one.parameters[0], two.parameters[0], strict=True))
     for rank in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(one.momenta(rank), two.momenta(rank), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.momenta(rank), two.momenta(rank), strict=True)
+        )
     with pytest.raises(StateMismatch, match="rank 1 of 3"):
         two.demo[0].load_state_dict(states[1])
 
@@ -219,7 +255,10 @@ def test_on_another_number_of_ranks_the_mean_of_the_momenta_goes_on(size):
     for step in range(3):
         ranks.step(gradients_of(3, step))
     states = copy.deepcopy(simulate([demo.elastic_steps() for demo in ranks.demo]))
-    mean = [torch.stack(each).mean(0) for each in zip(*(ranks.momenta(r) for r in range(3)), strict=True)]
+    mean = [
+        torch.stack(each).mean(0)
+        for each in zip(*(ranks.momenta(r) for r in range(3)), strict=True)
+    ]
     other = Ranks(size)
     for r, (mine, demo) in enumerate(zip(other.parameters, other.demo, strict=True)):
         for p, w in zip(mine, ranks.parameters[0], strict=True):
@@ -234,7 +273,8 @@ def test_on_another_number_of_ranks_the_mean_of_the_momenta_goes_on(size):
 
 @pytest.mark.parametrize(("bits", "most"), [(None, 0.34), (2, 0.14)])
 def test_bytes_on_the_wire(bits, most):
-    """32 float32 of 4096, or 32 values of 2 bits, and places of 9 bits; 96 bits each as published."""
+    """32 float32 of 4096, or 32 values of 2 bits, and places of 9 bits; 96 bits each as
+    published."""
     recorded, demos = [Recorded(t) for t in Loopback(3).transports()], []
     for transport in recorded:
         p = torch.nn.Parameter(torch.ones(256, 512))
@@ -247,9 +287,17 @@ def test_bytes_on_the_wire(bits, most):
 
 
 @nonsense(
-        {"lr": -1.0}, {"weight_decay": -1.0}, {"decay": 1.0}, {"topk": 0}, {"topk": 65}, {"chunk": 1}, {"chunk": 8.0},
-        {"bits": 9}, {"check_every": -1}, {"on_nonfinite": "propagate"},
-)  # fmt: skip
+    {"lr": -1.0},
+    {"weight_decay": -1.0},
+    {"decay": 1.0},
+    {"topk": 0},
+    {"topk": 65},
+    {"chunk": 1},
+    {"chunk": 8.0},
+    {"bits": 9},
+    {"check_every": -1},
+    {"on_nonfinite": "propagate"},
+)
 def test_what_makes_no_sense_is_refused(options, size):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         Ranks(size, **options)

@@ -1,4 +1,5 @@
-"""Reading a distributed checkpoint that somebody else may have changed: nothing is executed, nothing is believed."""
+"""Reading a distributed checkpoint that somebody else may have changed: nothing is executed,
+nothing is believed."""
 
 import os
 import pickle
@@ -55,16 +56,27 @@ def state_of(optimizer):
 
 @pytest.mark.parametrize("place", ["all", "within"])
 @pytest.mark.parametrize(
-    "function", [os.system, eval, exec, getattr, pickle.loads, torch.load, shutil.rmtree], ids=lambda f: f.__name__
+    "function",
+    [os.system, eval, exec, getattr, pickle.loads, torch.load, shutil.rmtree],
+    ids=lambda f: f.__name__,
 )
-def test_metadata_that_names_a_function_is_refused_and_runs_nothing(saved, tmp_path, function, place):
+def test_metadata_that_names_a_function_is_refused_and_runs_nothing(
+    saved, tmp_path, function, place
+):
     mark = tmp_path / "executed"
-    evil = Runs(os.system, f"touch {mark}") if function is os.system else Runs(function, str(tmp_path))
+    evil = (
+        Runs(os.system, f"touch {mark}") if function is os.system else Runs(function, str(tmp_path))
+    )
     if place == "within":
-        changed(saved, lambda metadata: Metadata(metadata.state_dict_metadata, evil, metadata.storage_data))
+        changed(
+            saved,
+            lambda metadata: Metadata(metadata.state_dict_metadata, evil, metadata.storage_data),
+        )
     else:
         changed(saved, lambda _: evil)
-    with pytest.raises(StateMismatch, match=rf"names [\w.]+\.{function.__name__}, which.*Nothing was executed"):
+    with pytest.raises(
+        StateMismatch, match=rf"names [\w.]+\.{function.__name__}, which.*Nothing was executed"
+    ):
         commpress.load_distributed(made(0), saved)
     assert not mark.exists()
     assert tmp_path.exists()
@@ -72,7 +84,9 @@ def test_metadata_that_names_a_function_is_refused_and_runs_nothing(saved, tmp_p
 
 @pytest.mark.parametrize("path", ["_get_layout.__globals__", "_get_layout.cache.__class__"])
 def test_an_attribute_of_an_allowed_name_is_not_allowed(saved, path):
-    text = b"".join(b"\x8c" + bytes([len(each)]) + each for each in (b"torch.serialization", path.encode()))
+    text = b"".join(
+        b"\x8c" + bytes([len(each)]) + each for each in (b"torch.serialization", path.encode())
+    )
     (saved / ".metadata").write_bytes(b"\x80\x04" + text + b"\x93.")
     with pytest.raises(StateMismatch, match=path):
         commpress.load_distributed(made(0), saved)
@@ -117,14 +131,18 @@ def test_tensors_larger_than_the_files_are_not_allocated(saved):
         commpress.load_distributed(made(0), saved)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(Metadata(3))], ids=repr)
+@pytest.mark.parametrize(
+    "content", [b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(Metadata(3))], ids=repr
+)
 def test_metadata_of_something_else_is_named(saved, content):
     (saved / ".metadata").write_bytes(content)
     with pytest.raises(StateMismatch, match=r"\.metadata (is not|holds)"):
         commpress.load_distributed(made(0), saved)
 
 
-@pytest.mark.parametrize("name", ["x/0", "rankone/0", "rank0/outlines", "rank-1/outline", "rank99999999999999999999/0"])
+@pytest.mark.parametrize(
+    "name", ["x/0", "rankone/0", "rank0/outlines", "rank-1/outline", "rank99999999999999999999/0"]
+)
 def test_names_that_no_rank_wrote_are_left_alone(saved, name):
     def renamed(metadata):
         metadata.state_dict_metadata[name] = metadata.state_dict_metadata["rank0/0"]

@@ -1,4 +1,5 @@
-"""The pages as a product: no link dead, no page too long, every page in the navigation, pictures as their figures say."""
+"""The pages as a product: no link dead, no page too long, every page in the navigation, pictures as
+their figures say."""
 
 import importlib.util
 import re
@@ -24,7 +25,9 @@ def without_code(text: str) -> str:
 def anchors(path: Path) -> set[str]:
     """As Python-Markdown makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", without_code(path.read_text()), re.M)
-    plain = (re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each)) for each in headings)
+    plain = (
+        re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each)) for each in headings
+    )
     return {re.sub(r"[-\s]+", "-", each.strip().lower()) for each in plain}
 
 
@@ -42,8 +45,11 @@ def dead(path: Path) -> list[str]:
 
 
 def glued(text: str) -> list[str]:
-    """Commands, tables and lists that follow a paragraph without an empty line, which makes them part of it."""
-    lines = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S).split("\n")
+    """Commands, tables and lists that follow a paragraph without an empty line, which makes them
+    part of it."""
+    lines = re.sub(
+        r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S
+    ).split("\n")
     begins, inside = re.compile(r"    |\||- "), re.compile(r" |\||- |:::|\d+\. ")
     return [b for a, b in pairwise(lines) if begins.match(b) and a.strip() and not inside.match(a)]
 
@@ -61,7 +67,10 @@ def test_no_link_is_dead(path):
 
 def test_a_dead_link_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# One word\n[a](#one-word) [b](#two) [c](page.md#one-word) [d](gone.md) [e](https://example.org)\n")
+    page.write_text(
+        "# One word\n[a](#one-word) [b](#two) [c](page.md#one-word) [d](gone.md) "
+        "[e](https://example.org)\n"
+    )
     assert dead(page) == ["#two", "gone.md"]
 
 
@@ -73,14 +82,17 @@ ARXIV = re.compile(r"https://arxiv\.org/abs/(\d{2}(?:0[1-9]|1[0-2])\.\d{4,5})")
 
 
 def doubtful(links: list[tuple[str, str]]) -> list[str]:
-    """Links (title, address) of a form that cannot be right. Nothing is fetched: tests need no network."""
+    """Links (title, address) of a form that cannot be right. Nothing is fetched: tests need no
+    network."""
     found = []
     for title, address in links:
         paper = ARXIV.fullmatch(address)
         if not ADDRESS.fullmatch(address) or ("arxiv" in address and not paper):
             found.append(address)
         elif paper and (len(paper[1].partition(".")[2]) == 5) != (paper[1] >= "1501"):
-            found.append(f"{address} ({title}): four digits after the point until 2014, five since 2015")
+            found.append(
+                f"{address} ({title}): four digits after the point until 2014, five since 2015"
+            )
     return found
 
 
@@ -109,7 +121,11 @@ def test_a_paper_has_one_title_and_a_title_one_paper():
 def test_every_paper_that_sources_name_is_on_the_page_of_papers():
     listed = set(ARXIV.findall((DOCS / "papers.md").read_text()))
     folders = [*sources.folders(), "examples", "benchmarks"]
-    texts = {path: path.read_text() for folder in folders for path in sorted((sources.ROOT / folder).rglob("*.py"))}
+    texts = {
+        path: path.read_text()
+        for folder in folders
+        for path in sorted((sources.ROOT / folder).rglob("*.py"))
+    }
     number = re.compile(r"(?i)arxiv\D{1,12}(\d{4}\.\d{4,5})")
     named = {(path.name, paper) for path, text in texts.items() for paper in number.findall(text)}
     assert named, "DeMo and MASHA name theirs"
@@ -117,11 +133,34 @@ def test_every_paper_that_sources_name_is_on_the_page_of_papers():
 
 
 def test_doubtful_links_are_found():
-    wrong = ["http://example.org", "https://example", "https://arxiv.org/abs/2113.01234", "https://arxiv.org/pdf/2102.02888"]
+    wrong = [
+        "http://example.org",
+        "https://example",
+        "https://arxiv.org/abs/2113.01234",
+        "https://arxiv.org/pdf/2102.02888",
+    ]
     wrong += ["//example.org", "https://example.org/a b"]
     assert doubtful([("a", each) for each in wrong]) == wrong
-    assert len(doubtful([("a", "https://arxiv.org/abs/1901.0984"), ("b", "https://arxiv.org/abs/1305.00001")])) == 2
-    assert doubtful([("a", "https://arxiv.org/abs/2102.02888"), ("b", "https://www.example.org/a/b-c_d.html#e")]) == []
+    assert (
+        len(
+            doubtful(
+                [
+                    ("a", "https://arxiv.org/abs/1901.0984"),
+                    ("b", "https://arxiv.org/abs/1305.00001"),
+                ]
+            )
+        )
+        == 2
+    )
+    assert (
+        doubtful(
+            [
+                ("a", "https://arxiv.org/abs/2102.02888"),
+                ("b", "https://www.example.org/a/b-c_d.html#e"),
+            ]
+        )
+        == []
+    )
     one, two = "https://arxiv.org/abs/2102.02888", "https://arxiv.org/abs/2102.02889"
     assert ambiguous([("a", one), ("b", one)]) == {one: {"a", "b"}}
     assert ambiguous([("a", one), ("a", two)]) == {"a": {one, two}}
@@ -129,9 +168,12 @@ def test_doubtful_links_are_found():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_no_page_is_longer_than_a_sitting(path):
-    """Words as ``wc -w`` counts them, those of code and tables too. The two references may be longer."""
+    """Words as ``wc -w`` counts them, those of code and tables too. The two references may be
+    longer."""
     words = len(path.read_text().split())
-    assert words <= WORDS or path.name in REFERENCES, f"{path.name} has {words} words: split it by subject, or cut it"
+    assert words <= WORDS or path.name in REFERENCES, (
+        f"{path.name} has {words} words: split it by subject, or cut it"
+    )
 
 
 def test_the_readme_is_short():
@@ -142,7 +184,11 @@ def test_every_page_is_in_the_navigation_once():
     def pages(entry):
         if isinstance(entry, str):
             return [entry]
-        return [page for each in (entry.values() if isinstance(entry, dict) else entry) for page in pages(each)]
+        return [
+            page
+            for each in (entry.values() if isinstance(entry, dict) else entry)
+            for page in pages(each)
+        ]
 
     settings = yaml.safe_load((sources.ROOT / "mkdocs.yml").read_text())
     assert sorted(pages(settings["nav"])) == [path.name for path in PAGES]
@@ -154,7 +200,9 @@ def test_the_glossary_is_in_order_and_explains():
     text = (DOCS / "glossary.md").read_text()
     entries = re.findall(r"^### (.+)\n(.+)", text, re.M)
     assert [word for word, _ in entries] == sorted((word for word, _ in entries), key=str.lower)
-    assert {"Residual", "Error feedback", "Round", "Codec", "Bucket"} <= {word for word, _ in entries}
+    assert {"Residual", "Error feedback", "Round", "Codec", "Bucket"} <= {
+        word for word, _ in entries
+    }
     assert all(len(meaning) > 15 for _, meaning in entries)
 
 
@@ -164,9 +212,17 @@ def test_every_public_name_is_in_the_reference():
     text = (DOCS / "api.md").read_text()
     shown = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith(":::")}
     low_level = {
-        "compressed_allreduce_hook", "FlatShardState", "compressed_reduce_scatter_hook", "compressed_allreduce",
-        "ErrorFeedback", "CommpressError", "to_json_lines", "to_writer", "merge_timelines", "load_links",
-    }  # fmt: skip
+        "compressed_allreduce_hook",
+        "FlatShardState",
+        "compressed_reduce_scatter_hook",
+        "compressed_allreduce",
+        "ErrorFeedback",
+        "CommpressError",
+        "to_json_lines",
+        "to_writer",
+        "merge_timelines",
+        "load_links",
+    }
     assert set(commpress.__all__) - shown <= low_level
 
 
@@ -183,5 +239,9 @@ def test_a_picture_shows_what_its_page_says(figure):
     page = (DOCS / figure["page"]).read_text()
     for bars in figure["panels"].values():
         for label, value in bars.items():
-            assert re.search(rf"(?<![\d.]){re.escape(format(value, 'g'))}0?(?![\d])", page), f"{label}: {value} in no table"
-    assert (DOCS / "figures" / f"{figure['name']}.svg").read_text() == draw.svg(figure), "run python docs/figures/draw.py"
+            assert re.search(rf"(?<![\d.]){re.escape(format(value, 'g'))}0?(?![\d])", page), (
+                f"{label}: {value} in no table"
+            )
+    assert (DOCS / "figures" / f"{figure['name']}.svg").read_text() == draw.svg(figure), (
+        "run python docs/figures/draw.py"
+    )

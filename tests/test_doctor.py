@@ -18,16 +18,23 @@ def test_one_screen_and_a_file(compiled, tmp_path, capsys):
     """Everything but MPI, which starts another process."""
     sections = [name for name in doctor.SECTIONS if name != "MPI"]
     file = tmp_path / "found.json"
-    status = commpress("doctor", "--directory", tmp_path, "--only", ",".join(sections), "--json", file)
+    status = commpress(
+        "doctor", "--directory", tmp_path, "--only", ",".join(sections), "--json", file
+    )
     said, content = capsys.readouterr().out, json.loads(file.read_text())
     assert list(content["sections"]) == sections
     bad = [f for findings in content["sections"].values() for f in findings if f["state"] == "bad"]
     assert status == int(bool(bad)) == int(content["count"]["bad"] > 0)
     assert not bad, bad
     for phrase in (
-        "ok    Gloo connects and sums", "bytes equal the reference", '"commpress" is registered', "engine threads",
-        "free of", "lo: MTU", "monotonic clock: steps of",
-    ):  # fmt: skip
+        "ok    Gloo connects and sums",
+        "bytes equal the reference",
+        '"commpress" is registered',
+        "engine threads",
+        "free of",
+        "lo: MTU",
+        "monotonic clock: steps of",
+    ):
         assert phrase in said
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
@@ -122,7 +129,15 @@ def files(root, **content):
 )
 def test_interfaces(tmp_path, speed, mtu, carrier, state, says):
     net = "class__net__eth9__"
-    root = files(tmp_path, **{net + "flags": "0x1003", net + "speed": speed, net + "mtu": mtu, net + "carrier": carrier})
+    root = files(
+        tmp_path,
+        **{
+            net + "flags": "0x1003",
+            net + "speed": speed,
+            net + "mtu": mtu,
+            net + "carrier": carrier,
+        },
+    )
     (finding,) = doctor.network(root)
     assert finding.state == state
     assert says in finding.what
@@ -140,14 +155,18 @@ def test_two_numa_nodes(tmp_path):
 
 def test_memory_with_a_limit_and_without_huge_pages(tmp_path):
     root = files(
-        tmp_path, meminfo="MemTotal: 1048576 kB\nMemAvailable: 524288 kB\n", fs__cgroup__memory__max="",
-    )  # fmt: skip
+        tmp_path,
+        meminfo="MemTotal: 1048576 kB\nMemAvailable: 524288 kB\n",
+        fs__cgroup__memory__max="",
+    )
     (tmp_path / "fs/cgroup/memory.max").write_text(str(1 << 29))
     files(tmp_path, kernel__mm__transparent_hugepage__enabled="always madvise [never]")
     said = [f.what for f in doctor.memory(root, root)]
     assert said[:3] == [
-        "512 MiB of 1 GiB available", "a control group ends this process beyond 512 MiB", "transparent huge pages are off"
-    ]  # fmt: skip
+        "512 MiB of 1 GiB available",
+        "a control group ends this process beyond 512 MiB",
+        "transparent huge pages are off",
+    ]
 
 
 def test_a_clock_has_a_step_and_a_cost():

@@ -32,19 +32,27 @@ class Ranks:
         self.attach()
 
     def attach(self):
-        self.feedbacks = [[store.attach(m.keys, m.pieces, CPU) for m in self.plan] for store in self.stores]
+        self.feedbacks = [
+            [store.attach(m.keys, m.pieces, CPU) for m in self.plan] for store in self.stores
+        ]
 
     def reduce(self, inputs, step, gain=1.0):
         transports, buffers = Loopback(len(inputs)).transports(), [x.clone() for x in inputs]
         steps = [
             reduce_bucket(
-                buffer, feedbacks, messages=self.plan, transport=transport, workspace=workspace, sequence=10 * step,
-                gain=gain, reduce=reduce_changes if self.stores[0].ef21 else None,
+                buffer,
+                feedbacks,
+                messages=self.plan,
+                transport=transport,
+                workspace=workspace,
+                sequence=10 * step,
+                gain=gain,
+                reduce=reduce_changes if self.stores[0].ef21 else None,
             )
             for buffer, feedbacks, transport, workspace in zip(
                 buffers, self.feedbacks, transports, self.workspaces, strict=True
             )
-        ]  # fmt: skip
+        ]
         outcomes = simulate(steps)
         finite = all(outcome.finite for each in outcomes for outcome in each)
         for outcome in (outcome for each in outcomes for outcome in each):
@@ -52,7 +60,8 @@ class Ranks:
         return buffers, finite
 
     def joined(self, rank, which):
-        """Of a and b: 0 minus what the others know of this rank, 1 what it owes of its rows, 2 what all know of the mean."""
+        """Of a and b: 0 minus what the others know of this rank, 1 what it owes of its rows, 2 what
+        all know of the mean."""
         return {key: kept[which].clone() for key, kept in self.stores[rank].every().items()}
 
 
@@ -67,10 +76,14 @@ class Whole(Ranks):
 
     def reduce(self, inputs, step, gain=1.0):
         buffers, where = [x.clone() for x in inputs], (SPANS, [(20, 30), (40,), (11, 33)])
-        outcomes = simulate([
-            e.of(("all",), lambda: where, CPU).steps(c, x, sequence=10 * step, key=step, gain=gain)
-            for e, c, x in zip(self.exchanges, self.channels, buffers, strict=True)
-        ])  # fmt: skip
+        outcomes = simulate(
+            [
+                e.of(("all",), lambda: where, CPU).steps(
+                    c, x, sequence=10 * step, key=step, gain=gain
+                )
+                for e, c, x in zip(self.exchanges, self.channels, buffers, strict=True)
+            ]
+        )
         for outcome in (outcome for each in outcomes for outcome in each):
             outcome.commit()
         return buffers, True
@@ -83,7 +96,8 @@ def inputs_of(ranks, step):
 @pytest.mark.parametrize("codec", ["topk-16", "sign-l1", "int4", "bits2", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_all_know_is_what_they_heard(codec, ranks):
-    """v = mean(h) − s, v is the same in every bit on every rank and is the output; exact tensors stay exact."""
+    """v = mean(h) − s, v is the same in every bit on every rank and is the output; exact tensors
+    stay exact."""
     group = Ranks(ranks, codec)
     for step in range(15):
         inputs = inputs_of(ranks, step)
@@ -114,7 +128,8 @@ def test_a_gradient_that_stays_is_known_ever_more_exactly():
 @pytest.mark.parametrize("codec", ["sketch-8", "powersgd-2"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_whole_tensors_are_known_as_rows_are(codec, ranks):
-    """v = mean(h), the same bits on every rank; and known ever more exactly, where residuals send the same late."""
+    """v = mean(h), the same bits on every rank; and known ever more exactly, where residuals send
+    the same late."""
     group, late = Whole(ranks, codec), Whole(ranks, codec, ef21=False)
     for step in range(4):
         inputs = inputs_of(ranks, step)
@@ -128,7 +143,12 @@ def test_whole_tensors_are_known_as_rows_are(codec, ranks):
     mean = torch.stack(inputs).mean(0)
     for step in range(4, 34):
         known, residual = group.reduce(inputs, step)[0][0], late.reduce(inputs, step)[0][0]
-    assert float((known - mean).norm() / mean.norm()) < 1e-3 < 0.1 < float((residual - mean).norm() / mean.norm())
+    assert (
+        float((known - mean).norm() / mean.norm())
+        < 1e-3
+        < 0.1
+        < float((residual - mean).norm() / mean.norm())
+    )
 
 
 def equal_under_any_scale(plain, scaled, size):
@@ -144,7 +164,9 @@ def test_a_loss_scale_changes_nothing():
     """A power of two: estimates are in unscaled units, bit for bit."""
     plain, scaled = Ranks(2, "topk-16"), Ranks(2, "topk-16")
     equal_under_any_scale(plain, scaled, 2)
-    assert all(torch.equal(plain.joined(1, 0)[key], value) for key, value in scaled.joined(1, 0).items())
+    assert all(
+        torch.equal(plain.joined(1, 0)[key], value) for key, value in scaled.joined(1, 0).items()
+    )
 
 
 def test_a_bad_gradient_changes_nothing():
@@ -191,15 +213,22 @@ class Nodes(Ranks):
         for channel in self.channels:
             channel.levels = Levels(hierarchy_of(topology, channel.inner))
         policy = ByName({"exact": "none"}, policy_of(codec))
-        self.exchanges = [Exchanges(policy, c.size, c.workspace, levels=c.levels, ef21=True) for c in self.channels]
+        self.exchanges = [
+            Exchanges(policy, c.size, c.workspace, levels=c.levels, ef21=True)
+            for c in self.channels
+        ]
         self.stores = [exchanges.residuals for exchanges in self.exchanges]
 
     def reduce(self, inputs, step, gain=1.0):
         buffers = [x.clone() for x in inputs]
         where = (self.spans, [(span.numel,) for span in self.spans])
         steps = [
-            exchanges.of(("all",), lambda: where, CPU).steps(channel, buffer, sequence=10 * step, key=0, gain=gain)
-            for buffer, exchanges, channel in zip(buffers, self.exchanges, self.channels, strict=True)
+            exchanges.of(("all",), lambda: where, CPU).steps(
+                channel, buffer, sequence=10 * step, key=0, gain=gain
+            )
+            for buffer, exchanges, channel in zip(
+                buffers, self.exchanges, self.channels, strict=True
+            )
         ]
         outcomes = simulate(steps)
         finite = all(outcome.finite for each in outcomes for outcome in each)
@@ -208,9 +237,13 @@ class Nodes(Ranks):
         return buffers, finite
 
     def owed(self):
-        """−v of every element, from all ranks: what the nodes have heard of each other, less what owners keep back."""
+        """−v of every element, from all ranks: what the nodes have heard of each other, less what
+        owners keep back."""
         numels = {span.name: span.numel for span in self.spans if span.name != "exact"}
-        parts = [c.levels.parts(store, numels) for c, store in zip(self.channels, self.stores, strict=True)]
+        parts = [
+            c.levels.parts(store, numels)
+            for c, store in zip(self.channels, self.stores, strict=True)
+        ]
         return {key: torch.stack([each[key] for each in parts]).mean(0) for key in parts[0]}
 
 
@@ -236,12 +269,15 @@ def test_a_node_of_one_rank_is_that_rank(codec, ranks):
 @CODECS
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (2, 2, 2)], ids=str)
 def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(codec, sizes):
-    """In every bit the EF21 of so many ranks as there are nodes, where slices end where blocks do."""
+    """In every bit the EF21 of so many ranks as there are nodes, where slices end where blocks
+    do."""
     nodes, k = len(sizes), sizes[0]
     spans = [Span("a", 0, 2048 * nodes * k)]
     levels, flat = Nodes(Topology.of(*sizes), codec, spans=spans), Ranks(nodes, codec, spans=spans)
     for step in range(6):
-        inputs = list(torch.randn(nodes * k, spans[0].numel, generator=torch.Generator().manual_seed(step)))
+        inputs = list(
+            torch.randn(nodes * k, spans[0].numel, generator=torch.Generator().manual_seed(step))
+        )
         of_nodes = [sum(inputs[i * k + 1 : i * k + k], inputs[i * k]) / k for i in range(nodes)]
         results, (expected, *_) = levels.reduce(inputs, step)[0], flat.reduce(of_nodes, step)[0]
         assert all(torch.equal(result, expected) for result in results)
@@ -250,7 +286,8 @@ def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(codec, sizes):
 @pytest.mark.parametrize("sizes", first(1, [(1, 3, 2), (3, 1)]), ids=str)
 @CODECS
 def test_nodes_of_different_size_know_the_mean_of_all_ranks(codec, sizes):
-    """Every rank weighs the same, v is the same everywhere, and what was heard less what is kept back."""
+    """Every rank weighs the same, v is the same everywhere, and what was heard less what is kept
+    back."""
     topology = Topology.of(*sizes)
     group = Nodes(topology, codec)
     for step in range(8):
@@ -261,7 +298,9 @@ def test_nodes_of_different_size_know_the_mean_of_all_ranks(codec, sizes):
         torch.testing.assert_close(outputs[0][600:640], torch.stack(inputs).mean(0)[600:640])
         for (name, _), owed in group.owed().items():
             source, numel = {"a": (0, 600), "b": (640, 363)}[name]
-            torch.testing.assert_close(outputs[0][source : source + numel], -owed, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                outputs[0][source : source + numel], -owed, atol=2e-5, rtol=1e-5
+            )
     inputs = inputs_of(topology.size, 0)
     for step in range(40):
         outputs, _ = group.reduce(inputs, 10 + step)

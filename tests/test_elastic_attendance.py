@@ -51,11 +51,14 @@ def launcher(monkeypatch):
 
 
 def test_a_process_without_join_begins_no_run_beside_one_that_goes_on(launcher):
-    """With the same store it would take the members' place there, and newcomers would come to it."""
+    """With the same store it would take the members' place there, and newcomers would come to
+    it."""
     first, second = Member(), Member()
     assert not Attendance(first, None, None).begin()
     told = launcher.get(reform.MEMBERS)
-    with pytest.raises(InvalidArgument, match=r"names members of a run that goes on, at .* without join="):
+    with pytest.raises(
+        InvalidArgument, match=r"names members of a run that goes on, at .* without join="
+    ):
         Attendance(second, None, None).begin()
     assert launcher.get(reform.MEMBERS) == told
     first.end()

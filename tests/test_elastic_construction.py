@@ -1,4 +1,5 @@
-"""Divided models are built anew by the same random numbers, and what an older build has made over the group goes no further."""
+"""Divided models are built anew by the same random numbers, and what an older build has made over
+the group goes no further."""
 
 import gc
 
@@ -17,7 +18,8 @@ class Owner:
 
 
 class Maker:
-    """A ``build`` whose objects somebody holds for ever, as an error under way and a hook on a parameter do."""
+    """A ``build`` whose objects somebody holds for ever, as an error under way and a hook on a
+    parameter do."""
 
     def __init__(self, registry):
         self.registry, self.held = registry, []

@@ -1,4 +1,5 @@
-"""Healing: newcomers and ranks that are behind become like the donors in every bit, or nothing of them changes."""
+"""Healing: newcomers and ranks that are behind become like the donors in every bit, or nothing of
+them changes."""
 
 import copy
 from collections import Counter
@@ -16,7 +17,9 @@ from commpress.integrations.elastic.shared_state import SharedState, hash_of, pa
 def trained(seed=0, steps=3):
     """A run's objects after so many steps: batch norm, AdamW, a scheduler, a scaler's numbers."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 50])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + seed))
@@ -37,13 +40,20 @@ def healing(objects, donors, needy, transports=None, **options):
     transports = transports or Loopback(len(objects)).transports()
     channels = [Channel(each) for each in transports]
     every = zip(objects, channels, strict=True)
-    return simulate([heal(SharedState(each), c, donors=donors, needy=needy, **options) for each, c in every])
+    return simulate(
+        [heal(SharedState(each), c, donors=donors, needy=needy, **options) for each, c in every]
+    )
 
 
-@pytest.mark.parametrize(("donors", "needy"), [([0], [1]), ([0, 1], [2]), ([1, 2], [0, 3]), ([0, 1, 2], [3])])
+@pytest.mark.parametrize(
+    ("donors", "needy"), [([0], [1]), ([0, 1], [2]), ([1, 2], [0, 3]), ([0, 1, 2], [3])]
+)
 def test_needy_ranks_become_like_the_donors_in_every_bit(donors, needy):
     size = max(donors + needy) + 1
-    objects = [trained(seed=0 if r in donors else 7, steps=3 if r in donors else r % 2) for r in range(size)]
+    objects = [
+        trained(seed=0 if r in donors else 7, steps=3 if r in donors else r % 2)
+        for r in range(size)
+    ]
     reports = healing(objects, donors, needy, slice_bytes=64)
     assert len({str(hashes(each)) for each in objects}) == 1
     assert len({each.hash for each in reports}) == 1
@@ -125,7 +135,13 @@ def test_objects_of_other_names_are_refused_and_nothing_is_loaded():
 def test_a_long_transfer_tells_how_far_it_is(monkeypatch):
     monkeypatch.setattr("commpress.integrations.elastic.healing.TELL_EVERY", 0.0)
     told = []
-    healing([trained(), trained()], [0], [1], slice_bytes=256, watch=lambda t: told.append((t.done, t.nbytes)))
+    healing(
+        [trained(), trained()],
+        [0],
+        [1],
+        slice_bytes=256,
+        watch=lambda t: told.append((t.done, t.nbytes)),
+    )
     assert len(told) > 2
     assert told[-1][0] == told[-1][1]
 
@@ -136,17 +152,24 @@ def test_a_long_transfer_tells_how_far_it_is(monkeypatch):
 @pytest.mark.parametrize(
     "value",
     [
-        {"a": 1, 2: [True, None, 1.5, "x", b"y"]}, (0.9, 0.999), {"milestones": Counter({3: 2})}, {1, 5}, {"seed": 2**64 - 1},
-        [[], {}, ()], -(2**70),
+        {"a": 1, 2: [True, None, 1.5, "x", b"y"]},
+        (0.9, 0.999),
+        {"milestones": Counter({3: 2})},
+        {1, 5},
+        {"seed": 2**64 - 1},
+        [[], {}, ()],
+        -(2**70),
     ],
-)  # fmt: skip
+)
 def test_documents_hold_what_state_dicts_are_made_of(value):
     again = unpacked(packed(copy.deepcopy(value), []), [])
     assert again == value
     assert type(again) is type(value) or isinstance(value, dict)
 
 
-@pytest.mark.parametrize("value", [object(), {"f": print}, {("a", 1): 2}, torch.ones(3).to_sparse()])
+@pytest.mark.parametrize(
+    "value", [object(), {"f": print}, {("a", 1): 2}, torch.ones(3).to_sparse()]
+)
 def test_what_would_have_to_be_evaluated_is_refused_by_its_place(value):
     with pytest.raises(InvalidArgument, match="state"):
         packed(value, [])

@@ -1,4 +1,5 @@
-"""The loop over ranks that die, leave and come, in threads of one process: nothing is committed twice, nothing is lost."""
+"""The loop over ranks that die, leave and come, in threads of one process: nothing is committed
+twice, nothing is lost."""
 
 import copy
 import json
@@ -33,7 +34,10 @@ from elastic_world import Killed, Rank, World, until
 from test_elastic_snapshots import OPTIONS
 
 SAMPLES, BATCH = 60, 2
-DATA = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).view(-1, 1).expand(-1, 3) / 17, torch.arange(SAMPLES) % 5 / 3.0)
+DATA = TensorDataset(
+    torch.arange(SAMPLES, dtype=torch.float32).view(-1, 1).expand(-1, 3) / 17,
+    torch.arange(SAMPLES) % 5 / 3.0,
+)
 torch.manual_seed(11)
 MODEL = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
 
@@ -45,7 +49,8 @@ def channels_of_the_world(monkeypatch):
 
 
 class Run:
-    """One process: a model, its optimizer and schedule, and gradients that are averaged over a channel of its own."""
+    """One process: a model, its optimizer and schedule, and gradients that are averaged over a
+    channel of its own."""
 
     def __init__(self, seed=0, lr=0.05):
         self.model = copy.deepcopy(MODEL)
@@ -88,7 +93,9 @@ class Run:
     def step(self, batch):
         loss = self.gradient(batch)
         channel = self.channel
-        self.apply(channel.run(gathered(self.flat(), transport=channel.transport, sequence=channel.take())))
+        self.apply(
+            channel.run(gathered(self.flat(), transport=channel.transport, sequence=channel.take()))
+        )
         return float(loss.detach())
 
 
@@ -104,7 +111,13 @@ def train(rank, world, folder, *, seed=0, join=None, during=None, pace=0.0, **op
     run = joined(rank, seed)
     file = f"{folder}/events-{world.ranks.index(rank)}"
     step = (lambda batch: time.sleep(pace) or run.step(batch)) if pace else run.step
-    options = {"data": run.loader, "events": file, "join": join, "hash_every": 1, "epochs": 1} | options
+    options = {
+        "data": run.loader,
+        "events": file,
+        "join": join,
+        "hash_every": 1,
+        "epochs": 1,
+    } | options
     loop = Elastic(step, run.state, group=rank, **options)
     for _ in loop:
         if during is not None:
@@ -114,12 +127,17 @@ def train(rank, world, folder, *, seed=0, join=None, during=None, pace=0.0, **op
 
 
 def events(folder, kind=None):
-    lines = [json.loads(line) for file in sorted(folder.glob("events-*")) for line in file.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for file in sorted(folder.glob("events-*"))
+        for line in file.read_text().splitlines()
+    ]
     return [line for line in lines if kind in (None, line["kind"])]
 
 
 def check(folder, runs, *, epochs=1, survivors=None):
-    """Weights are equal in every bit, what the committed windows lead to, and each sample of an epoch was in one of them."""
+    """Weights are equal in every bit, what the committed windows lead to, and each sample of an
+    epoch was in one of them."""
     assert len({str(run.model.state_dict()) for run in runs}) == 1
     windows = {}
     for line in events(folder, "commit"):
@@ -133,7 +151,12 @@ def check(folder, runs, *, epochs=1, survivors=None):
         position += size * BATCH
         rows = []
         for rank in range(size):
-            twin.sampler.rank, twin.sampler.size, twin.sampler.position, twin.sampler.epoch = rank, size, at, epochs
+            twin.sampler.rank, twin.sampler.size, twin.sampler.position, twin.sampler.epoch = (
+                rank,
+                size,
+                at,
+                epochs,
+            )
             samples = [DATA[i] for i in islice(twin.sampler, BATCH)]
             twin.gradient([torch.stack(each) for each in zip(*samples, strict=True)])
             rows.append(twin.flat())
@@ -168,7 +191,8 @@ def test_a_rank_that_dies_at_any_message_is_left_behind(tmp_path, kill_at):
     results = world.join()
     loops, runs = zip(*(results[rank] for rank in (members[0], members[2])), strict=True)
     sizes = [size for ((_, size),) in check(tmp_path, runs)]
-    together = max(kill_at - 2, 0)  # its first message compares steps, each of the others is of a step
+    # its first message compares steps, each of the others is of a step
+    together = max(kill_at - 2, 0)
     assert sizes == [3] * together + [2] * (len(sizes) - together)
     assert all((loop.counters.faults, loop.counters.lost) == (1, 1) for loop in loops)
     assert all(loop.counters.pause_seconds > 0 for loop in loops)
@@ -177,7 +201,8 @@ def test_a_rank_that_dies_at_any_message_is_left_behind(tmp_path, kill_at):
 
 @pytest.mark.parametrize("loses_at", [2, 6, 11])
 def test_a_step_that_others_have_committed_counts_for_who_did_not(tmp_path, loses_at):
-    """Rank 1 loses what comes in one step, after its own gradients have gone: the others take the step, and heal it."""
+    """Rank 1 loses what comes in one step, after its own gradients have gone: the others take the
+    step, and heal it."""
     world = World()
     members = world.found(3)
     members[1].loses_at = loses_at
@@ -192,7 +217,8 @@ def test_a_step_that_others_have_committed_counts_for_who_did_not(tmp_path, lose
 
 @pytest.mark.parametrize("kill_at", [9, 10, 12])
 def test_a_step_of_which_only_the_dead_knew_is_taken_again(tmp_path, kill_at):
-    """Rank 0 alone has committed it, and dies while it heals the others, who go on from the step before."""
+    """Rank 0 alone has committed it, and dies while it heals the others, who go on from the step
+    before."""
     world = World()
     members = world.found(3)
     members[1].loses_at = members[2].loses_at = 6
@@ -208,7 +234,8 @@ def test_a_step_of_which_only_the_dead_knew_is_taken_again(tmp_path, kill_at):
 
 
 def test_newcomers_give_up_before_those_who_have_trained(tmp_path):
-    """A newcomer with another program, whose steps never fit the others': it ends with the error, and they go on."""
+    """A newcomer with another program, whose steps never fit the others': it ends with the error,
+    and they go on."""
     world, started = World(), []
 
     def other(rank):
@@ -219,7 +246,9 @@ def test_newcomers_give_up_before_those_who_have_trained(tmp_path):
             world.break_up(rank.epoch)
             raise PeerFailure("rank 2 calls all_to_all, but rank 0 calls all_reduce")
 
-        Elastic(step, run.state, data=run.loader, group=rank, epochs=1, join=True).__iter__().__next__()
+        Elastic(
+            step, run.state, data=run.loader, group=rank, epochs=1, join=True
+        ).__iter__().__next__()
 
     def during(rank, loop, run):
         if rank is members[0] and loop.step == 3 and not started:
@@ -258,16 +287,27 @@ def test_a_first_rank_that_is_a_step_behind_gives_nothing(tmp_path, loses_at):
 
 
 class Starter:
-    """Starts processes that join when rank 0 has committed ``step``, and waits until they are at its door."""
+    """Starts processes that join when rank 0 has committed ``step``, and waits until they are at
+    its door."""
 
     def __init__(self, world, folder, step, count, **options):
-        self.world, self.folder, self.step, self.count, self.options = world, folder, step, count, options
+        self.world, self.folder, self.step, self.count, self.options = (
+            world,
+            folder,
+            step,
+            count,
+            options,
+        )
         self.started = []
 
     def __call__(self, rank, loop, run):
         if rank is self.world.ranks[0] and loop.step == self.step and not self.started:
             self.started = [
-                self.world.start(lambda rank: train(rank, self.world, self.folder, seed=1, join=True, **self.options))
+                self.world.start(
+                    lambda rank: train(
+                        rank, self.world, self.folder, seed=1, join=True, **self.options
+                    )
+                )
                 for _ in range(self.count)
             ]
             until(lambda: rank.waiting == self.count)
@@ -305,7 +345,8 @@ def test_a_newcomer_that_dies_while_it_joins_is_forgotten(tmp_path, kill_at):
 
 @pytest.mark.parametrize("messages", [1, 2, 3, 4])
 def test_a_donor_that_dies_while_it_gives_is_replaced(tmp_path, messages):
-    """Rank 1 ends after so many messages of the healing; rank 0 and the newcomer form the group anew, and rank 0 gives."""
+    """Rank 1 ends after so many messages of the healing; rank 0 and the newcomer form the group
+    anew, and rank 0 gives."""
     world = World()
     members, starter = world.found(3), Starter(world, tmp_path, 4, 1)
 
@@ -318,7 +359,9 @@ def test_a_donor_that_dies_while_it_gives_is_replaced(tmp_path, messages):
     results = world.join()
     assert members[1] not in results
     check(tmp_path, [run for _, run in results.values()])
-    assert {size for ((_, size),) in check(tmp_path, [run for _, run in results.values()])[-2:]} == {3}
+    assert {
+        size for ((_, size),) in check(tmp_path, [run for _, run in results.values()])[-2:]
+    } == {3}
 
 
 def test_a_fresh_process_overwrites_nobody(tmp_path):
@@ -332,7 +375,8 @@ def test_a_fresh_process_overwrites_nobody(tmp_path):
 
 
 def test_who_is_not_healed_gives_nothing_to_others(tmp_path):
-    """The only rank with the state dies while it gives it: the newcomers say so, and do not train from what they have."""
+    """The only rank with the state dies while it gives it: the newcomers say so, and do not train
+    from what they have."""
     world = World()
     members, starter = world.found(1), Starter(world, tmp_path, 3, 2)
 
@@ -355,7 +399,9 @@ def test_below_the_minimum_ranks_wait_for_newcomers(tmp_path):
             world.start(lambda rank: train(rank, world, tmp_path, seed=1, join=True, minimum=2))
             raise Killed
 
-    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies, minimum=2, patience=15.0))
+    world.go(
+        members, lambda rank: train(rank, world, tmp_path, during=dies, minimum=2, patience=15.0)
+    )
     results = world.join()
     windows = check(tmp_path, [run for _, run in results.values()])
     assert {size for ((_, size),) in windows} == {2}
@@ -372,7 +418,8 @@ def test_below_the_minimum_for_too_long_is_an_error(tmp_path):
 
 
 def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path):
-    """An all-reduce of the user's own behind ``optimizer.step()`` fails because a rank died: the step is not taken twice."""
+    """An all-reduce of the user's own behind ``optimizer.step()`` fails because a rank died: the
+    step is not taken twice."""
     world = World()
     members = world.found(3)
 
@@ -380,7 +427,9 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
         run = joined(rank)
 
         def step(batch):
-            assert all(p.grad is None for p in run.model.parameters()), "gradients of the step before"
+            assert all(p.grad is None for p in run.model.parameters()), (
+                "gradients of the step before"
+            )
             loss = run.step(batch)
             channel = run.channel
             if rank is members[2] and loop.step == 3:
@@ -389,7 +438,9 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
             run.optimizer.zero_grad()
 
         file = f"{tmp_path}/events-{members.index(rank)}"
-        loop = Elastic(step, run.state, data=run.loader, group=rank, epochs=1, events=file, hash_every=1)
+        loop = Elastic(
+            step, run.state, data=run.loader, group=rank, epochs=1, events=file, hash_every=1
+        )
         list(loop)
         return loop, run
 
@@ -399,7 +450,8 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
 
 
 def test_a_repeated_step_draws_the_same_numbers_and_finds_the_same_buffers(tmp_path):
-    """Those of the attempt that failed with rank 1, which draws none: the ranks are threads and share the generators."""
+    """Those of the attempt that failed with rank 1, which draws none: the ranks are threads and
+    share the generators."""
     world, drawn = World(), []
     members = world.found(2)
     members[1].kill_at = 5
@@ -449,7 +501,10 @@ def test_a_scaler_takes_no_gradients_for_unscaled_that_are_gone():
     assert max(p.grad.abs().max() for p in run.model.parameters()) <= 2
 
 
-@pytest.mark.parametrize(("steps", "donors"), [((4, 5, 5), [1, 2]), ((5, 4, 5), [0, 2]), ((4, 4, 5), [2]), ((5, 5), [0, 1])])
+@pytest.mark.parametrize(
+    ("steps", "donors"),
+    [((4, 5, 5), [1, 2]), ((5, 4, 5), [0, 2]), ((4, 4, 5), [2]), ((5, 5), [0, 1])],
+)
 def test_only_who_has_committed_most_steps_gives_its_state(steps, donors):
     said = tuple(Declaration(each).packed() for each in steps)
     assert Declaration.donors(Change(1, 0, 3, tuple(range(len(said))), said)) == donors
@@ -458,11 +513,14 @@ def test_only_who_has_committed_most_steps_gives_its_state(steps, donors):
 @pytest.mark.parametrize("halfway", [2, 3])
 def test_who_was_halfway_becomes_like_one_who_was_further_or_like_the_first(halfway):
     said = [Declaration(4, halfway=rank < halfway).packed() for rank in range(3)]
-    assert Declaration.donors(Change(1, 0, 3, (0, 1, 2), tuple(said))) == ([2] if halfway == 2 else [0])
+    assert Declaration.donors(Change(1, 0, 3, (0, 1, 2), tuple(said))) == (
+        [2] if halfway == 2 else [0]
+    )
 
 
 def test_survivors_whose_weights_differ_become_like_the_first(tmp_path):
-    """An optimizer that changes weights more than once in a step, such as LBFGS, was interrupted in the middle."""
+    """An optimizer that changes weights more than once in a step, such as LBFGS, was interrupted in
+    the middle."""
     world = World()
     members = world.found(3)
     members[2].kill_at = 6
@@ -506,7 +564,16 @@ def test_an_error_of_the_users_own_is_raised_as_it_is(tmp_path):
         def step(batch):
             raise ZeroDivisionError("mine")
 
-        list(Elastic(step, Run().state, data=Run().loader, group=rank, epochs=1, events=f"{tmp_path}/events-0"))
+        list(
+            Elastic(
+                step,
+                Run().state,
+                data=Run().loader,
+                group=rank,
+                epochs=1,
+                events=f"{tmp_path}/events-0",
+            )
+        )
 
     world.go(world.found(1), steps)
     with pytest.raises(ZeroDivisionError):
@@ -521,7 +588,15 @@ def test_accumulated_batches_come_as_a_list(tmp_path):
         run = Run()
         run.sampler = ElasticSampler(DATA, 6, rank=0, size=1)
         loader = DataLoader(DATA, 2, sampler=run.sampler)
-        list(Elastic(lambda batches: seen.append([len(x) for x, _ in batches]), run.state, data=loader, group=rank, epochs=2))
+        list(
+            Elastic(
+                lambda batches: seen.append([len(x) for x, _ in batches]),
+                run.state,
+                data=loader,
+                group=rank,
+                epochs=2,
+            )
+        )
         return run.sampler
 
     world.go(world.found(1), steps)
@@ -610,7 +685,9 @@ def test_a_second_iteration_goes_on_where_the_first_was_left(tmp_path):
         run, seen = Run(), []
         run.channel = rank.channel("gradients")
         snapshots = Snapshots(tmp_path / "disk", every=4, **OPTIONS)
-        loop = Elastic(run.step, run.state, data=run.loader, group=rank, steps=8, snapshots=snapshots)
+        loop = Elastic(
+            run.step, run.state, data=run.loader, group=rank, steps=8, snapshots=snapshots
+        )
         seen += [loop.step for _ in islice(loop, 6)]
         seen += [loop.step for _ in loop]
         loop.close()
@@ -627,7 +704,9 @@ def test_who_waits_for_newcomers_may_leave(tmp_path):
 
     def waits(rank):
         run = joined(rank)
-        loop = Elastic(run.step, run.state, data=run.loader, group=rank, epochs=1, minimum=3, patience=0.5)
+        loop = Elastic(
+            run.step, run.state, data=run.loader, group=rank, epochs=1, minimum=3, patience=0.5
+        )
         if rank is members[0]:
             loop.leave()
         return loop, list(loop)
@@ -650,7 +729,9 @@ def test_all_ranks_go_on_from_the_newest_snapshot(tmp_path):
     def train_with(rank, world, steps, seed=0):
         number = world.ranks.index(rank)
         snapshots = Snapshots(tmp_path / f"disk-{number}", every=4, **OPTIONS)
-        return train(rank, world, tmp_path, seed=seed, snapshots=snapshots, steps=steps, epochs=None)
+        return train(
+            rank, world, tmp_path, seed=seed, snapshots=snapshots, steps=steps, epochs=None
+        )
 
     first.go(first.found(2), train_with, first, 9)
     first.join()
@@ -665,20 +746,31 @@ def test_all_ranks_go_on_from_the_newest_snapshot(tmp_path):
     folder.mkdir()
     twin.go(twin.found(2), lambda rank: train(rank, twin, folder, steps=12, epochs=None))
     twins = [run for _, run in twin.join().values()]
-    assert str(twins[0].model.state_dict()) == str(runs[0].model.state_dict()) == str(runs[1].model.state_dict())
+    assert (
+        str(twins[0].model.state_dict())
+        == str(runs[0].model.state_dict())
+        == str(runs[1].model.state_dict())
+    )
 
 
 def test_of_ranks_that_start_together_the_newest_snapshot_counts(tmp_path):
     """One of them has an older one, and one has none."""
     for disk, steps in (("0", 5), ("1", 9)):
         first, snapshots = World(), Snapshots(tmp_path / disk, every=4, **OPTIONS)
-        first.go(first.found(1), partial(train, snapshots=snapshots, steps=steps, epochs=None), first, tmp_path)
+        first.go(
+            first.found(1),
+            partial(train, snapshots=snapshots, steps=steps, epochs=None),
+            first,
+            tmp_path,
+        )
         first.join()
     second = World()
 
     def go_on(rank):
         snapshots = Snapshots(tmp_path / str(second.ranks.index(rank)), every=4, **OPTIONS)
-        return train(rank, second, tmp_path, seed=rank.rank(), snapshots=snapshots, steps=12, epochs=None)
+        return train(
+            rank, second, tmp_path, seed=rank.rank(), snapshots=snapshots, steps=12, epochs=None
+        )
 
     second.go(second.found(3), go_on)
     loops, runs = zip(*second.join().values(), strict=True)
@@ -688,13 +780,19 @@ def test_of_ranks_that_start_together_the_newest_snapshot_counts(tmp_path):
 
 
 def test_a_step_that_not_all_have_committed_is_in_no_snapshot(tmp_path):
-    """Rank 0 alone has committed step 4, and dies: the others take it anew with the samples of two ranks."""
+    """Rank 0 alone has committed step 4, and dies: the others take it anew with the samples of two
+    ranks."""
     world = World()
     members = world.found(3)
     members[1].loses_at = members[2].loses_at = 5
     members[0].kill_at = 7
     disks = [Snapshots(tmp_path / str(number), every=4, **OPTIONS) for number in range(3)]
-    world.go(members, lambda rank: train(rank, world, tmp_path, snapshots=disks[members.index(rank)], epochs=None, steps=6))
+    world.go(
+        members,
+        lambda rank: train(
+            rank, world, tmp_path, snapshots=disks[members.index(rank)], epochs=None, steps=6
+        ),
+    )
     world.join()
     assert json.loads((tmp_path / "events-0").read_text().splitlines()[-1])["step"] == 4
     assert disks[0].steps == []
@@ -705,7 +803,9 @@ def test_a_step_that_not_all_have_committed_is_in_no_snapshot(tmp_path):
         disk.close()
 
 
-@pytest.mark.parametrize(("every", "steps", "ends"), [(3, [3], False), (20, [20], False), (2, [100], True)])
+@pytest.mark.parametrize(
+    ("every", "steps", "ends"), [(3, [3], False), (20, [20], False), (2, [100], True)]
+)
 def test_who_joins_with_a_snapshot_takes_what_the_others_have(tmp_path, every, steps, ends):
     """An older one, one that is newer by less than an interval, and one of another run."""
     theirs = Snapshots(tmp_path / "newcomer", every=every, **OPTIONS)
@@ -722,7 +822,9 @@ def test_who_joins_with_a_snapshot_takes_what_the_others_have(tmp_path, every, s
 
     world.go(members, member)
     if ends:
-        with pytest.raises(InvalidArgument, match="of step 100, but the run that this process joins is at step 4"):
+        with pytest.raises(
+            InvalidArgument, match="of step 100, but the run that this process joins is at step 4"
+        ):
             world.join()
     else:
         world.join()
@@ -731,7 +833,9 @@ def test_who_joins_with_a_snapshot_takes_what_the_others_have(tmp_path, every, s
         assert theirs._last == loop.step // every * every
     for thread in world.threads:
         thread.join(60)
-    check(tmp_path, [outcome[1] for outcome in world.results.values() if isinstance(outcome, tuple)])
+    check(
+        tmp_path, [outcome[1] for outcome in world.results.values() if isinstance(outcome, tuple)]
+    )
 
 
 @pytest.mark.parametrize("of", [(), (0, 2)], ids=["all", "survivors"])
@@ -775,16 +879,29 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path,
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"epochs": None}, "epochs and steps"), ({"data": None}, "data is None"), ({"train_step": None}, "train_step"),
-        ({"state": {"model": 3}}, "state"), ({"state": {}}, "state"), ({"build": dict}, "build"), ({"minimum": -1}, "minimum"),
-        ({"data": DataLoader(DATA, 2)}, "ElasticSampler"), ({"state": {"commpress": MODEL}}, "commpress"),
-        ({"data": DataLoader(DATA, 4, sampler=ElasticSampler(DATA, 6))}, "same"), ({"group": None}, "not initialised"),
+        ({"epochs": None}, "epochs and steps"),
+        ({"data": None}, "data is None"),
+        ({"train_step": None}, "train_step"),
+        ({"state": {"model": 3}}, "state"),
+        ({"state": {}}, "state"),
+        ({"build": dict}, "build"),
+        ({"minimum": -1}, "minimum"),
+        ({"data": DataLoader(DATA, 2)}, "ElasticSampler"),
+        ({"state": {"commpress": MODEL}}, "commpress"),
+        ({"data": DataLoader(DATA, 4, sampler=ElasticSampler(DATA, 6))}, "same"),
+        ({"group": None}, "not initialised"),
         ({"state": {"optimizer": torch.optim.SGD(MODEL.parameters())}}, "no module"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused(options, named):
     rank = World().found(1)[0]
-    usual = {"train_step": print, "state": {"model": MODEL}, "data": Run().loader, "epochs": 1, "group": rank}
+    usual = {
+        "train_step": print,
+        "state": {"model": MODEL},
+        "data": Run().loader,
+        "epochs": 1,
+        "group": rank,
+    }
     with pytest.raises(InvalidArgument, match=named):
         Elastic(**usual | options)
 
@@ -801,7 +918,9 @@ def test_a_group_over_mpi_is_refused_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "commpress_mpi")
     rank = World().found(1)[0]
     rank.communicator = object()
-    with pytest.raises(InvalidArgument, match=r"'commpress_mpi', over MPI, .*mpirun --with-ft ulfm.*'commpress'"):
+    with pytest.raises(
+        InvalidArgument, match=r"'commpress_mpi', over MPI, .*mpirun --with-ft ulfm.*'commpress'"
+    ):
         Elastic(print, {"model": MODEL}, data=Run().loader, epochs=1, group=rank)
 
 
@@ -833,7 +952,8 @@ def test_a_newcomer_that_never_gets_in_does_not_keep_the_others_from_training(tm
 
 @pytest.mark.parametrize(("seconds", "times"), [(20.0, 5), (0.001, 1)])
 def test_who_is_never_let_in_says_so(tmp_path, monkeypatch, seconds, times):
-    """Not after the first attempt: those who were asked may have died just then; but not for longer than its timeout."""
+    """Not after the first attempt: those who were asked may have died just then; but not for longer
+    than its timeout."""
     world, asked = World(), []
 
     def refuses(rank, said, age, joins):
@@ -842,7 +962,10 @@ def test_who_is_never_let_in_says_so(tmp_path, monkeypatch, seconds, times):
         raise PeerFailure("nobody answers")
 
     monkeypatch.setattr(world, "reform", refuses)
-    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, join=True, timeout=timedelta(seconds=seconds)))
+    world.go(
+        world.found(1),
+        lambda rank: train(rank, world, tmp_path, join=True, timeout=timedelta(seconds=seconds)),
+    )
     with pytest.raises(PeerFailure, match="nobody answers"):
         world.join()
     assert asked == [True] * times

@@ -1,4 +1,5 @@
-"""commpress.elastic in real processes: one of three is killed, another joins, and all end with the same weights."""
+"""commpress.elastic in real processes: one of three is killed, another joins, and all end with the
+same weights."""
 
 import json
 import os
@@ -19,7 +20,8 @@ STEPS, DIES, JOINS = 25, 6, 10
 
 
 def train(folder: str, kind: str, options: dict) -> tuple[int, list[int]]:
-    """Ranks 0 to 2 begin together; rank 1 dies in step ``DIES``; rank 3 joins once step ``JOINS`` is over."""
+    """Ranks 0 to 2 begin together; rank 1 dies in step ``DIES``; rank 3 joins once step ``JOINS``
+    is over."""
     rank, file = dist.get_rank(), Path(folder, "contact")
     dist.barrier()
     dist.destroy_process_group()
@@ -28,15 +30,28 @@ def train(folder: str, kind: str, options: dict) -> tuple[int, list[int]]:
     within = timedelta(seconds=30)
     if rank == 3:
         wait_for(lambda: file.exists() and len(commits(Path(folder, "events-0"))) >= JOINS)
-        dist.init_process_group("commpress", store=dist.HashStore(), rank=0, world_size=1, timeout=within)
+        dist.init_process_group(
+            "commpress", store=dist.HashStore(), rank=0, world_size=1, timeout=within
+        )
     else:
-        dist.init_process_group("commpress", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=within)
+        dist.init_process_group(
+            "commpress",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=3,
+            timeout=within,
+        )
     if "snapshots" in options:
         options = options | {"snapshots": commpress.Snapshots(f"{folder}/disk", every=4)}
     run = elastic_script.run_of(
-        kind, events=f"{folder}/events-{rank}", steps=STEPS, hash_every=1, join=file.read_text() if rank == 3 else None,
-        before=lambda step: before(rank, step, folder), **options,
-    )  # fmt: skip
+        kind,
+        events=f"{folder}/events-{rank}",
+        steps=STEPS,
+        hash_every=1,
+        join=file.read_text() if rank == 3 else None,
+        before=lambda step: before(rank, step, folder),
+        **options,
+    )
     if rank == 0:
         file.write_text(run.contact)
     sizes = [run.size for _ in run]
@@ -70,7 +85,8 @@ def commits(file: Path) -> list[dict]:
 
 
 def check_accounts(folder: Path, batch: int, *, hashes: bool) -> None:
-    """Windows follow each other without a gap, and all who committed a step had the same weights after it."""
+    """Windows follow each other without a gap, and all who committed a step had the same weights
+    after it."""
     by_step: dict[int, list[dict]] = {}
     for rank in range(4):
         for line in commits(folder / f"events-{rank}"):
@@ -90,7 +106,9 @@ KINDS = ["hook", "plain", "onebit"]
 SLOW = ["low-rank", "norm", "scaled", "accumulated", "zero-one", "overlap", "local"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+)
 def test_a_rank_is_killed_and_another_joins(compiled, tmp_path, kind):
     outcomes = trained(tmp_path, kind)
     assert len({digest for digest, _ in outcomes}) == 1
@@ -102,11 +120,14 @@ def test_a_rank_is_killed_and_another_joins(compiled, tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "sharded", "partitioned"])
 def test_a_divided_model_goes_back_to_its_snapshot(compiled, tmp_path, kind):
-    """Steps since then are taken again, with the same samples by fewer ranks; all end with the same whole weights."""
+    """Steps since then are taken again, with the same samples by fewer ranks; all end with the same
+    whole weights."""
     outcomes = trained(tmp_path, kind, snapshots=True)
     assert len({digest for digest, _ in outcomes}) == 1
     for rank in (0, 2):
-        restored = [line for line in lines(tmp_path / f"events-{rank}") if line["kind"] == "restore"]
+        restored = [
+            line for line in lines(tmp_path / f"events-{rank}") if line["kind"] == "restore"
+        ]
         assert [line["step"] for line in restored] == [4, 4 * (restored[1]["was"] // 4)]
         last = [line for line in commits(tmp_path / f"events-{rank}") if line["step"] == STEPS]
         assert len(last) == 1
@@ -115,12 +136,19 @@ def test_a_divided_model_goes_back_to_its_snapshot(compiled, tmp_path, kind):
 LEAVES = 5  # steps after which rank 1 goes
 
 
-def train_and_leave(folder: str, kind: str, options: dict) -> tuple[bool, int, tuple[int, int, int], list[torch.Tensor]]:
-    """Rank 1 gets a SIGTERM in its step ``LEAVES``; what all three owe then, and what the others owe before their next step."""
+def train_and_leave(
+    folder: str, kind: str, options: dict
+) -> tuple[bool, int, tuple[int, int, int], list[torch.Tensor]]:
+    """Rank 1 gets a SIGTERM in its step ``LEAVES``; what all three owe then, and what the others
+    owe before their next step."""
     rank, owed = dist.get_rank(), []
     dist.destroy_process_group()
     dist.init_process_group(
-        "commpress", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=30)
+        "commpress",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=30),
     )
     torch.manual_seed(rank)
 
@@ -133,7 +161,9 @@ def train_and_leave(folder: str, kind: str, options: dict) -> tuple[bool, int, t
     if "snapshots" in options:
         options = options | {"snapshots": commpress.Snapshots(f"{folder}/disk", every=4)}
     usual = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    run = elastic_script.run_of(kind, events=f"{folder}/events-{rank}", steps=12, hash_every=1, before=before, **options)
+    run = elastic_script.run_of(
+        kind, events=f"{folder}/events-{rank}", steps=12, hash_every=1, before=before, **options
+    )
     for _ in run:
         if kind == "hook" and run.step == LEAVES:
             owed.append(total_owed())
@@ -145,7 +175,11 @@ def train_and_leave(folder: str, kind: str, options: dict) -> tuple[bool, int, t
 
 def total_owed() -> torch.Tensor:
     """R of all ranks, whole."""
-    (state,) = (each for each in dist.group.WORLD.registry.owners if type(each).__name__ == "CompressedState")
+    (state,) = (
+        each
+        for each in dist.group.WORLD.registry.owners
+        if type(each).__name__ == "CompressedState"
+    )
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, state.elastic_state_dict()["shards"])
     whole = {name: torch.zeros(shard["numel"]) for part in parts for name, shard in part.items()}
@@ -156,7 +190,14 @@ def total_owed() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind", ["hook", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "onebit", "zero-one", "local", "fsdp"))]
+    "kind",
+    [
+        "hook",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("plain", "onebit", "zero-one", "local", "fsdp")
+        ),
+    ],
 )
 def test_a_rank_that_is_asked_to_end_hands_over_what_it_owes(compiled, pool, tmp_path, kind):
     (none, first, counts, owed), (gone, left_at, *_), (_, last, also, _) = pool.run(

@@ -1,4 +1,5 @@
-"""ElasticSampler: whoever comes and goes, each sample of an epoch is read once by committed steps."""
+"""ElasticSampler: whoever comes and goes, each sample of an epoch is read once by committed
+steps."""
 
 from collections import Counter
 from itertools import islice
@@ -15,15 +16,21 @@ from commpress.errors import InvalidArgument, StateMismatch
 
 
 def ranks(samples, batch, size, **options):
-    return [ElasticSampler(range(samples), batch, rank=r, size=size, **options) for r in range(size)]
+    return [
+        ElasticSampler(range(samples), batch, rank=r, size=size, **options) for r in range(size)
+    ]
 
 
 def changed(samplers, size, **options):
-    """The samplers of a group of ``size`` that goes on; newcomers load a survivor's state, which is all they get."""
+    """The samplers of a group of ``size`` that goes on; newcomers load a survivor's state, which is
+    all they get."""
     survivors = samplers[:size]
     sources = tuple(s.rank for s in survivors) + (None,) * (size - len(survivors))
     old = samplers[0]
-    fresh = [ElasticSampler(range(old.samples), old.batch_size, rank=0, size=1, **options) for _ in sources[len(survivors) :]]
+    fresh = [
+        ElasticSampler(range(old.samples), old.batch_size, rank=0, size=1, **options)
+        for _ in sources[len(survivors) :]
+    ]
     for newcomer in fresh:
         newcomer.load_state_dict(survivors[0].state_dict())
     every = survivors + fresh
@@ -32,12 +39,16 @@ def changed(samplers, size, **options):
     return every
 
 
-plans = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=6)
+plans = st.lists(
+    st.tuples(st.integers(1, 5), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 4), st.booleans(), st.integers(0, 5), plans)
-def test_every_sample_of_an_epoch_is_read_once_whoever_comes_and_goes(samples, batch, shuffle, seed, plan):
+def test_every_sample_of_an_epoch_is_read_once_whoever_comes_and_goes(
+    samples, batch, shuffle, seed, plan
+):
     """``plan``: ranks, steps they commit, steps they read ahead and do not."""
     options = {"shuffle": shuffle, "seed": seed}
     group, read = ranks(samples, batch, 1, **options), []
@@ -124,10 +135,15 @@ def test_a_run_that_resumes_goes_on_in_the_middle_of_its_epoch():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"data": iter([])}, "data"), ({"data": []}, "data"), ({"batch_size": 0}, "batch_size"), ({"rank": 0}, "size"),
-        ({"rank": 2, "size": 2}, "rank"), ({"seed": -1}, "seed"), ({"drop_last": True, "batch_size": 11}, "drop_last"),
+        ({"data": iter([])}, "data"),
+        ({"data": []}, "data"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"rank": 0}, "size"),
+        ({"rank": 2, "size": 2}, "rank"),
+        ({"seed": -1}, "seed"),
+        ({"drop_last": True, "batch_size": 11}, "drop_last"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused(arguments, named):
     with pytest.raises(InvalidArgument, match=named):
         ElasticSampler(**{"data": range(10), "batch_size": 2} | arguments)

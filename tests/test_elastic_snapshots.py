@@ -1,4 +1,5 @@
-"""Snapshots: whole or not there, named by their step, and the last one survives whatever happens to the next."""
+"""Snapshots: whole or not there, named by their step, and the last one survives whatever happens to
+the next."""
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ OPTIONS = {"host": "1MiB", "engine": "threads", "options": SMALL}
 def state(seed, numel=30_000):
     torch.manual_seed(seed)
     tensors = []
-    document = packed({"w": torch.randn(numel), "b": torch.randn(7).half(), "step": seed, "n": torch.tensor(3)}, tensors)
+    document = packed(
+        {"w": torch.randn(numel), "b": torch.randn(7).half(), "step": seed, "n": torch.tensor(3)},
+        tensors,
+    )
     return document, tensors
 
 
@@ -26,7 +30,9 @@ def opened(folder, **options):
 
 
 def same(found, wanted):
-    return found[0] == wanted[0] and all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
+    return found[0] == wanted[0] and all(
+        torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True)
+    )
 
 
 def test_the_newest_is_found_again_and_older_ones_go(tmp_path):
@@ -54,7 +60,9 @@ def test_processes_of_one_machine_have_a_store_each(tmp_path):
 
 
 def test_a_newcomer_does_not_wait_until_disks_have_been_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "choose", lambda *_, **__: pytest.fail("it measures which engine is the fastest"))
+    monkeypatch.setattr(
+        engines, "choose", lambda *_, **__: pytest.fail("it measures which engine is the fastest")
+    )
     snapshots = Snapshots(tmp_path / "usual", host="1MiB", options=SMALL)
     snapshots.open()
     snapshots.save(1, *state(1))
@@ -79,7 +87,9 @@ def test_snapshots_of_another_run_do_not_give_way(tmp_path, step):
     snapshots = opened(tmp_path, every=4)
     snapshots.save(8, *state(8))
     snapshots.save(12, *state(12))
-    with pytest.raises(InvalidArgument, match=f"of step 12, but the run that this process joins is at step {step}"):
+    with pytest.raises(
+        InvalidArgument, match=f"of step 12, but the run that this process joins is at step {step}"
+    ):
         snapshots.give_way(step)
     assert snapshots.steps == [8, 12]
     assert same(snapshots.load()[1:], state(12))
@@ -147,7 +157,8 @@ def test_numbers_that_are_none_are_refused(tmp_path, options):
 
 
 def test_a_disk_without_room_to_open_the_store_again_stops_nothing(tmp_path, monkeypatch):
-    """The next snapshot is written when there is room again, and meanwhile the last one is known."""
+    """The next snapshot is written when there is room again, and meanwhile the last one is
+    known."""
 
     def full(*_, **__):
         raise DiskFull("no room")

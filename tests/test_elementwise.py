@@ -1,4 +1,5 @@
-"""Optimizers that look across elements are refused when they are wrapped; element-wise ones never, and give the same bits."""
+"""Optimizers that look across elements are refused when they are wrapped; element-wise ones never,
+and give the same bits."""
 
 import random
 
@@ -12,25 +13,43 @@ from small_store import open_store
 
 LR = {"lr": 1e-2}
 ELEMENTWISE = [
-    (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), (torch.optim.SGD, {"maximize": True}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"maximize": True}),
     (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "foreach": True}),
     (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
-    (torch.optim.Adam, {}), (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}), (torch.optim.Adam, {"fused": True}),
-    (torch.optim.Adam, {"foreach": True, "maximize": True}), (torch.optim.Adam, {"decoupled_weight_decay": True}),
-    (torch.optim.Adam, {"fused": True, "amsgrad": True}), (torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
-    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True, "foreach": True}), (torch.optim.AdamW, {"lr": 0.0}),
-    (torch.optim.AdamW, {"fused": True, "maximize": True}), (torch.optim.AdamW, {"foreach": False, "betas": (0.0, 0.9)}),
-    (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}), (torch.optim.Adagrad, {"fused": True}),
-    (torch.optim.Adagrad, {"foreach": True, "eps": 0.1}), (torch.optim.Adamax, {}), (torch.optim.Adamax, {"foreach": True}),
-    (torch.optim.Adadelta, {}), (torch.optim.Adadelta, {"foreach": True, "weight_decay": 0.1}),
-    (torch.optim.NAdam, {}), (torch.optim.NAdam, {"foreach": True}),
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"fused": True}),
+    (torch.optim.Adam, {"foreach": True, "maximize": True}),
+    (torch.optim.Adam, {"decoupled_weight_decay": True}),
+    (torch.optim.Adam, {"fused": True, "amsgrad": True}),
+    (torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 0.0}),
+    (torch.optim.AdamW, {"fused": True, "maximize": True}),
+    (torch.optim.AdamW, {"foreach": False, "betas": (0.0, 0.9)}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (torch.optim.Adagrad, {"fused": True}),
+    (torch.optim.Adagrad, {"foreach": True, "eps": 0.1}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Adamax, {"foreach": True}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adadelta, {"foreach": True, "weight_decay": 0.1}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.NAdam, {"foreach": True}),
     (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "maximize": True}),
-    (torch.optim.RAdam, {}), (torch.optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
-    (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
     (torch.optim.RMSprop, {"foreach": True, "centered": True}),
-    (torch.optim.Rprop, {}), (torch.optim.Rprop, {"foreach": True, "maximize": True}),
-    (torch.optim.ASGD, {"t0": 1.0, "lambd": 0.1}), (torch.optim.ASGD, {"foreach": True}),
-]  # fmt: skip
+    (torch.optim.Rprop, {}),
+    (torch.optim.Rprop, {"foreach": True, "maximize": True}),
+    (torch.optim.ASGD, {"t0": 1.0, "lambd": 0.1}),
+    (torch.optim.ASGD, {"foreach": True}),
+]
 
 
 class Simple(torch.optim.Optimizer):
@@ -96,7 +115,9 @@ class CommonNorm(Lion):
     """Clips by the norm of all its parameters together."""
 
     def step(self, closure=None):
-        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        norm = torch.stack(
+            [p.grad.norm() for group in self.param_groups for p in group["params"]]
+        ).norm()
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad.div_(norm)
@@ -104,13 +125,16 @@ class CommonNorm(Lion):
 
 
 class EstimatesItsRate(Lion):
-    """A distance, from sums over all parameters, scales the rate (as Prodigy and D-Adaptation): at first it is tiny."""
+    """A distance, from sums over all parameters, scales the rate (as Prodigy and D-Adaptation): at
+    first it is tiny."""
 
     def step(self, closure=None):
         group = self.param_groups[0]
         group.setdefault("d", 1e-6)
         begin = [self.state[p].setdefault("begin", p.detach().clone()) for p in group["params"]]
-        led = sum(float((p.grad * (b - p)).sum()) for p, b in zip(group["params"], begin, strict=True))
+        led = sum(
+            float((p.grad * (b - p)).sum()) for p, b in zip(group["params"], begin, strict=True)
+        )
         group["d"] = max(group["d"], led / sum(float(p.grad.abs().sum()) for p in group["params"]))
         super().step()
 
@@ -143,7 +167,11 @@ class InBlocks(Lion):
         super().move(p, g, state, lr)
         if p.numel() >= 4096:
             blocks = state["exp_avg"].view(-1).split(256)
-            state["exp_avg"].copy_(torch.cat([(b * (s := 127 / b.abs().max())).round() / s for b in blocks]).view(p.shape))
+            state["exp_avg"].copy_(
+                torch.cat([(b * (s := 127 / b.abs().max())).round() / s for b in blocks]).view(
+                    p.shape
+                )
+            )
 
 
 class InSignsOfAll(Lion):
@@ -201,7 +229,9 @@ class Replaces(Simple):
 
 def model():
     torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(17, 33), torch.nn.Tanh(), torch.nn.Linear(33, 9, bias=False))
+    return torch.nn.Sequential(
+        torch.nn.Linear(17, 33), torch.nn.Tanh(), torch.nn.Linear(33, 9, bias=False)
+    )
 
 
 def train(net, optimizer, steps=4):
@@ -218,27 +248,51 @@ def store(tmp_path):
         yield opened
 
 
-@pytest.mark.parametrize(("kind", "options"), [*ELEMENTWISE, (Lion, {}), (torch.optim.AdamW, {"names": True})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [*ELEMENTWISE, (Lion, {}), (torch.optim.AdamW, {"names": True})]
+)
 def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, options):
     options = LR | {key: value for key, value in options.items() if key != "names"}
     nets = [model() for _ in range(3)]
     twin = kind(nets[0].parameters(), **options)
-    offloaded = commpress.Offloaded(nets[1].named_parameters(), kind, store=store, chunk_mb=0.001, **options)
+    offloaded = commpress.Offloaded(
+        nets[1].named_parameters(), kind, store=store, chunk_mb=0.001, **options
+    )
     partitioned = commpress.Partitioned(nets[2].parameters(), kind, bucket_mb=0.001, **options)
     wanted = train(nets[0], twin)
     assert len(offloaded.chunks) > 2
     for net, optimizer in ((nets[1], offloaded), (nets[2], partitioned)):
-        assert all(torch.equal(one, other) for one, other in zip(train(net, optimizer), wanted, strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(train(net, optimizer), wanted, strict=True)
+        )
     partitioned.close()
 
 
 ACROSS = [
-    (torch.optim.Adafactor, {}), (torch.optim.Muon, {}), (torch.optim.LBFGS, {}), (torch.optim.SparseAdam, {}), (Lars, {}),
-    (Lamb, {}), (MuonLike, {}), (Centralized, {}), (Factored, {}), (CommonNorm, {}), (CountsInItself, {}),
-    (CountsInItsGroup, {}), (EstimatesItsRate, {}), (EstimatesItsRate, {"lr": 1.0}), (MuonFromFourOn, {}),
-    (FactoredFrom128On, {}), (InBlocks, {}),
-    (InSignsOfAll, {}), (Noisy, {}), (HalfState, {}), (NowAndThen, {}), (NeedsClosure, {}),
-]  # fmt: skip
+    (torch.optim.Adafactor, {}),
+    (torch.optim.Muon, {}),
+    (torch.optim.LBFGS, {}),
+    (torch.optim.SparseAdam, {}),
+    (Lars, {}),
+    (Lamb, {}),
+    (MuonLike, {}),
+    (Centralized, {}),
+    (Factored, {}),
+    (CommonNorm, {}),
+    (CountsInItself, {}),
+    (CountsInItsGroup, {}),
+    (EstimatesItsRate, {}),
+    (EstimatesItsRate, {"lr": 1.0}),
+    (MuonFromFourOn, {}),
+    (FactoredFrom128On, {}),
+    (InBlocks, {}),
+    (InSignsOfAll, {}),
+    (Noisy, {}),
+    (HalfState, {}),
+    (NowAndThen, {}),
+    (NeedsClosure, {}),
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), ACROSS)
@@ -254,10 +308,15 @@ def test_optimizers_that_look_across_elements_are_refused(store, kind, options):
             build()
     assert list(store) == []
     assert all(torch.equal(p, value) for p, value in zip(net.parameters(), before, strict=True))
-    assert not any(vars(p) or p.grad is not None or p._post_accumulate_grad_hooks for p in net.parameters())
+    assert not any(
+        vars(p) or p.grad is not None or p._post_accumulate_grad_hooks for p in net.parameters()
+    )
 
 
-@pytest.mark.parametrize("kind", [commpress.OneBitAdam, commpress.OneBitLamb, commpress.ZeroOneAdam, commpress.Partitioned])
+@pytest.mark.parametrize(
+    "kind",
+    [commpress.OneBitAdam, commpress.OneBitLamb, commpress.ZeroOneAdam, commpress.Partitioned],
+)
 def test_optimizers_that_communicate_are_refused(store, kind):
     class Own(kind):
         pass
@@ -298,7 +357,10 @@ def test_state_that_is_replaced_is_taken_in_memory_and_refused_in_a_store(store)
     nets = [model(), model()]
     optimizer = commpress.Partitioned(nets[0].parameters(), Replaces)
     wanted = train(nets[1], Replaces(nets[1].parameters()))
-    assert all(torch.equal(one, other) for one, other in zip(train(nets[0], optimizer), wanted, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(train(nets[0], optimizer), wanted, strict=True)
+    )
     optimizer.close()
     with pytest.raises(InvalidArgument, match="replaces its state"):
         commpress.Offloaded(nets[0].parameters(), Replaces, store=store)

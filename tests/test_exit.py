@@ -1,4 +1,5 @@
-"""Scripts that end right after a collective end: process groups are kept beyond the models that use them."""
+"""Scripts that end right after a collective end: process groups are kept beyond the models that use
+them."""
 
 import gc
 import subprocess
@@ -42,7 +43,8 @@ def test_a_group_is_kept_until_another_comes_after_it_is_in_use_no_more(monkeypa
 
 
 def kept_by(what):
-    """Two answers: does the group live on in Python after it was destroyed, and the model with it; and what another changes."""
+    """Two answers: does the group live on in Python after it was destroyed, and the model with it;
+    and what another changes."""
     ranks = list(range(dist.get_world_size()))
     group = dist.new_group(ranks)
     model = torch.nn.Linear(16, 16)
@@ -50,7 +52,9 @@ def kept_by(what):
     if what == "hook":
         commpress.compress(ddp)
     else:
-        commpress.overlap(ddp, commpress.OneBitAdam(model.parameters(), warmup_steps=1, process_group=group))
+        commpress.overlap(
+            ddp, commpress.OneBitAdam(model.parameters(), warmup_steps=1, process_group=group)
+        )
     ddp(torch.ones(2, 16)).sum().backward()
     dist.destroy_process_group(group)
     del ddp, model

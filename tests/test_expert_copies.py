@@ -1,4 +1,5 @@
-"""Hot experts on several ranks: the sums, gradients and weights of one copy, and less to do for who has them."""
+"""Hot experts on several ranks: the sums, gradients and weights of one copy, and less to do for who
+has them."""
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ def test_copies_go_to_other_nodes_and_tokens_to_the_nearest():
     assert sorted(every[0].holders[6]) == [0, 1, 2, 3]
     for rank, each in enumerate(every):
         assert each.shares[6].tolist() == [float(on == rank) for on in each.holders[6]]
-        assert each.shares[1].tolist() == [float(PAIRS.home[on] == PAIRS.home[rank]) for on in (first, second)]
+        assert each.shares[1].tolist() == [
+            float(PAIRS.home[on] == PAIRS.home[rank]) for on in (first, second)
+        ]
         assert each.expert.tolist() == [*range(8), 1, 6, 6, 6]
         wanted = np.array([[1, 6], [0, -1], [6, 1]])
         assert (each.expert[each.spread(wanted)][wanted >= 0] == wanted[wanted >= 0]).all()
@@ -41,9 +44,11 @@ def test_copies_go_to_other_nodes_and_tokens_to_the_nearest():
 
 
 def test_far_tokens_fill_up_who_has_least():
-    """One node of four: ranks 1 and 3 have no copy, and give to ranks 0 and 2 so that both come to the same."""
+    """One node of four: ranks 1 and 3 have no copy, and give to ranks 0 and 2 so that both come to
+    the same."""
     one = Nodes.of(((0, 1, 2, 3),), 4)
-    load = [40, 12, 0, 20]  # of experts 0, 1, 2, 3: rank 0 has its own 10 of expert 0, and rank 2 would have 10
+    # of experts 0, 1, 2, 3: rank 0 has its own 10 of expert 0, and rank 2 would have 10
+    load = [40, 12, 0, 20]
     every = [ExpertCopies(Placement([0, 0, 2, 3], 4), one, rank, {0: 2}, load) for rank in range(4)]
     holders = every[0].holders[0]
     assert holders == (0, 1)  # rank 1 had nothing to do
@@ -65,11 +70,17 @@ def zipf(seed, tokens=256, experts=16, k=2):
 
 
 def test_a_zipf_routing_is_more_even_with_copies():
-    """Counted: the fullest of 8 ranks has over 3 times the mean, and with 8 copies, made of that load, less than half of it."""
+    """Counted: the fullest of 8 ranks has over 3 times the mean, and with 8 copies, made of that
+    load, less than half of it."""
     batch = Batch(8, 16, 2, seed=4)
     batch.topk = [torch.from_numpy(np.stack(zipf(rank))) for rank in range(8)]
-    batch.tokens, batch.gates = [torch.randn(256, 24) for _ in range(8)], [torch.rand(256, 2) for _ in range(8)]
-    exchanges = [commpress.ExpertExchange(16, topology="2x4", transport=t) for t in Loopback(8).transports()]
+    batch.tokens, batch.gates = (
+        [torch.randn(256, 24) for _ in range(8)],
+        [torch.rand(256, 2) for _ in range(8)],
+    )
+    exchanges = [
+        commpress.ExpertExchange(16, topology="2x4", transport=t) for t in Loopback(8).transports()
+    ]
 
     def fullest():
         before = [e.counters.received for e in exchanges]
@@ -79,8 +90,16 @@ def test_a_zipf_routing_is_more_even_with_copies():
         return max(received) * 8 / sum(received)
 
     alone = fullest()
-    load = [int(sum(e.counters.since[e.counters.experts == i].sum() for e in exchanges)) for i in range(16)]
-    assert load == np.bincount(np.concatenate([t.numpy().ravel() for t in batch.topk]), minlength=16).tolist()
+    load = [
+        int(sum(e.counters.since[e.counters.experts == i].sum() for e in exchanges))
+        for i in range(16)
+    ]
+    assert (
+        load
+        == np.bincount(
+            np.concatenate([t.numpy().ravel() for t in batch.topk]), minlength=16
+        ).tolist()
+    )
     for exchange in exchanges:
         exchange.copy_experts(hottest(load, 8, 8), load)
         assert not exchange.counters.since.any()
@@ -94,7 +113,8 @@ def test_a_zipf_routing_is_more_even_with_copies():
 @pytest.mark.parametrize("topology", [None, "2x2", "1,3"])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_identity_experts_with_copies(topology, k):
-    """With one or two choices no bit changes; with more, those of a rank come first, and copies are of their ranks."""
+    """With one or two choices no bit changes; with more, those of a rank come first, and copies are
+    of their ranks."""
     batch, copies, ones = Batch(4, 8, k, seed=k), {0: 3, 3: 2, 7: 4}, torch.ones(8 + 6)
     with_copies, exchanges = simulated(batch, ones, topology=topology, copies=copies)
     without, _ = simulated(batch, ones, topology=topology)
@@ -102,16 +122,23 @@ def test_identity_experts_with_copies(topology, k):
         assert same(with_copies, without)
     nodes = exchanges[0].carrier.nodes.members
     spread = Batch(4, 8, k, seed=k)
-    spread.topk = [torch.from_numpy(e.copies.spread(t.numpy())) for e, t in zip(exchanges, batch.topk, strict=True)]
+    spread.topk = [
+        torch.from_numpy(e.copies.spread(t.numpy()))
+        for e, t in zip(exchanges, batch.topk, strict=True)
+    ]
     assert same(with_copies, walked(spread, ones, nodes, exchanges[0].placement.owner.tolist()))
-    assert sum(e.counters.received for e in exchanges) == sum(int((t >= 0).sum()) for t in batch.topk)
+    assert sum(e.counters.received for e in exchanges) == sum(
+        int((t >= 0).sum()) for t in batch.topk
+    )
 
 
 class Listed(Net):
     def __init__(self):
         super().__init__()
         torch.manual_seed(5)
-        self.experts = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(5))
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(5)
+        )
 
     def forward(self, x):
         hidden = self.inner(x)
@@ -139,7 +166,9 @@ def trained(kind, optimizer, copies, options):
     norms = []
     for step in range(20):
         for part in (0, 1):  # micro-batches, the second of tokens that few have
-            ddp(batch_of(dist.get_rank(), 2 * step + part)[: 9 - 8 * part]).square().mean().backward()
+            ddp(
+                batch_of(dist.get_rank(), 2 * step + part)[: 9 - 8 * part]
+            ).square().mean().backward()
         if optimizer != "onebit":
             norms.append(float(commpress.moe.clip_grad_norm_(model.parameters(), 0.05)))
         made.step()
@@ -150,25 +179,35 @@ def trained(kind, optimizer, copies, options):
     own = layer.copied.home_weights(layer.experts, layer.own)
     seen = layer.copied.fetch(torch.zeros(0, 6), layer.experts, layer.own)[1].weights
     return (
-        {name: p.detach().numpy() for name, p in model.named_parameters()}, norms,
+        {name: p.detach().numpy() for name, p in model.named_parameters()},
+        norms,
         {e: w.detach().numpy() for e, w in own.items()},
-        {e: w.detach().numpy() for e, w in seen.items()}, sorted(layer.state_dict()),
-    )  # fmt: skip
+        {e: w.detach().numpy() for e, w in seen.items()},
+        sorted(layer.state_dict()),
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "options"),
-    [("batched", "momentum", {}), ("list", "adamw", {"chunks": 2}), ("batched", "onebit", {"separate": True}),
-     seldom("batched", "adamw", {"topology": "2,1"})], ids=str,
-)  # fmt: skip
+    [
+        ("batched", "momentum", {}),
+        ("list", "adamw", {"chunks": 2}),
+        ("batched", "onebit", {"separate": True}),
+        seldom("batched", "adamw", {"topology": "2,1"}),
+    ],
+    ids=str,
+)
 def test_copies_train_as_one_and_stay_equal(pool, kind, optimizer, options):
-    """20 steps of three ranks, clipped, with other copies from the tenth on; sums in another order make the difference."""
+    """20 steps of three ranks, clipped, with other copies from the tenth on; sums in another order
+    make the difference."""
     ours = pool.run(trained, kind, optimizer, {0: 3, 2: 2}, options, size=3)
     plain = pool.run(trained, kind, optimizer, None, options, size=3)
     homes = {e: weights for _, _, own, *_ in ours for e, weights in own.items()}
     assert sorted(homes) == list(range(5))
     assert sum(len(seen) for *_, seen, _ in ours) == 3
-    for (weights, norms, _, seen, state), (others, expected, _, _, names) in zip(ours, plain, strict=True):
+    for (weights, norms, _, seen, state), (others, expected, _, _, names) in zip(
+        ours, plain, strict=True
+    ):
         assert state == names
         np.testing.assert_allclose(norms, expected, rtol=1e-4)
         assert weights.keys() == others.keys()
@@ -183,9 +222,13 @@ def islands():
     torch.set_num_threads(1)
     rank, (inside, across) = dist.get_rank(), two_islands()
     model = Net()
-    layers = commpress.moe.parallelise(model, process_group=inside, replicas=across, copies={0: 2, 4: 2})
+    layers = commpress.moe.parallelise(
+        model, process_group=inside, replicas=across, copies={0: 2, 4: 2}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    plain(optimizer, [rank], model=DistributedDataParallel(model), clip=commpress.moe.clip_grad_norm_)
+    plain(
+        optimizer, [rank], model=DistributedDataParallel(model), clip=commpress.moe.clip_grad_norm_
+    )
     return layers[0].own, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
@@ -193,10 +236,18 @@ def test_copies_among_ranks_that_hold_the_same_experts_elsewhere(pool):
     twin = Net()
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3)
     plain(optimizer, range(4), model=twin, clip=torch.nn.utils.clip_grad_norm_)
-    expected = {name.replace("experts.", "experts.experts."): p.detach().numpy() for name, p in twin.named_parameters()}
+    expected = {
+        name.replace("experts.", "experts.experts."): p.detach().numpy()
+        for name, p in twin.named_parameters()
+    }
     for own, parameters in pool.run(islands, size=4):
         for name, ours in parameters.items():
-            np.testing.assert_allclose(ours, expected[name][own] if "experts" in name else expected[name], rtol=0, atol=2e-5)
+            np.testing.assert_allclose(
+                ours,
+                expected[name][own] if "experts" in name else expected[name],
+                rtol=0,
+                atol=2e-5,
+            )
 
 
 def test_an_expert_without_tokens_has_no_gradient_whether_or_not_it_has_copies(pool):
@@ -207,18 +258,27 @@ def test_an_expert_without_tokens_has_no_gradient_whether_or_not_it_has_copies(p
 def untouched():
     rank = dist.get_rank()
     torch.manual_seed(1)
-    layer = commpress.moe.Experts([torch.nn.Linear(6, 6) for _ in range(5)], placement=[0, 0, 1, 1, 2], copies={0: 3, 2: 2})
+    layer = commpress.moe.Experts(
+        [torch.nn.Linear(6, 6) for _ in range(5)], placement=[0, 0, 1, 1, 2], copies={0: 3, 2: 2}
+    )
     tokens = torch.randn(4, 6)
     chosen = torch.tensor([[0, 4]] * 4) if rank else torch.full((4, 2), 4)
     layer(tokens, chosen, torch.ones(4, 2)).sum().backward()
-    return [(e, m.weight.grad is not None) for e, m in zip(layer.own, layer.experts.children(), strict=True)]
+    return [
+        (e, m.weight.grad is not None)
+        for e, m in zip(layer.own, layer.experts.children(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
     ("copies", "says"),
-    [({9: 2}, "expert 9 on 2 ranks, expected experts 0 to 4"), ({0: 2}, "expert 0 on 2 ranks, expected .* on 1 to 1 ranks"),
-     ({0: 0}, "on 0 ranks"), ({"a": 1}, "expert 'a'")],
-)  # fmt: skip
+    [
+        ({9: 2}, "expert 9 on 2 ranks, expected experts 0 to 4"),
+        ({0: 2}, "expert 0 on 2 ranks, expected .* on 1 to 1 ranks"),
+        ({0: 0}, "on 0 ranks"),
+        ({"a": 1}, "expert 'a'"),
+    ],
+)
 def test_mistakes_are_refused(copies, says):
     with pytest.raises(InvalidArgument, match=says):
         commpress.moe.Experts(Batched(5), transport=Loopback(1).transport(0), copies=copies)
@@ -231,8 +291,12 @@ def test_what_cannot_have_copies_is_refused(tmp_path):
     for experts, options, says in [
         (Batched(4), {"store": store, "resident": 2}, "copies are given beside a store"),
         ([torch.nn.Linear(6, 6), mixed], {}, r"parameters of .*bfloat16.*, expected one type"),
-        ([torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)) for _ in range(2)], {}, "no buffers"),
-    ]:  # fmt: skip
+        (
+            [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)) for _ in range(2)],
+            {},
+            "no buffers",
+        ),
+    ]:
         with pytest.raises(InvalidArgument, match=says):
             commpress.moe.Experts(experts, transport=transport, copies={0: 2}, **options)
     with pytest.raises(InvalidArgument, match=r"load is .*, expected the choices of each of the 5"):
@@ -246,7 +310,10 @@ def sampled(tokens, dropped=0):
     """Three samples of a rank that has experts ``tokens``."""
     each = [{f"layer 0/{e}": float(n * step) for e, n in tokens.items()} for step in (1, 2, 3)]
     fixed = {"expert_choices": 100, "expert_dropped": dropped}
-    return [StepMetrics(5 * i, 5, 0.1, expert_tokens=tokens, **fixed) for i, tokens in enumerate(each, 1)]
+    return [
+        StepMetrics(5 * i, 5, 0.1, expert_tokens=tokens, **fixed)
+        for i, tokens in enumerate(each, 1)
+    ]
 
 
 def test_a_picture_of_load_has_every_expert_once(tmp_path):
@@ -254,7 +321,8 @@ def test_a_picture_of_load_has_every_expert_once(tmp_path):
     ranks = [sampled({0: 10, 10: 3}), sampled({2: 4, 0: 6}, dropped=25)]
     names, table = expert_table(ranks)
     assert names == ["layer 0/0", "layer 0/2", "layer 0/10"]
-    assert table.tolist() == [[16, 32, 48], [4, 8, 12], [3, 6, 9]]  # a copy's tokens are its expert's
+    # a copy's tokens are its expert's
+    assert table.tolist() == [[16, 32, 48], [4, 8, 12], [3, 6, 9]]
     draw(str(tmp_path / "load.svg"), ranks)
     drawn = (tmp_path / "load.svg").read_text()
     for text in ("fullest", "rank 1", "layer 0/10", "of all choices, %"):

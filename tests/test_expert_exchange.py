@@ -1,4 +1,5 @@
-"""AllToAll under autograd: gradients are the exchange with splits exchanged, exact and compressed."""
+"""AllToAll under autograd: gradients are the exchange with splits exchanged, exact and
+compressed."""
 
 import threading
 
@@ -21,7 +22,9 @@ def forward_and_backward(counts, codec, gradient_codec, nodes, tell):
     exchange = commpress.AllToAll(codec, gradient_codec=gradient_codec, nodes=nodes)
     rank = dist.get_rank()
     rows = rows_of(counts, rank, 24).requires_grad_()
-    splits = (counts[:, rank].tolist(), counts[rank].tolist()) if tell else (None, counts[rank].tolist())
+    splits = (
+        (counts[:, rank].tolist(), counts[rank].tolist()) if tell else (None, counts[rank].tolist())
+    )
     out = exchange(rows, *splits)
     gradient = rows_of(counts.T, rank, 24) * 2
     out.backward(gradient)
@@ -29,21 +32,28 @@ def forward_and_backward(counts, codec, gradient_codec, nodes, tell):
 
 
 @pytest.mark.parametrize("nodes", [None, NODES], ids=["flat", "nodes"])
-@pytest.mark.parametrize(("codec", "gradient_codec"), [("none", None), ("fp8", None), ("bf16", "int8")])
+@pytest.mark.parametrize(
+    ("codec", "gradient_codec"), [("none", None), ("fp8", None), ("bf16", "int8")]
+)
 @pytest.mark.parametrize("tell", [True, False], ids=["both splits", "own splits"])
 def test_the_gradient_travels_back(pool, nodes, codec, gradient_codec, tell):
     counts = splits_of(3, 4, top=40)
-    way, back = simulated(counts, 24, Way(), codec), simulated(counts.T, 24, Way(), gradient_codec or codec)
+    way, back = (
+        simulated(counts, 24, Way(), codec),
+        simulated(counts.T, 24, Way(), gradient_codec or codec),
+    )
     results = pool.run(forward_and_backward, counts, codec, gradient_codec, nodes, tell, size=3)
     for rank, (out, gradient) in enumerate(results):
         assert torch.equal(bits(out), bits(way[rank]))
-        assert torch.equal(bits(gradient), bits(2 * back[rank]))  # a power of two goes through every codec
+        # a power of two goes through every codec
+        assert torch.equal(bits(gradient), bits(2 * back[rank]))
         if codec == "none":
             assert torch.equal(out, expected(counts, rank, 24))
 
 
 def like_torchs_own(counts):
-    """A layer of experts trained through AllToAll and through torch's functional all-to-all: the same gradients."""
+    """A layer of experts trained through AllToAll and through torch's functional all-to-all: the
+    same gradients."""
     rank = dist.get_rank()
     ins, outs = counts[rank].tolist(), counts[:, rank].tolist()
     exchange = commpress.AllToAll()
@@ -55,10 +65,17 @@ def like_torchs_own(counts):
         if ours:
             back = exchange(expert(exchange(tokens, outs, ins)), ins, outs)
         else:
-            there = all_to_all_single(torch.empty(sum(outs), 8), tokens.contiguous(), outs, ins, dist.group.WORLD)
-            back = all_to_all_single(torch.empty(sum(ins), 8), expert(there), ins, outs, dist.group.WORLD)
+            there = all_to_all_single(
+                torch.empty(sum(outs), 8), tokens.contiguous(), outs, ins, dist.group.WORLD
+            )
+            back = all_to_all_single(
+                torch.empty(sum(ins), 8), expert(there), ins, outs, dist.group.WORLD
+            )
         back.square().sum().backward()
-        found.append([p.grad.numpy() for p in [*router.parameters(), *expert.parameters()]] + [back.detach().numpy()])
+        found.append(
+            [p.grad.numpy() for p in [*router.parameters(), *expert.parameters()]]
+            + [back.detach().numpy()]
+        )
     return found
 
 
@@ -66,13 +83,17 @@ def test_exact_gradients_equal_those_of_torch(pool):
     counts = splits_of(3, 8, top=9) + 1
     for ours, torchs in pool.run(like_torchs_own, counts, size=3):
         for a, b in zip(ours, torchs, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # matrix products round by where their rows lie
+            # matrix products round by where their rows lie
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def identity_experts(codec):
-    """dispatch ∘ combine with identity experts is the input, up to two roundings of the codec; several under way."""
+    """dispatch ∘ combine with identity experts is the input, up to two roundings of the codec;
+    several under way."""
     exchange = commpress.AllToAll(codec)
-    rows = torch.randn(12, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    rows = torch.randn(
+        12, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(dist.get_rank())
+    )
     errors = []
     for _ in range(3):
         back = exchange(exchange(rows))
@@ -80,21 +101,27 @@ def identity_experts(codec):
     return errors, exchange.transport.sent_bytes
 
 
-@pytest.mark.parametrize(("codec", "most"), [("none", 0), ("bf16", 0), ("int8", 0.02), ("fp8", 0.06)])
+@pytest.mark.parametrize(
+    ("codec", "most"), [("none", 0), ("bf16", 0), ("int8", 0.02), ("fp8", 0.06)]
+)
 def test_there_and_back(pool, codec, most):
     for errors, sent in pool.run(identity_experts, codec):
         assert all(e <= most for e in errors)
         assert (max(errors) > 0) == (most > 0)
-        assert sent == 6 * (64 + (6 * 16 * 2 if most == 0 else 6 * 16 + 8))  # 4 of scale, 4 up to a multiple of 8
+        # 4 of scale, 4 up to a multiple of 8
+        assert sent == 6 * (64 + (6 * 16 * 2 if most == 0 else 6 * 16 + 8))
 
 
 def backward_in_another_order():
-    """Rank 1 takes the two backward passes the other way round: each has the number its forward reserved."""
+    """Rank 1 takes the two backward passes the other way round: each has the number its forward
+    reserved."""
     exchange = commpress.AllToAll("int8")
     inputs = [torch.full((4, 8), float(2**i)).requires_grad_() for i in range(2)]
     outs = [exchange(x) for x in inputs]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
-    threads = [threading.Thread(target=lambda i=i: (outs[i] * (i + 1)).sum().backward()) for i in order]
+    threads = [
+        threading.Thread(target=lambda i=i: (outs[i] * (i + 1)).sum().backward()) for i in order
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -134,7 +161,12 @@ def refused():
 
 
 def test_mistakes_are_refused_before_anything_is_sent(pool):
-    says = ["cannot share evenly", "inp has dtype torch.float64", r"splits of inp are \[3, 3\]", "did you mean 'int8'"]
+    says = [
+        "cannot share evenly",
+        "inp has dtype torch.float64",
+        r"splits of inp are \[3, 3\]",
+        "did you mean 'int8'",
+    ]
     for errors in pool.run(refused):
         for error, text in zip(errors, says, strict=True):
             with pytest.raises(InvalidArgument, match=text):

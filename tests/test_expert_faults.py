@@ -1,4 +1,5 @@
-"""Mistakes and faults of who calls a dispatch, of what travels, of ranks: named, and by all ranks alike."""
+"""Mistakes and faults of who calls a dispatch, of what travels, of ranks: named, and by all ranks
+alike."""
 
 import os
 from datetime import timedelta
@@ -22,10 +23,15 @@ def test_all_to_one_expert_and_no_tokens_at_all(topology):
     found, _ = simulated(batch, torch.full((8,), 3.0), topology=topology)
     assert same(found, [3 * g[:, :1] * t for g, t in zip(batch.gates, batch.tokens, strict=True)])
     empty = Batch(4, 8, 2, 1)
-    empty.topk, empty.gates = ([torch.zeros(0, 2, dtype=d)] * 4 for d in (torch.int64, torch.float32))
+    empty.topk, empty.gates = (
+        [torch.zeros(0, 2, dtype=d)] * 4 for d in (torch.int64, torch.float32)
+    )
     empty.tokens = [torch.zeros(0, 24)] * 4
     for layout in LAYOUTS:
-        assert [tuple(t.shape) for t in simulated(empty, torch.ones(8), topology=topology, layout=layout)[0]] == [(0, 24)] * 4
+        assert [
+            tuple(t.shape)
+            for t in simulated(empty, torch.ones(8), topology=topology, layout=layout)[0]
+        ] == [(0, 24)] * 4
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "fp8", "int4", "bf16"])
@@ -40,14 +46,22 @@ def test_a_nan_spoils_its_token_and_no_other(codec):
             assert torch.isnan(b[t]).any() if (rank, t) == (2, 4) else torch.equal(a[t], b[t])
 
 
-@pytest.mark.parametrize("change", [
-    {"codec": "int8"}, {"topology": "2,1"}, {"placement": [0, 0, 0, 1, 1, 2]}, {"deduplicate": False, "topology": "0 1|2"},
-], ids=["codec", "topology", "placement", "deduplicate"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": "int8"},
+        {"topology": "2,1"},
+        {"placement": [0, 0, 0, 1, 1, 2]},
+        {"deduplicate": False, "topology": "0 1|2"},
+    ],
+    ids=["codec", "topology", "placement", "deduplicate"],
+)
 def test_a_rank_with_other_options_is_named_before_anything_is_sent(change):
     batch = Batch(3, 6, 2, 1)
     base = {"topology": "0 1|2"} if "deduplicate" in change else {}
     exchanges = [
-        commpress.ExpertExchange(6, transport=t, **(base | (change if t.rank == 2 else {}))) for t in Loopback(3).transports()
+        commpress.ExpertExchange(6, transport=t, **(base | (change if t.rank == 2 else {})))
+        for t in Loopback(3).transports()
     ]
     with pytest.raises(Mismatch) as error:
         simulate([through(e, batch, torch.ones(6)) for e in exchanges])
@@ -68,16 +82,23 @@ def test_a_rank_that_sends_other_than_it_said_is_named():
             hop = plan.routes.inside
             sent = (hop.sent[0] - 1, *hop.sent[1:])
             object.__setattr__(plan.routes, "inside", hop._replace(pick=hop.pick[1:], sent=sent))
-        yield from exchange.out_steps(plan, batch.tokens[rank], None, plan.rows.count, exchange.codec, exchange.channel.take())
+        yield from exchange.out_steps(
+            plan, batch.tokens[rank], None, plan.rows.count, exchange.codec, exchange.channel.take()
+        )
 
     with pytest.raises(Mismatch, match=r"rank 0 expected rank 1 to send") as error:
         simulate([steps(e) for e in exchanges])
     assert error.value.ranks == (1,)
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ((slice(2, 4), 5), r"of rank 1 for experts \[5, 5\], none of"), ((slice(0, 1), 2), "of rank 2 for experts"),
-], ids=["experts of another rank", "tokens of another rank"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ((slice(2, 4), 5), r"of rank 1 for experts \[5, 5\], none of"),
+        ((slice(0, 1), 2), "of rank 2 for experts"),
+    ],
+    ids=["experts of another rank", "tokens of another rank"],
+)
 def test_a_rank_that_sends_tokens_to_the_wrong_experts_is_named(change, says):
     """Rank 1's list of experts is damaged after it was counted."""
     batch = Batch(3, 6, 2, 1)
@@ -106,11 +127,17 @@ def too_little_room():
     """For rank 1 alone; afterwards both go on."""
     exchange = commpress.ExpertExchange(4)
     rank = dist.get_rank()
-    idx, gates, tokens = torch.full((6, 1), 2), torch.ones(6, 1), torch.randn(6, 8)  # an expert of rank 1
+    # an expert of rank 1
+    idx, gates, tokens = torch.full((6, 1), 2), torch.ones(6, 1), torch.randn(6, 8)
     routing = exchange.create_routing(idx)
     error = caught(exchange.dispatch, routing, tokens, gates, 10)
     rows, weights, _ = exchange.dispatch(routing, tokens, gates, 12)
-    return str(error), rows.shape[0], bool(torch.equal(exchange.combine(routing, weights[:, :1] * rows), tokens)), rank
+    return (
+        str(error),
+        rows.shape[0],
+        bool(torch.equal(exchange.combine(routing, weights[:, :1] * rows), tokens)),
+        rank,
+    )
 
 
 def test_ranks_raise_together_where_one_has_too_little_room(pool):
@@ -137,15 +164,24 @@ def test_a_rank_that_dies_in_dispatch_is_named(mortal):
         assert error.ranks == (1,)
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"num_experts": 0}, "num_experts is 0"), ({"capacity": 0}, "capacity is 0"), ({"codec": "sign"}, "codec is 'sign"),
-    ({"combine_gradient_codec": "topk-64"}, "combine_gradient_codec is 'topk"), ({"pad": 0}, "pad 0"),
-    ({"placement": [0, 1]}, "placement names 2 experts"), ({"placement": [0] * 3 + [9]}, "expected for each expert the rank"),
-    ({"topology": "3x2"}, "expected every rank from 0 to 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"capacity": 0}, "capacity is 0"),
+        ({"codec": "sign"}, "codec is 'sign"),
+        ({"combine_gradient_codec": "topk-64"}, "combine_gradient_codec is 'topk"),
+        ({"pad": 0}, "pad 0"),
+        ({"placement": [0, 1]}, "placement names 2 experts"),
+        ({"placement": [0] * 3 + [9]}, "expected for each expert the rank"),
+        ({"topology": "3x2"}, "expected every rank from 0 to 0"),
+    ],
+)
 def test_mistakes_are_refused_at_construction(options, says):
     with pytest.raises(InvalidArgument, match=says):
-        commpress.ExpertExchange(**{"num_experts": 4, "transport": Loopback(1).transport(0)} | options)
+        commpress.ExpertExchange(
+            **{"num_experts": 4, "transport": Loopback(1).transport(0)} | options
+        )
 
 
 def test_mistakes_are_refused_before_anything_is_sent():

@@ -1,4 +1,5 @@
-"""Experts in a store: the bits of experts in memory, as few bytes as Belady's rule moves, none of experts without tokens."""
+"""Experts in a store: the bits of experts in memory, as few bytes as Belady's rule moves, none of
+experts without tokens."""
 
 import copy
 import itertools
@@ -21,12 +22,27 @@ import sources
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.experts.tier_plan import TierPlan
-from tier_layers import BLOCK, OPTIONS, WIDTH, Expert, Net, in_memory, loss_of, open_store, tiered, train
+from tier_layers import (
+    BLOCK,
+    OPTIONS,
+    WIDTH,
+    Expert,
+    Net,
+    in_memory,
+    loss_of,
+    open_store,
+    tiered,
+    train,
+)
 from variants import every_second
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NEEDS = {"forward": ("values",), "backward": ("values", "gradient"), "update": ("values", "gradient", "exp_avg", "exp_avg_sq")}
+NEEDS = {
+    "forward": ("values",),
+    "backward": ("values", "gradient"),
+    "update": ("values", "gradient", "exp_avg", "exp_avg_sq"),
+}
 CHANGES = {"forward": (), "backward": ("gradient",), "update": ("values", "exp_avg", "exp_avg_sq")}
 
 
@@ -34,7 +50,8 @@ CHANGES = {"forward": (), "backward": ("gradient",), "update": ("values", "exp_a
 
 
 def belady(turns, capacity):
-    """Blocks read and written by who knows all turns, (kind, expert), and lets that leave which is needed last."""
+    """Blocks read and written by who knows all turns, (kind, expert), and lets that leave which is
+    needed last."""
     needs = [[(expert, key) for key in NEEDS[kind]] for kind, expert in turns]
     uses = {}
     for at, blocks in enumerate(needs):
@@ -72,9 +89,11 @@ class Walk:
 
     def __init__(self, capacity, experts):
         self.plan = TierPlan(
-            capacity, lambda kind, e: [(e, key) for key in NEEDS[kind]],
-            lambda kind, e: [(e, "gradient")] if kind == "update" else [], lambda block: 1,
-        )  # fmt: skip
+            capacity,
+            lambda kind, e: [(e, key) for key in NEEDS[kind]],
+            lambda kind, e: [(e, "gradient")] if kind == "update" else [],
+            lambda block: 1,
+        )
         self.plan.stored |= {(e, "values") for e in range(experts)}
         self.memory, self.changed, self.turns, self.read, self.written = set(), set(), [], 0, 0
 
@@ -176,7 +195,9 @@ def test_the_least_frequent_leaves_where_nothing_is_known():
         walk.plan.phase("forward", 0, experts, differentiable=False)
         walk.move(walk.plan.begin("forward", experts[0]))
         walk.plan.end("forward", experts[0])
-    assert {expert for expert, _ in walk.memory} == {0, 2, 3, 4} or {expert for expert, _ in walk.memory} == {0, 1, 3, 4}
+    assert {expert for expert, _ in walk.memory} == {0, 2, 3, 4} or {
+        expert for expert, _ in walk.memory
+    } == {0, 1, 3, 4}
     assert (0, "values") in walk.memory
 
 
@@ -195,21 +216,30 @@ def same_state(ours, twin):
 
 
 WAYS = {
-    "two": {}, "one": {"resident": 1, "host": "160KiB"}, "nothing ahead": {"prefetch": False}, "all": {"resident": 12},
-    "clipped": {"clip": 0.05}, "chunks": {"chunks": 2}, "remembered": {"remember": False}, "reentrant": {"remember": True},
+    "two": {},
+    "one": {"resident": 1, "host": "160KiB"},
+    "nothing ahead": {"prefetch": False},
+    "all": {"resident": 12},
+    "clipped": {"clip": 0.05},
+    "chunks": {"chunks": 2},
+    "remembered": {"remember": False},
+    "reentrant": {"remember": True},
     "momentum": {"optimizer": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", every_second(WAYS))
 def test_the_bits_of_experts_in_memory(tmp_path, way):
     """Over five steps of two micro-batches: losses, weights, moments and numbers of steps.
 
-    With chunks of one: a plain parameter's gradient is what its two chunks give together, added to what was there.
+    With chunks of one: a plain parameter's gradient is what its two chunks give together, added to
+    what was there.
     """
     clip = WAYS[way].get("clip")
     net, optimizer, store = tiered(tmp_path / "store", **WAYS[way])
-    more = {k: v for k, v in WAYS[way].items() if k in ("remember", "chunks", "optimizer", "options")}
+    more = {
+        k: v for k, v in WAYS[way].items() if k in ("remember", "chunks", "optimizer", "options")
+    }
     other, twin = in_memory(**more)
     parts = 1 if way == "chunks" else 2
     assert train(net, optimizer, 0, 5, parts) == train(other, twin, 0, 5, parts, clip=clip)
@@ -223,7 +253,8 @@ def test_the_bits_of_experts_in_memory(tmp_path, way):
 
 @pytest.mark.parametrize("trace", [everybody, zipf])
 def test_bytes_moved_by_a_store_are_those_of_the_plan(tmp_path, trace):
-    """64 experts, 8 in memory: what the store has read and written, against Belady's rule on the turns there were."""
+    """64 experts, 8 in memory: what the store has read and written, against Belady's rule on the
+    turns there were."""
     net, optimizer, store = tiered(tmp_path / "store", resident=8, experts=64, layers=1)
     tiers, turns = optimizer.tiers, []
     begin = tiers.begin
@@ -243,13 +274,19 @@ def test_bytes_moved_by_a_store_are_those_of_the_plan(tmp_path, trace):
 
 
 def test_experts_without_tokens_move_no_byte_and_stay_as_they_are(tmp_path):
-    net, optimizer, store = tiered(tmp_path / "store", resident=1, host="160KiB", experts=8, layers=1)
+    net, optimizer, store = tiered(
+        tmp_path / "store", resident=1, host="160KiB", experts=8, layers=1
+    )
     start, wear = copy.deepcopy(net.state_dict()), Counter()
     optimizer.tiers.forget_places()
     store.evict([n for n in store if n.startswith("experts/") and "meta" not in n]).wait()
     read = store._residency.disk.read
     names = {id(block): list(block.entries) for block in store._catalog.blocks.values()}
-    places = {chunk.extent: names[id(block)] for block in store._catalog.blocks.values() for chunk in block.chunks}
+    places = {
+        chunk.extent: names[id(block)]
+        for block in store._catalog.blocks.values()
+        for chunk in block.chunks
+    }
 
     def counted(chunks, *rest):
         wear.update(name for chunk in chunks for name in places.get(chunk.extent, ["later"]))
@@ -257,11 +294,17 @@ def test_experts_without_tokens_move_no_byte_and_stay_as_they_are(tmp_path):
 
     store._residency.disk.read = counted
     for _ in range(3):
-        net.layers[0](torch.randn(4, WIDTH), torch.tensor([[2], [5], [2], [5]]), torch.ones(4, 1)).square().sum().backward()
+        net.layers[0](
+            torch.randn(4, WIDTH), torch.tensor([[2], [5], [2], [5]]), torch.ones(4, 1)
+        ).square().sum().backward()
         optimizer.step()
     values = {group.stored[0].name: group.number for group in optimizer.tiers.groups}
     assert {values[name] for name in wear if name in values} == {2, 5}
-    changed = {re.search(r"experts\.(\d+)\.", n)[1] for n, v in net.state_dict().items() if not torch.equal(v, start[n])}
+    changed = {
+        re.search(r"experts\.(\d+)\.", n)[1]
+        for n, v in net.state_dict().items()
+        if not torch.equal(v, start[n])
+    }
     assert changed == {"2", "5"}
     assert len(optimizer.state_dict()["state"]) == 2 * 4
     store.close()
@@ -282,8 +325,13 @@ def test_a_run_goes_on_from_its_last_commit(tmp_path):
     assert train(net, optimizer, 3, 5) == train(other, twin, 3, 5)
     same_state(optimizer.state_dict(), twin.state_dict())
     store.close()
-    with open_store(tmp_path / "store") as store, pytest.raises(StateMismatch, match="other experts under prefix 'experts'"):
-        commpress.moe.Experts([torch.nn.Linear(WIDTH, WIDTH)], store=store, transport=Loopback(1).transport(0))
+    with (
+        open_store(tmp_path / "store") as store,
+        pytest.raises(StateMismatch, match="other experts under prefix 'experts'"),
+    ):
+        commpress.moe.Experts(
+            [torch.nn.Linear(WIDTH, WIDTH)], store=store, transport=Loopback(1).transport(0)
+        )
     with open_store(tmp_path / "store") as store:
         net = Net(store=commpress.moe.ExpertTiers(store, 2))
         with pytest.raises(StateMismatch, match="another optimizer"):
@@ -365,14 +413,19 @@ def divided(folder, kind):
         torch.manual_seed(1)
         listed = [Expert() for _ in range(5)]
         where = {"store": open_store(f"{folder}/{rank}"), "resident": 1} if tiers else {}
-        layer = commpress.moe.Experts(listed, placement=[0, 0, 1, 1, 2], chunks=2 if kind == "chunks" else 1, **where)
+        layer = commpress.moe.Experts(
+            listed, placement=[0, 0, 1, 1, 2], chunks=2 if kind == "chunks" else 1, **where
+        )
         if tiers:
-            optimizer = commpress.moe.ExpertOptimizer(layer.parameters(), torch.optim.AdamW, max_grad_norm=1e9, **OPTIONS)
+            optimizer = commpress.moe.ExpertOptimizer(
+                layer.parameters(), torch.optim.AdamW, max_grad_norm=1e9, **OPTIONS
+            )
         else:
             optimizer = torch.optim.AdamW(layer.parameters(), **OPTIONS)
         for step in range(3):
             draw = torch.Generator().manual_seed(10 * rank + step)
-            chosen = torch.tensor([0, 1, 4])[torch.rand(7, 3, generator=draw).topk(2).indices]  # nobody comes to rank 1
+            # nobody comes to rank 1
+            chosen = torch.tensor([0, 1, 4])[torch.rand(7, 3, generator=draw).topk(2).indices]
             rows = torch.randn(7, WIDTH, generator=draw).requires_grad_()
             layer(rows, chosen, torch.rand(7, 2, generator=draw)).square().sum().backward()
             optimizer.step()
@@ -385,7 +438,8 @@ def divided(folder, kind):
 
 @pytest.mark.parametrize("kind", ["whole", "chunks"])
 def test_each_rank_has_a_store_of_its_own(pool, tmp_path, kind):
-    """Gradients of chunks are divided by the number of ranks before they are added, and in memory after: in the last bit."""
+    """Gradients of chunks are divided by the number of ranks before they are added, and in memory
+    after: in the last bit."""
     for ours, twin in pool.run(divided, str(tmp_path), kind, size=3):
         assert ours.keys() == twin.keys()
         for name, value in twin.items():
@@ -399,10 +453,12 @@ def test_each_rank_has_a_store_of_its_own(pool, tmp_path, kind):
 
 
 def test_peak_memory_is_that_of_the_formula():
-    """64 experts of 2 MiB, 8 in memory: host memory of the store, an expert's gradient, and what the process had before.
-    Gradients are made where those of other experts were."""
+    """64 experts of 2 MiB, 8 in memory: host memory of the store, an expert's gradient, and what
+    the process had before. Gradients are made where those of other experts were."""
     script = sources.ROOT / "tests" / "tier_memory.py"
-    said = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    ).stdout
     before, formula, peak, everything, cleared = map(float, said.split())
     assert abs(peak - (before + formula)) <= 0.05 * (before + formula)
     assert formula < everything / 6
@@ -420,21 +476,30 @@ def test_mistakes_are_refused(tmp_path):
         with pytest.raises(InvalidArgument, match="no optimizer, so their gradients would be lost"):
             loss_of(net, 0, 0).backward()
         for options, says in [
-            ({"store": store, "resident": 0}, "resident is 0"), ({"store": store}, "under prefix 'experts'"),
-            ({"store": tiers, "resident": 2}, "resident is 2 and prefetch True, but store is ExpertTiers"),
+            ({"store": store, "resident": 0}, "resident is 0"),
+            ({"store": store}, "under prefix 'experts'"),
+            (
+                {"store": tiers, "resident": 2},
+                "resident is 2 and prefetch True, but store is ExpertTiers",
+            ),
             ({"resident": 2}, "but store is NoneType"),
-        ]:  # fmt: skip
+        ]:
             with pytest.raises(InvalidArgument, match=says):
                 commpress.moe.Experts([Expert()], transport=transport, **options)
         with pytest.raises(InvalidArgument, match="experts is an iterator"):
             commpress.moe.Experts(iter([Expert()]), store=tiers)
-        exchange, other = commpress.ExpertExchange(2, transport=transport), commpress.moe.ExpertTiers(store, 1, prefix="other")
+        exchange, other = (
+            commpress.ExpertExchange(2, transport=transport),
+            commpress.moe.ExpertTiers(store, 1, prefix="other"),
+        )
         with pytest.raises(InvalidArgument, match="experts has 1 modules, exchange has 2 experts"):
             commpress.moe.Experts(iter([Expert()]), exchange, store=other)
         with pytest.raises(InvalidArgument, match="params are in a ExpertTiers"):
             commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=store, chunk_mb=0.01)
         with pytest.raises(InvalidArgument, match=r"params lack layer 0, expert 0\.up\.weight"):
-            commpress.moe.ExpertOptimizer(itertools.islice(net.parameters(), 8, None), torch.optim.AdamW)
+            commpress.moe.ExpertOptimizer(
+                itertools.islice(net.parameters(), 8, None), torch.optim.AdamW
+            )
         with pytest.raises(InvalidArgument, match="params have no experts in tiers"):
             commpress.moe.ExpertOptimizer(net.gates.parameters(), torch.optim.AdamW)
         with pytest.raises(InvalidArgument, match="a streamed model cannot be copied"):

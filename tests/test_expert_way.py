@@ -1,4 +1,5 @@
-"""Experts in plans: bytes of every link as ExpertExchange counts them, and seconds that follow from them."""
+"""Experts in plans: bytes of every link as ExpertExchange counts them, and seconds that follow from
+them."""
 
 from dataclasses import replace
 from math import comb
@@ -30,23 +31,35 @@ def layer(exchange, k):
     rank, take = exchange.channel.rank, exchange.channel.take
     draw = torch.Generator().manual_seed(rank)
     tokens = torch.randn(TOKENS, WIDTH, generator=draw)
-    chosen, gates = torch.rand(TOKENS, EXPERTS, generator=draw).topk(k).indices, torch.rand(TOKENS, k, generator=draw)
+    chosen, gates = (
+        torch.rand(TOKENS, EXPERTS, generator=draw).topk(k).indices,
+        torch.rand(TOKENS, k, generator=draw),
+    )
     plan = (yield from exchange.routing_steps(chosen, layout="expert_major")).handle
-    rows, weights = yield from exchange.out_steps(plan, tokens, gates, plan.rows.count, exchange.codec, take())
+    rows, weights = yield from exchange.out_steps(
+        plan, tokens, gates, plan.rows.count, exchange.codec, take()
+    )
     yield from exchange.back_steps(plan, rows, None, exchange.combine_codec, take())
     forward = exchange.carrier.inside_bytes, exchange.carrier.between_bytes
-    rows, _ = yield from exchange.out_steps(plan, tokens, None, plan.rows.count, exchange.gradient_codec, take())
+    rows, _ = yield from exchange.out_steps(
+        plan, tokens, None, plan.rows.count, exchange.gradient_codec, take()
+    )
     yield from exchange.back_steps(plan, rows, weights, exchange.combine_gradient_codec, take())
     return forward
 
 
-@pytest.mark.parametrize(("topology", "node"), [("2x4", "00001111"), ("4x2", "00112233"), (None, "00000000")])
+@pytest.mark.parametrize(
+    ("topology", "node"), [("2x4", "00001111"), ("4x2", "00112233"), (None, "00000000")]
+)
 @pytest.mark.parametrize(("k", "codec"), [(2, "none"), (8, "int8"), (4, "bf16")])
 def test_bytes_are_those_that_are_counted(topology, node, k, codec):
     """Within 1 % inside nodes and between them, forward and backward."""
     transports = [Recorded(t) for t in Loopback(8).transports()]
     exchanges = [
-        commpress.ExpertExchange(EXPERTS, topology=topology, transport=t, codec=codec, combine_codec=codec) for t in transports
+        commpress.ExpertExchange(
+            EXPERTS, topology=topology, transport=t, codec=codec, combine_codec=codec
+        )
+        for t in transports
     ]
     forward = np.array(simulate([layer(e, k) for e in exchanges])).sum(0)
     total = np.array([(e.carrier.inside_bytes, e.carrier.between_bytes) for e in exchanges]).sum(0)
@@ -54,7 +67,10 @@ def test_bytes_are_those_that_are_counted(topology, node, k, codec):
     way = ExpertWay(tuple(range(8)), tuple(home.tolist()), TOKENS, WIDTH, k, EXPERTS, codec)
     for hops, counted in ((way.forward, forward), (way.backward, total - forward)):
         leaves = [home[hop.source] != home[hop.sink] for hop in hops]
-        sent = [sum(float(hop.nbytes[at == apart].sum()) for hop, at in zip(hops, leaves, strict=True)) for apart in (0, 1)]
+        sent = [
+            sum(float(hop.nbytes[at == apart].sum()) for hop, at in zip(hops, leaves, strict=True))
+            for apart in (0, 1)
+        ]
         np.testing.assert_allclose(sent, counted, rtol=0.01)
     assert way.coded(COSTS) == 0 if codec == "none" else way.coded(COSTS) > 0
 
@@ -73,7 +89,9 @@ def test_a_line_between_nodes_decides_how_long_it_takes():
 
 def sparse(**more):
     blocks = (Numel(500_000, 0, 4_000_000),) * 2
-    return MeshWork(Numel(), blocks, Numel(), 64, 16, 512, 0.01, 0.02, experts_per_token=4, experts=16, **more)
+    return MeshWork(
+        Numel(), blocks, Numel(), 64, 16, 512, 0.01, 0.02, experts_per_token=4, experts=16, **more
+    )
 
 
 def test_plan_and_simulation_have_the_same_experts():
@@ -81,36 +99,87 @@ def test_plan_and_simulation_have_the_same_experts():
     cluster = Cluster(((Node(4, 1e8, inside=1e10), 2),))
     links = PairLinks.of_cluster(cluster)
     codecs = ("none", "bf16", "int8")
-    found = {each: predicted(Grid(ep=8), sparse(), links, COSTS, MeshDims(ep=each)).parts["ep"] for each in codecs}
+    found = {
+        each: predicted(Grid(ep=8), sparse(), links, COSTS, MeshDims(ep=each)).parts["ep"]
+        for each in codecs
+    }
     assert found["none"] > 1.6 * found["bf16"]
     assert found["bf16"] > 1.2 * found["int8"]
     simulated = simulate_mesh(cluster, COSTS, sparse(), Grid(dp=2, ep=4), "plain")
-    assert simulated.parts["ep"] == predicted(Grid(dp=2, ep=4), sparse(), links, COSTS).parts["ep"] > 0
+    assert (
+        simulated.parts["ep"] == predicted(Grid(dp=2, ep=4), sparse(), links, COSTS).parts["ep"] > 0
+    )
     orders = list(range(8)), [0, 4, 1, 5, 2, 6, 3, 7]
-    inside, apart = (predicted(Grid(dp=2, ep=4), sparse(), links, COSTS, order=order) for order in orders)
+    inside, apart = (
+        predicted(Grid(dp=2, ep=4), sparse(), links, COSTS, order=order) for order in orders
+    )
     assert inside.parts["ep"] < apart.parts["ep"] / 5
     step = predicted(Grid(dp=2, ep=4), sparse(), links, COSTS, MeshDims(ep="int8"))
-    assert 'parallelise(model, process_group=parts["ep"].get_group(), replicas=parts["dp"].get_group(),' in step.call
+    assert (
+        'parallelise(model, process_group=parts["ep"].get_group(), '
+        'replicas=parts["dp"].get_group(),'
+    ) in step.call
     assert 'codec="int8"' in step.call
 
 
 def test_experts_that_cannot_be_divided_are_refused():
     with pytest.raises(InvalidArgument, match="16 experts are no multiple of ep 3"):
-        predicted(Grid(ep=3), replace(sparse(), batch=3), PairLinks.of_cluster(Cluster(((Node(3, 1e8), 1),))), COSTS)
+        predicted(
+            Grid(ep=3),
+            replace(sparse(), batch=3),
+            PairLinks.of_cluster(Cluster(((Node(3, 1e8), 1),))),
+            COSTS,
+        )
     with pytest.raises(InvalidArgument, match="experts is 5, expected a multiple of the 2 ranks"):
         ExpertWay((0, 1), (0, 1), 8, 8, 2, 5)
 
 
 def test_the_commands_know_experts(capsys):
-    assert main(["simulate", "--nodes", "4x2", "--link", "1gbit,100us", "--device", "1TB/s", "--experts", "64",
-                 "--experts-per-token", "8", "--tokens", "512"]) == 0  # fmt: skip
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith(("none", "int8"))]
+    assert (
+        main(
+            [
+                "simulate",
+                "--nodes",
+                "4x2",
+                "--link",
+                "1gbit,100us",
+                "--device",
+                "1TB/s",
+                "--experts",
+                "64",
+                "--experts-per-token",
+                "8",
+                "--tokens",
+                "512",
+            ]
+        )
+        == 0
+    )
+    rows = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.strip().startswith(("none", "int8"))
+    ]
     met = 1 - comb(48, 8) / comb(64, 8)  # of a node
-    expected = 2 * 3 * 512 * met * (40 + 4 * 4096 + 2 * 32) + 2 * 3 * 5 * 64 + 2 * 6 * 80  # two ranks, three other nodes
+    # two ranks, three other nodes
+    expected = 2 * 3 * 512 * met * (40 + 4 * 4096 + 2 * 32) + 2 * 3 * 5 * 64 + 2 * 6 * 80
     assert float(rows[0][3]) == pytest.approx(expected / 1e6, rel=1e-3)
     assert float(rows[1][1]) < float(rows[0][1]) / 3
-    assert main(["simulate", "--nodes", "1x1", "--experts-per-token", "2", "--device", "1TB/s"]) == 2
-    dense = ["plan", "--mesh", "--nodes", "2x2", "--link", "1gbit,100us", "--device", "1TB/s", "--compute-ms", "300"]
+    assert (
+        main(["simulate", "--nodes", "1x1", "--experts-per-token", "2", "--device", "1TB/s"]) == 2
+    )
+    dense = [
+        "plan",
+        "--mesh",
+        "--nodes",
+        "2x2",
+        "--link",
+        "1gbit,100us",
+        "--device",
+        "1TB/s",
+        "--compute-ms",
+        "300",
+    ]
     assert main([*dense, "--parameters", "20M", "--experts", "8"]) == 2
     assert "no parameter of the model is named after experts" in capsys.readouterr().err
 
@@ -124,7 +193,9 @@ def through_lines(call):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     trained(optimizer, [dist.get_rank()], model=model, clip=commpress.moe.clip_grad_norm_)
     own = commpress.moe.experts_of(model)[0].own
-    return own, {name.removeprefix("module."): p.detach().numpy() for name, p in model.named_parameters()}
+    return own, {
+        name.removeprefix("module."): p.detach().numpy() for name, p in model.named_parameters()
+    }
 
 
 def test_the_lines_of_a_plan_train_as_one_process(pool):
@@ -132,9 +203,20 @@ def test_the_lines_of_a_plan_train_as_one_process(pool):
     call = predicted(Grid(dp=2, ep=2), replace(sparse(), experts=0), links, COSTS).call
     twin = Net()
     trained(
-        torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3), range(4), model=twin, clip=torch.nn.utils.clip_grad_norm_
+        torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3),
+        range(4),
+        model=twin,
+        clip=torch.nn.utils.clip_grad_norm_,
     )
-    expected = {name.replace("experts.", "experts.experts."): p.detach().numpy() for name, p in twin.named_parameters()}
+    expected = {
+        name.replace("experts.", "experts.experts."): p.detach().numpy()
+        for name, p in twin.named_parameters()
+    }
     for own, parameters in pool.run(through_lines, call, size=4):
         for name, ours in parameters.items():
-            np.testing.assert_allclose(ours, expected[name][own] if "experts" in name else expected[name], rtol=0, atol=2e-5)
+            np.testing.assert_allclose(
+                ours,
+                expected[name][own] if "experts" in name else expected[name],
+                rtol=0,
+                atol=2e-5,
+            )

@@ -32,12 +32,19 @@ def reduce(transport, *, codec="sign", numel=NUMEL, name="", sequence=0):
     """One message; ``name`` is what a parameter's name is to a hook."""
     message = one_message(numel, codec_named(codec), transport.size, name=name)
     steps = reduce_message(
-        torch.ones(numel), None, message=message, transport=transport, workspace=Workspace(), sequence=sequence
+        torch.ones(numel),
+        None,
+        message=message,
+        transport=transport,
+        workspace=Workspace(),
+        sequence=sequence,
     )
     return run(steps)
 
 
-def frame(size, *, operation=ALL_TO_ALL, codec="sign", numel=NUMEL, name="", sequence=0, checked=True):
+def frame(
+    size, *, operation=ALL_TO_ALL, codec="sign", numel=NUMEL, name="", sequence=0, checked=True
+):
     label = one_message(1, codec_named(codec), size, name=name).label
     return Frame(operation, size, codec_named(codec).spec, numel, sequence, label, checked=checked)
 
@@ -56,7 +63,8 @@ def caught(function, *args, **kwargs):
 
 
 def disagree(calls, way):
-    """One good exchange, then what each rank takes to be the next one; then nothing goes any more."""
+    """One good exchange, then what each rank takes to be the next one; then nothing goes any
+    more."""
     transport = transport_by(way, PATIENT)
     reduce(transport, sequence=0)
     dist.barrier()
@@ -74,9 +82,12 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize(("what", "size", "way"), few(DISAGREEMENTS, [2, 3], ["sockets", "messages"]), ids=str)
+@pytest.mark.parametrize(
+    ("what", "size", "way"), few(DISAGREEMENTS, [2, 3], ["sockets", "messages"]), ids=str
+)
 def test_disagreement_is_named_on_both_sides_at_once(pool, what, size, way):
-    """Rank 1 is the odd one out: it sees all others differ, they see only rank 1. Within a second of the last call."""
+    """Rank 1 is the odd one out: it sees all others differ, they see only rank 1. Within a second
+    of the last call."""
     ours, theirs = ({"sequence": 1, **call} for call in DISAGREEMENTS[what])
     calls = [theirs if rank == 1 else ours for rank in range(size)]
     seconds = []
@@ -153,7 +164,9 @@ def test_a_collective_that_one_rank_calls_alone_is_named(pool):
 
 def linear(width=64, **options):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)
+    )
     return DistributedDataParallel(model, **options), model
 
 
@@ -171,11 +184,14 @@ def train_with_other_codecs(options):
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"bucket_cap_mb": 0.01}], ids=str)
 def test_backward_raises_the_error_itself(pool, options):
-    """Not DDP's "Unable to cast": in the usual backward, in the first one of a static graph, with several buckets."""
+    """Not DDP's "Unable to cast": in the usual backward, in the first one of a static graph, with
+    several buckets."""
     for rank, (error,) in enumerate(pool.run(train_with_other_codecs, options, size=3)):
         assert type(error) is Mismatch, error
         assert error.ranks == ((1,) if rank != 1 else (0, 2))
-        mine, theirs = (NAMES[name].spec for name in (("sign", "int8") if rank != 1 else ("int8", "sign")))
+        mine, theirs = (
+            NAMES[name].spec for name in (("sign", "int8") if rank != 1 else ("int8", "sign"))
+        )
         assert f"rank {rank} expected all_to_all number 0 " in str(error)
         assert f"codec {mine!r}" in str(error)
         assert f"codec {theirs!r}" in str(error)
@@ -185,7 +201,8 @@ def test_backward_raises_the_error_itself(pool, options):
 
 
 def lose_a_rank(how, sequence, seconds, way):
-    """Rank 2 ends or stops itself before its operation number ``sequence``; the others say what they see."""
+    """Rank 2 ends or stops itself before its operation number ``sequence``; the others say what
+    they see."""
     timeout = timedelta(seconds=seconds)
     transport = transport_by(way, timeout)
     for i in range(sequence):
@@ -235,7 +252,8 @@ class HalfHeard:
 
 
 def stop_half_heard(seconds):
-    """Rank 2 stops when rank 1 has heard it and rank 0 has not: rank 1 goes on and comes to wait for rank 0, too."""
+    """Rank 2 stops when rank 1 has heard it and rank 0 has not: rank 1 goes on and comes to wait
+    for rank 0, too."""
     transport = TorchTransport(dist.group.WORLD, timeout=timedelta(seconds=seconds))
     reduce(transport, sequence=0)
     if dist.get_rank() == 2:
@@ -243,7 +261,12 @@ def stop_half_heard(seconds):
         message = one_message(NUMEL, NAMES["sign"], 3)
         next(
             reduce_message(
-                torch.ones(NUMEL), None, message=message, transport=transport, workspace=Workspace(), sequence=1
+                torch.ones(NUMEL),
+                None,
+                message=message,
+                transport=transport,
+                workspace=Workspace(),
+                sequence=1,
             )
         )
         time.sleep(2)
@@ -266,7 +289,9 @@ def test_whoever_gives_up_first_is_not_taken_for_dead(mortal):
 
 def test_torchs_collectives_fail_typed_when_a_rank_dies(mortal):
     """They do not tell which rank it was."""
-    first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGKILL, 2, 60, "collectives", size=3, lost=[2])
+    first, second, _ = mortal.outcomes(
+        lose_a_rank, signal.SIGKILL, 2, 60, "collectives", size=3, lost=[2]
+    )
     for error, _, _, again in (first, second):
         assert type(error) is PeerFailure, error
         assert "a collective failed: " in str(error)
@@ -274,7 +299,8 @@ def test_torchs_collectives_fail_typed_when_a_rank_dies(mortal):
 
 
 def lose_a_rank_in_backward(how, seconds):
-    """Rank 2 has reduced the bucket of its last layer with the others when it goes, and owes them the next."""
+    """Rank 2 has reduced the bucket of its last layer with the others when it goes, and owes them
+    the next."""
     ddp, model = linear(bucket_cap_mb=0.01)
     commpress.compress(ddp, min_numel=8, timeout=timedelta(seconds=seconds))
     for _ in range(3):
@@ -291,7 +317,9 @@ def lose_a_rank_in_backward(how, seconds):
     return outcome
 
 
-@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 3)], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("how", "seconds"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 3)], ids=["killed", "stopped"]
+)
 def test_backward_names_the_rank_that_went(mortal, how, seconds):
     first, second, _ = mortal.outcomes(lose_a_rank_in_backward, how, seconds, size=3, lost=[2])
     for error, start, end in (first, second):
@@ -331,7 +359,9 @@ def send_rubbish(faulty_rank, after, fault):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_damaged_payload_is_named_by_every_rank(pool, operation, size):
     after = 2 + (operation == ALL_GATHER)
-    told = f"payload of rank 1 in {frame(size, operation=operation, sequence=1).describe()} is damaged"
+    told = (
+        f"payload of rank 1 in {frame(size, operation=operation, sequence=1).describe()} is damaged"
+    )
     for outcomes in pool.run(send_rubbish, 1, after, flip, size=size):
         first, error = outcomes
         assert first == "fine"
@@ -354,16 +384,25 @@ def test_simulated_faults_are_those_of_the_wire():
     """``Faulty`` over the simulation: any test can break any rank without a process."""
     transports = Loopback(3).transports()
     transports[1] = Faulty(transports[1], after=1, fault=deface)
-    with pytest.raises(Corrupted, match=r"rank 0 expected all_gather number 0 .* rank 1 sent bytes that are no header"):
-        simulate([compressed_allreduce(torch.ones(9), codec="sign", transport=t) for t in transports])
+    with pytest.raises(
+        Corrupted,
+        match=r"rank 0 expected all_gather number 0 .* rank 1 sent bytes that are no header",
+    ):
+        simulate(
+            [compressed_allreduce(torch.ones(9), codec="sign", transport=t) for t in transports]
+        )
     transports = Loopback(3).transports()
     transports[1] = Faulty(transports[1], after=1, fault=OSError("cable"))
     with pytest.raises(OSError, match="cable"):
-        simulate([compressed_allreduce(torch.ones(9), codec="sign", transport=t) for t in transports])
+        simulate(
+            [compressed_allreduce(torch.ones(9), codec="sign", transport=t) for t in transports]
+        )
 
 
 def test_a_rank_missing_from_the_simulation_is_named():
     transports = Loopback(3).transports()
     with pytest.raises(PeerFailure, match="no message number 0 from ranks") as caught_error:
-        simulate([compressed_allreduce(torch.ones(9), codec="sign", transport=t) for t in transports[:2]])
+        simulate(
+            [compressed_allreduce(torch.ones(9), codec="sign", transport=t) for t in transports[:2]]
+        )
     assert caught_error.value.ranks == (2,)

@@ -1,4 +1,5 @@
-"""Residuals as data: they follow their parameters through other messages, checkpoints and mistakes."""
+"""Residuals as data: they follow their parameters through other messages, checkpoints and
+mistakes."""
 
 from itertools import pairwise
 
@@ -39,7 +40,12 @@ def attach(store, names, ranks=2, codec=LAZY):
 def fill(feedbacks, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for feedback in feedbacks:
-        for tensor in (feedback.sent, feedback.reduced, feedback.sent_scale, feedback.reduced_scale):
+        for tensor in (
+            feedback.sent,
+            feedback.reduced,
+            feedback.sent_scale,
+            feedback.reduced_scale,
+        ):
             if tensor is not None:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator).abs() + 0.1)
 
@@ -60,7 +66,8 @@ def assert_same(one, two):
 
 def test_settling_makes_a_lazy_residual_plain_once():
     """Row by row c − s·sgn(c); what is plain stays as it is."""
-    pieces = cut([Piece(0, 20, LAZY.kind, 0), Piece(20, 5, NAMES["sign"].kind, 2048)], 2)  # rows of 16 and 8 elements
+    # rows of 16 and 8 elements
+    pieces = cut([Piece(0, 20, LAZY.kind, 0), Piece(20, 5, NAMES["sign"].kind, 2048)], 2)
     feedback = ErrorFeedback.zeros(pieces)
     feedback.sent.copy_(torch.tensor([3.0, -3.0] * 10 + [9.0] * 5))
     feedback.sent_scale.copy_(torch.tensor([1.0, 2.0, 0.0, 0.0]))
@@ -74,7 +81,9 @@ def test_settling_makes_a_lazy_residual_plain_once():
 
 @pytest.mark.parametrize("codec", [LAZY, NAMES["sign"], NAMES["int8"]], ids=str)
 def test_shapes_follow_the_pieces(codec):
-    pieces = cut([Piece(0, 100, codec.kind, codec.block), Piece(100, 9, EXACT.kind, 0, 0, False)], 3)
+    pieces = cut(
+        [Piece(0, 100, codec.kind, codec.block), Piece(100, 9, EXACT.kind, 0, 0, False)], 3
+    )
     feedback = ErrorFeedback.zeros(pieces)
     assert feedback.sent.tolist() == [0.0] * 100
     assert feedback.reduced.numel() == width_of(100, 3) + width_of(9, 3)
@@ -95,7 +104,9 @@ def test_taking_exchanges_without_copying():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    order=st.permutations(list(NUMELS)), cuts=st.sets(st.integers(1, 5)), codec=st.sampled_from([LAZY, *NAMES.values()])
+    order=st.permutations(list(NUMELS)),
+    cuts=st.sets(st.integers(1, 5)),
+    codec=st.sampled_from([LAZY, *NAMES.values()]),
 )
 def test_regrouping_moves_every_residual_bitwise(order, cuts, codec):
     store = ResidualStore()
@@ -120,34 +131,55 @@ def test_after_regrouping_the_new_message_holds_the_residual():
     assert torch.equal(copied(store)["b", 0][0], before["b", 0][0])
 
 
-@pytest.mark.parametrize("codec", [*NAMES.values(), LAZY, SignCodec("l1", 0)], ids=lambda codec: codec.spec)
+@pytest.mark.parametrize(
+    "codec", [*NAMES.values(), LAZY, SignCodec("l1", 0)], ids=lambda codec: codec.spec
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_no_bit_depends_on_which_tensors_travel_together(codec, ranks):
-    """Twelve steps in one bucket of six tensors equal twelve steps in buckets that change on the way."""
-    layouts = [[list(NUMELS)], [["f", "a"], ["e", "d", "c", "b"]], [["d"], ["c", "b", "a"], ["e", "f"]]]
+    """Twelve steps in one bucket of six tensors equal twelve steps in buckets that change on the
+    way."""
+    layouts = [
+        [list(NUMELS)],
+        [["f", "a"], ["e", "d", "c", "b"]],
+        [["d"], ["c", "b", "a"], ["e", "f"]],
+    ]
     policy = ByName({"e": NAMES["int4"], "c": EXACT}, Same(codec))
 
     def train(layout_of_step):
-        stores, workspaces = [ResidualStore() for _ in range(ranks)], [Workspace() for _ in range(ranks)]
+        stores, workspaces = (
+            [ResidualStore() for _ in range(ranks)],
+            [Workspace() for _ in range(ranks)],
+        )
         outputs, sequence = [], 0
         for step in range(12):
             inputs = gradients(step, ranks)
             for names in layout_of_step(step):
                 plan, spans = grouped(names, policy, ranks)
                 buffers = [torch.cat([inputs[r][n] for n in names]) for r in range(ranks)]
-                feedbacks = [[stores[r].attach(m.keys, m.pieces, CPU) for m in plan] for r in range(ranks)]
-                outcomes = simulate([
-                    reduce_bucket(
-                        buffers[r], feedbacks[r], messages=plan, transport=t, workspace=workspaces[r],
-                        sequence=sequence, key=step,
-                    )
-                    for r, t in enumerate(Loopback(ranks).transports())
-                ])  # fmt: skip
+                feedbacks = [
+                    [stores[r].attach(m.keys, m.pieces, CPU) for m in plan] for r in range(ranks)
+                ]
+                outcomes = simulate(
+                    [
+                        reduce_bucket(
+                            buffers[r],
+                            feedbacks[r],
+                            messages=plan,
+                            transport=t,
+                            workspace=workspaces[r],
+                            sequence=sequence,
+                            key=step,
+                        )
+                        for r, t in enumerate(Loopback(ranks).transports())
+                    ]
+                )
                 for outcome in (o for rank in outcomes for o in rank):
                     outcome.commit()
                 sequence += len(plan)
                 outputs += [
-                    (step, s.name, r, buffers[r][s.source : s.source + s.numel]) for s in spans for r in range(ranks)
+                    (step, s.name, r, buffers[r][s.source : s.source + s.numel])
+                    for s in spans
+                    for r in range(ranks)
                 ]
         outputs.sort(key=lambda output: output[:3])
         return outputs, [copied(store) for store in stores]
@@ -161,7 +193,10 @@ def test_no_bit_depends_on_which_tensors_travel_together(codec, ranks):
 
 def gradients(step, ranks):
     generator = torch.Generator().manual_seed(step)
-    return [{name: torch.randn(numel, generator=generator) for name, numel in NUMELS.items()} for _ in range(ranks)]
+    return [
+        {name: torch.randn(numel, generator=generator) for name, numel in NUMELS.items()}
+        for _ in range(ranks)
+    ]
 
 
 def test_pieces_without_feedback_have_no_place():
@@ -226,7 +261,8 @@ def test_a_residual_of_another_shape_is_named_and_nothing_changes(which, name):
     state["d", 0] = tuple(wrong)
     expected = [2500, width_of(2500, 2)][which]
     with pytest.raises(
-        StateMismatch, match=f"the {name} residual of parameter 'd' .* has 13 elements, expected {expected}"
+        StateMismatch,
+        match=f"the {name} residual of parameter 'd' .* has 13 elements, expected {expected}",
     ):
         store.load(state)
     assert_same(copied(store), before)
@@ -253,7 +289,8 @@ def test_a_parameter_that_changes_its_codec_keeps_its_residual():
 
 
 def test_what_is_owed_is_paid_once_and_in_full():
-    """The mean of what the ranks add is R = mean(sent) + the reduced residuals side by side; then nothing is owed."""
+    """The mean of what the ranks add is R = mean(sent) + the reduced residuals side by side; then
+    nothing is owed."""
     ranks, numel = 3, NUMELS["d"]
     width, stores = width_of(numel, ranks), [ResidualStore() for _ in range(ranks)]
     for r, store in enumerate(stores):

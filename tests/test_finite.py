@@ -1,4 +1,5 @@
-"""NaN and infinity: seen by all ranks, before a residual is committed; with a GradScaler and without."""
+"""NaN and infinity: seen by all ranks, before a residual is committed; with a GradScaler and
+without."""
 
 from dataclasses import replace
 
@@ -19,7 +20,11 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
 
 def warnings(trained):
     """But the one that every run with one bit begins with."""
-    return [line for line in trained.log if line.startswith("WARNING") and "a codec of one bit" not in line]
+    return [
+        line
+        for line in trained.log
+        if line.startswith("WARNING") and "a codec of one bit" not in line
+    ]
 
 
 # ---------------------------------------------------------------- with a GradScaler
@@ -27,14 +32,17 @@ def warnings(trained):
 
 @pytest.mark.parametrize("codec", ["sign", LAZY, "int8"], ids=["sign", "lazy", "int8"])
 def test_residuals_are_in_unscaled_units(pool, codec):
-    """The loss scale doubles every second step and the training is, bit for bit, the one without any scale."""
+    """The loss scale doubles every second step and the training is, bit for bit, the one without
+    any scale."""
     plan = Plan(codec, scale=2.0**10, steps=7, ddp=SMALL_BUCKETS)
     results = pool.run(train, plan)
     assert_equal(results, twin(replace(plan, scale=0.0), 2))
     assert results[0].scales == [2.0**k for k in (10, 11, 11, 12, 12, 13, 13)]
 
 
-@pytest.mark.parametrize(("poisoned", "codec"), few(["", "head.weight", "embed.bias"], ["sign", LAZY]), ids=str)
+@pytest.mark.parametrize(
+    ("poisoned", "codec"), few(["", "head.weight", "embed.bias"], ["sign", LAZY]), ids=str
+)
 def test_a_step_that_the_scaler_skips_leaves_no_trace(pool, codec, poisoned):
     """Also where one bucket of several is bad."""
     plan = Plan(codec, scale=2.0**10, bad=(2, 3), poisoned=poisoned, ddp=SMALL_BUCKETS)
@@ -44,7 +52,10 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(pool, codec, poisoned):
         assert trained.scales == [2.0**k for k in (10, 11, 10, 9, 9, 10)]
         assert trained.counters["skipped_steps"] == 2
     said, *others = map(warnings, results)
-    assert "step 2: gradients held NaN or infinity on some rank and were passed on as infinity" in said[0]
+    assert (
+        "step 2: gradients held NaN or infinity on some rank and were passed on as infinity"
+        in said[0]
+    )
     assert "With AMP pass" not in said[0]
     assert not any(others), "all ranks know it, one says it"
 
@@ -68,7 +79,9 @@ def test_a_disabled_scaler_is_none(pool):
 # ---------------------------------------------------------------- without
 
 
-@pytest.mark.parametrize(("options", "size"), few([{}, SMALL_BUCKETS, {"static_graph": True}], [2, 3]), ids=str)
+@pytest.mark.parametrize(
+    ("options", "size"), few([{}, SMALL_BUCKETS, {"static_graph": True}], [2, 3]), ids=str
+)
 def test_by_default_a_bad_step_has_zero_gradients_and_keeps_residuals(pool, options, size):
     plan = Plan(LAZY, bad=(0, 3), ddp=options)
     results = pool.run(train, plan, size=size)
@@ -104,7 +117,9 @@ def test_a_bad_bucket_takes_its_whole_step_along(pool):
         assert len(before) > 2
         assert not any(gradient.any() for gradient in gradients.values())
         for key, kept in before.items():
-            assert all(torch.equal(a, b) for a, b in zip(kept, after.residuals[key], strict=True)), key
+            assert all(
+                torch.equal(a, b) for a, b in zip(kept, after.residuals[key], strict=True)
+            ), key
         assert after.counters["skipped_buckets"] > 2
         assert after.counters["skipped_steps"] == 1
 
@@ -118,7 +133,11 @@ def propagated(plan):
         if step < 2:
             session.optimizer.step()
             session.optimizer.zero_grad()
-    return before, session.trained(), [p.grad.isnan().all().item() for p in session.model.parameters()]
+    return (
+        before,
+        session.trained(),
+        [p.grad.isnan().all().item() for p in session.model.parameters()],
+    )
 
 
 def test_the_policy_propagate_hands_on_nan_in_all_gradients(pool):
@@ -130,7 +149,8 @@ def test_the_policy_propagate_hands_on_nan_in_all_gradients(pool):
 
 
 def aborted(plan):
-    """A backward that ends in an error after some of its buckets; then the model is wrapped anew."""
+    """A backward that ends in an error after some of its buckets; then the model is wrapped
+    anew."""
     session = Session(plan)
     session.step(0)
     session.step(1)
@@ -170,7 +190,9 @@ def raising(plan):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, SMALL_BUCKETS, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+    "options",
+    [{}, SMALL_BUCKETS, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("scale", [0.0, 2.0**10], ids=["no scaler", "scaler"])
 def test_the_policy_raise_raises_on_every_rank_and_training_can_go_on(pool, options, scale):
@@ -178,10 +200,17 @@ def test_the_policy_raise_raises_on_every_rank_and_training_can_go_on(pool, opti
     results = pool.run(raising, plan, size=3)
     for errors, trained in results:
         assert [step for step, _ in errors] == [0, 3]
-        assert "gradients of step 3 hold NaN or infinity on some rank. No residual was changed" in errors[1][1]
+        assert (
+            "gradients of step 3 hold NaN or infinity on some rank. No residual was changed"
+            in errors[1][1]
+        )
         assert trained.counters["skipped_steps"] == 2
         assert warnings(trained) == []
-    assert_equal([t for _, t in results], twin(replace(plan, scale=0.0, bad=(), left_out=(0, 3)), 3), losses=False)
+    assert_equal(
+        [t for _, t in results],
+        twin(replace(plan, scale=0.0, bad=(), left_out=(0, 3)), 3),
+        losses=False,
+    )
 
 
 def overflow(dtype):
@@ -203,10 +232,14 @@ def overflow(dtype):
 def test_a_mean_that_overflows_float16_is_bad_too(pool):
     for gradients, trained in pool.run(overflow, torch.float16):
         assert not any(gradient.any() for gradient in gradients.values())
-        assert all(torch.equal(sent, torch.full_like(sent, 60000.0)) for sent, _ in trained.residuals.values())
+        assert all(
+            torch.equal(sent, torch.full_like(sent, 60000.0))
+            for sent, _ in trained.residuals.values()
+        )
         assert trained.counters["skipped_steps"] == 1
     for gradients, trained in pool.run(overflow, torch.bfloat16):
-        assert torch.equal(gradients["head.weight"].unique(), torch.tensor([119808.0]))  # 120000 in bfloat16
+        # 120000 in bfloat16
+        assert torch.equal(gradients["head.weight"].unique(), torch.tensor([119808.0]))
         assert trained.counters["skipped_steps"] == 0
 
 

@@ -1,4 +1,5 @@
-"""The header of a message: its bytes, what is agreed and what is not, and the complaint when ranks differ."""
+"""The header of a message: its bytes, what is agreed and what is not, and the complaint when ranks
+differ."""
 
 import zlib
 
@@ -75,7 +76,8 @@ def check(arrived: torch.Tensor, frame: Frame = FRAME, rank: int = 0) -> None:
 
 
 def test_golden_bytes():
-    """A layout change breaks jobs whose ranks run different versions: it must change the version number, too."""
+    """A layout change breaks jobs whose ranks run different versions: it must change the version
+    number, too."""
     body = bytes.fromhex(
         "6370 02 01 00 01 0400"  # magic, version, operation, flags, with a checksum, world size
         "7369676e2f6c312f32303438 000000000000000000000000"  # sign/l1/2048
@@ -86,9 +88,9 @@ def test_golden_bytes():
     packed = FRAME.pack().numpy().tobytes()
     assert packed == body + zlib.crc32(body).to_bytes(4, "little") + bytes(4)
     (row,) = arriving(rows=1, flag=1).numpy()
-    assert row[60:64].tobytes() == (xxhash.xxh3_64_intdigest(bytes(range(64, 104)), 1) & 0xFFFFFFFF).to_bytes(
-        4, "little"
-    )
+    assert row[60:64].tobytes() == (
+        xxhash.xxh3_64_intdigest(bytes(range(64, 104)), 1) & 0xFFFFFFFF
+    ).to_bytes(4, "little")
 
 
 @given(frames)
@@ -123,13 +125,20 @@ def test_a_difference_names_rank_operation_expected_and_got(other):
     with pytest.raises(Mismatch) as caught:
         check(arrived, rank=1)
     message = str(caught.value)
-    assert message.startswith(f"rank 1 expected {FRAME.describe()}, but rank 2 sent {other.describe()}")
+    assert message.startswith(
+        f"rank 1 expected {FRAME.describe()}, but rank 2 sent {other.describe()}"
+    )
     assert "same codec, options and model" in message
     assert caught.value.ranks == (2,)
 
 
 @settings(max_examples=500)
-@given(at=st.integers(0, HEADER + PAYLOAD - 1), bit=st.integers(0, 7), rank=st.integers(0, 3), flag=st.integers(0, 1))
+@given(
+    at=st.integers(0, HEADER + PAYLOAD - 1),
+    bit=st.integers(0, 7),
+    rank=st.integers(0, 3),
+    flag=st.integers(0, 1),
+)
 def test_any_flipped_bit_is_detected_and_its_sender_named(at, bit, rank, flag):
     arrived = arriving(flag=flag)
     check(arrived)
@@ -155,7 +164,11 @@ def test_all_damaged_ranks_are_named():
     assert caught.value.ranks == (1, 3)
 
 
-@given(at=st.integers(0, 59).filter(lambda i: i != FLAGS), bit=st.integers(0, 7), rank=st.integers(0, 3))
+@given(
+    at=st.integers(0, 59).filter(lambda i: i != FLAGS),
+    bit=st.integers(0, 7),
+    rank=st.integers(0, 3),
+)
 def test_without_checksums_headers_are_checked_all_the_same(at, bit, rank):
     arrived = arriving(UNCHECKED)
     arrived[:, HEADER:] = 0
@@ -180,7 +193,8 @@ def test_a_header_of_another_version_is_refused_by_its_name():
 
 @given(flags=st.lists(st.integers(0, 255), min_size=4, max_size=4))
 def test_flags_are_not_agreed(flags):
-    """Each rank has its own: one that is not finite must not look like one that does something else."""
+    """Each rank has its own: one that is not finite must not look like one that does something
+    else."""
     arrived = torch.cat([arriving(flag=flag)[r : r + 1] for r, flag in enumerate(flags)])
     check(arrived)
     assert arrived[:, FLAGS].tolist() == flags
@@ -219,7 +233,9 @@ def test_rows_of_any_length_arrive():
 def test_any_flipped_bit_of_such_rows_is_detected(rank, at, bit):
     headers, payloads, frames, packed = exchanged(LENGTHS)
     at %= HEADER + LENGTHS[rank]
-    (headers[rank] if at < HEADER else payloads[rank])[at % HEADER if at < HEADER else at - HEADER] ^= 1 << bit
+    (headers[rank] if at < HEADER else payloads[rank])[
+        at % HEADER if at < HEADER else at - HEADER
+    ] ^= 1 << bit
     me = Me()
     with pytest.raises(Corrupted) as caught:
         verify_rows(headers, payloads, frames, packed, me)
@@ -228,12 +244,16 @@ def test_any_flipped_bit_of_such_rows_is_detected(rank, at, bit):
 
 
 @pytest.mark.parametrize(
-    "change", [{"numel": 1}, {"back": 9}, {"label": 1}, {"codec": "int8"}, {"checked": False}], ids=str
+    "change",
+    [{"numel": 1}, {"back": 9}, {"label": 1}, {"codec": "int8"}, {"checked": False}],
+    ids=str,
 )
 def test_such_rows_name_who_does_something_else(change):
     headers, payloads, frames, packed = exchanged(LENGTHS, **change)
     me = Me()
-    with pytest.raises(Mismatch, match=r"rank 0 expected rank 2 to send flat all_to_all number 3 .*, but it sent ") as caught:
+    with pytest.raises(
+        Mismatch, match=r"rank 0 expected rank 2 to send flat all_to_all number 3 .*, but it sent "
+    ) as caught:
         verify_rows(headers, payloads, frames, packed, me)
     assert caught.value.ranks == (2,)
     assert me.reason == ""

@@ -13,7 +13,9 @@ from fsdp_twin import WIDTH, Net, Plan, Session, Trained, both, equal, shard, tr
 from variants import few, first
 
 EXACT = {"gradients": "none", "weights": "none"}
-WITH_MATRICES = commpress.ByName({"up.weight": "sketch-4", "head": "none", "norm": "none"}, "powersgd-2")
+WITH_MATRICES = commpress.ByName(
+    {"up.weight": "sketch-4", "head": "none", "norm": "none"}, "powersgd-2"
+)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +32,15 @@ WITH_MATRICES = commpress.ByName({"up.weight": "sketch-4", "head": "none", "norm
         Plan(**EXACT, options={"overlap": False}),
         Plan(gradients="none", weights=None),
         Plan(gradients=None, weights="none"),
-        Plan(gradients="none", weights=commpress.Difference("none"), dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        Plan(
+            gradients="none",
+            weights=commpress.Difference("none"),
+            dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_exact_codecs_give_the_bits_of_plain_fsdp2(pool, plan):
     """Two ranks: a sum of two does not depend on the order."""
     for plain, ours in pool.run(both, plan, size=2):
@@ -45,7 +52,8 @@ def exactly(*plans: Plan) -> list[tuple[Trained, Trained]]:
 
 
 def test_exact_codecs_give_the_bits_of_plain_fsdp2_on_four_ranks(pool):
-    """All ranks see the same data: sums of four equal numbers are exact in any order. Also resharded to pairs after forward."""
+    """All ranks see the same data: sums of four equal numbers are exact in any order. Also
+    resharded to pairs after forward."""
     plans = [Plan(**EXACT, same_data=True, reshard=reshard) for reshard in (True, 2)]
     for results in pool.run(exactly, *plans, size=4):
         for plain, ours in results:
@@ -57,7 +65,9 @@ def test_resharded_to_pairs_weights_travel_compressed_once_and_exactly_inside_a_
     for (plain, ours), (_, exact) in results:
         for name in plain.parameters:
             assert torch.equal(ours.parameters[name], results[0][0][1].parameters[name]), name
-            torch.testing.assert_close(ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2)
+            torch.testing.assert_close(
+                ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2
+            )
         assert ours.sent[3] == exact.sent[3]
         assert 0.4 * exact.sent[2] < ours.sent[2] < 0.8 * exact.sent[2]
 
@@ -72,20 +82,30 @@ def test_resharded_to_pairs_weights_travel_compressed_once_and_exactly_inside_a_
         Plan(dtype=torch.bfloat16, clip=1.0),
         Plan(dtype=torch.bfloat16, reshard=False, recompute=True),
         Plan(gradients="int4", accumulate=3, sync_last=True),
-        Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16, accumulate=2, recompute=True),
+        Plan(
+            gradients="int4",
+            weights=commpress.Difference("int4"),
+            dtype=torch.bfloat16,
+            accumulate=2,
+            recompute=True,
+        ),
         Plan(gradients="sign", weights="fp8"),
         Plan(gradients="int8", weights="shift8"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_trains_close_to_plain_fsdp2_alike_on_all_ranks_and_really_compressed(pool, plan, size):
     results = pool.run(both, plan, size=size)
     first = results[0][1]
     for plain, ours in results:
         for name in plain.parameters:
             assert torch.equal(ours.parameters[name], first.parameters[name]), name
-            assert not torch.equal(ours.parameters[name], plain.parameters[name]) or name.endswith("bias"), name
-            torch.testing.assert_close(ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2)
+            assert not torch.equal(ours.parameters[name], plain.parameters[name]) or name.endswith(
+                "bias"
+            ), name
+            torch.testing.assert_close(
+                ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2
+            )
         assert ours.norms == first.norms
         for before, after in zip(plain.norms, ours.norms, strict=True):
             assert abs(after / before - 1) < 0.2
@@ -101,7 +121,10 @@ def over_both(plan: Plan) -> tuple[Trained, Trained]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_backend_commpress_gives_the_bits_and_bytes_of_gloo(pool, size):
-    for plan in (Plan(), Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16)):
+    for plan in (
+        Plan(),
+        Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16),
+    ):
         for gloo, ours in pool.run(over_both, plan, size=size):
             equal(gloo, ours)
             assert ours.sent == gloo.sent
@@ -124,7 +147,10 @@ def count_bytes(plan):
     """Bytes that went through the transport against those of the counters."""
     from commpress.collectives.transports.sockets import SocketTransport
 
-    sent, real = [0], {name: getattr(SocketTransport, name) for name in ("all_to_all", "all_gather")}
+    sent, real = (
+        [0],
+        {name: getattr(SocketTransport, name) for name in ("all_to_all", "all_gather")},
+    )
 
     def counting(name):
         def call(self, out, inp, tag):
@@ -153,7 +179,11 @@ def count_bytes(plan):
 def two_hops(plan: Plan, hadamard: bool) -> tuple[Trained, Trained, dict[str, Any]]:
     from commpress.collectives.topology import Topology
 
-    options = {"inside": plan.options["inside"], "topology": Topology(((0, 1), (2, 3))), "hadamard": hadamard}
+    options = {
+        "inside": plan.options["inside"],
+        "topology": Topology(((0, 1), (2, 3))),
+        "hadamard": hadamard,
+    }
     plain, _ = both(Plan(**{**plan.__dict__, "options": {}, "weights": None}))
     session = Session(Plan(**{**plan.__dict__, "options": options, "weights": None})).run()
     return plain, session.trained(), session.state.state_dict()
@@ -167,11 +197,15 @@ def test_two_exact_hops_equal_plain_fsdp2(pool):
 
 @pytest.mark.parametrize("hadamard", first(1, [True, False]))
 def test_two_hops_train_alike_on_all_ranks(pool, hadamard):
-    results = pool.run(two_hops, Plan(gradients="int4", options={"inside": "int8"}), hadamard, size=4)
+    results = pool.run(
+        two_hops, Plan(gradients="int4", options={"inside": "int8"}), hadamard, size=4
+    )
     for plain, ours, state in results:
         for name in plain.parameters:
             assert torch.equal(ours.parameters[name], results[0][1].parameters[name]), name
-            torch.testing.assert_close(ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2)
+            torch.testing.assert_close(
+                ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2
+            )
         assert state["residuals"]
         assert state["between"]
         assert 0 < ours.sent[0] < ours.sent[1]
@@ -196,7 +230,13 @@ def poisoned(on_nonfinite: str) -> tuple[Any, ...]:
     gradients = torch.cat([p.grad.to_local().flatten() for p in session.model.parameters()])
     session.optimizer.zero_grad()
     session.step(99)
-    return error, same, bool((gradients == 0).all()), bool(gradients.isnan().all()), session.losses[-1]
+    return (
+        error,
+        same,
+        bool((gradients == 0).all()),
+        bool(gradients.isnan().all()),
+        session.losses[-1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +250,8 @@ def test_a_rank_that_is_not_finite(pool, policy, error, zeros):
 
 
 def overflowing(gradients: Any, overlap: bool, bad: bool) -> tuple[Any, ...]:
-    """Two steps, one in which the gradient of the embedding alone overflows on a rank, and two more."""
+    """Two steps, one in which the gradient of the embedding alone overflows on a rank, and two
+    more."""
     torch.set_num_threads(1)
     plan = Plan(gradients=gradients, weights=None, scale=1024.0, options={"overlap": overlap})
     session = Session(plan)
@@ -219,7 +260,9 @@ def overflowing(gradients: Any, overlap: bool, bad: bool) -> tuple[Any, ...]:
     before, same = session.state.state_dict(), True
     if bad:
         infinite = float("inf") if dist.get_rank() == 1 else 1.0
-        handle = session.model.tokens.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: g * infinite) and out)
+        handle = session.model.tokens.register_forward_hook(
+            lambda m, a, out: out.register_hook(lambda g: g * infinite) and out
+        )
         session.step(50)
         handle.remove()
         after = session.state.state_dict()
@@ -232,18 +275,27 @@ def overflowing(gradients: Any, overlap: bool, bad: bool) -> tuple[Any, ...]:
     return session.trained(), session.state.state_dict(), same, skipped, session.scaler.get_scale()
 
 
-@pytest.mark.parametrize(("gradients", "overlap"), few(["int4", WITH_MATRICES], [True, False]), ids=str)
+@pytest.mark.parametrize(
+    ("gradients", "overlap"), few(["int4", WITH_MATRICES], [True, False]), ids=str
+)
 def test_a_step_that_the_scaler_skips_leaves_no_trace_in_any_group(pool, gradients, overlap):
-    """Only one group's gradients are not finite; the others' are lost as well, so their residuals must not move on."""
-    disturbed, plain = (pool.run(overflowing, gradients, overlap, bad, size=2) for bad in (True, False))
-    for (ours, state, same, skipped, scale), (theirs, other, _, _, usual) in zip(disturbed, plain, strict=True):
+    """Only one group's gradients are not finite; the others' are lost as well, so their residuals
+    must not move on."""
+    disturbed, plain = (
+        pool.run(overflowing, gradients, overlap, bad, size=2) for bad in (True, False)
+    )
+    for (ours, state, same, skipped, scale), (theirs, other, _, _, usual) in zip(
+        disturbed, plain, strict=True
+    ):
         assert same
         assert skipped == 1
         assert scale == usual / 2
         for name, value in theirs.parameters.items():
             assert torch.equal(ours.parameters[name], value)
         assert any(kept.any() for kept in state["residuals"].values())
-        assert all(torch.equal(other["residuals"][key], kept) for key, kept in state["residuals"].items())
+        assert all(
+            torch.equal(other["residuals"][key], kept) for key, kept in state["residuals"].items()
+        )
 
 
 def aborted() -> bool:
@@ -255,7 +307,9 @@ def aborted() -> bool:
     def stop(gradient: torch.Tensor) -> None:
         raise RuntimeError("stopped")
 
-    handle = session.model.blocks[0].register_forward_hook(lambda m, a, out: out.register_hook(stop) and out)
+    handle = session.model.blocks[0].register_forward_hook(
+        lambda m, a, out: out.register_hook(stop) and out
+    )
     with pytest.raises(RuntimeError, match="stopped"):
         session.backward(7)
     handle.remove()
@@ -289,7 +343,8 @@ def refused() -> list[str]:
 
     model = shard(Plan())
     commpress.compress_fsdp(model)
-    attempt(lambda: model.blocks[0](torch.zeros(2, WIDTH)).sum().backward())  # works: a unit by itself
+    # works: a unit by itself
+    attempt(lambda: model.blocks[0](torch.zeros(2, WIDTH)).sum().backward())
     x = torch.zeros(2, dtype=torch.long)
 
     model = shard(Plan())

@@ -1,4 +1,5 @@
-"""The alarm under FSDP2: all ranks change codecs alike, no part of a gradient is lost, and a run resumes while it lasts."""
+"""The alarm under FSDP2: all ranks change codecs alike, no part of a gradient is lost, and a run
+resumes while it lasts."""
 
 import pytest
 import torch
@@ -13,15 +14,23 @@ from variants import first, seldom
 
 
 class Session:
-    """Regression by three layers; gradients are a thousandth as large from step ``small`` on: what is owed then is huge."""
+    """Regression by three layers; gradients are a thousandth as large from step ``small`` on: what
+    is owed then is huge."""
 
     def __init__(self, alarm=None, gradients="bits2", **options):
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(61, 67), torch.nn.Tanh(), torch.nn.Linear(67, 64), torch.nn.Linear(64, 61)]
+        layers = [
+            torch.nn.Linear(61, 67),
+            torch.nn.Tanh(),
+            torch.nn.Linear(67, 64),
+            torch.nn.Linear(64, 61),
+        ]
         self.model = torch.nn.Sequential(*layers)
         for layer in (layers[0], layers[2], self.model):
             fully_shard(layer)
-        self.state = commpress.compress_fsdp(self.model, gradients, None, min_numel=0, alarm=alarm, **options)
+        self.state = commpress.compress_fsdp(
+            self.model, gradients, None, min_numel=0, alarm=alarm, **options
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.outputs, self.means = self.zeros(), self.zeros()
         self.ways, self.sent = [], []
@@ -50,7 +59,10 @@ class Session:
 
     def _true(self, x, y, scale):
         plain = torch.nn.Sequential(
-            torch.nn.Linear(61, 67), torch.nn.Tanh(), torch.nn.Linear(67, 64), torch.nn.Linear(64, 61)
+            torch.nn.Linear(61, 67),
+            torch.nn.Tanh(),
+            torch.nn.Linear(67, 64),
+            torch.nn.Linear(64, 61),
         )
         with torch.no_grad():
             for p, q in zip(plain.parameters(), self.model.parameters(), strict=True):
@@ -61,10 +73,13 @@ class Session:
             total += p.grad.double() / dist.get_world_size()
 
     def lost(self):
-        """The most by which outputs and what is owed differ from the true means, relative to these."""
+        """The most by which outputs and what is owed differ from the true means, relative to
+        these."""
         owed = self.state.elastic_state_dict()["residuals"]
         worst = 0.0
-        for name, out, mean in zip(dict(self.model.named_parameters()), self.outputs, self.means, strict=True):
+        for name, out, mean in zip(
+            dict(self.model.named_parameters()), self.outputs, self.means, strict=True
+        ):
             worst = max(worst, float((out + owed[name].full_tensor() - mean).norm() / mean.norm()))
         return worst
 
@@ -97,16 +112,25 @@ def harmed(then, options):
 
 @pytest.mark.parametrize(
     ("then", "size", "options"),
-    [("warn", 2, {}), seldom("int8", 2, {}), ("int8", 3, {"overlap": False}), ("int8", 2, {"residuals": "shift8"})],
+    [
+        ("warn", 2, {}),
+        seldom("int8", 2, {}),
+        ("int8", 3, {"overlap": False}),
+        ("int8", 2, {"residuals": "shift8"}),
+    ],
 )
 def test_residuals_that_have_grown_sound_it_on_all_ranks_alike(pool, then, size, options):
     results = pool.run(harmed, then, options, size=size)
     ways, sounded, why, lost, _, sent = results[0]
     assert all(other[:3] == results[0][:3] for other in results)
-    assert all(torch.equal(a, b) for other in results for a, b in zip(results[0][4], other[4], strict=True))
+    assert all(
+        torch.equal(a, b) for other in results for a, b in zip(results[0][4], other[4], strict=True)
+    )
     assert sounded >= 1
     assert "times as large as the gradient" in why
-    assert lost < (1e-1 if "residuals" in options else 1e-4), "what one codec left out, another sends"
+    assert lost < (1e-1 if "residuals" in options else 1e-4), (
+        "what one codec left out, another sends"
+    )
     assert ways[:24] == [""] * 24, "step 23 is looked at when the next one reduces"
     assert ways[24:32] == ["" if then == "warn" else then] * 8, "two looks"
     assert (sent[24] > 1.5 * sent[23]) == (then == "int8"), "bytes of the other codec"
@@ -122,7 +146,11 @@ def resumed():
     again.state.load_state_dict(first.state.state_dict())
     again.steps(17, small=21)
     same = all(torch.equal(a, b) for a, b in zip(whole.weights(), again.weights(), strict=True))
-    return same, again.ways == whole.ways[27:], again.state.alarm.state_dict() == whole.state.alarm.state_dict()
+    return (
+        same,
+        again.ways == whole.ways[27:],
+        again.state.alarm.state_dict() == whole.state.alarm.state_dict(),
+    )
 
 
 def test_a_run_resumed_while_it_lasts_goes_on_alike(pool):

@@ -1,4 +1,5 @@
-"""FSDP2: residuals are saved and loaded, exactly and on another world size, and nothing of a gradient is lost."""
+"""FSDP2: residuals are saved and loaded, exactly and on another world size, and nothing of a
+gradient is lost."""
 
 from typing import Any
 
@@ -13,7 +14,8 @@ WHOLE = commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2"
 
 
 def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
-    """Five steps in one go; three steps, saved by every rank and torch's distributed checkpoint, then two in a new session."""
+    """Five steps in one go; three steps, saved by every rank and torch's distributed checkpoint,
+    then two in a new session."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -49,7 +51,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, 
 
 
 def owed(plan: Plan, folder: str, load: bool) -> dict[str, torch.Tensor]:
-    """R, the mean over the ranks of what they owe, by parameter; saved here or loaded from another world size."""
+    """R, the mean over the ranks of what they owe, by parameter; saved here or loaded from another
+    world size."""
     return carried(plan, folder, load)["residuals"]
 
 
@@ -65,7 +68,8 @@ def test_what_is_owed_survives_another_world_size(pool, tmp_path):
 
 
 def telescoped(codec: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sum of compressed gradients + R against the sum of exact ones, with weights that do not move."""
+    """Sum of compressed gradients + R against the sum of exact ones, with weights that do not
+    move."""
     torch.set_num_threads(1)
     sums = []
     for compressed in (False, True):

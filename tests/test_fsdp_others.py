@@ -17,7 +17,10 @@ from variants import seldom
 def batches(steps, same=False):
     for step in range(steps):
         generator = torch.Generator().manual_seed(step * 10 + (0 if same else dist.get_rank()))
-        yield torch.randint(13, (6,), generator=generator), torch.randint(7, (6,), generator=generator)
+        yield (
+            torch.randint(13, (6,), generator=generator),
+            torch.randint(7, (6,), generator=generator),
+        )
 
 
 def trained(model, steps=4, same=False):
@@ -33,7 +36,8 @@ def trained(model, steps=4, same=False):
 
 
 def hybrid(codec, shards=None):
-    """Native hybrid sharding against one dimension of the mesh with our average over the other; ``shards``: ours as well."""
+    """Native hybrid sharding against one dimension of the mesh with our average over the other;
+    ``shards``: ours as well."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     models, losses, state = [], [], None
@@ -55,7 +59,8 @@ def hybrid(codec, shards=None):
 
 @pytest.mark.parametrize(
     ("codec", "shards"),
-    [(codec, None) for codec in ("none", "sign", "powersgd-2")] + [("int4", "int8")]
+    [(codec, None) for codec in ("none", "sign", "powersgd-2")]
+    + [("int4", "int8")]
     + [seldom("int8", None), seldom("sketch-16", None), seldom("none", "none")],
 )
 def test_hybrid_sharding_compresses_the_replicate_dimension(pool, codec, shards):
@@ -99,9 +104,12 @@ def older(codec, strategy, same=False, dtype=torch.float32):
     for ours in (False, True):
         torch.manual_seed(0)
         model = FullyShardedDataParallel(
-            Net().to(dtype), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=ShardingStrategy[strategy],
-            device_id=torch.device("cpu"), use_orig_params=True,
-        )  # fmt: skip
+            Net().to(dtype),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy[strategy],
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
         if ours:
             state = commpress.FlatShardState(codec)
             model.register_comm_hook(state, commpress.compressed_reduce_scatter_hook)
@@ -127,7 +135,8 @@ def test_the_older_class_with_a_hook(pool, codec, strategy):
                 torch.testing.assert_close(ours[name], plain[name], atol=0.12, rtol=0.2)
         if codec != "none":
             assert losses[0] != losses[1]
-            assert residuals == (3 if strategy == "NO_SHARD" else 6)  # one for each unit, or each row of it
+            # one for each unit, or each row of it
+            assert residuals == (3 if strategy == "NO_SHARD" else 6)
             assert counters["steps"] == 4
             assert 0 < counters["wire_bytes"] < 0.5 * counters["logical_bytes"]
 
@@ -144,12 +153,16 @@ def raising(kind):
             fully_shard(module, mesh=mesh["shard"])
         commpress.compress_hsdp(model, mesh["replicate"], "int8", min_numel=0, on_nonfinite="raise")
     else:
-        model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
+        )
         state = commpress.FlatShardState("int8", on_nonfinite="raise")
         model.register_comm_hook(state, commpress.compressed_reduce_scatter_hook)
     said = []
     for step, (x, y) in enumerate(batches(4)):
-        loss = nn.functional.cross_entropy(model(x), y) * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)
+        loss = nn.functional.cross_entropy(model(x), y) * (
+            float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
+        )
         try:
             loss.backward()
         except NonFiniteGradient as error:

@@ -1,4 +1,5 @@
-"""FSDP2: what travels when, and what the overlap of communication with computing must not change."""
+"""FSDP2: what travels when, and what the overlap of communication with computing must not
+change."""
 
 from itertools import pairwise
 
@@ -33,11 +34,13 @@ def test_weights_kept_from_forward_are_those_that_would_be_sent_again(pool, dtyp
         equal(one, two)
         equal(one, three)
         assert few == same
-        assert all(1.4 * a < b < 2 * a for a, b in zip(few, many, strict=True))  # the root's are gathered once either way
+        # the root's are gathered once either way
+        assert all(1.4 * a < b < 2 * a for a, b in zip(few, many, strict=True))
 
 
 def looked_at() -> tuple[list[int], list[torch.Tensor]]:
-    """Bytes and outputs of: a first look, a second, one after a rank has changed its weights, another."""
+    """Bytes and outputs of: a first look, a second, one after a rank has changed its weights,
+    another."""
     torch.set_num_threads(1)
     session = Session(Plan(steps=2)).run()
     sent, outputs, x = [session.state.weights.wire_bytes], [], torch.arange(6)
@@ -68,14 +71,17 @@ def _logical(reduce_dtype) -> tuple[int, int]:
     """Bytes of one step's gradients as torch would have sent them, and as they went."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+    fully_shard(
+        model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    )
     state = commpress.compress_fsdp(model, gradients="int8", weights=None, overlap=False)
     model(torch.ones(2, 64)).float().sum().backward()
     return state.gradients.logical_bytes, state.gradients.wire_bytes
 
 
 def test_the_baseline_is_what_this_torch_would_send(pool):
-    """Since 2.14 FSDP2 reduces in float32 unless told otherwise: the baseline doubles, what we send does not."""
+    """Since 2.14 FSDP2 reduces in float32 unless told otherwise: the baseline doubles, what we send
+    does not."""
     (unsaid, sent), *_ = pool.run(_logical, None, size=2)
     (told, as_told), *_ = pool.run(_logical, torch.bfloat16, size=2)
     (float32, _), *_ = pool.run(_logical, torch.float32, size=2)
@@ -98,7 +104,9 @@ def interrupted(compressed: bool) -> Trained:
     """After two steps a backward that fails halfway, its gradients thrown away; two more."""
     torch.set_num_threads(1)
     session = Session(Plan(gradients="none", weights=None, steps=2, compressed=compressed)).run()
-    hook = session.model.blocks[0].register_forward_hook(lambda _module, _args, out: Broken.apply(out))
+    hook = session.model.blocks[0].register_forward_hook(
+        lambda _module, _args, out: Broken.apply(out)
+    )
     with pytest.raises(ArithmeticError):
         session.backward(7)
     hook.remove()
@@ -109,7 +117,10 @@ def interrupted(compressed: bool) -> Trained:
     return session.trained()
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has no way back from a failed backward")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="torch has no way back from a failed backward",
+)
 def test_gradients_of_a_backward_that_failed_never_land(pool):
     plain, ours = (pool.run(interrupted, compressed, size=2) for compressed in (False, True))
     for one, two in zip(plain, ours, strict=True):
@@ -117,12 +128,15 @@ def test_gradients_of_a_backward_that_failed_never_land(pool):
 
 
 def watched() -> tuple[bool, list[bool]]:
-    """True if a hook that reads a gradient during backward sees it; which units gather ahead before and in the second step."""
+    """True if a hook that reads a gradient during backward sees it; which units gather ahead before
+    and in the second step."""
     torch.set_num_threads(1)
     seen = []
     session = Session(Plan(steps=1)).run()
     before = [each.prefetches for each in session.state.param_groups]
-    session.model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.to_local().abs().sum())))
+    session.model.head.weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append(float(p.grad.to_local().abs().sum()))
+    )
     session.step(1)
     return seen[0] > 0, [*before, *(each.prefetches for each in session.state.param_groups)]
 

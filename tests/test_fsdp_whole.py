@@ -1,4 +1,5 @@
-"""FSDP2 with codecs of whole tensors: PowerSGD and sketches give the bits that they give under DDP, and resume."""
+"""FSDP2 with codecs of whole tensors: PowerSGD and sketches give the bits that they give under DDP,
+and resume."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,8 @@ MIXED = commpress.ByName({"up.weight": "sketch-4", "head": "none", "norm": "none
 CODECS = {"powersgd": LOW_RANK, "sketch": SKETCH, "mixed": MIXED}
 PLAN = Plan(weights=None, steps=4)
 PAIRS = {"inside": "none", "topology": Topology(((0, 1), (2, 3)))}
-HALF = replace(PLAN, model_dtype=torch.bfloat16, lr=0.125, momentum=0.0)  # others are rounded twice at the end of a vector
+# others are rounded twice at the end of a vector
+HALF = replace(PLAN, model_dtype=torch.bfloat16, lr=0.125, momentum=0.0)
 
 
 def under_ddp(plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -32,14 +34,20 @@ def under_ddp(plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     session.model = DistributedDataParallel(Net().to(plan.model_dtype))
     feedback = plan.options.get("error_feedback", True)
     topology = plan.options.get("topology")
-    commpress.compress(session.model, plan.gradients, min_numel=0, error_feedback=feedback, topology=topology)
-    session.optimizer = torch.optim.SGD(session.model.parameters(), lr=plan.lr, momentum=plan.momentum)
+    commpress.compress(
+        session.model, plan.gradients, min_numel=0, error_feedback=feedback, topology=topology
+    )
+    session.optimizer = torch.optim.SGD(
+        session.model.parameters(), lr=plan.lr, momentum=plan.momentum
+    )
     for step in range(plan.steps):
         session.optimizer.zero_grad()
         session.backward(step)
         session.optimizer.step()
     named = dict(session.model.module.named_parameters())
-    return {n: p.detach().clone() for n, p in named.items()}, {n: p.grad.clone() for n, p in named.items()}
+    return {n: p.detach().clone() for n, p in named.items()}, {
+        n: p.grad.clone() for n, p in named.items()
+    }
 
 
 def against_ddp(plan: Plan) -> dict[str, Any]:
@@ -48,9 +56,18 @@ def against_ddp(plan: Plan) -> dict[str, Any]:
     session = Session(plan).run()
     ours = session.trained()
     share = plan.divide and dist.get_world_size() / plan.divide
-    different = [n for n in parameters if not torch.equal(ours.parameters[n], parameters[n]) and not share]
-    wrong = [n for n in gradients if not torch.equal(ours.gradients[n], gradients[n] * (share or 1.0))]
-    return {"different": different, "wrong": wrong, "compressed": ours.compressed[0], "sent": ours.sent[:2]}
+    different = [
+        n for n in parameters if not torch.equal(ours.parameters[n], parameters[n]) and not share
+    ]
+    wrong = [
+        n for n in gradients if not torch.equal(ours.gradients[n], gradients[n] * (share or 1.0))
+    ]
+    return {
+        "different": different,
+        "wrong": wrong,
+        "compressed": ours.compressed[0],
+        "sent": ours.sent[:2],
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,11 +84,20 @@ def against_ddp(plan: Plan) -> dict[str, Any]:
         ("powersgd", replace(PLAN, steps=1, divide=8.0), 2),
         seldom("mixed", replace(PLAN, options={"error_feedback": False}), 2),
         seldom("mixed", replace(PLAN, options=PAIRS), 4),
-        ("mixed", replace(PLAN, options={**PAIRS, "topology": Topology(((0, 2), (1, 3))), "overlap": False}, scale=64.0), 4),
+        (
+            "mixed",
+            replace(
+                PLAN,
+                options={**PAIRS, "topology": Topology(((0, 2), (1, 3))), "overlap": False},
+                scale=64.0,
+            ),
+            4,
+        ),
     ],
 )
 def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
-    """A mean of whole tensors is the same however they are cut, and a sum over three ranks is in the same order."""
+    """A mean of whole tensors is the same however they are cut, and a sum over three ranks is in
+    the same order."""
     for found in pool.run(against_ddp, replace(plan, gradients=CODECS[codec]), size=size):
         assert found["different"] == []
         assert found["wrong"] == []
@@ -83,7 +109,8 @@ def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
 
 
 def between_nodes(nodes: Topology, of_nodes: bool) -> dict[str, list[torch.Tensor]]:
-    """Means of six steps of one matrix, by codec; every rank its own gradients, or those of a node: their mean."""
+    """Means of six steps of one matrix, by codec; every rank its own gradients, or those of a node:
+    their mean."""
     torch.set_num_threads(1)
     means: dict[str, list[torch.Tensor]] = {}
     for codec in ("sketch-8", "powersgd-2"):
@@ -91,9 +118,13 @@ def between_nodes(nodes: Topology, of_nodes: bool) -> dict[str, list[torch.Tenso
         model = nn.Linear(64, 128, bias=False)
         fully_shard(model)
         options = {} if of_nodes else {"inside": "none", "topology": nodes}
-        state = commpress.compress_fsdp(model, commpress.ByName({}, codec), None, overlap=False, **options)
+        state = commpress.compress_fsdp(
+            model, commpress.ByName({}, codec), None, overlap=False, **options
+        )
         for step in range(6):
-            every = torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(step)) * torch.logspace(-2, 0, 128)
+            every = torch.randn(
+                4, 64, 128, generator=torch.Generator().manual_seed(step)
+            ) * torch.logspace(-2, 0, 128)
             first, second = nodes.nodes[dist.get_rank() % 2]
             mine = (every[first] + every[second]) / 2 if of_nodes else every[dist.get_rank()]
             (model(torch.eye(64)) * mine).sum().backward()
@@ -105,7 +136,8 @@ def between_nodes(nodes: Topology, of_nodes: bool) -> dict[str, list[torch.Tenso
 
 @pytest.mark.parametrize("nodes", ["0 1|2 3", "0 3|1 2"])
 def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(pool, nodes):
-    """Sketches in every bit, where slices end where blocks do; of PowerSGD residuals are each rank's own."""
+    """Sketches in every bit, where slices end where blocks do; of PowerSGD residuals are each
+    rank's own."""
     nodes = Topology.parse(nodes)
     flat, *_ = pool.run(between_nodes, nodes, True, size=2)
     for found in pool.run(between_nodes, nodes, False, size=4):
@@ -118,10 +150,14 @@ def one_rank_a_node(plan: Plan) -> bool:
     """True if two hops, the first of which goes nowhere, make the weights that one makes."""
     torch.set_num_threads(1)
     alone = Topology(tuple((rank,) for rank in range(dist.get_world_size())))
-    one, other = (Session(replace(plan, options=o)).run() for o in ({}, {"inside": "none", "topology": alone}))
+    one, other = (
+        Session(replace(plan, options=o)).run() for o in ({}, {"inside": "none", "topology": alone})
+    )
     ours, theirs = one.trained().parameters, other.trained().parameters
     same = one.state.state_dict()["residuals"], other.state.state_dict()["residuals"]
-    return all(torch.equal(ours[n], theirs[n]) for n in ours) and all(torch.equal(v, same[1][k]) for k, v in same[0].items())
+    return all(torch.equal(ours[n], theirs[n]) for n in ours) and all(
+        torch.equal(v, same[1][k]) for k, v in same[0].items()
+    )
 
 
 def test_a_node_of_one_rank_is_that_rank(pool):
@@ -129,7 +165,8 @@ def test_a_node_of_one_rank_is_that_rank(pool):
 
 
 def resumed_between_nodes() -> list[bool]:
-    """True for each tensor that a run which was saved and loaded after two steps ends with, as one without a break does."""
+    """True for each tensor that a run which was saved and loaded after two steps ends with, as one
+    without a break does."""
     torch.set_num_threads(1)
     plan = replace(PLAN, gradients=MIXED, momentum=0.0, options=PAIRS)
     whole = Session(plan).run()
@@ -141,7 +178,9 @@ def resumed_between_nodes() -> list[bool]:
     with pytest.raises(StateMismatch, match=r"no elastic form: save with state_dict\(\)"):
         whole.state.elastic_state_dict()
     with pytest.raises(StateMismatch, match="leave topology= out"):
-        second.state.load_state_dict(Session(replace(PLAN, gradients=MIXED)).run().state.elastic_state_dict())
+        second.state.load_state_dict(
+            Session(replace(PLAN, gradients=MIXED)).run().state.elastic_state_dict()
+        )
     ended, going_on = whole.trained().parameters, second.trained().parameters
     return [torch.equal(ended[name], going_on[name]) for name in ended]
 
@@ -173,7 +212,8 @@ def test_what_is_owed_and_learnt_survives_another_world_size(pool, tmp_path, col
 
 
 def poisoned(options: dict[str, Any]) -> list[bool]:
-    """True if gradients are zeros, and residuals, bases and quanta unchanged, after a backward with infinity on a rank."""
+    """True if gradients are zeros, and residuals, bases and quanta unchanged, after a backward with
+    infinity on a rank."""
     torch.set_num_threads(1)
     session = Session(replace(PLAN, gradients=MIXED, options=options)).run()
     before = session.state.state_dict()
@@ -181,8 +221,18 @@ def poisoned(options: dict[str, Any]) -> list[bool]:
     (session.model(x).square().mean() * (float("inf") if dist.get_rank() == 1 else 1.0)).backward()
     after = session.state.state_dict()
     zeros = [bool((p.grad.to_local() == 0).all()) for p in session.model.parameters()]
-    same = [torch.equal(after[kind][k], v) for kind in ("residuals", "bases") for k, v in before[kind].items()]
-    return [*zeros, *same, after["quanta"] == before["quanta"], len(before["bases"]) > 0, len(before["quanta"]) > 0]
+    same = [
+        torch.equal(after[kind][k], v)
+        for kind in ("residuals", "bases")
+        for k, v in before[kind].items()
+    ]
+    return [
+        *zeros,
+        *same,
+        after["quanta"] == before["quanta"],
+        len(before["bases"]) > 0,
+        len(before["quanta"]) > 0,
+    ]
 
 
 @pytest.mark.parametrize(("size", "options"), [(2, {}), (4, PAIRS)])
@@ -195,10 +245,19 @@ def refused() -> None:
     nodes = Topology(((0,), (1,)) if dist.get_world_size() == 2 else ((0,),))
     for options, message in (
         ({"weights": "sketch-64"}, r"weights is 'sketch/64/1\.5' .* compresses whole tensors"),
-        ({"weights": commpress.Difference("powersgd-2")}, "weights is 'powersgd/2/2' .* compresses whole tensors"),
+        (
+            {"weights": commpress.Difference("powersgd-2")},
+            "weights is 'powersgd/2/2' .* compresses whole tensors",
+        ),
         ({"weights": LOW_RANK}, "weights is 'powersgd/2/2' .* rows of weights only"),
-        ({"gradients": "powersgd-2", "inside": "int8", "topology": nodes}, "inside is 'int8/256' for .* inside='none'"),
-        ({"gradients": "int4", "inside": "sketch-8", "topology": nodes}, "inside is 'sketch/8/1.5' .* choose a codec of rows"),
+        (
+            {"gradients": "powersgd-2", "inside": "int8", "topology": nodes},
+            "inside is 'int8/256' for .* inside='none'",
+        ),
+        (
+            {"gradients": "int4", "inside": "sketch-8", "topology": nodes},
+            "inside is 'sketch/8/1.5' .* choose a codec of rows",
+        ),
     ):
         model = Net()
         fully_shard(model)

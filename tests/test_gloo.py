@@ -1,4 +1,5 @@
-"""Real ranks over Gloo give, bit for bit, what the simulation gives: every codec, world size and transport."""
+"""Real ranks over Gloo give, bit for bit, what the simulation gives: every codec, world size and
+transport."""
 
 import contextlib
 import os
@@ -41,7 +42,9 @@ def plan_of(codec, ranks, monkeypatch):
         spans.append(Span(name, at, numel))
         at += numel
     plan = messages(spans, ByName({"norm": EXACT, "bias": NAMES["int8"]}, Same(codec)), ranks)
-    assert len(plan) == (3 if codec.back == codec else 6), "means that come back otherwise travel apart"
+    assert len(plan) == (3 if codec.back == codec else 6), (
+        "means that come back otherwise travel apart"
+    )
     return plan
 
 
@@ -53,28 +56,40 @@ class Rank:
     def __init__(self, rank, transport, plan, checksum=True):
         self.rank, self.transport, self.plan = rank, Recorded(transport), plan
         self.workspace = Workspace(checksum=checksum)
-        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.residual_numel else None for m in plan]
+        self.feedbacks = [
+            ErrorFeedback.zeros(m.pieces) if m.pieces.residual_numel else None for m in plan
+        ]
         self.outputs = []
 
     def steps(self, step):
         generator = torch.Generator().manual_seed(100 * step + self.rank)
         buffer = torch.randn(self.numel, generator=generator)
-        outcomes = yield from self.reduce(buffer, workspace=self.workspace, sequence=len(self.plan) * step, key=step)
+        outcomes = yield from self.reduce(
+            buffer, workspace=self.workspace, sequence=len(self.plan) * step, key=step
+        )
         for outcome in outcomes:
             assert outcome.finite
             outcome.commit()
         self.outputs.append(buffer)
 
     def reduce(self, buffer, **options):
-        return reduce_bucket(buffer, self.feedbacks, messages=self.plan, transport=self.transport, **options)
+        return reduce_bucket(
+            buffer, self.feedbacks, messages=self.plan, transport=self.transport, **options
+        )
 
     def result(self):
         """Every bit that a step left: outputs, residuals, and what was sent."""
         for feedback, message in zip(self.feedbacks, self.plan, strict=True):
             if feedback is not None:
                 feedback.settle(message.pieces)
-        residuals = [t.numpy() for f in self.feedbacks if f is not None for t in (f.sent, f.reduced)]
-        return [o.numpy() for o in self.outputs] + residuals, self.transport.sent_bytes, self.transport.messages
+        residuals = [
+            t.numpy() for f in self.feedbacks if f is not None for t in (f.sent, f.reduced)
+        ]
+        return (
+            [o.numpy() for o in self.outputs] + residuals,
+            self.transport.sent_bytes,
+            self.transport.messages,
+        )
 
 
 def real(plan, way):
@@ -93,7 +108,9 @@ def simulated(plan, size):
 
 
 def assert_equal(results, twins):
-    for (arrays, sent_bytes, sent_messages), (twin, twin_bytes, twin_messages) in zip(results, twins, strict=True):
+    for (arrays, sent_bytes, sent_messages), (twin, twin_bytes, twin_messages) in zip(
+        results, twins, strict=True
+    ):
         for array, expected in zip(arrays, twin, strict=True):
             np.testing.assert_array_equal(array.view(np.uint32), expected.view(np.uint32))
         assert (sent_bytes, sent_messages) == (twin_bytes, twin_messages)
@@ -113,10 +130,13 @@ def test_real_ranks_equal_the_simulation(pool, monkeypatch, codec, way, size):
 
 
 def hurried(plans, way):
-    """All steps given to one worker at once; each rank dawdles at other places, so they resume in other orders."""
+    """All steps given to one worker at once; each rank dawdles at other places, so they resume in
+    other orders."""
     transport = transport_by(way, TIMEOUT)
     dawdle = random.Random(dist.get_rank())
-    ranks = [Rank(dist.get_rank(), Shifted(transport, 1000 * i), plan) for i, plan in enumerate(plans)]
+    ranks = [
+        Rank(dist.get_rank(), Shifted(transport, 1000 * i), plan) for i, plan in enumerate(plans)
+    ]
     worker = Worker("hurried", limit=4)
 
     def late(steps):
@@ -137,7 +157,12 @@ class Shifted:
 
     def __init__(self, inner, by):
         self.inner, self.by = inner, by
-        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
+        self.rank, self.size, self.ordered, self.checks = (
+            inner.rank,
+            inner.size,
+            inner.ordered,
+            inner.checks,
+        )
 
     def all_to_all(self, out, inp, tag):
         return self.inner.all_to_all(out, inp, tag + self.by)
@@ -163,12 +188,15 @@ def test_buckets_under_way_at_once_do_not_mix(pool, monkeypatch, way):
 
 
 def means_of(way, numel, codec, inputs, sequences=(0,)):
-    """The mean of constant buffers, one operation after another; every input and mean is exact in every codec."""
+    """The mean of constant buffers, one operation after another; every input and mean is exact in
+    every codec."""
     transport = transport_by(way, TIMEOUT)
     results = []
     for i, sequence in enumerate(sequences):
         buffer = torch.full((numel,), float(inputs[dist.get_rank()] + i))
-        assert run(compressed_allreduce(buffer, codec=codec, transport=transport, sequence=sequence))
+        assert run(
+            compressed_allreduce(buffer, codec=codec, transport=transport, sequence=sequence)
+        )
         results += buffer.unique().tolist()
     return results
 
@@ -189,7 +217,10 @@ def test_fewer_elements_than_ranks_can_share(pool, numel, way):
 def test_operation_numbers_go_round_their_tags(pool, way):
     """Tags repeat after 8192 operations, and numbers need 32 bits: both pass unnoticed."""
     sequences = (0, 1, 8191, 8192, 8193, 0, 2**32 - 1, 2**32, 1)
-    assert pool.run(means_of, way, 8, "none", [0, 2], sequences, size=2) == [[float(i + 1) for i in range(9)]] * 2
+    assert (
+        pool.run(means_of, way, 8, "none", [0, 2], sequences, size=2)
+        == [[float(i + 1) for i in range(9)]] * 2
+    )
 
 
 def in_a_subgroup(way, members):
@@ -200,13 +231,22 @@ def in_a_subgroup(way, members):
     transport = transport_by(way, TIMEOUT, group)
     buffer = torch.full((100,), float(10 + dist.get_rank()))
     run(compressed_allreduce(buffer, codec="sign", transport=transport))
-    return transport.rank, buffer.unique().tolist(), [transport.peer(r) for r in range(transport.size)]
+    return (
+        transport.rank,
+        buffer.unique().tolist(),
+        [transport.peer(r) for r in range(transport.size)],
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_subgroup_counts_its_own_ranks_and_names_the_global_ones(pool, way):
     names = ["rank 0 (global rank 1)", "rank 1 (global rank 3)"]
-    assert pool.run(in_a_subgroup, way, [1, 3], size=4) == [None, (0, [12.0], names), None, (1, [12.0], names)]
+    assert pool.run(in_a_subgroup, way, [1, 3], size=4) == [
+        None,
+        (0, [12.0], names),
+        None,
+        (1, [12.0], names),
+    ]
     names = ["rank 0", "rank 1", "rank 2 (global rank 3)"]
     assert pool.run(in_a_subgroup, way, [0, 1, 3], size=4)[3][2] == names
 
@@ -225,7 +265,9 @@ def own(backend, chosen):
     import commpress.backend  # noqa: F401
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COMMPRESS_TRANSPORT", chosen) if chosen else patch.delenv("COMMPRESS_TRANSPORT", raising=False)
+        patch.setenv("COMMPRESS_TRANSPORT", chosen) if chosen else patch.delenv(
+            "COMMPRESS_TRANSPORT", raising=False
+        )
         return type(own_transport(dist.new_group(backend=backend), timeout=TIMEOUT)).__name__
 
 
@@ -236,7 +278,9 @@ def test_groups_of_gloo_get_sockets_unless_asked_otherwise(pool, backend):
 
 
 def test_another_transport_is_refused(pool):
-    with pytest.raises(Exception, match="COMMPRESS_TRANSPORT is 'socket', expected sockets or gloo"):
+    with pytest.raises(
+        Exception, match="COMMPRESS_TRANSPORT is 'socket', expected sockets or gloo"
+    ):
         pool.run(own, "gloo", "socket")
 
 
@@ -253,7 +297,8 @@ def policies():
 
 
 def scheduling_of(make):
-    """Scheduling of the threads that Gloo starts for what ``make`` makes, and whether the others are as before."""
+    """Scheduling of the threads that Gloo starts for what ``make`` makes, and whether the others
+    are as before."""
     before = policies()
     made = make()
     after = policies()

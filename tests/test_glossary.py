@@ -1,4 +1,5 @@
-"""A word of the glossary is explained where a page first says it: docs/glossary.py, as the built site calls it."""
+"""A word of the glossary is explained where a page first says it: docs/glossary.py, as the built
+site calls it."""
 
 import importlib.util
 import re
@@ -20,11 +21,14 @@ WORDS = glossary.entries(TEXT)
 
 def html(text: str) -> str:
     """A page's HTML before the hook."""
-    return markdown.markdown(text, extensions=["tables", "attr_list", "pymdownx.superfences", "toc"]).replace(".md#", ".html#")
+    return markdown.markdown(
+        text, extensions=["tables", "attr_list", "pymdownx.superfences", "toc"]
+    ).replace(".md#", ".html#")
 
 
 class Prose(HTMLParser):
-    """The text of a page outside headings, code, tables and links elsewhere; links to the glossary as ⟦slug|word⟧."""
+    """The text of a page outside headings, code, tables and links elsewhere; links to the glossary
+    as ⟦slug|word⟧."""
 
     SKIPPED = ("h1", "h2", "h3", "h4", "h5", "h6", "code", "pre", "table")
 
@@ -61,7 +65,11 @@ def unexplained(page: str) -> list[str]:
     """Words whose first mention in the prose of a page is no link to their entry."""
     prose, found = Prose(page).text, []
     for word in WORDS:
-        plain = re.sub(r"⟦([^|]*)\|([^⟧]*)⟧", lambda m, w=word: "⟦⟧" if m[1] == w.lower().replace(" ", "-") else " … ", prose)
+        plain = re.sub(
+            r"⟦([^|]*)\|([^⟧]*)⟧",
+            lambda m, w=word: "⟦⟧" if m[1] == w.lower().replace(" ", "-") else " … ",
+            prose,
+        )
         letters = r"[\s-]+".join(re.split(r"[\s-]", word))
         mention = re.search(rf"(?i:(?<![\w./-]){letters}(?:e?s)?(?![\w/-]))|⟦⟧", plain)
         if mention and mention[0] != "⟦⟧":
@@ -80,16 +88,26 @@ def test_a_word_is_explained_where_it_first_comes(path):
 
 
 def test_an_unexplained_word_is_found():
-    assert [each.split(":")[0] for each in unexplained(html("The residual of a rank."))] == ["Rank", "Residual"]
+    assert [each.split(":")[0] for each in unexplained(html("The residual of a rank."))] == [
+        "Rank",
+        "Residual",
+    ]
     assert unexplained(html("A [rank](glossary.md#rank), and rank after rank.")) == []
-    assert unexplained(html("A [rank](ddp.md) sends to another rank.")) == ["Rank: 'A  …  sends to another rank.'"]
+    assert unexplained(html("A [rank](ddp.md) sends to another rank.")) == [
+        "Rank: 'A  …  sends to another rank.'"
+    ]
 
 
 def test_only_prose_has_links():
-    page = html("# Ranks\n\n`rank` and [ranks](ddp.md), low-rank.\n\n| rank |\n| --- |\n| rank |\n\nThe ranks, all ranks.\n")
+    page = html(
+        "# Ranks\n\n`rank` and [ranks](ddp.md), low-rank.\n\n| rank |\n| --- |\n| rank |\n\nThe "
+        "ranks, all ranks.\n"
+    )
     explained = glossary.explain(page, WORDS)
     assert explained.count('class="term"') == 1
-    assert 'The <a class="term" href="glossary.html#rank" title="One process of a group.' in explained
+    assert (
+        'The <a class="term" href="glossary.html#rank" title="One process of a group.' in explained
+    )
 
 
 def test_longer_words_come_first_and_links_of_a_page_count():
@@ -100,7 +118,10 @@ def test_longer_words_come_first_and_links_of_a_page_count():
 
 
 def test_another_sense_holds_for_one_paragraph():
-    page = html("<!-- other sense: row, block -->\nA row of a table, a block of it.\n\nA row of a message.\n")
+    page = html(
+        "<!-- other sense: row, block -->\nA row of a table, a block of it.\n\nA row of a "
+        "message.\n"
+    )
     explained = glossary.explain(page, WORDS)
     assert "A row of a table, a block of it." in explained
     assert re.findall(r"#([\w-]+)", explained) == ["row", "message"]
@@ -112,12 +133,16 @@ def test_every_sense_that_a_page_excepts_is_a_word_of_the_glossary_there():
             after = text[comment.end() :].split("\n\n")[0]
             for word in comment[1].split(", "):
                 assert word.capitalize() in WORDS, f"{path.name}: {word}"
-                assert re.search(rf"(?i)\b{word}s?\b", after), f"{path.name}: nothing says {word} after {comment[0]}"
+                assert re.search(rf"(?i)\b{word}s?\b", after), (
+                    f"{path.name}: nothing says {word} after {comment[0]}"
+                )
 
 
 def test_a_meaning_is_plain_text():
     assert set(WORDS) == set(re.findall(r"^### (.+)$", TEXT, re.M))
-    assert WORDS["Fragment"] == "A part of a model's parameters that local updates exchange together. Fragments take turns."
+    assert WORDS["Fragment"] == (
+        "A part of a model's parameters that local updates exchange together. Fragments take turns."
+    )
     assert not [word for word, meaning in WORDS.items() if re.search(r"[`*\[\]\n]", meaning)]
 
 

@@ -1,4 +1,5 @@
-"""The run for a GPU: every line of it on a twin, and what it makes of steps that fail, hang or die."""
+"""The run for a GPU: every line of it on a twin, and what it makes of steps that fail, hang or
+die."""
 
 import json
 import os
@@ -37,12 +38,27 @@ def ran_to_the_end(folder: Path, names: list[str]) -> None:
 
 @pytest.mark.slow
 def test_every_line_runs_on_a_twin_in_a_checkout_that_is_not_installed(compiled, tmp_path):
-    """Without the links of site-packages, so that commpress is where the benchmarks lie, as on a machine that is lent."""
-    environment = os.environ | {"PYTHONPATH": str(Path(torch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    """Without the links of site-packages, so that commpress is where the benchmarks lie, as on a
+    machine that is lent."""
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(torch.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
     names = [step.name for step in gpu.STEPS]
-    command = [sys.executable, "-S", str(BENCHMARKS), "gpu", "--twin", "--check", "--out", "some/out"]
+    command = [
+        sys.executable,
+        "-S",
+        str(BENCHMARKS),
+        "gpu",
+        "--twin",
+        "--check",
+        "--out",
+        "some/out",
+    ]
     command += ["--steps", ",".join(names)]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240)
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240
+    )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert "in place of CUDA: perf_counter for events" in ran.stdout
     ran_to_the_end(tmp_path / "some" / "out", names)
@@ -52,16 +68,24 @@ def test_every_line_runs_on_a_twin_in_a_checkout_that_is_not_installed(compiled,
 
 
 @pytest.mark.skipif(not (sources.ROOT / ".git").exists(), reason="this is no checkout of git")
-def test_make_gpu_is_the_first_command_in_a_fresh_clone_and_its_results_lie_in_build_gpu(compiled, tmp_path):
+def test_make_gpu_is_the_first_command_in_a_fresh_clone_and_its_results_lie_in_build_gpu(
+    compiled, tmp_path
+):
     """With the changes that are not committed yet."""
     clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "--quiet", str(sources.ROOT), str(clone)], check=True, timeout=60)
-    changes = subprocess.run(["git", "diff", "--binary", "HEAD"], cwd=sources.ROOT, check=True, capture_output=True).stdout
+    subprocess.run(
+        ["git", "clone", "--quiet", str(sources.ROOT), str(clone)], check=True, timeout=60
+    )
+    changes = subprocess.run(
+        ["git", "diff", "--binary", "HEAD"], cwd=sources.ROOT, check=True, capture_output=True
+    ).stdout
     if changes:
         subprocess.run(["git", "apply"], cwd=clone, input=changes, check=True)
     command = ["make", "gpu", "ARGS=--twin", f"PYTHON={sys.executable}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=clone, env=environment, text=True, capture_output=True, timeout=240)
+    ran = subprocess.run(
+        command, cwd=clone, env=environment, text=True, capture_output=True, timeout=240
+    )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     ran_to_the_end(clone / "build" / "gpu", [step.name for step in gpu.STEPS if step.part == 1])
 
@@ -102,17 +126,25 @@ def dying(machine, report):
 
 
 def test_a_step_that_fails_hangs_or_dies_is_told_with_the_reason_and_the_next_one_runs(tmp_path):
-    steps = [Step("failing", failing, 20), Step("hanging", hanging, 1), Step("dying", dying, 20), Step("good", good, 20)]
+    steps = [
+        Step("failing", failing, 20),
+        Step("hanging", hanging, 1),
+        Step("dying", dying, 20),
+        Step("good", good, 20),
+    ]
     failed, hung, died, fine = (runner.run(step, twin=True, folder=tmp_path) for step in steps)
     assert [(f.what, f.error, f.value) for f in failed.figures] == [
-        ("first", "ValueError: no such thing", None), ("second", "", 1.0)
-    ]  # fmt: skip
+        ("first", "ValueError: no such thing", None),
+        ("second", "", 1.0),
+    ]
     assert failed.status == "failed"
     assert "the device is gone" in gpu.reason(failed)
     assert hung.status == "out of time"
     assert 1 <= hung.seconds < 10
     assert [f.what for f in hung.figures] == ["before"]
-    assert re.search(r"test_gpu.py\", line \d+ in hanging", gpu.reason(hung)), "it says where it was"
+    assert re.search(r"test_gpu.py\", line \d+ in hanging", gpu.reason(hung)), (
+        "it says where it was"
+    )
     assert died.status == "failed"
     assert [f.holds for f in fine.figures] == [True, False]
     assert [f.ratio for f in fine.figures] == [pytest.approx(0.9 / 0.8), 2.0]
@@ -124,14 +156,29 @@ def test_a_step_that_fails_hangs_or_dies_is_told_with_the_reason_and_the_next_on
 def test_what_ran_is_entered_into_the_page(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"# GPU\n\n{gpu.MARK}\n\nend\n")
-    about = {"date": "2026-01-02", "card": "Some card", "torch": "2.11", "cuda": "13.0", "cupy": "14.2"}
-    good, bad = Result("bits", 1, 60, figures=[Figure("x", 1.0)]), Result("ddp", 1, 60, "failed", 3.0, "CUDA error: a | b")
+    about = {
+        "date": "2026-01-02",
+        "card": "Some card",
+        "torch": "2.11",
+        "cuda": "13.0",
+        "cupy": "14.2",
+    }
+    good, bad = (
+        Result("bits", 1, 60, figures=[Figure("x", 1.0)]),
+        Result("ddp", 1, 60, "failed", 3.0, "CUDA error: a | b"),
+    )
     lines = [{"about": about, "part": 1}, *map(gpu.asdict, (good, bad))]
     (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     for _ in range(2):
-        assert gpu.run(options("--results", tmp_path / "results.jsonl", "--docs", page, "--check")) == 1
+        assert (
+            gpu.run(options("--results", tmp_path / "results.jsonl", "--docs", page, "--check"))
+            == 1
+        )
     _, rows = page.read_text().split("| --- | --- | --- | --- | --- |\n")
-    row = "| 2026-01-02 | Some card | 2.11, 13.0, 14.2 | bits | ddp: failed after 3 s of 60: CUDA error: a / b |\n"
+    row = (
+        "| 2026-01-02 | Some card | 2.11, 13.0, 14.2 | bits | ddp: failed after 3 s of 60: "
+        "CUDA error: a / b |\n"
+    )
     assert rows == 2 * row + "\n\nend\n"
     assert "1 of 2 steps ran to their end" in capsys.readouterr().out
     page.write_text("nothing")
@@ -148,7 +195,9 @@ def options(*arguments):
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(InvalidArgument, match="leave --twin out"):
         gpu.run(options("--twin", "--docs", "page.md"))
-    with pytest.raises(InvalidArgument, match="--steps has 'sing', expected some of compile, bits, kernels"):
+    with pytest.raises(
+        InvalidArgument, match="--steps has 'sing', expected some of compile, bits, kernels"
+    ):
         gpu.run(options("--steps", "sing"))
 
 

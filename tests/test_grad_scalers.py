@@ -1,4 +1,5 @@
-"""GradScalers of all ranks keep one scale, whatever overflows where, with the hook and with every optimizer."""
+"""GradScalers of all ranks keep one scale, whatever overflows where, with the hook and with every
+optimizer."""
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from commpress.schedules import DoublingIntervals
 from small_store import open_store
 from variants import few
 
-STEPS, FIRST, BAD = 14, 1024.0, {2: 0, 5: -1, 6: -1, 10: 0}  # step: the rank whose gradients overflow
+# step: the rank whose gradients overflow
+STEPS, FIRST, BAD = 14, 1024.0, {2: 0, 5: -1, 6: -1, 10: 0}
 OPTIONS = {"lr": 1e-2, "min_numel": 64}
 
 
@@ -36,7 +38,10 @@ def alone(make):
 
 def overlapped(make):
     def prepare(model, scaler, folder):
-        ddp, optimizer = DistributedDataParallel(model, bucket_cap_mb=1e-3), make(model.parameters())
+        ddp, optimizer = (
+            DistributedDataParallel(model, bucket_cap_mb=1e-3),
+            make(model.parameters()),
+        )
         commpress.overlap(ddp, optimizer, grad_scaler=scaler)
         return ddp, optimizer
 
@@ -45,14 +50,24 @@ def overlapped(make):
 
 def offloaded(model, scaler, folder):
     store = open_store(folder / f"rank-{dist.get_rank()}")
-    return model, commpress.Partitioned(model.parameters(), torch.optim.AdamW, store=store, chunk_mb=0.1, grad_scaler=scaler)
+    return model, commpress.Partitioned(
+        model.parameters(), torch.optim.AdamW, store=store, chunk_mb=0.1, grad_scaler=scaler
+    )
 
 
 ONE_BIT = {
-    "OneBitAdam": lambda p, **options: commpress.OneBitAdam(p, warmup_steps=4, **OPTIONS, **options),
-    "OneBitLamb": lambda p, **options: commpress.OneBitLamb(p, warmup_steps=4, **OPTIONS, **options),
-    "ZeroOneAdam": lambda p, **options: commpress.ZeroOneAdam(p, sync="every", variance_updates=2, **OPTIONS, **options),
-    "ShardedOneBitAdam": lambda p, **options: ShardedOneBitAdam(p, warmup_steps=4, **OPTIONS, **options),
+    "OneBitAdam": lambda p, **options: commpress.OneBitAdam(
+        p, warmup_steps=4, **OPTIONS, **options
+    ),
+    "OneBitLamb": lambda p, **options: commpress.OneBitLamb(
+        p, warmup_steps=4, **OPTIONS, **options
+    ),
+    "ZeroOneAdam": lambda p, **options: commpress.ZeroOneAdam(
+        p, sync="every", variance_updates=2, **OPTIONS, **options
+    ),
+    "ShardedOneBitAdam": lambda p, **options: ShardedOneBitAdam(
+        p, warmup_steps=4, **OPTIONS, **options
+    ),
     "ShardedZeroOneAdam": lambda p, **options: ShardedZeroOneAdam(
         p, sync="every", variance_updates=2, **OPTIONS, **options
     ),
@@ -61,15 +76,23 @@ WAYS = {
     "hook sign": hooked("sign"),
     "hook topk": hooked("topk-64"),
     "hook ef21": hooked("sign", error_feedback="ef21"),
-    "Partitioned": alone(lambda p, **options: commpress.Partitioned(p, torch.optim.AdamW, gradients="sign", **options)),
+    "Partitioned": alone(
+        lambda p, **options: commpress.Partitioned(
+            p, torch.optim.AdamW, gradients="sign", **options
+        )
+    ),
     "Partitioned with a store": offloaded,
     **{name: alone(make) for name, make in ONE_BIT.items()},
-    **{f"{name} overlapped": overlapped(ONE_BIT[name]) for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")},
+    **{
+        f"{name} overlapped": overlapped(ONE_BIT[name])
+        for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+    },
 }
 
 
 def expected(overflows):
-    """Loss scales of a scaler that halves after an overflow and doubles after three steps without."""
+    """Loss scales of a scaler that halves after an overflow and doubles after three steps
+    without."""
     scale, good, scales = FIRST, 0, []
     for overflow in overflows:
         good = 0 if overflow else good + 1
@@ -103,7 +126,9 @@ def test_scales_fall_and_grow_together(pool, tmp_path, way, size):
     first, *others = pool.run(train, way, tmp_path, size=size)
     assert first[0] == expected([step in BAD for step in range(STEPS)])
     assert all(bool(p.isfinite().all()) for p in first[1])
-    assert any(not torch.equal(p, q) for p, q in zip(first[1], model_of().parameters(), strict=True))
+    assert any(
+        not torch.equal(p, q) for p, q in zip(first[1], model_of().parameters(), strict=True)
+    )
     for scales, weights in others:
         assert scales == first[0]
         assert all(torch.equal(p, q) for p, q in zip(first[1], weights, strict=True))
@@ -113,14 +138,24 @@ def train_locally(name, folder):
     made = []
 
     def make(parameters, **options):
-        made.append({"ZeroOneAdam": commpress.ZeroOneAdam, "ShardedZeroOneAdam": ShardedZeroOneAdam}[name](
-            parameters, sync=DoublingIntervals(start=3, period=100, longest=2), variance_updates=2, **OPTIONS, **options
-        ))  # fmt: skip
+        made.append(
+            {"ZeroOneAdam": commpress.ZeroOneAdam, "ShardedZeroOneAdam": ShardedZeroOneAdam}[name](
+                parameters,
+                sync=DoublingIntervals(start=3, period=100, longest=2),
+                variance_updates=2,
+                **OPTIONS,
+                **options,
+            )
+        )
         return made[0]
 
     counts = []
-    scales, _ = train(name, folder, alone(make), after=lambda: counts.append(made[0].counters.local_steps))
-    return scales, [step for step in range(STEPS) if counts[step] > (counts[step - 1] if step else 0)]
+    scales, _ = train(
+        name, folder, alone(make), after=lambda: counts.append(made[0].counters.local_steps)
+    )
+    return scales, [
+        step for step in range(STEPS) if counts[step] > (counts[step - 1] if step else 0)
+    ]
 
 
 @pytest.mark.parametrize("name", ["ZeroOneAdam", "ShardedZeroOneAdam"])
@@ -172,7 +207,9 @@ def unscaled():
     plain = ONE_BIT["OneBitAdam"](twin.parameters())
     for step in range(8):
         for net in (model, twin):
-            x = torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+            x = torch.randn(
+                6, 16, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())
+            )
             (scaler.scale(net(x).sum()) if net is model else net(x).sum()).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -180,7 +217,9 @@ def unscaled():
         plain.step()
         for o in (optimizer, plain):
             o.zero_grad()
-    return all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    return all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_gradients_may_be_unscaled_before(pool):

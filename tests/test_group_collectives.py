@@ -1,4 +1,5 @@
-"""Collectives of a group beside all-reduce, two levels, saved residuals, and NCCL's way on a twin: bits, bytes, refusals."""
+"""Collectives of a group beside all-reduce, two levels, saved residuals, and NCCL's way on a twin:
+bits, bytes, refusals."""
 
 import io
 import time
@@ -68,7 +69,10 @@ def reduced(gradients, reduce):
     """Results of ``reduce`` for these gradients in one backward, the last one first."""
     results = []
     inputs = [torch.zeros(g.numel(), requires_grad=True, dtype=g.dtype) for g in gradients]
-    sum((InBackward.apply(x, reduce, results) * g).sum() for x, g in zip(inputs, gradients, strict=True)).backward()
+    sum(
+        (InBackward.apply(x, reduce, results) * g).sum()
+        for x, g in zip(inputs, gradients, strict=True)
+    ).backward()
     return results
 
 
@@ -90,7 +94,10 @@ def summed(gradient, op=dist.ReduceOp.SUM):
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"reduce_scatter": "powersgd-4"}, "reduce_scatter is 'powersgd-4', which needs whole tensors"),
+        (
+            {"reduce_scatter": "powersgd-4"},
+            "reduce_scatter is 'powersgd-4', which needs whole tensors",
+        ),
         ({"all_gather": "sign"}, "all_gather is 'sign"),
         ({"all_to_all": "topk-64"}, "all_to_all is 'topk"),
         ({"topology": "2y4"}, "topology is '2y4'"),
@@ -106,7 +113,9 @@ def test_what_cannot_be_is_refused_by_name(given, complaint):
 
 def test_each_collective_has_its_codec_in_the_text():
     text = "codec=exact,reduce_scatter=int8,all_gather=fp8,all_to_all=bf16"
-    assert group_options_from(text) == GroupOptions(None, reduce_scatter="int8", all_gather="fp8", all_to_all="bf16")
+    assert group_options_from(text) == GroupOptions(
+        None, reduce_scatter="int8", all_gather="fp8", all_to_all="bf16"
+    )
     assert group_options_from("sign,topology=2x4").topology == "2x4"
     assert GroupOptions().codecs().keys() == {"all_reduce"}
 
@@ -117,7 +126,8 @@ def test_each_collective_has_its_codec_in_the_text():
 def reduce_scatters(op, dtype):
     rank, size = dist.get_rank(), dist.get_world_size()
     results = [
-        reduced([gradient(rank, step, size, dtype)], lambda g: scattered(g, op))[0] for step in range(STEPS)
+        reduced([gradient(rank, step, size, dtype)], lambda g: scattered(g, op))[0]
+        for step in range(STEPS)
     ]
     metric = numbers(rank, size * ROW)
     exact = scattered(metric, dist.ReduceOp.SUM)  # not in a backward
@@ -133,30 +143,55 @@ def gradient(rank, step, size, dtype=torch.float32):
 
 def scatter_twin(size, codec, op, dtype):
     plans = [
-        deals([Part("reduce-scatter 0 of 903", 0, ROW, size * ROW)], policy_of(codec), rank=r, ranks=size) for r in range(size)
+        deals(
+            [Part("reduce-scatter 0 of 903", 0, ROW, size * ROW)],
+            policy_of(codec),
+            rank=r,
+            ranks=size,
+        )
+        for r in range(size)
     ]
-    owed = [[ResidualStore().attach(d.every.keys, d.every.pieces, torch.device("cpu")) for d in plan] for plan in plans]
+    owed = [
+        [ResidualStore().attach(d.every.keys, d.every.pieces, torch.device("cpu")) for d in plan]
+        for plan in plans
+    ]
     ends, results = [Recorded(t) for t in Loopback(size).transports()], [[] for _ in range(size)]
     for step in range(STEPS):
         outs = [torch.empty(ROW) for _ in range(size)]
-        outcomes = simulate([
-            reduce_rows(
-                gradient(r, step, size, dtype), outs[r], owed[r], plan=plans[r], transport=ends[r], workspace=Workspace(),
-                sequence=step, key=step,
-            )
-            for r in range(size)
-        ])  # fmt: skip
+        outcomes = simulate(
+            [
+                reduce_rows(
+                    gradient(r, step, size, dtype),
+                    outs[r],
+                    owed[r],
+                    plan=plans[r],
+                    transport=ends[r],
+                    workspace=Workspace(),
+                    sequence=step,
+                    key=step,
+                )
+                for r in range(size)
+            ]
+        )
         for r in range(size):
             settle(outcomes[r], taken=step != BAD)
-            mean = torch.full((ROW,), float("nan")) if step == BAD else outs[r] * (size if op == dist.ReduceOp.SUM else 1)
+            mean = (
+                torch.full((ROW,), float("nan"))
+                if step == BAD
+                else outs[r] * (size if op == dist.ReduceOp.SUM else 1)
+            )
             results[r].append(mean.to(dtype))
     return results, HEADER + plans[0][0].own.row_bytes
 
 
-@pytest.mark.parametrize(("codec", "op", "dtype"), [
-    ("int8", dist.ReduceOp.SUM, torch.float32), ("sign", dist.ReduceOp.AVG, torch.float32),
-    ("int4", dist.ReduceOp.AVG, torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "op", "dtype"),
+    [
+        ("int8", dist.ReduceOp.SUM, torch.float32),
+        ("sign", dist.ReduceOp.AVG, torch.float32),
+        ("int4", dist.ReduceOp.AVG, torch.bfloat16),
+    ],
+)
 def test_reduce_scatters_equal_the_simulation_in_bits_and_bytes(pool, tmp_path, codec, op, dtype):
     options = GroupOptions(None, min_numel=100, reduce_scatter=codec)
     seen = pool.run(with_options, f"{tmp_path}/file", options, reduce_scatters, op, dtype, size=3)
@@ -196,20 +231,32 @@ def test_all_gathers_equal_the_simulation_in_bits_and_bytes(pool, tmp_path, dtyp
     size, options = 3, GroupOptions(None, min_numel=100, all_gather="int8")
     seen = pool.run(with_options, f"{tmp_path}/file", options, gathers, dtype, size=size)
     plans = [
-        deals([Part("all", 0, ROW, size * ROW)], policy_of("int8"), rank=r, ranks=size, feedback=False) for r in range(size)
+        deals(
+            [Part("all", 0, ROW, size * ROW)], policy_of("int8"), rank=r, ranks=size, feedback=False
+        )
+        for r in range(size)
     ]
     row = HEADER + plans[0][0].own.row_bytes
     for step in range(2):
         outs = [torch.empty(size * ROW, dtype=dtype) for _ in range(size)]
-        simulate([
-            gather_rows(
-                numbers(10 * step + r, ROW, dtype), outs[r], plan=plans[r], transport=t, workspace=Workspace(), sequence=0
-            )
-            for r, t in enumerate(Loopback(size).transports())
-        ])  # fmt: skip
+        simulate(
+            [
+                gather_rows(
+                    numbers(10 * step + r, ROW, dtype),
+                    outs[r],
+                    plan=plans[r],
+                    transport=t,
+                    workspace=Workspace(),
+                    sequence=0,
+                )
+                for r, t in enumerate(Loopback(size).transports())
+            ]
+        )
         assert all(torch.equal(results[step], outs[0]) for results, *_ in seen)
     for _, rows, bad, counted in seen:
-        assert all(torch.equal(x, numbers(r, ROW)) for r, x in enumerate(rows)), "a list is left alone"
+        assert all(torch.equal(x, numbers(r, ROW)) for r, x in enumerate(rows)), (
+            "a list is left alone"
+        )
         assert bad, "infinity on one rank"
         assert counted["calls"] == {"all_gather": 3}
         assert counted["exact_calls"] == {"several tensors or unequal rows": 1}
@@ -223,7 +270,11 @@ def exchanges():
     rank, size = dist.get_rank(), dist.get_world_size()
     gives, takes = list(SPLITS[rank]), [row[rank] for row in SPLITS]
     tokens = numbers(rank, 16 * sum(gives)).view(-1, 16)
-    out, even, integers = torch.empty(sum(takes), 16), torch.empty(2 * size, 16), torch.empty(size, dtype=torch.int64)
+    out, even, integers = (
+        torch.empty(sum(takes), 16),
+        torch.empty(2 * size, 16),
+        torch.empty(size, dtype=torch.int64),
+    )
     dist.all_to_all_single(out, tokens, takes, gives)
     dist.all_to_all_single(even, numbers(9 + rank, 32 * size).view(-1, 16))
     dist.all_to_all_single(integers, torch.arange(size) + 10 * rank)
@@ -234,18 +285,36 @@ def test_all_to_alls_equal_the_simulation_in_bits_and_bytes(pool, tmp_path):
     size, options = 3, GroupOptions(None, all_to_all="int8")
     seen = pool.run(with_options, f"{tmp_path}/file", options, exchanges, size=size)
     outs = [torch.empty(sum(row[r] for row in SPLITS), 16) for r in range(size)]
-    evens, ends = [torch.empty(2 * size, 16) for _ in range(size)], [Recorded(t) for t in Loopback(size).transports()]
-    simulate([
-        compressed_all_to_all(
-            outs[r], numbers(r, 16 * sum(SPLITS[r])).view(-1, 16), codec="int8", transport=ends[r], way=Way(),
-            out_splits=[row[r] for row in SPLITS], in_splits=SPLITS[r],
-        )
-        for r in range(size)
-    ])  # fmt: skip
-    simulate([
-        compressed_all_to_all(evens[r], numbers(9 + r, 32 * size).view(-1, 16), codec="int8", transport=ends[r], sequence=1)
-        for r in range(size)
-    ])
+    evens, ends = (
+        [torch.empty(2 * size, 16) for _ in range(size)],
+        [Recorded(t) for t in Loopback(size).transports()],
+    )
+    simulate(
+        [
+            compressed_all_to_all(
+                outs[r],
+                numbers(r, 16 * sum(SPLITS[r])).view(-1, 16),
+                codec="int8",
+                transport=ends[r],
+                way=Way(),
+                out_splits=[row[r] for row in SPLITS],
+                in_splits=SPLITS[r],
+            )
+            for r in range(size)
+        ]
+    )
+    simulate(
+        [
+            compressed_all_to_all(
+                evens[r],
+                numbers(9 + r, 32 * size).view(-1, 16),
+                codec="int8",
+                transport=ends[r],
+                sequence=1,
+            )
+            for r in range(size)
+        ]
+    )
     for rank, (out, even, integers, counted) in enumerate(seen):
         assert torch.equal(out, outs[rank])
         assert torch.equal(even, evens[rank])
@@ -272,12 +341,16 @@ def mixed():
     for work in reversed(works):
         work.wait()
     wrong = torch.float32 if rank else torch.bfloat16
-    error = caught(all_gather_single, torch.empty(size * 2000, dtype=wrong), torch.ones(2000, dtype=wrong))
+    error = caught(
+        all_gather_single, torch.empty(size * 2000, dtype=wrong), torch.ones(2000, dtype=wrong)
+    )
     return x, all_rows, own, error, counters()
 
 
 def test_all_of_them_under_way_at_once_and_a_disagreement_named(pool, tmp_path):
-    options = GroupOptions("int8", 100, only="everything", reduce_scatter="int8", all_gather="int8", all_to_all="int8")
+    options = GroupOptions(
+        "int8", 100, only="everything", reduce_scatter="int8", all_gather="int8", all_to_all="int8"
+    )
     one, two = pool.run(with_options, f"{tmp_path}/file", options, mixed, size=2)
     assert torch.equal(one[0], two[0])
     assert torch.equal(one[1], two[1])
@@ -287,7 +360,12 @@ def test_all_of_them_under_way_at_once_and_a_disagreement_named(pool, tmp_path):
     for _, _, _, error, counted in (one, two):
         assert isinstance(error, Mismatch)
         assert "2000 bfloat16, codec 'int8/256'" in str(error)
-        assert counted["calls"] == {"all_reduce": 1, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1}
+        assert counted["calls"] == {
+            "all_reduce": 1,
+            "all_gather": 1,
+            "all_to_all": 1,
+            "reduce_scatter": 1,
+        }
 
 
 def shards(steps):
@@ -333,9 +411,12 @@ def levels_twin(topology, codec):
     for step in range(STEPS):
         buffers = [numbers(10 * step + r, 4000) for r in range(topology.size)]
         sequence = step * exchanges[0].sequences
-        for outcomes in simulate([
-            e.steps(c, b, sequence=sequence, key=step) for e, c, b in zip(exchanges, channels, buffers, strict=True)
-        ]):  # fmt: skip
+        for outcomes in simulate(
+            [
+                e.steps(c, b, sequence=sequence, key=step)
+                for e, c, b in zip(exchanges, channels, buffers, strict=True)
+            ]
+        ):
             settle(outcomes, taken=True)
         results.append(buffers[0] * topology.size)
     return results, [(channel.sent_bytes, channel.between_bytes) for channel in channels]
@@ -374,7 +455,8 @@ def caught_making(file, options):
 
 
 def trained(first, last, state):
-    """Steps of two all-reduces and a reduce-scatter in a backward, and an all-gather; the state after them."""
+    """Steps of two all-reduces and a reduce-scatter in a backward, and an all-gather; the state
+    after them."""
     group, rank, size, results = dist.group.WORLD, dist.get_rank(), dist.get_world_size(), []
     if state is not None:
         group.load_state_dict(*state)
@@ -393,7 +475,9 @@ def trained(first, last, state):
 EVERYTHING = GroupOptions("int4", 100, reduce_scatter="sign", all_gather="int8")
 NOISE = GroupOptions("terngrad", 100, reduce_scatter="randk-32")
 NODES = GroupOptions("sign", 100, reduce_scatter="sign", topology="2,1")
-SEVERAL = pytest.mark.parametrize("options", [EVERYTHING, NOISE, NODES], ids=["everything", "noise", "nodes"])
+SEVERAL = pytest.mark.parametrize(
+    "options", [EVERYTHING, NOISE, NODES], ids=["everything", "noise", "nodes"]
+)
 
 
 @SEVERAL
@@ -420,28 +504,51 @@ def refusals(states):
     group, rank = dist.group.WORLD, dist.get_rank()
     own, other = states[rank], states[1 - rank]
     wrong = [
-        own | {"codecs": {"all_reduce": "int8/256"}}, other, own | {"size": 5}, {"format": 1}, own | {"format": 2},
+        own | {"codecs": {"all_reduce": "int8/256"}},
+        other,
+        own | {"size": 5},
+        {"format": 1},
+        own | {"format": 2},
         own | {"nodes": "0|1"},
-    ]  # fmt: skip
-    return [str(caught(group.load_state_dict, state)) for state in wrong], group.state_dict()["calls"]
+    ]
+    return [str(caught(group.load_state_dict, state)) for state in wrong], group.state_dict()[
+        "calls"
+    ]
 
 
 def test_a_state_of_something_else_is_refused_by_name(pool, tmp_path):
-    states = [state for _, state in pool.run(with_options, f"{tmp_path}/one", EVERYTHING, trained, 0, 1, None, size=2)]
-    for errors, calls in pool.run(with_options, f"{tmp_path}/two", EVERYTHING, refusals, states, size=2):
+    states = [
+        state
+        for _, state in pool.run(
+            with_options, f"{tmp_path}/one", EVERYTHING, trained, 0, 1, None, size=2
+        )
+    ]
+    for errors, calls in pool.run(
+        with_options, f"{tmp_path}/two", EVERYTHING, refusals, states, size=2
+    ):
         wanted = (
-            "with the codecs", "load each rank's own", "is of 5 ranks", "something else", "of another version", "topology",
-        )  # fmt: skip
+            "with the codecs",
+            "load each rank's own",
+            "is of 5 ranks",
+            "something else",
+            "of another version",
+            "topology",
+        )
         assert all(text in error for text, error in zip(wanted, errors, strict=True)), errors
         assert calls == {}, "nothing was loaded"
 
 
 def test_all_reduces_of_another_number_of_ranks_owe_the_same(pool, tmp_path):
     options = GroupOptions("sign", 100)
-    states = [state for _, state in pool.run(with_options, f"{tmp_path}/three", options, summing, None, size=3)]
+    states = [
+        state
+        for _, state in pool.run(with_options, f"{tmp_path}/three", options, summing, None, size=3)
+    ]
     for size in (2, 4):
         loaded = pool.run(with_options, f"{tmp_path}/{size}", options, summing, states, size=size)
-        torch.testing.assert_close(owed([state for _, state in loaded]), owed(states), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            owed([state for _, state in loaded]), owed(states), rtol=1e-5, atol=1e-6
+        )
 
 
 def summing(states):
@@ -469,7 +576,8 @@ def owed(states):
 
 
 class GlooAsNccl(inner.CardTransport):
-    """Torch's collectives in an order of their own, without checksums, in a group that torch does not know."""
+    """Torch's collectives in an order of their own, without checksums, in a group that torch does
+    not know."""
 
     given_up: ClassVar[list[str]] = []
 
@@ -479,15 +587,19 @@ class GlooAsNccl(inner.CardTransport):
 
 
 def gloo_group(store, rank, size, timeout):
-    timeout = min(timeout, timedelta(seconds=10))  # nothing ends a wait of Gloo's earlier, as NCCL's abort does
+    # nothing ends a wait of Gloo's earlier, as NCCL's abort does
+    timeout = min(timeout, timedelta(seconds=10))
     kinds, group = dist.ProcessGroup.BackendType, dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kinds.GLOO)
-    group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))
+    group._register_backend(
+        torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout)
+    )
     return group
 
 
 def on_a_twin(file, options, function, *args):
-    """As ``with_options``; tensors of the processor go as those on a card do: early, over NCCL, headers of rows read late."""
+    """As ``with_options``; tensors of the processor go as those on a card do: early, over NCCL,
+    headers of rows read late."""
     waits, read, private = [], LateHeaders.read, inner.private_transports
     GlooAsNccl.given_up.clear()
 
@@ -521,7 +633,13 @@ def test_over_nccl_come_the_bits_of_the_processor(pool, tmp_path, options):
 
 def test_all_to_alls_over_nccl(pool, tmp_path):
     plain, twins = (
-        pool.run(how, f"{tmp_path}/{how.__name__}", GroupOptions(None, all_to_all="int8"), exchanges, size=3)
+        pool.run(
+            how,
+            f"{tmp_path}/{how.__name__}",
+            GroupOptions(None, all_to_all="int8"),
+            exchanges,
+            size=3,
+        )
         for how in (with_options, on_a_twin)
     )
     for (*expected, _), ((*got, counted), *_) in zip(plain, twins, strict=True):
@@ -543,7 +661,9 @@ def bad_then_different():
 
 def test_over_nccl_a_disagreement_is_named_and_ends_what_is_under_way(pool, tmp_path):
     options = GroupOptions("int8", 100, only="everything")
-    for (bad, error, counted), _, given_up in pool.run(on_a_twin, f"{tmp_path}/file", options, bad_then_different, size=2):
+    for (bad, error, counted), _, given_up in pool.run(
+        on_a_twin, f"{tmp_path}/file", options, bad_then_different, size=2
+    ):
         assert bad
         assert isinstance(error, Mismatch)
         assert "another shape" in str(error) or "903 float32" in str(error)
@@ -561,8 +681,13 @@ def by_future():
 
 def test_futures_hold_the_tensor_itself(pool, tmp_path):
     options = GroupOptions("int8", 100, only="everything")
-    assert pool.run(with_options, f"{tmp_path}/file", options, by_future, size=2) == [(True, [254.0])] * 2
-    assert [seen for seen, *_ in pool.run(on_a_twin, f"{tmp_path}/twin", options, by_future, size=2)] == [(True, [254.0])] * 2
+    assert (
+        pool.run(with_options, f"{tmp_path}/file", options, by_future, size=2)
+        == [(True, [254.0])] * 2
+    )
+    assert [
+        seen for seen, *_ in pool.run(on_a_twin, f"{tmp_path}/twin", options, by_future, size=2)
+    ] == [(True, [254.0])] * 2
 
 
 def test_futures_of_calls_on_a_card_are_those_of_its_streams(monkeypatch):
@@ -588,4 +713,6 @@ def test_tensors_on_cuda_go_over_nccl_where_it_is_and_by_the_host_where_not(monk
         assert inner.private_transports(here, store, 0, 1, timedelta(seconds=1)).keys() == kinds
         assert inner.at_once(here, [OnCard()]) == available
     monkeypatch.setattr(inner, "has_nccl", lambda: True)
-    assert inner.private_transports(object(), store, 0, 1, timedelta(seconds=1)).keys() == {"cpu"}, "over MPI"
+    assert inner.private_transports(object(), store, 0, 1, timedelta(seconds=1)).keys() == {
+        "cpu"
+    }, "over MPI"

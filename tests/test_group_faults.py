@@ -1,4 +1,5 @@
-"""On the backend "commpress" a rank that disagrees, dies or stalls is named by every other, and the others can go on."""
+"""On the backend "commpress" a rank that disagrees, dies or stalls is named by every other, and the
+others can go on."""
 
 import os
 import re
@@ -41,9 +42,13 @@ def joined(file, size, seconds, options=None):
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group(
-        "commpress", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds),
+        "commpress",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
         pg_options=options,
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- disagreement
@@ -71,22 +76,30 @@ def disagreements(folder, cases, seconds):
 
 
 def check_disagreements(pool, folder, cases, seconds):
-    for rank, errors in enumerate(pool.run(disagreements, str(folder), cases, seconds, size=3, seconds=200)):
+    for rank, errors in enumerate(
+        pool.run(disagreements, str(folder), cases, seconds, size=3, seconds=200)
+    ):
         for case, error in zip(cases, errors, strict=True):
             assert type(error) is Mismatch, (case, error)
-            if rank == LAST or case[0] == ANYBODY:  # who of two others is wrong, a rank that receives from anybody cannot know
+            # who of two others is wrong, a rank that receives from anybody cannot know
+            if rank == LAST or case[0] == ANYBODY:
                 assert {*error.ranks} <= {0, 1, 2} - {rank}, (case, error)
             else:
                 assert error.ranks == (LAST,), (case, error)
 
 
 DISAGREE = [f for f in FAULTS if f.startswith("wrong")]
-EVERY = [(call, fault) for call in [*CALLS, COMPRESSED] for fault in DISAGREE if applies(call, fault)]
-AT_ONCE = [(call, fault) for call, fault in EVERY if call not in POINT_TO_POINT or fault != "wrong op"]
+EVERY = [
+    (call, fault) for call in [*CALLS, COMPRESSED] for fault in DISAGREE if applies(call, fault)
+]
+AT_ONCE = [
+    (call, fault) for call, fault in EVERY if call not in POINT_TO_POINT or fault != "wrong op"
+]
 
 
 def test_every_disagreement_is_named_before_data_moves(pool, tmp_path):
-    """With a timeout that no machine reaches: they are told at once, and no message that is too long ends a process."""
+    """With a timeout that no machine reaches: they are told at once, and no message that is too
+    long ends a process."""
     assert len(AT_ONCE) > 50
     check_disagreements(pool, tmp_path, AT_ONCE, 300)
 
@@ -104,10 +117,14 @@ def test_a_peer_that_is_busy_with_another_call_is_named_at_the_timeout(pool, tmp
 def reductions_and_roots(folder):
     rank, errors = dist.get_rank(), []
     calls = [
-        lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if rank == LAST else dist.ReduceOp.SUM),
+        lambda: dist.all_reduce(
+            torch.ones(4), dist.ReduceOp.MAX if rank == LAST else dist.ReduceOp.SUM
+        ),
         lambda: dist.broadcast(torch.ones(4), 1 if rank == LAST else 0),
         lambda: dist.all_reduce(torch.ones(2, 3) if rank == LAST else torch.ones(3, 2)),
-        lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6), [2, 2, 2], [3, 1, 2] if rank == LAST else None),
+        lambda: dist.all_to_all_single(
+            torch.ones(6), torch.ones(6), [2, 2, 2], [3, 1, 2] if rank == LAST else None
+        ),
     ]
     for i, call in enumerate(calls):
         meet(f"call {i}", 3)
@@ -128,7 +145,8 @@ def test_reduction_root_shape_and_splits_are_compared(pool, tmp_path):
 
 
 def no_false_alarms():
-    """Calls that differ between ranks in what may differ: sizes by peer, tags, order of point-to-point, late ranks."""
+    """Calls that differ between ranks in what may differ: sizes by peer, tags, order of
+    point-to-point, late ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     gives = [(rank + 2 * peer) % 4 for peer in range(size)]
     takes = [(peer + 2 * rank) % 4 for peer in range(size)]
@@ -169,7 +187,8 @@ def test_what_may_differ_raises_no_alarm(pool, tmp_path):
 
 
 def lost_in_transfer(folder, fault, seconds):
-    """The last rank is killed or stopped while 256 MB are under way; the others go on in a group of two."""
+    """The last rank is killed or stopped while 256 MB are under way; the others go on in a group of
+    two."""
     rank = dist.get_rank()
     joined(f"{folder}/first", 3, seconds)
     dist.barrier()
@@ -180,7 +199,9 @@ def lost_in_transfer(folder, fault, seconds):
         os.kill(os.getpid(), fault)
     error, seconds = caught(work.wait)
     dist.destroy_process_group()
-    dist.init_process_group("commpress", init_method=f"file://{folder}/second", rank=rank, world_size=2)
+    dist.init_process_group(
+        "commpress", init_method=f"file://{folder}/second", rank=rank, world_size=2
+    )
     tensor = torch.full((4,), rank + 1.0)
     dist.all_reduce(tensor)
     return error, seconds, tensor.tolist()
@@ -217,14 +238,17 @@ def stopped_before_backward(folder):
 
 
 def test_a_rank_that_is_stopped_is_named_inside_backward(mortal, tmp_path):
-    for error, seconds in mortal.outcomes(stopped_before_backward, str(tmp_path), size=3, lost={LAST})[:LAST]:
+    for error, seconds in mortal.outcomes(
+        stopped_before_backward, str(tmp_path), size=3, lost={LAST}
+    )[:LAST]:
         assert type(error) is PeerFailure, error
         assert error.ranks == (LAST,)
         assert seconds < 30
 
 
 def cut_while_waiting(folder):
-    """Ranks 0 and 1 wait for the last, which is alive and never comes; then rank 0 cuts its connections."""
+    """Ranks 0 and 1 wait for the last, which is alive and never comes; then rank 0 cuts its
+    connections."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.FileStore(f"{folder}/store", size)
     make_group = partial(dist.ProcessGroupGloo, store, rank, size, timeout=timedelta(minutes=5))
@@ -272,20 +296,43 @@ def test_connections_that_others_may_have_opened_are_not_taken():
 
 def test_the_command_reports_what_survivors_see(tmp_path):
     """In a process of its own: it forks."""
-    arguments = ["faults", "--calls", "all_reduce", "--faults", "kill -9", "wrong shape", "--timeout", "30"]
-    command = [sys.executable, str(sources.ROOT / "benchmarks"), *arguments, "--markdown", str(tmp_path / "f.md")]
+    arguments = [
+        "faults",
+        "--calls",
+        "all_reduce",
+        "--faults",
+        "kill -9",
+        "wrong shape",
+        "--timeout",
+        "30",
+    ]
+    command = [
+        sys.executable,
+        str(sources.ROOT / "benchmarks"),
+        *arguments,
+        "--markdown",
+        str(tmp_path / "f.md"),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "ok    2 cases" in ran.stdout
     document = (tmp_path / "f.md").read_text()
-    assert re.search(r"^\| all_reduce \| PeerFailure 2 \d+\.\d\d s \| Mismatch 2 \d+\.\d\d s \|$", document, re.M)
+    assert re.search(
+        r"^\| all_reduce \| PeerFailure 2 \d+\.\d\d s \| Mismatch 2 \d+\.\d\d s \|$", document, re.M
+    )
 
 
 def test_the_document_holds_every_call_and_only_typed_errors_that_name_the_right_rank():
     path = sources.ROOT / "docs" / "faults.md"
-    rows = [line.split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")][2:]
+    rows = [line.split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")][
+        2:
+    ]
     assert [row[0].removeprefix("| ") for row in rows] == [*CALLS, COMPRESSED]
     for row in rows:
         for fault, cell in zip(FAULTS, row[1:], strict=True):
-            expected = rf"(Mismatch|PeerFailure) {LAST} \d\.\d\d s" if applies(row[0].removeprefix("| "), fault) else "–"
+            expected = (
+                rf"(Mismatch|PeerFailure) {LAST} \d\.\d\d s"
+                if applies(row[0].removeprefix("| "), fault)
+                else "–"
+            )
             assert re.fullmatch(expected, cell.removesuffix(" |")), (row[0], fault, cell)

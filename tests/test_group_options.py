@@ -1,4 +1,5 @@
-"""Compression through a process group: what options say, what is left alone, and the same bits as the simulation."""
+"""Compression through a process group: what options say, what is left alone, and the same bits as
+the simulation."""
 
 import os
 
@@ -32,7 +33,10 @@ from group_calls import as_world
         ("exact", None),
         ("int8", GroupOptions("int8")),
         ("codec=sign", GroupOptions("sign")),
-        ("codec=int8, min_numel=10, ops=avg, only=everything", GroupOptions("int8", 10, ["avg"], "everything")),
+        (
+            "codec=int8, min_numel=10, ops=avg, only=everything",
+            GroupOptions("int8", 10, ["avg"], "everything"),
+        ),
         ("bf16,ops=sum+avg", GroupOptions("bf16", ops=(dist.ReduceOp.SUM, dist.ReduceOp.AVG))),
     ],
 )
@@ -97,7 +101,9 @@ STEPS, BAD = 5, 2
 
 
 def gradient_of(rank, step, site):
-    values = torch.randn(NUMELS[site], generator=torch.Generator().manual_seed(100 * step + 10 * site + rank))
+    values = torch.randn(
+        NUMELS[site], generator=torch.Generator().manual_seed(100 * step + 10 * site + rank)
+    )
     if (rank, step, site) == (1, BAD, 2):
         values[7] = float("inf")
     return values
@@ -120,7 +126,10 @@ def backwards(op):
 def twin(size, codec, average):
     """The same over the simulation: sites in the order in which backward meets them, last first."""
     plans = {i: messages([Span("tensor", 0, NUMELS[i])], policy_of(codec), size) for i in (2, 0)}
-    owed = {i: [[ErrorFeedback.zeros(m.pieces) for m in plan] for _ in range(size)] for i, plan in plans.items()}
+    owed = {
+        i: [[ErrorFeedback.zeros(m.pieces) for m in plan] for _ in range(size)]
+        for i, plan in plans.items()
+    }
     results = [[] for _ in range(size)]
     for step in range(STEPS):
         outputs = {}
@@ -129,10 +138,20 @@ def twin(size, codec, average):
             if (step, i) == (BAD, 2):
                 outputs[i] = [torch.full_like(b, float("nan")) for b in buffers]
                 continue
-            outcomes = simulate([
-                reduce_bucket(b, f, messages=plan, transport=t, workspace=Workspace(), sequence=0, key=step)
-                for b, f, t in zip(buffers, owed[i], Loopback(size).transports(), strict=True)
-            ])  # fmt: skip
+            outcomes = simulate(
+                [
+                    reduce_bucket(
+                        b,
+                        f,
+                        messages=plan,
+                        transport=t,
+                        workspace=Workspace(),
+                        sequence=0,
+                        key=step,
+                    )
+                    for b, f, t in zip(buffers, owed[i], Loopback(size).transports(), strict=True)
+                ]
+            )
             for outcome in (o for rank in outcomes for o in rank):
                 outcome.commit()
             outputs[i] = [b if average else b * size for b in buffers]
@@ -153,7 +172,8 @@ def test_every_call_site_equals_the_simulation(pool, tmp_path, codec, average):
             for i in (0, 2):
                 assert torch.equal(got[i].nan_to_num(7.0), want[i].nan_to_num(7.0)), (step, i)
             small = want[1] / 3 if average else want[1]
-            torch.testing.assert_close(got[1], small, rtol=1e-5, atol=1e-5)  # another order of adding
+            # another order of adding
+            torch.testing.assert_close(got[1], small, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
         assert counters["compressed_calls"] == 2 * STEPS
         assert counters["skipped_calls"] == 1
@@ -165,7 +185,13 @@ def test_every_call_site_equals_the_simulation(pool, tmp_path, codec, average):
 
 
 def run_backwards(file, average, options):
-    return as_world("commpress", file, backwards, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, pg_options=options)
+    return as_world(
+        "commpress",
+        file,
+        backwards,
+        dist.ReduceOp.AVG if average else dist.ReduceOp.SUM,
+        pg_options=options,
+    )
 
 
 def changing_sites():
@@ -176,7 +202,10 @@ def changing_sites():
 
 
 def test_a_site_that_does_not_come_again_is_let_go_and_counted(pool, tmp_path):
-    assert pool.run(with_options, f"{tmp_path}/file", changing_sites, GroupOptions("sign", 1), size=2) == [(1, 1)] * 2
+    assert (
+        pool.run(with_options, f"{tmp_path}/file", changing_sites, GroupOptions("sign", 1), size=2)
+        == [(1, 1)] * 2
+    )
 
 
 def with_options(file, function, options, *args):
@@ -187,7 +216,8 @@ def with_options(file, function, options, *args):
 
 
 def outside_of_backward():
-    """int8 of small whole numbers whose largest is 127 is exact: what differs from it was not compressed by int8."""
+    """int8 of small whole numbers whose largest is 127 is exact: what differs from it was not
+    compressed by int8."""
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32):
         tensor = torch.full((200,), 127.0).to(dtype)
@@ -201,8 +231,15 @@ def outside_of_backward():
 
 def test_everything_takes_what_it_can_and_counts_the_rest(pool, tmp_path):
     options = GroupOptions("int8", min_numel=150, only="everything")
-    for results, counters in pool.run(with_options, f"{tmp_path}/file", outside_of_backward, options, size=2):
-        assert results == [([254.0], torch.float32), ([254.0], torch.bfloat16), ([254.0], torch.float64), ([254], torch.int32)]
+    for results, counters in pool.run(
+        with_options, f"{tmp_path}/file", outside_of_backward, options, size=2
+    ):
+        assert results == [
+            ([254.0], torch.float32),
+            ([254.0], torch.bfloat16),
+            ([254.0], torch.float64),
+            ([254], torch.int32),
+        ]
         assert counters["compressed_calls"] == 3
         assert counters["exact_calls"] == {"dtype": 2, "reduction": 1, "small": 1}
         assert counters["ratio"] > 2
@@ -212,17 +249,22 @@ COARSE = ["sign", "sign-l1", "ternary", "int4", "log3", "bits4", "topk-16", "ran
 
 
 @pytest.mark.parametrize(
-    ("option", "codec"), [*((o, c) for o in ("codec", "reduce_scatter") for c in COARSE), ("codec", "sketch-64")]
+    ("option", "codec"),
+    [*((o, c) for o in ("codec", "reduce_scatter") for c in COARSE), ("codec", "sketch-64")],
 )
 def test_everything_refuses_codecs_that_need_the_residuals_of_a_backward(option, codec):
     given = {"codec": None} | {option: codec}
     assert GroupOptions(**given, only="gradients").codecs()
-    with pytest.raises(InvalidArgument, match=rf"^{option} is '{codec}', which needs residuals.*Use only='gradients'; or"):
+    with pytest.raises(
+        InvalidArgument,
+        match=rf"^{option} is '{codec}', which needs residuals.*Use only='gradients'; or",
+    ):
         GroupOptions(**given, only="everything")
 
 
 def averaged_by_hand(steps):
-    """Error of the sum of a gradient that a loop averages after each backward, and of the same by a reduce-scatter."""
+    """Error of the sum of a gradient that a loop averages after each backward, and of the same by a
+    reduce-scatter."""
     rank, size, errors = dist.get_rank(), dist.get_world_size(), []
     gradients = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     exact = sum(gradients) / size
@@ -244,7 +286,9 @@ def averaged_by_hand(steps):
 @pytest.mark.parametrize(("codec", "limit"), [("int8", 0.02), ("bf16", 0.003), ("terngrad", 0.2)])
 def test_gradients_averaged_after_backward_add_up_to_the_exact_sum(pool, tmp_path, codec, limit):
     options = GroupOptions(codec, min_numel=1024, only="everything", reduce_scatter=codec)
-    for errors, calls in pool.run(with_options, f"{tmp_path}/file", averaged_by_hand, options, 40, size=2):
+    for errors, calls in pool.run(
+        with_options, f"{tmp_path}/file", averaged_by_hand, options, 40, size=2
+    ):
         assert calls == {"all_reduce": 40, "reduce_scatter": 40}
         assert max(errors[-1]) < limit
 
@@ -266,17 +310,20 @@ def hooked(codec):
 
 def test_the_hook_gives_the_same_over_this_backend_and_over_gloo(pool, tmp_path):
     results, expected = (
-        pool.run(as_world, backend, f"{tmp_path}/file", hooked, "sign", size=2) for backend in ("commpress", "gloo")
+        pool.run(as_world, backend, f"{tmp_path}/file", hooked, "sign", size=2)
+        for backend in ("commpress", "gloo")
     )
     for one, two in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-
 def train(text):
-    """DDP with a codec by environment; a metric and the norm of the gradients are reduced outside of backward."""
+    """DDP with a codec by environment; a metric and the norm of the gradients are reduced outside
+    of backward."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1, bias=False)))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1, bias=False))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     made = torch.Generator().manual_seed(dist.get_rank())
     target, losses, exact = torch.linspace(-1, 1, 32), [], True
@@ -308,7 +355,9 @@ def train_under(file, text):
 
 def test_ddp_under_the_environment_variable(pool, tmp_path):
     (plain, *_), _ = pool.run(train_under, f"{tmp_path}/plain", "exact", size=2)
-    for losses, exact, same, counters in pool.run(train_under, f"{tmp_path}/file", "sign,min_numel=1000", size=2):
+    for losses, exact, same, counters in pool.run(
+        train_under, f"{tmp_path}/file", "sign,min_numel=1000", size=2
+    ):
         assert exact, "a metric was touched"
         assert same, "ranks have different parameters"
         assert losses != plain, "nothing was compressed"

@@ -1,4 +1,5 @@
-"""The guard of one rank among threads: what it aborts after a disagreement, and what it hears while data is late."""
+"""The guard of one rank among threads: what it aborts after a disagreement, and what it hears while
+data is late."""
 
 import threading
 import time
@@ -53,7 +54,8 @@ def test_a_disagreement_aborts_only_what_was_issued_before_it(connected, early):
 
 
 def test_who_waits_for_late_data_learns_that_a_peer_has_given_up(connected):
-    """All agreed, so nothing is pending here; but the peer that gave up may never issue the call."""
+    """All agreed, so nothing is pending here; but the peer that gave up may never issue the
+    call."""
     guard, _ = guarded(connected[0])
     peer = connected[1].by_rank[0]
     work, barrier = GroupWork(guard, lambda work: None, []), call("barrier", [])

@@ -1,4 +1,5 @@
-"""Residuals when ranks come and go: what living ranks owe is conserved, whatever dies on the way."""
+"""Residuals when ranks come and go: what living ranks owe is conserved, whatever dies on the
+way."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +45,11 @@ class Member:
 
     def reforming(self, change):
         e = self.exchanges
-        standing = yield from self.handover.steps(change, {"": e.residuals}, self.channel.workspace, tensors=e.bases)
-        yield from gathered([0.0], transport=self.channel.transport, sequence=self.channel.take())  # all have come so far
+        standing = yield from self.handover.steps(
+            change, {"": e.residuals}, self.channel.workspace, tensors=e.bases
+        )
+        # all have come so far
+        yield from gathered([0.0], transport=self.channel.transport, sequence=self.channel.take())
         self.handover.with_it(partial(self.follow, standing))()
 
     def follow(self, standing):
@@ -90,7 +94,9 @@ class Simulation:
             assert member.handover.rank == rank
 
     def connect(self):
-        for member, transport in zip(self.members, Loopback(len(self.members)).transports(), strict=True):
+        for member, transport in zip(
+            self.members, Loopback(len(self.members)).transports(), strict=True
+        ):
             member.channel.reform(transport)
 
     def gradients(self):
@@ -100,7 +106,9 @@ class Simulation:
         """The sum of the inputs' mean, and the output; all ranks have the same."""
         gradients = self.gradients()
         self.key += 1
-        outputs = simulate([m.round(g, self.key) for m, g in zip(self.members, gradients, strict=True)])
+        outputs = simulate(
+            [m.round(g, self.key) for m, g in zip(self.members, gradients, strict=True)]
+        )
         assert all(torch.equal(outputs[0], output) for output in outputs)
         return torch.stack(gradients).double().mean(0), outputs[0].double()
 
@@ -110,7 +118,9 @@ class Simulation:
 
     def reform(self, stay, new):
         every = self.changes(stay, new)
-        self.members = [self.members[rank] for rank in sorted(stay)] + [Member(self.codec, self.ef21) for _ in range(new)]
+        self.members = [self.members[rank] for rank in sorted(stay)] + [
+            Member(self.codec, self.ef21) for _ in range(new)
+        ]
         self.connect()
         simulate([m.reforming(c) for m, c in zip(self.members, every, strict=True)])
 
@@ -130,7 +140,8 @@ def close(one, two, scale=1.0):
     torch.testing.assert_close(one, two, rtol=0, atol=2e-5 * scale)
 
 
-CODECS = [SignCodec(block=0), "sign", "int4", "topk-16", "powersgd-2", "sketch-8"]  # of the first residuals are lazy
+# of the first residuals are lazy
+CODECS = [SignCodec(block=0), "sign", "int4", "topk-16", "powersgd-2", "sketch-8"]
 
 
 @settings(max_examples=25, deadline=None)
@@ -152,7 +163,9 @@ def test_means_are_conserved_when_ranks_come_and_go(data):
             group.leave(leave)
             close(group.owed(), balance)
             assert not any(group.members[rank].owes().any() for rank in leave)
-        lost = torch.stack([torch.zeros(827).double(), *(group.members[r].owes() / size for r in gone)]).sum(0)
+        lost = torch.stack(
+            [torch.zeros(827).double(), *(group.members[r].owes() / size for r in gone)]
+        ).sum(0)
         group.reform(stay, data.draw(st.integers(0, 3)))
         balance -= lost
         close(group.owed(), balance)
@@ -174,22 +187,32 @@ def test_a_thousand_changes_at_up_to_32_ranks(seed):
         if random.random() < 0.3 and gone:
             group.leave(gone)
             gone = []
-        balance -= torch.stack([torch.zeros(827).double(), *(group.members[r].owes() / size for r in gone)]).sum(0)
+        balance -= torch.stack(
+            [torch.zeros(827).double(), *(group.members[r].owes() / size for r in gone)]
+        ).sum(0)
         group.reform(stay, random.randint(0, min(4, 32 - len(stay))))
         close(group.owed(), balance, 4)
 
 
 def test_estimates_are_the_mean_of_those_who_stay():
-    """EF21: what all know is the mean of what they know of each; a newcomer begins with what all know."""
+    """EF21: what all know is the mean of what they know of each; a newcomer begins with what all
+    know."""
     group = Simulation("topk-16", 4, ef21=True)
     for stay, new in (({0, 1, 2, 3}, 2), ({1, 2, 5}, 0), ({0, 2}, 3), ({0}, 0), ({0}, 3)):
         for _ in range(2 if len(group.members) > 1 else 0):
             group.step()
-        known = {m: [-sent.clone() for _, sent, _ in m.exchanges.residuals.places()] for m in group.members}
+        known = {
+            m: [-sent.clone() for _, sent, _ in m.exchanges.residuals.places()]
+            for m in group.members
+        }
         members = [group.members[rank] for rank in sorted(stay)]
-        group.leave([rank for rank in range(len(group.members)) if rank not in stay])  # nothing is handed over
+        # nothing is handed over
+        group.leave([rank for rank in range(len(group.members)) if rank not in stay])
         group.reform(stay, new)
-        expected = [torch.stack(parts).double().mean(0) for parts in zip(*(known[m] for m in members), strict=True)]
+        expected = [
+            torch.stack(parts).double().mean(0)
+            for parts in zip(*(known[m] for m in members), strict=True)
+        ]
         for member in group.members:
             every = member.exchanges.residuals.every().values()
             for mean, (sent, reduced, all_know), first in zip(
@@ -201,9 +224,14 @@ def test_estimates_are_the_mean_of_those_who_stay():
                 if member not in members:
                     assert torch.equal(sent, -all_know)
         for member in members:
-            assert all(torch.equal(-a, b[1]) for a, b in zip(known[member], member.exchanges.residuals.places(), strict=True))
+            assert all(
+                torch.equal(-a, b[1])
+                for a, b in zip(known[member], member.exchanges.residuals.places(), strict=True)
+            )
     group.step()
-    known = torch.cat([every[2].double() for every in group.members[0].exchanges.residuals.every().values()])
+    known = torch.cat(
+        [every[2].double() for every in group.members[0].exchanges.residuals.every().values()]
+    )
     close(group.owed()[:520], -known[:520])  # of a; v = mean(h) − s holds on
 
 
@@ -212,7 +240,12 @@ def test_who_shrinks_without_loss_owes_what_an_elastic_checkpoint_says():
     group = Simulation("int4", 4)
     for _ in range(3):
         group.step()
-    states = simulate([elastic_state(m.exchanges.residuals, m.channel.transport, 3, m.channel.take()) for m in group.members])
+    states = simulate(
+        [
+            elastic_state(m.exchanges.residuals, m.channel.transport, 3, m.channel.take())
+            for m in group.members
+        ]
+    )
     group.leave([1])
     group.reform({0, 2, 3}, 0)
     expected = torch.zeros(827, dtype=torch.float64)
@@ -259,7 +292,9 @@ def test_a_round_that_one_rank_has_finished_counts_for_all(codec, reached):
         victim = group.members[2]
         victim.channel.transport.stand_for(Dying(victim.channel.inner, after, reached))
         gradients = group.gradients()
-        outputs = until_stuck([m.round(g, 3) for m, g in zip(group.members, gradients, strict=True)])
+        outputs = until_stuck(
+            [m.round(g, 3) for m, g in zip(group.members, gradients, strict=True)]
+        )
         more, after = victim.channel.inner.left < 0, after + 1
         done = [output for output in outputs if output is not None]
         victim.channel.workspace.settle(taken=bool(done))
@@ -279,7 +314,8 @@ def test_a_round_that_one_rank_has_finished_counts_for_all(codec, reached):
 
 @pytest.mark.parametrize("reached", [(), (0,)], ids=str)
 def test_a_hand_over_that_somebody_dies_in_is_finished_by_the_next(reached):
-    """Rank 2 dies in each message of the hand-over: the next one loses nothing twice, whoever had finished it."""
+    """Rank 2 dies in each message of the hand-over: the next one loses nothing twice, whoever had
+    finished it."""
     after, more, finished = 0, True, set()
     while more:
         group = Simulation("int4", 6)

@@ -1,4 +1,5 @@
-"""Parameters that lie on one rank each, beside those that all hold: optimizers leave them to their rank, or refuse them."""
+"""Parameters that lie on one rank each, beside those that all hold: optimizers leave them to their
+rank, or refuse them."""
 
 import copy
 
@@ -16,7 +17,9 @@ FROZEN = 8  # steps of warm-up; the expert's first gradient comes later
 SIZE = 3
 
 OPTIMIZERS = {
-    "onebit": lambda p, t, **o: commpress.OneBitAdam(p, lr=1e-2, weight_decay=0.1, warmup_steps=FROZEN, transport=t, **o),
+    "onebit": lambda p, t, **o: commpress.OneBitAdam(
+        p, lr=1e-2, weight_decay=0.1, warmup_steps=FROZEN, transport=t, **o
+    ),
     "zero_one": lambda p, t, **o: commpress.ZeroOneAdam(
         p, lr=1e-2, weight_decay=0.1, sync=4, warmup_steps=FROZEN, transport=t, **o
     ),
@@ -26,7 +29,7 @@ OPTIMIZERS = {
     "sharded_zero_one": lambda p, t, **o: commpress.ShardedZeroOneAdam(
         p, lr=1e-2, weight_decay=0.1, sync=4, warmup_steps=FROZEN, transport=t, **o
     ),
-}  # fmt: skip
+}
 
 
 def marked(make, **options):
@@ -68,7 +71,9 @@ def test_what_lies_on_one_rank_is_stepped_by_adam_in_every_bit(kind, dtype):
         assert torch.equal(ranks.parameters[rank][-1], twin.detach().to(dtype))
         state = ranks.optimizers[rank].state[ranks.parameters[rank][-1]]
         assert torch.equal(state["exp_avg"], adams[rank].state[twin]["exp_avg"])
-        assert torch.equal(ranks.optimizers[rank].replicated()[0], ranks.optimizers[0].replicated()[0])
+        assert torch.equal(
+            ranks.optimizers[rank].replicated()[0], ranks.optimizers[0].replicated()[0]
+        )
     assert not torch.equal(twins[0], twins[1])
 
 
@@ -82,7 +87,9 @@ def test_the_rest_moves_as_if_there_were_no_experts(kind):
         without.step([mine[:-1] for mine in given])
     for ours, twin in zip(with_experts.parameters[1], without.parameters[1], strict=False):
         assert torch.equal(ours, twin)
-    more = with_experts.optimizers[0].counters.wire_bytes - without.optimizers[0].counters.wire_bytes
+    more = (
+        with_experts.optimizers[0].counters.wire_bytes - without.optimizers[0].counters.wire_bytes
+    )
     assert 0 < more <= 20 * 2 * 128  # a number for each step that sends
 
 
@@ -101,7 +108,8 @@ def test_one_infinite_gradient_of_an_expert_leaves_the_step_out_on_all_ranks(kin
 
 @pytest.mark.parametrize("kind", ["onebit", "zero_one", "sharded"])
 def test_one_factor_clips_all_ranks_by_the_norm_of_everything(kind):
-    """In exact steps it is that of one process which has the mean gradients and every rank's experts."""
+    """In exact steps it is that of one process which has the mean gradients and every rank's
+    experts."""
     ranks = Replicas(marked(OPTIMIZERS[kind], max_grad_norm=0.5), SIZE, SHAPES)
     twin = [torch.nn.Parameter(p.detach().clone()) for p in ranks.parameters[0][:-1]]
     twin += [torch.nn.Parameter(p[-1].detach().clone()) for p in ranks.parameters]
@@ -110,7 +118,11 @@ def test_one_factor_clips_all_ranks_by_the_norm_of_everything(kind):
         given = gradients(step)
         ranks.step(given)
         for i, p in enumerate(twin):
-            p.grad = sum(mine[i] for mine in given) / SIZE if i < len(SHAPES) - 1 else given[i - len(SHAPES) + 1][-1].clone()
+            p.grad = (
+                sum(mine[i] for mine in given) / SIZE
+                if i < len(SHAPES) - 1
+                else given[i - len(SHAPES) + 1][-1].clone()
+            )
         torch.nn.utils.clip_grad_norm_(twin, 0.5)
         adam.step()
     for rank, parameters in enumerate(ranks.parameters):
@@ -124,7 +136,10 @@ def test_every_rank_goes_on_from_its_own_state_in_every_bit(kind, tmp_path):
     for step in range(12):
         ranks.step(gradients(step))
     for rank, optimizer in enumerate(ranks.optimizers):
-        state = {"optimizer": optimizer.state_dict(), "weights": [p.detach() for p in ranks.parameters[rank]]}
+        state = {
+            "optimizer": optimizer.state_dict(),
+            "weights": [p.detach() for p in ranks.parameters[rank]],
+        }
         torch.save(state, tmp_path / f"{rank}.pt")
     again = Replicas(marked(OPTIMIZERS[kind]), SIZE, SHAPES)
     saved = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]

@@ -1,4 +1,5 @@
-"""Rounds of every="auto": the smallest whose exchange hides behind computing, the same on all ranks."""
+"""Rounds of every="auto": the smallest whose exchange hides behind computing, the same on all
+ranks."""
 
 import copy
 import time
@@ -33,7 +34,9 @@ class Clock:
     def slow(self, ranks):
         """Let each exchange of these ranks take ``exchange`` seconds."""
         for local in ranks.local:
-            local.outer = Slowed(local.outer, self) if not isinstance(local.outer, Slowed) else local.outer
+            local.outer = (
+                Slowed(local.outer, self) if not isinstance(local.outer, Slowed) else local.outer
+            )
 
     def train(self, ranks, steps, first=0, step=STEP, make=dyadic):
         lengths = []
@@ -62,7 +65,9 @@ class Slowed:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "length"), [(0.01, 1), (0.2, 1), (0.3, 2), (0.9, 4), (2.3, 11)], ids=lambda value: str(value)
+    ("seconds", "length"),
+    [(0.01, 1), (0.2, 1), (0.3, 2), (0.9, 4), (2.3, 11)],
+    ids=lambda value: str(value),
 )
 def test_a_round_is_the_smallest_that_hides_its_exchange(monkeypatch, seconds, length):
     clock, ranks = Clock(monkeypatch, seconds), Ranks(3, every="auto", outer=None)
@@ -77,7 +82,8 @@ def test_a_round_is_the_smallest_that_hides_its_exchange(monkeypatch, seconds, l
 
 
 def test_a_round_follows_the_link(monkeypatch):
-    """It grows when two exchanges were slow, shrinks when two were fast, and heeds no single one."""
+    """It grows when two exchanges were slow, shrinks when two were fast, and heeds no single
+    one."""
     clock, ranks = Clock(monkeypatch, 0.1), Ranks(2, every="auto", outer=None)
     clock.slow(ranks)
     assert clock.train(ranks, 12)[-1] == 1
@@ -147,7 +153,8 @@ def test_an_evaluation_between_two_steps_changes_nothing(monkeypatch):
 
 
 def test_with_sgd_nothing_is_lost_in_a_whole_round_of_overlap():
-    """Θ takes in every gradient once, α of it at each arrival: after a drain all ranks hold the mean of all."""
+    """Θ takes in every gradient once, α of it at each arrival: after a drain all ranks hold the
+    mean of all."""
     ranks = Ranks(4, every=3, overlap=3, alpha=0.5)
     reference = [p.detach().clone().double() for p in ranks.parameters[0]]
     theta, own = np.concatenate([p.numpy().ravel() for p in reference]), None
@@ -156,14 +163,21 @@ def test_with_sgd_nothing_is_lost_in_a_whole_round_of_overlap():
     for step in range(12):
         gradients = noise(4, step, dyadic)
         ranks.step(gradients)
-        own -= 0.25 * np.stack([np.concatenate([g.double().numpy().ravel() for g in rank]) for rank in gradients])
+        own -= 0.25 * np.stack(
+            [np.concatenate([g.double().numpy().ravel() for g in rank]) for rank in gradients]
+        )
         if step % 3 == 2:
             if under_way is not None:
                 theta = theta - under_way
                 own = 0.5 * own + 0.5 * theta
             under_way = (theta - own).mean(0)
     np.testing.assert_allclose(ranks.shared(), theta, atol=1e-5)
-    got = np.stack([np.concatenate([p.detach().double().numpy().ravel() for p in mine]) for mine in ranks.parameters])
+    got = np.stack(
+        [
+            np.concatenate([p.detach().double().numpy().ravel() for p in mine])
+            for mine in ranks.parameters
+        ]
+    )
     np.testing.assert_allclose(got, own, atol=1e-5)
 
 
@@ -235,7 +249,9 @@ def test_a_rank_alone_has_nothing_to_hide():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_makes_no_sense_with_it_is_refused(size):
-    with pytest.raises(InvalidArgument, match=r"overlap is 3 with every='auto'.*give every= as a number"):
+    with pytest.raises(
+        InvalidArgument, match=r"overlap is 3 with every='auto'.*give every= as a number"
+    ):
         Ranks(size, every="auto", overlap=3)
     with pytest.raises(InvalidArgument, match="alpha is 0 and with every='auto'"):
         Ranks(size, every="auto", alpha=0)
@@ -244,7 +260,8 @@ def test_what_makes_no_sense_with_it_is_refused(size):
 
 
 def hidden(seconds):
-    """Real ranks whose channel is slow: lengths of rounds, hashes, and the share of the time spent waiting."""
+    """Real ranks whose channel is slow: lengths of rounds, hashes, and the share of the time spent
+    waiting."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     local = commpress.LocalUpdates(torch.optim.AdamW(model.parameters(), lr=1e-3))

@@ -18,7 +18,12 @@ from test_gloo import TIMEOUT, Rank
 from variants import few
 from ways import transport_by
 
-SPANS = [Span("weight", 0, 3001), Span("norm", 3001, 64), Span("bias", 3065, 37), Span("one", 3102, 1)]
+SPANS = [
+    Span("weight", 0, 3001),
+    Span("norm", 3001, 64),
+    Span("bias", 3065, 37),
+    Span("one", 3102, 1),
+]
 STEPS = 3
 
 
@@ -33,7 +38,9 @@ class NodeRank(Rank):
         self.workspace, self.outputs = Workspace(checksum=True), []
 
     def reduce(self, buffer, **options):
-        return reduce_routes(buffer, self.feedbacks, plan=self.plan, hierarchy=self.hierarchy, **options)
+        return reduce_routes(
+            buffer, self.feedbacks, plan=self.plan, hierarchy=self.hierarchy, **options
+        )
 
     def result(self):
         residuals = []
@@ -62,7 +69,8 @@ def simulated(topology, codec):
 
 @pytest.mark.parametrize("topology", ["2x2", "3,1", "1,2", "0 3|1 2"])
 @pytest.mark.parametrize(
-    ("codec", "way"), few([NAMES["sign"], SignCodec(block=0), NAMES["ternary"], EXACT], ["sockets", "messages"]),
+    ("codec", "way"),
+    few([NAMES["sign"], SignCodec(block=0), NAMES["ternary"], EXACT], ["sockets", "messages"]),
     ids=lambda each: getattr(each, "spec", None),
 )
 def test_real_ranks_equal_the_simulation(pool, topology, codec, way):
@@ -82,7 +90,8 @@ def test_torchs_own_collectives_equal_the_simulation(pool, topology):
 
 
 def disagreeing(topology, way):
-    """Rank 3 brings another codec: its node sees it first, the others hear of it when that node goes."""
+    """Rank 3 brings another codec: its node sees it first, the others hear of it when that node
+    goes."""
     transport = transport_by(way, TIMEOUT / 20)
     rank = NodeRank(transport, topology, NAMES["int8" if dist.get_rank() == 3 else "sign"])
     run(rank.steps(0))

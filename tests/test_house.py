@@ -1,4 +1,5 @@
-"""Names and imports of the package as a whole: each class has a name of its own, nobody imports in a circle."""
+"""Names and imports of the package as a whole: each class has a name of its own, nobody imports in
+a circle."""
 
 import ast
 from collections import defaultdict
@@ -9,34 +10,63 @@ import pytest
 
 import sources
 
-MODULES = {sources.module(path): sources.ROOT / path for path in sources.files() if path.suffix == ".py"}
+MODULES = {
+    sources.module(path): sources.ROOT / path for path in sources.files() if path.suffix == ".py"
+}
 TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
-ROOMS = ("commpress.collectives", "commpress.integrations", "commpress.kernels", "commpress.tiered_mem", "commpress.codecs",
-         "commpress.optim", "commpress.plan", "commpress.cli", "commpress")  # fmt: skip
-TWINS = {  # files of one noun in two rooms: the same functions with the same arguments, for another device
+ROOMS = (
+    "commpress.collectives",
+    "commpress.integrations",
+    "commpress.kernels",
+    "commpress.tiered_mem",
+    "commpress.codecs",
+    "commpress.optim",
+    "commpress.plan",
+    "commpress.cli",
+    "commpress",
+)
+# files of one noun in two rooms: the same functions with the same arguments, for another device
+TWINS = {
     "adam.py": {"kernels", "kernels/cpu"},  # torch's operations, and loops of our own
     "lamb.py": {"kernels", "kernels/cpu"},
     "low_rank.py": {"kernels", "kernels/cpu"},
     "row_codec.py": {"kernels/cpu", "kernels/cuda"},
 }
-SHORT = ("commpress/hf.py", "commpress/lightning.py", "commpress/moe.py")  # ``commpress.lazy.short_name``
+# ``commpress.lazy.short_name``
+SHORT = ("commpress/hf.py", "commpress/lightning.py", "commpress/moe.py")
 LATE = {  # (importer, what it imports inside a function): why not at the top of the file
     ("commpress.lazy", "commpress.errors"): "a room loads nothing before a name is asked for",
-    ("commpress.cli", "commpress.*"): "the commands' modules import this room, so it cannot import them back",
+    (
+        "commpress.cli",
+        "commpress.*",
+    ): "the commands' modules import this room, so it cannot import them back",
     ("commpress.cli.*", "commpress.cli.charts"): "matplotlib is optional",
-    ("commpress.cli.doctor", "commpress.cli.bench_codec"): "kernels that cannot be imported are a finding",
-    ("commpress.cli.doctor", "commpress.cli.bug_report"): "a report tells of findings, so it knows them",
+    (
+        "commpress.cli.doctor",
+        "commpress.cli.bench_codec",
+    ): "kernels that cannot be imported are a finding",
+    (
+        "commpress.cli.doctor",
+        "commpress.cli.bug_report",
+    ): "a report tells of findings, so it knows them",
     ("commpress.cli.doctor", "commpress.codecs"): "likewise",
     ("commpress.cli.doctor", "commpress.kernels.cpu.*"): "likewise",
-    ("commpress.integrations.ddp.hook", "commpress.integrations.ddp.mesh"): "compress takes both, and a mesh is made of hooks",
+    (
+        "commpress.integrations.ddp.hook",
+        "commpress.integrations.ddp.mesh",
+    ): "compress takes both, and a mesh is made of hooks",
     ("commpress.kernels.cpu.compiled", "commpress.kernels.cpu.build"): "Numba is optional",
 }
-WALL_CLOCK = {  # module: what it wants to know the time of day for; it jumps, so nobody may wait or measure by it
+# module: what it wants to know the time of day for; it jumps, so nobody may wait or measure by it
+WALL_CLOCK = {
     "commpress.timeline": "traces of several ranks are laid beside each other",
     "commpress.tiered_mem.disk": "bytes written to a drive are counted by day",
-    "commpress.integrations.elastic.events": "people read them; programs read the monotonic clock beside it",
+    "commpress.integrations.elastic.events": (
+        "people read them; programs read the monotonic clock beside it"
+    ),
 }
-CALLBACKS = {"Compress", "LocalTraining"}  # hf.Compress and lightning.Compress: what each trainer's users expect to find
+# hf.Compress and lightning.Compress: what each trainer's users expect to find
+CALLBACKS = {"Compress", "LocalTraining"}
 
 
 def imports(module: str) -> set[tuple[str, str]]:
@@ -55,8 +85,14 @@ def imports(module: str) -> set[tuple[str, str]]:
 
 
 def needed(module: str) -> set[str]:
-    names = {f"{package}.{name}" if f"{package}.{name}" in MODULES else package for package, name in imports(module)}
-    rooms = {outer for name in names for outer in packages_of(name)} - {module, *packages_of(module)}
+    names = {
+        f"{package}.{name}" if f"{package}.{name}" in MODULES else package
+        for package, name in imports(module)
+    }
+    rooms = {outer for name in names for outer in packages_of(name)} - {
+        module,
+        *packages_of(module),
+    }
     return (names | rooms) & MODULES.keys()
 
 
@@ -68,7 +104,11 @@ def packages_of(name: str) -> set[str]:
 
 def late(module: str) -> set[str]:
     """Modules of the package that functions of ``module`` import."""
-    functions = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     found = set()
     for node in (inner for function in functions for inner in ast.walk(function)):
         match node:
@@ -119,18 +159,24 @@ def test_no_class_name_stands_twice():
 
 
 def test_no_file_name_stands_twice():
-    """But for ``TWINS``; ``__init__.py`` is the room itself, and ``SHORT`` are other names of files."""
+    """But for ``TWINS``; ``__init__.py`` is the room itself, and ``SHORT`` are other names of
+    files."""
     rooms = defaultdict(set)
     for path in sources.files():
         if str(path) not in SHORT:
             rooms[path.name].add(str(path.parent))
-    assert {name: found for name, found in rooms.items() if len(found) > 1 and name != "__init__.py"} == TWINS
+    assert {
+        name: found for name, found in rooms.items() if len(found) > 1 and name != "__init__.py"
+    } == TWINS
 
 
 @pytest.mark.parametrize("name", sorted(TWINS))
 def test_files_of_one_name_have_the_same_functions(name):
     """All of the CPU's, with the same parameters and defaults."""
-    ours, others = (signatures(f"commpress.{room.replace('/', '.')}.{name[:-3]}") for room in sorted(TWINS[name], key=not_cpu))
+    ours, others = (
+        signatures(f"commpress.{room.replace('/', '.')}.{name[:-3]}")
+        for room in sorted(TWINS[name], key=not_cpu)
+    )
     assert ours
     assert {name: others.get(name) for name in ours} == ours
 
@@ -164,22 +210,38 @@ def test_a_circle_is_found():
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_private_name_leaves_its_room(module):
-    private = {(package, name) for package, name in imports(module) if name.startswith("_") and not name.startswith("__")}
+    private = {
+        (package, name)
+        for package, name in imports(module)
+        if name.startswith("_") and not name.startswith("__")
+    }
     assert [(package, name) for package, name in private if room(package) != room(module)] == []
 
 
 def test_nobody_waits_or_measures_by_the_wall_clock():
     """A clock that is set right while a run goes on must not end a wait, nor prolong it."""
-    asks = {"time.time", "time.time_ns", "time.gmtime", "time.localtime", "datetime.now", "datetime.datetime.now"}
+    asks = {
+        "time.time",
+        "time.time_ns",
+        "time.gmtime",
+        "time.localtime",
+        "datetime.now",
+        "datetime.datetime.now",
+    }
     found = {
-        module for module, tree in TREES.items()
-        for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in asks
-    }  # fmt: skip
-    named = {
-        module for module, tree in TREES.items()
+        module
+        for module, tree in TREES.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "time" and {"time", "time_ns"} & {n.name for n in node.names}
-    }  # fmt: skip
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in asks
+    }
+    named = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "time"
+        and {"time", "time_ns"} & {n.name for n in node.names}
+    }
     assert found | named == WALL_CLOCK.keys()
 
 
@@ -189,7 +251,14 @@ def test_docstrings_begin_with_what_they_name(folder):
     begins = ("What ", "Who ", "How ", "Where ", "Whether ", "Why ", "Which ", "Whose ")
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     trees = {path: ast.parse(path.read_text()) for path in (sources.ROOT / folder).rglob("*.py")}
-    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, documented)]
+    nodes = [
+        (path, node)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+    ]
     texts = [(path, ast.get_docstring(node) or "") for path, node in nodes]
     assert nodes
-    assert [f"{path}: {text.splitlines()[0]}" for path, text in texts if text.startswith(begins)] == []
+    assert [
+        f"{path}: {text.splitlines()[0]}" for path, text in texts if text.startswith(begins)
+    ] == []

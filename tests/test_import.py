@@ -12,8 +12,17 @@ import pytest
 import sources
 
 OPTIONAL = {
-    "accelerate", "aiofiles", "cupy", "deepspeed", "libaio", "matplotlib", "mpi4py", "numba", "transformers", "xxhash",
-}  # fmt: skip
+    "accelerate",
+    "aiofiles",
+    "cupy",
+    "deepspeed",
+    "libaio",
+    "matplotlib",
+    "mpi4py",
+    "numba",
+    "transformers",
+    "xxhash",
+}
 
 # torch comes first, so that what it loads and starts by itself is not held against us.
 OBSERVE = """
@@ -37,7 +46,9 @@ print(json.dumps({"before": before, "after": after, "seconds": seconds, "file": 
 
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_importing_loads_registers_and_starts_nothing(tmp_path):
@@ -50,12 +61,26 @@ def test_importing_loads_registers_and_starts_nothing(tmp_path):
     assert seen["seconds"] < 0.5, "processor seconds of `import commpress`, torch not counted"
 
 
-ROOMS = ["commpress", *(
-    f"commpress.{room}" for room in (
-        "codecs", "collectives", "integrations.ddp", "integrations.experts", "integrations.fsdp", "integrations.observe",
-        "integrations.process_group", "integrations.trainers", "integrations.zero", "kernels", "optim", "tiered_mem",
-    )
-)]  # fmt: skip
+ROOMS = [
+    "commpress",
+    *(
+        f"commpress.{room}"
+        for room in (
+            "codecs",
+            "collectives",
+            "integrations.ddp",
+            "integrations.experts",
+            "integrations.fsdp",
+            "integrations.observe",
+            "integrations.process_group",
+            "integrations.trainers",
+            "integrations.zero",
+            "kernels",
+            "optim",
+            "tiered_mem",
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -75,19 +100,33 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-@pytest.mark.parametrize("statement", ["import commpress.{0} as short", "from commpress import {0} as short",
-                                       "import commpress; short = commpress.{0}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import commpress.{0} as short",
+        "from commpress import {0} as short",
+        "import commpress; short = commpress.{0}",
+    ],
+)
 def test_short_names_are_imported_and_attributes(tmp_path, name, statement):
     pytest.importorskip({"hf": "transformers", "lightning": "lightning"}.get(name, "torch"))
-    code = f"{statement.format(name)}; import sys, {SHORT[name]} as home, commpress; print(short is home is commpress.{name})"
+    code = (
+        f"{statement.format(name)}; import sys, {SHORT[name]} as home, commpress; "
+        f"print(short is home is commpress.{name})"
+    )
     ran = python(code, tmp_path)
     assert ran.stdout.split() == ["True"], ran.stderr
 
 
-@pytest.mark.parametrize("statement", ["import commpress.hf", "from commpress import hf", "import commpress; commpress.hf"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import commpress.hf", "from commpress import hf", "import commpress; commpress.hf"],
+)
 def test_a_short_name_says_which_package_is_missing(tmp_path, statement):
     ran = python(f"import sys; sys.modules['transformers'] = None; {statement}", tmp_path)
-    assert "MissingPackage: commpress.hf needs transformers: pip install 'commpress[hf]'" in ran.stderr
+    assert (
+        "MissingPackage: commpress.hf needs transformers: pip install 'commpress[hf]'" in ran.stderr
+    )
 
 
 LIGHT = """
@@ -100,7 +139,14 @@ print(*(name for name in sys.modules if name.startswith("commpress.") or name in
 def test_a_room_with_much_in_it_loads_nothing_before_a_name_is_asked_for(tmp_path):
     ran = python(LIGHT, tmp_path)
     assert ran.returncode == 0, ran.stderr
-    rooms = {"collectives", "kernels", "integrations", "integrations.trainers", "integrations.zero", "lazy"}
+    rooms = {
+        "collectives",
+        "kernels",
+        "integrations",
+        "integrations.trainers",
+        "integrations.zero",
+        "lazy",
+    }
     assert set(ran.stdout.split()) == {f"commpress.{room}" for room in rooms}
 
 
@@ -109,7 +155,10 @@ def spec_of_kernels_lies_outside(origin: str | None) -> bool:
 
 
 def test_kernels_is_not_ours_elsewhere(tmp_path):
-    code = "import importlib.util as u, commpress.kernels; s = u.find_spec('kernels'); print(s and s.origin or '')"
+    code = (
+        "import importlib.util as u, commpress.kernels; s = u.find_spec('kernels'); print(s "
+        "and s.origin or '')"
+    )
     ran = python(code, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert spec_of_kernels_lies_outside(ran.stdout.strip() or None), ran.stdout
@@ -117,7 +166,9 @@ def test_kernels_is_not_ours_elsewhere(tmp_path):
 
 def test_kernels_is_not_ours_under_pytest():
     spec = importlib.util.find_spec("kernels")
-    assert spec_of_kernels_lies_outside(spec and spec.origin), "run `pytest`, not `python -m pytest`"
+    assert spec_of_kernels_lies_outside(spec and spec.origin), (
+        "run `pytest`, not `python -m pytest`"
+    )
 
 
 def test_kernels_imported_from_the_repository_root_says_what_is_wrong():

@@ -1,6 +1,8 @@
-"""No bit that changes between two ranks is taken for a number: its sender is named, nobody hangs, no two ranks go on apart.
+"""No bit that changes between two ranks is taken for a number: its sender is named, nobody hangs,
+no two ranks go on apart.
 
-Bits are changed on arrival, where one rank alone can see it: below the transport, in the stream of a connection, or above it.
+Bits are changed on arrival, where one rank alone can see it: below the transport, in the stream of
+a connection, or above it.
 """
 
 import ast
@@ -38,7 +40,7 @@ from ranks import meet
 
 WIDTH = 24
 
-# ---------------------------------------------------------------- above the transport, in one process
+# -------------------------------------------------------------- above the transport, in one process
 
 
 class Flipping(Recorded):
@@ -63,11 +65,15 @@ class Flipping(Recorded):
         if part is None or self.sender not in ranks:
             return part
         sender = sorted(ranks).index(self.sender)
-        return Flipping(part, sender=sender, nth=self.nth, place=self.place, bit=self.bit, flips=self.flips)
+        return Flipping(
+            part, sender=sender, nth=self.nth, place=self.place, bit=self.bit, flips=self.flips
+        )
 
     def _spoilt(self, work, rows):
         self.nth -= 1
-        return _Spoilt(self, work, rows) if self.nth == -1 and self.sender in rows.payloads else work
+        return (
+            _Spoilt(self, work, rows) if self.nth == -1 and self.sender in rows.payloads else work
+        )
 
 
 class _Spoilt:
@@ -77,8 +83,16 @@ class _Spoilt:
     def wait(self):
         self.work.wait()
         flipping, payload = self.flipping, self.rows.payloads[self.flipping.sender]
-        place = int(flipping.place * (HEADER + payload.numel())) if isinstance(flipping.place, float) else flipping.place
-        row, at = (self.rows.headers[flipping.sender], place) if place < HEADER else (payload, place - HEADER)
+        place = (
+            int(flipping.place * (HEADER + payload.numel()))
+            if isinstance(flipping.place, float)
+            else flipping.place
+        )
+        row, at = (
+            (self.rows.headers[flipping.sender], place)
+            if place < HEADER
+            else (payload, place - HEADER)
+        )
         row[at] ^= 1 << flipping.bit
         flipping.flips.append(place)
 
@@ -95,13 +109,17 @@ def averaged_in_two_levels(transport):
 def exchanged(codec, nodes, transport):
     inp = torch.arange(3.0 * WIDTH).view(3, WIDTH)
     way = Way(nodes)
-    return compressed_all_to_all(torch.empty_like(inp), inp, codec=codec, transport=transport, way=way)
+    return compressed_all_to_all(
+        torch.empty_like(inp), inp, codec=codec, transport=transport, way=way
+    )
 
 
 def sharded_and_gathered(hop, transport):
     """Do with a gradient and with weights as ``compress_fsdp`` and FSDP1 do."""
     ranks, row = transport.size, torch.arange(100.0)
-    plan = deals([Part("w", 0, 100, 300)], policy_of("int8", min_numel=0), rank=transport.rank, ranks=ranks)
+    plan = deals(
+        [Part("w", 0, 100, 300)], policy_of("int8", min_numel=0), rank=transport.rank, ranks=ranks
+    )
     options = {"plan": plan, "transport": transport, "workspace": Workspace()}
     if hop == "scatter":
         yield from reduce_rows(torch.arange(300.0), row, [None] * len(plan), sequence=0, **options)
@@ -121,17 +139,21 @@ STEPS = {
     "all-to-all, int8": partial(exchanged, "int8", None),
     "all-to-all by way of nodes": partial(exchanged, "int8", [[0, 1], [2]]),
 }
-PLACES = [0, 2, 3, 4, 5, 6, 20, 33, 41, 45, 50, 57, 61, HEADER, 0.6, 0.9999]  # every field of the header, and the payload
+# every field of the header, and the payload
+PLACES = [0, 2, 3, 4, 5, 6, 20, 33, 41, 45, 50, 57, 61, HEADER, 0.6, 0.9999]
 
 
 @pytest.mark.parametrize("path", STEPS)
 def test_a_changed_bit_is_named_by_whom_it_comes_from(path):
-    """On every path: in every exchange, in every field of the header and in the payload, a random bit."""
+    """On every path: in every exchange, in every field of the header and in the payload, a random
+    bit."""
     chance, trials = random.Random(path), 0
     for nth in range(4):
         for place in PLACES:
             transports, flips = Loopback(3).transports(), []
-            spoilt = Flipping(transports[0], sender=1, nth=nth, place=place, bit=chance.randrange(8), flips=flips)
+            spoilt = Flipping(
+                transports[0], sender=1, nth=nth, place=place, bit=chance.randrange(8), flips=flips
+            )
             error = None
             try:
                 simulate([STEPS[path](t) for t in (spoilt, *transports[1:])])
@@ -145,10 +167,15 @@ def test_a_changed_bit_is_named_by_whom_it_comes_from(path):
 
 
 def test_nothing_goes_over_a_transport_but_stamped_and_checked():
-    """``exchange`` does both for rows of one length, ``Executor`` and the hand-over for others; nobody else calls one."""
-    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "transport", "mpi", "counted", "staged")}
+    """``exchange`` does both for rows of one length, ``Executor`` and the hand-over for others;
+    nobody else calls one."""
+    transports = {
+        f"collectives/transports/{name}.py"
+        for name in ("loopback", "transport", "mpi", "counted", "staged")
+    }
     wrappers = transports | {"collectives/all_to_all/executor.py", "collectives/handover.py"}
-    others = {"commpress/cli/probe.py", "commpress/plan/local_ways.py"}  # times bare transports; counts sizes, sends nothing
+    # times bare transports; counts sizes, sends nothing
+    others = {"commpress/cli/probe.py", "commpress/plan/local_ways.py"}
     found = set()
     for path in sources.files():
         if path.suffix != ".py":
@@ -157,23 +184,31 @@ def test_nothing_goes_over_a_transport_but_stamped_and_checked():
         stamped = {
             id(node.args[0])
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "exchange" and node.args
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "exchange"
+            and node.args
         }
         for node in ast.walk(tree):
             names = ("all_to_all", "all_gather", "exchange")
             if isinstance(node, ast.Attribute) and node.attr in names and id(node) not in stamped:
-                whose = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+                whose = (
+                    node.value.id
+                    if isinstance(node.value, ast.Name)
+                    else getattr(node.value, "attr", "")
+                )
                 if whose in ("transport", "inner", "inside", "link", "between"):
                     found.add(path.as_posix())
     assert found - others == wrappers & found
     assert "collectives/all_to_all/executor.py" in found
 
 
-# ---------------------------------------------------------------- below the transport, on real ranks
+# --------------------------------------------------------------- below the transport, on real ranks
 
 
 class Tape:
-    """Bytes that rank 0 has received of rank 1, over all connections of ours; one bit of it is changed."""
+    """Bytes that rank 0 has received of rank 1, over all connections of ours; one bit of it is
+    changed."""
 
     def __init__(self):
         self.seen, self.at, self.bit = 0, -1, 0
@@ -233,7 +268,9 @@ def sharded():
 
 def replicated():
     """Hybrid sharding over replicas of one rank each: what is within a node is torch's."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )
     model = net()
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh["shard"])
@@ -243,12 +280,19 @@ def replicated():
 
 
 def older():
-    """FSDP1 with whole weights on every rank: others would wait for torch's own gather, until the rank that failed ends."""
-    options = {"sharding_strategy": ShardingStrategy.NO_SHARD, "device_id": torch.device("cpu"), "use_orig_params": True}
+    """FSDP1 with whole weights on every rank: others would wait for torch's own gather, until the
+    rank that failed ends."""
+    options = {
+        "sharding_strategy": ShardingStrategy.NO_SHARD,
+        "device_id": torch.device("cpu"),
+        "use_orig_params": True,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about this class
         model = FullyShardedDataParallel(net(), **options)
-    model.register_comm_hook(commpress.FlatShardState("int8"), commpress.compressed_reduce_scatter_hook)
+    model.register_comm_hook(
+        commpress.FlatShardState("int8"), commpress.compressed_reduce_scatter_hook
+    )
     return trained(model, torch.optim.SGD(model.parameters(), lr=1e-3))
 
 
@@ -302,7 +346,9 @@ def spoil(names, trials, seed):
     """Rank 0 gets a changed bit from rank 1, in one trial after the other."""
     tape, engine, chance = Tape(), sockets.SocketEngine, random.Random(seed)
     if dist.get_rank() == 0:
-        sockets.SocketEngine = lambda all_: engine({r: SpoiltSocket(c, tape) if r == 1 else c for r, c in all_.items()})
+        sockets.SocketEngine = lambda all_: engine(
+            {r: SpoiltSocket(c, tape) if r == 1 else c for r, c in all_.items()}
+        )
     store = dist.distributed_c10d._get_default_store()
     found, meetings, held = {}, 0, []
 
@@ -322,7 +368,10 @@ def spoil(names, trials, seed):
                 bit, place = chance.randrange(8), chance.random()
                 if trial:
                     field = trial <= len(FIELDS) < trials[name]
-                    tape.bit, tape.at = bit, start + (FIELDS[trial - 1] if field else int(place * length))
+                    tape.bit, tape.at = (
+                        bit,
+                        start + (FIELDS[trial - 1] if field else int(place * length)),
+                    )
                 begin = time.monotonic()
                 left, error = take(step, 2, 3)
                 seconds, tape.at = time.monotonic() - begin, -1
@@ -343,7 +392,8 @@ def spoil(names, trials, seed):
 
 
 def assert_all_end(results, *, seconds=30):
-    """Rank 0 names rank 1, the others end too, soon, and nobody has taken a step with other numbers."""
+    """Rank 0 names rank 1, the others end too, soon, and nobody has taken a step with other
+    numbers."""
     for rank, found in enumerate(results):
         for trial, (right, error, lasted) in found.items():
             assert right, (trial, rank)
@@ -351,11 +401,16 @@ def assert_all_end(results, *, seconds=30):
             assert lasted < seconds, (trial, rank, lasted, error)
             if rank == 0:
                 assert type(error) is Corrupted, (trial, error)
-                part = trial[0] == "hook, two levels" and not error.ranks  # found out while it waited for rank 2 alone
+                # found out while it waited for rank 2 alone
+                part = trial[0] == "hook, two levels" and not error.ranks
                 assert error.ranks == (1,) or part, (trial, error)
             else:
                 words = "rank 0 gave up: " in str(error)
-                assert words or (rank == 1 and "rank 0 closed its connection" in str(error)), (trial, rank, error)
+                assert words or (rank == 1 and "rank 0 closed its connection" in str(error)), (
+                    trial,
+                    rank,
+                    error,
+                )
 
 
 def test_a_changed_bit_of_any_field_ends_training_on_all_ranks(pool):

@@ -1,4 +1,5 @@
-"""The interface by which peers find a rank, with none named: hosts that know themselves as 127.0.1.1, several networks."""
+"""The interface by which peers find a rank, with none named: hosts that know themselves as
+127.0.1.1, several networks."""
 
 import logging
 import os
@@ -34,10 +35,15 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine on two networks: ``routes`` says by which addresses it reaches what, ``name`` to what its name resolves."""
+    """A machine on two networks: ``routes`` says by which addresses it reaches what, ``name`` to
+    what its name resolves."""
 
     def made(*, routes=(), name=DEBIAN, master="10.0.0.1", local="1", size="2"):
-        for variable, value in (("MASTER_ADDR", master), ("LOCAL_WORLD_SIZE", local), ("WORLD_SIZE", size)):
+        for variable, value in (
+            ("MASTER_ADDR", master),
+            ("LOCAL_WORLD_SIZE", local),
+            ("WORLD_SIZE", size),
+        ):
             monkeypatch.setenv(variable, value)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
         ways = dict(routes)
@@ -50,7 +56,9 @@ def machine(monkeypatch):
     return made
 
 
-def test_the_interface_that_reaches_the_master_is_named_and_the_host_told_of_its_name(machine, caplog):
+def test_the_interface_that_reaches_the_master_is_named_and_the_host_told_of_its_name(
+    machine, caplog
+):
     machine(routes={"10.0.0.1": WIRE})
     assert interface.own_address() == WIRE
     with caplog.at_level(logging.WARNING, "commpress"):
@@ -103,7 +111,8 @@ def test_a_master_needs_an_address_that_others_reach(machine):
 
 @pytest.mark.parametrize("backend", first(1, ["commpress", "gloo"]))
 def test_hosts_whose_names_are_loopback_meet(backend, tmp_path):
-    """The master is named by the first host's own name, which is 127.0.1.1 there; nobody names an interface."""
+    """The master is named by the first host's own name, which is 127.0.1.1 there; nobody names an
+    interface."""
     (tmp_path / "train.py").write_text(SCRIPT)
     try:
         lab = Hosts(2)
@@ -113,13 +122,25 @@ def test_hosts_whose_names_are_loopback_meet(backend, tmp_path):
         processes = []
         for rank, name in enumerate(lab.names):
             known = tmp_path / f"hosts{rank}"
-            others = [f"{a} {n}" for a, n in zip(lab.addresses, lab.names, strict=True) if n != name]
-            known.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {name}", *others]) + "\n")
-            subprocess.run(lab.command(rank, ["mount", "--bind", str(known), "/etc/hosts"]), check=True)
+            others = [
+                f"{a} {n}" for a, n in zip(lab.addresses, lab.names, strict=True) if n != name
+            ]
+            known.write_text(
+                "\n".join(["127.0.0.1 localhost", f"127.0.1.1 {name}", *others]) + "\n"
+            )
+            subprocess.run(
+                lab.command(rank, ["mount", "--bind", str(known), "/etc/hosts"]), check=True
+            )
             told = {
-                "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": lab.names[0],
-                "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "",
-            }  # fmt: skip
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": lab.names[0],
+                "MASTER_PORT": "29500",
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "",
+            }
             command = lab.command(rank, [sys.executable, str(tmp_path / "train.py"), backend])
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             processes.append(subprocess.Popen(command, env={**os.environ, **told}, **streams))

@@ -1,4 +1,5 @@
-"""Headers that a GPU hands over late: what an all-reduce then does, with the processor in place of the card."""
+"""Headers that a GPU hands over late: what an all-reduce then does, with the processor in place of
+the card."""
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def late(monkeypatch):
 
 
 class Altered(InFront):
-    """One rank that finds another byte in the header that ``sender`` sent it in the first exchange."""
+    """One rank that finds another byte in the header that ``sender`` sent it in the first
+    exchange."""
 
     def __init__(self, inner, sender):
         self.stand_for(inner)
@@ -57,14 +59,24 @@ def unchecked(size):
 
 
 def reduced(codec, size, *, transports=None, alter=lambda inputs: None, asks=False):
-    """Buffers, outcomes and residuals of one step; with no ``transports`` all is well on the way."""
+    """Buffers, outcomes and residuals of one step; with no ``transports`` all is well on the
+    way."""
     draw = torch.Generator().manual_seed(1)
     inputs = [torch.randn(NUMEL, generator=draw) for _ in range(size)]
     alter(inputs)
     message = one_message(NUMEL, codec_named(codec), size)
     feedbacks = [ErrorFeedback.zeros(message.pieces) for _ in range(size)]
     outcomes = [
-        reduce_message(x, f, message=message, transport=t, workspace=Workspace(checksum=False), sequence=3, key=5, asks=asks)
+        reduce_message(
+            x,
+            f,
+            message=message,
+            transport=t,
+            workspace=Workspace(checksum=False),
+            sequence=3,
+            key=5,
+            asks=asks,
+        )
         for x, f, t in zip(inputs, feedbacks, transports or unchecked(size), strict=True)
     ]
     return inputs, outcomes, feedbacks
@@ -79,7 +91,9 @@ def test_late_or_at_once_the_bits_are_the_same(codec, size, monkeypatch, request
     later, steps, owed_later = reduced(codec, size, asks=True)
     done_later = simulate(steps)
     assert len(waits) == size  # one each
-    for a, b, one, two, f, g in zip(at_once, later, done, done_later, owed, owed_later, strict=True):
+    for a, b, one, two, f, g in zip(
+        at_once, later, done, done_later, owed, owed_later, strict=True
+    ):
         assert torch.equal(a, b)
         assert (one.finite, one.asks) == (two.finite, two.asks) == (True, True)
         one.commit()
@@ -99,7 +113,8 @@ def test_nan_on_one_rank_is_known_to_all(late):
 
 
 def test_a_header_that_only_one_rank_finds_wrong_keeps_all_from_committing(late):
-    """That rank says who it was; the others learn from its flag that nothing counts, before it has even looked."""
+    """That rank says who it was; the others learn from its flag that nothing counts, before it has
+    even looked."""
     transports = unchecked(3)
     transports[2] = Altered(transports[2], sender=0)
     buffers, steps, _ = reduced("sign", 3, transports=transports)

@@ -17,8 +17,11 @@ OPEN_MPI = {
 }  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SLURM = {
-    "SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-}  # fmt: skip
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,8 @@ SLURM = {
         (OPEN_MPI, LaunchedRank("Open MPI", 5, 8, 1, 4)),
         (MPICH, LaunchedRank("MPICH", 1, 2, 1, 2)),
         (SLURM, LaunchedRank("SLURM", 6, 7, 0, 2)),
-        (SLURM | {"SLURM_PROCID": "0"} | OPEN_MPI, LaunchedRank("Open MPI", 5, 8, 1, 4)),  # mpirun inside an allocation
+        # mpirun inside an allocation
+        (SLURM | {"SLURM_PROCID": "0"} | OPEN_MPI, LaunchedRank("Open MPI", 5, 8, 1, 4)),
         (OPEN_MPI | TORCHRUN, LaunchedRank("torchrun", 3, 4, 1, 2)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # a batch script, not a task of a step
     ],
@@ -52,7 +56,12 @@ def test_nonsense_is_refused(environment, says):
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("node7", "node7"), ("node[003-007,9],other4", "node003"), ("a1,b2", "a1"), ("gpu[1,3]-ib", "gpu1-ib")],
+    [
+        ("node7", "node7"),
+        ("node[003-007,9],other4", "node003"),
+        ("a1,b2", "a1"),
+        ("gpu[1,3]-ib", "gpu1-ib"),
+    ],
 )
 def test_the_first_node_of_a_step(nodes, host):
     assert first_host(nodes) == host
@@ -77,15 +86,23 @@ dist.destroy_process_group()
 
 
 def run(tmp_path, environments):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_", "PMI_", "MASTER_"))}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM_", "OMPI_", "PMI_", "MASTER_"))
+    }
     clean = {k: v for k, v in clean.items() if k not in TORCHRUN} | {"GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], env=clean | e, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+            [sys.executable, "-c", SCRIPT],
+            env=clean | e,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
         for e in environments
-    ]  # fmt: skip
+    ]
     outputs = [p.communicate(timeout=120) for p in processes]
     assert [p.returncode for p in processes] == [0] * len(processes), outputs
     return [out.strip() for out, _ in outputs]
@@ -97,6 +114,13 @@ def test_one_process_without_a_launcher(tmp_path):
 
 def test_tasks_of_a_slurm_step(tmp_path):
     job = str(10000 + os.getpid() % 9000)
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
-    outputs = run(tmp_path, [step | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)])
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    outputs = run(
+        tmp_path, [step | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
+    )
     assert outputs == ["SLURM 0 0 2 3", "SLURM 1 1 2 3"]

@@ -1,6 +1,8 @@
-"""Layers of the package, read from the source. The tables below are the rule; docs/architecture.md explains it.
+"""Layers of the package, read from the source. The tables below are the rule; docs/architecture.md
+explains it.
 
-An import counts wherever it stands: inside a function, under TYPE_CHECKING, or as `import_module("name")`.
+An import counts wherever it stands: inside a function, under TYPE_CHECKING, or as
+`import_module("name")`.
 """
 
 import ast
@@ -12,14 +14,23 @@ import pytest
 import sources
 
 LEAVES = (
-    "commpress.work", "commpress.errors", "commpress.lazy", "commpress.timeline", "commpress.torch_private",
-    "commpress.checksum", "commpress.documents", "commpress.totals", "commpress.units", "commpress.logs",
-)  # fmt: skip
+    "commpress.work",
+    "commpress.errors",
+    "commpress.lazy",
+    "commpress.timeline",
+    "commpress.torch_private",
+    "commpress.checksum",
+    "commpress.documents",
+    "commpress.totals",
+    "commpress.units",
+    "commpress.logs",
+)
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
 BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
 
-# A module belongs to the longest entry that begins its name; modules of one entry may import each other.
+# A module belongs to the longest entry that begins its name; modules of one entry may import each
+# other.
 MAY_IMPORT = {
     "commpress.work": LEAVES,
     "commpress.errors": LEAVES,
@@ -40,16 +51,19 @@ MAY_IMPORT = {
     "commpress.optim": ("commpress.tiered_mem", *USES, *BELOW_USES),
     "commpress.plan": (*USES, *BELOW_USES),
     "commpress.integrations": ("commpress.tiered_mem", *USES, *BELOW_USES),
-    "commpress.backend": ("commpress.integrations", *LEAVES),  # importing it has an effect: nothing else may
+    # importing it has an effect: nothing else may
+    "commpress.backend": ("commpress.integrations", *LEAVES),
     "commpress.hf": ("commpress.integrations", *LEAVES),
     "commpress.lightning": ("commpress.integrations", *LEAVES),
     "commpress.moe": ("commpress.integrations", *LEAVES),
     "commpress.cli": ("commpress",),
     "commpress.__main__": ("commpress.cli",),
 }
-FACE = "commpress"  # commpress/__init__.py: may import everything, and only the command line imports it
+# commpress/__init__.py: may import everything, and only the command line imports it
+FACE = "commpress"
 
-# The modules that may import a package from outside. Not listed: nobody may. The leaves have torch only.
+# The modules that may import a package from outside. Not listed: nobody may. The leaves have torch
+# only.
 ANYWHERE = ("torch", "numpy", "msgpack")
 HOMES = {
     "torch.distributed": (
@@ -77,7 +91,10 @@ HOMES = {
     "prometheus_client": ("commpress.integrations.observe.endpoint",),
     "deepspeed": ("commpress.cli.bench_io",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
-    "transformers": ("commpress.integrations.trainers.hf", "commpress.integrations.trainers.hf_model"),
+    "transformers": (
+        "commpress.integrations.trainers.hf",
+        "commpress.integrations.trainers.hf_model",
+    ),
     "accelerate": ("commpress.integrations.trainers.hf",),
     "lightning": ("commpress.integrations.trainers.lightning",),
     "matplotlib": ("commpress.cli*",),
@@ -100,7 +117,8 @@ def layer(module: str) -> str | None:
 
 
 def imported(source: str, modules: set[str]) -> set[str]:
-    """The modules that a source text imports. `modules` tells `from package import module` from a plain name."""
+    """The modules that a source text imports. `modules` tells `from package import module` from a
+    plain name."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -115,7 +133,8 @@ def imported(source: str, modules: set[str]) -> set[str]:
             case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
                 names.add("torch.distributed")
             case ast.Call(
-                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                func=ast.Name(id="import_module" | "__import__")
+                | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(name)), *_],
             ):
                 names.add(name)
@@ -132,7 +151,9 @@ def complaints(module: str, source: str, modules: set[str]) -> list[str]:
     for name in sorted(imported(source, modules)):
         top = name.split(".")[0]
         if name.startswith("."):
-            found.append(f"{module} imports {name!r}; imports are absolute: from commpress... import ...")
+            found.append(
+                f"{module} imports {name!r}; imports are absolute: from commpress... import ..."
+            )
         elif top == FACE:
             if FACE not in allowed and layer(name) not in allowed:
                 found.append(f"{module} imports {name}; {own} may import only {', '.join(allowed)}")
@@ -142,7 +163,10 @@ def complaints(module: str, source: str, modules: set[str]) -> list[str]:
         elif own in LEAVES and top != "torch" and top not in sys.stdlib_module_names:
             found.append(f"{module} imports {name}; the leaves import only torch")
         elif top not in ANYWHERE and top not in sys.stdlib_module_names:
-            found.append(f"{module} imports {name}, which no table lists; name the one module that may in HOMES")
+            found.append(
+                f"{module} imports {name}, which no table lists; name the one module that may "
+                "in HOMES"
+            )
     return found
 
 
@@ -152,7 +176,9 @@ def test_imports_only_what_lies_below(module):
     assert complaints(module, source, set(MODULES)) == []
 
 
-@pytest.mark.parametrize("path", [path for path in sources.files() if path.name in SHAPELESS] or [None])
+@pytest.mark.parametrize(
+    "path", [path for path in sources.files() if path.name in SHAPELESS] or [None]
+)
 def test_every_file_is_named_after_what_it_holds(path):
     assert path is None, f"{path}: name it after the one thing it holds"
 
@@ -164,7 +190,10 @@ def test_every_file_is_named_after_what_it_holds(path):
         ("commpress.kernels.cpu.row_codec", "import commpress"),
         ("commpress.collectives.buckets", "from commpress import tiered_mem"),
         ("commpress.collectives.buckets", "from commpress import CompressedState"),
-        ("commpress.tiered_mem.store", "def borrow():\n    from commpress.collectives.frame import Header"),
+        (
+            "commpress.tiered_mem.store",
+            "def borrow():\n    from commpress.collectives.frame import Header",
+        ),
         ("commpress.optim.adam", "from commpress.integrations.ddp.hook import CompressedState"),
         ("commpress.optim.adam", "from . import schedules"),
         ("commpress.codecs.sign", "import torch.distributed as dist"),
@@ -172,7 +201,10 @@ def test_every_file_is_named_after_what_it_holds(path):
         ("commpress.codecs.sign", "import torch\n\nrank = torch.distributed.get_rank()"),
         ("commpress.codecs.sign", "import importlib\n\nimportlib.import_module('cupy')"),
         ("commpress.kernels.cuda.row_codec", "import numba"),
-        ("commpress.integrations.ddp.hook", "if TYPE_CHECKING:\n    from transformers import Trainer"),
+        (
+            "commpress.integrations.ddp.hook",
+            "if TYPE_CHECKING:\n    from transformers import Trainer",
+        ),
         ("commpress.collectives.buckets", "import pandas"),
         ("commpress.work", "import numpy"),
         ("commpress.work", "from commpress.kernels import reference"),
@@ -180,20 +212,45 @@ def test_every_file_is_named_after_what_it_holds(path):
     ],
 )
 def test_a_forbidden_import_is_found(module, source):
-    assert len(complaints(module, source, {"commpress.tiered_mem", "commpress.kernels.reference"})) == 1
+    assert (
+        len(complaints(module, source, {"commpress.tiered_mem", "commpress.kernels.reference"}))
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
         ("commpress", "from commpress.integrations import ddp"),
-        ("commpress.cli.demo", "import commpress\nimport matplotlib.pyplot\nfrom torch import distributed"),
-        ("commpress.integrations.ddp.hook", "import torch.distributed as dist\nfrom commpress import errors, tiered_mem"),
-        ("commpress.collectives.allreduce", "from commpress.work import run\nfrom commpress.collectives import frame"),
-        ("commpress.collectives.transports.torch", "import torch\n\nrank = torch.distributed.get_rank()"),
-        ("commpress.kernels.cpu.sources.row_loops", "import math\nimport numba\nimport numpy as np"),
+        (
+            "commpress.cli.demo",
+            "import commpress\nimport matplotlib.pyplot\nfrom torch import distributed",
+        ),
+        (
+            "commpress.integrations.ddp.hook",
+            "import torch.distributed as dist\nfrom commpress import errors, tiered_mem",
+        ),
+        (
+            "commpress.collectives.allreduce",
+            "from commpress.work import run\nfrom commpress.collectives import frame",
+        ),
+        (
+            "commpress.collectives.transports.torch",
+            "import torch\n\nrank = torch.distributed.get_rank()",
+        ),
+        (
+            "commpress.kernels.cpu.sources.row_loops",
+            "import math\nimport numba\nimport numpy as np",
+        ),
         ("commpress.work", "import torch\nfrom commpress.errors import Fault"),
     ],
 )
 def test_an_allowed_import_passes(module, source):
-    assert complaints(module, source, {"commpress.errors", "commpress.tiered_mem", "commpress.collectives.frame"}) == []
+    assert (
+        complaints(
+            module,
+            source,
+            {"commpress.errors", "commpress.tiered_mem", "commpress.collectives.frame"},
+        )
+        == []
+    )

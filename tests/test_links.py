@@ -25,10 +25,27 @@ FAST, SLOW = Link(3e-5, 2e9, 1e9), Link(1e-3, 1.2e7, 1.2e7)
 CLUSTER = Links(Topology.of(2, 2), FAST, SLOW)
 positive = st.floats(1e-9, 1e12)
 links = st.builds(Link, positive, positive, positive, st.just(0.0) | positive)
-stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64), positive, positive, uneven=positive)
+stacks = st.builds(
+    Stack,
+    positive,
+    positive,
+    positive,
+    positive,
+    st.integers(0, 64),
+    positive,
+    positive,
+    uneven=positive,
+)
 
-tried = st.lists(st.builds(BufferTrial, st.integers(1, 1 << 40), positive, positive), max_size=4, unique_by=lambda t: t.numel)
-trials = st.dictionaries(st.sampled_from(["none", "sign"]), tried.map(lambda ts: tuple(sorted(ts, key=lambda t: t.numel))))
+tried = st.lists(
+    st.builds(BufferTrial, st.integers(1, 1 << 40), positive, positive),
+    max_size=4,
+    unique_by=lambda t: t.numel,
+)
+trials = st.dictionaries(
+    st.sampled_from(["none", "sign"]),
+    tried.map(lambda ts: tuple(sorted(ts, key=lambda t: t.numel))),
+)
 
 
 # ---------------------------------------------------------------- the file
@@ -36,9 +53,12 @@ trials = st.dictionaries(st.sampled_from(["none", "sign"]), tried.map(lambda ts:
 
 @settings(deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), inside=st.none() | links, between=st.none() | links,
-    stack=st.none() | stacks, trials=trials,
-)  # fmt: skip
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    inside=st.none() | links,
+    between=st.none() | links,
+    stack=st.none() | stacks,
+    trials=trials,
+)
 def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between, stack, trials):
     file = tmp_path_factory.mktemp("links") / "links.json"
     saved = Links(Topology.of(*sizes), inside, between, stack, trials)
@@ -48,13 +68,21 @@ def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between, stack
 
 def test_a_file_from_before_rings_were_measured_is_loaded(tmp_path):
     file = tmp_path / "links.json"
-    file.write_text(json.dumps(changed(stack={"exchange": 1, "message": 1, "byte": 0, "ring": 1, "cores": 2})))
+    file.write_text(
+        json.dumps(changed(stack={"exchange": 1, "message": 1, "byte": 0, "ring": 1, "cores": 2}))
+    )
     assert load_links(file).stack == Stack(1, 1, 0, 1, 2)
 
 
 def changed(**what):
     link = {"latency": 1e-3, "bandwidth": 1e7, "together": 1e7}
-    return {"format": "commpress links", "version": 1, "nodes": [[0, 1], [2]], "inside": link, "between": None} | what
+    return {
+        "format": "commpress links",
+        "version": 1,
+        "nodes": [[0, 1], [2]],
+        "inside": link,
+        "between": None,
+    } | what
 
 
 @pytest.mark.parametrize(
@@ -68,18 +96,41 @@ def changed(**what):
         (changed(nodes=[[0, True]]), "expected lists of ranks"),
         (changed(nodes=[[0, 1], [1]]), "every rank from 0 on exactly once"),
         (changed(inside=[1, 2, 3]), "expected latency, bandwidth and together"),
-        (changed(inside={"latency": 1, "bandwidth": 1}), "expected latency, bandwidth and together"),
-        (changed(inside={"latency": "1", "bandwidth": 1, "together": 1}), "latency of a link is '1'"),
-        (changed(inside={"latency": 1, "bandwidth": 0, "together": 1}), "expected a positive number"),
-        (changed(inside={"latency": 1, "bandwidth": 1, "together": 1, "burst": -1}), "burst of a link is -1"),
-        (changed(stack={"exchange": 1, "message": 1, "byte": 0, "ring": 1, "cores": 2, "wings": 1}), "expected exchange"),
+        (
+            changed(inside={"latency": 1, "bandwidth": 1}),
+            "expected latency, bandwidth and together",
+        ),
+        (
+            changed(inside={"latency": "1", "bandwidth": 1, "together": 1}),
+            "latency of a link is '1'",
+        ),
+        (
+            changed(inside={"latency": 1, "bandwidth": 0, "together": 1}),
+            "expected a positive number",
+        ),
+        (
+            changed(inside={"latency": 1, "bandwidth": 1, "together": 1, "burst": -1}),
+            "burst of a link is -1",
+        ),
+        (
+            changed(
+                stack={"exchange": 1, "message": 1, "byte": 0, "ring": 1, "cores": 2, "wings": 1}
+            ),
+            "expected exchange",
+        ),
         (changed(stack={"exchange": 1}), "expected exchange, message, byte, ring and cores"),
-        (changed(stack={"exchange": 1, "message": -1, "byte": 0, "ring": 1, "cores": 2}), "message of the stack is -1"),
-        ('{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": '
-         '{"latency": NaN, "bandwidth": 1, "together": 1}}', "latency of a link is nan"),
+        (
+            changed(stack={"exchange": 1, "message": -1, "byte": 0, "ring": 1, "cores": 2}),
+            "message of the stack is -1",
+        ),
+        (
+            '{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": '
+            '{"latency": NaN, "bandwidth": 1, "together": 1}}',
+            "latency of a link is nan",
+        ),
         (" " * (FILE.limit + 1), f"more than {FILE.limit} bytes"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_file_of_links_is_refused(tmp_path, content, says):
     file = tmp_path / "links.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -93,20 +144,36 @@ def test_what_is_no_file_of_links_is_refused(tmp_path, content, says):
 @settings(max_examples=200)
 @given(
     sizes=st.lists(st.integers(1, 8), min_size=2, max_size=4).filter(lambda s: max(s) > 1),
-    inside=links, between=links, numel=st.integers(1, 1 << 27), codec=st.sampled_from(["none", "sign", "int8"]),
-)  # fmt: skip
+    inside=links,
+    between=links,
+    numel=st.integers(1, 1 << 27),
+    codec=st.sampled_from(["none", "sign", "int8"]),
+)
 def test_the_choice_is_the_cheaper_by_the_model(sizes, inside, between, numel, codec):
     measured = Links(Topology.of(*sizes), inside, between)
-    flat, levels = flat_seconds(numel, codec, measured), hierarchical_seconds(numel, codec, measured)
-    assert {"flat": flat, "hierarchical": levels}[choose(numel, codec, measured)] == min(flat, levels)
+    flat, levels = (
+        flat_seconds(numel, codec, measured),
+        hierarchical_seconds(numel, codec, measured),
+    )
+    assert {"flat": flat, "hierarchical": levels}[choose(numel, codec, measured)] == min(
+        flat, levels
+    )
 
 
 def test_large_buffers_take_two_levels_and_small_ones_one():
-    """Across a slow link bytes decide; where only latency counts, four exchanges cost more than two."""
+    """Across a slow link bytes decide; where only latency counts, four exchanges cost more than
+    two."""
     assert choose(1 << 23, "none", CLUSTER) == "hierarchical"
     assert choose(1 << 23, "sign", CLUSTER) == "hierarchical"
     for codec in ("powersgd-4", "sketch-64"):
-        assert choose(1 << 23, codec, Links(Topology.of(4, 4), Link(1e-6, 1e11, 1e11), Link(1e-6, 1e7, 1e7))) == "hierarchical"
+        assert (
+            choose(
+                1 << 23,
+                codec,
+                Links(Topology.of(4, 4), Link(1e-6, 1e11, 1e11), Link(1e-6, 1e7, 1e7)),
+            )
+            == "hierarchical"
+        )
     for codec in ("none", "powersgd-4", "sketch-64"):
         assert choose(64, codec, Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW)) == "flat"
 
@@ -117,7 +184,10 @@ def test_what_was_tried_decides_up_to_the_largest_trial():
     far = Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW, trials=tried)
     model = replace(far, trials={})
     assert (choose(64, "none", far), choose(64, "none", model)) == ("hierarchical", "flat")
-    assert (choose(1 << 20, "none", far), choose(1 << 20, "none", model)) == ("flat", "hierarchical")
+    assert (choose(1 << 20, "none", far), choose(1 << 20, "none", model)) == (
+        "flat",
+        "hierarchical",
+    )
     assert choose(64, "sign", far) == "flat"
     assert choose(1 << 23, "none", far) == "hierarchical"
     crossing = round(2 ** (10 + 10 / 3))  # the gain falls from 2 to 1/4
@@ -125,7 +195,10 @@ def test_what_was_tried_decides_up_to_the_largest_trial():
     assert choose(crossing + 20, "none", far) == "flat"
 
 
-@pytest.mark.parametrize("trials", [[], {"none": 3}, {"none": [[1, 2]]}, {"none": [[1, 0.0, 2.0]]}, {"none": [["a", 1, 1]]}])
+@pytest.mark.parametrize(
+    "trials",
+    [[], {"none": 3}, {"none": [[1, 2]]}, {"none": [[1, 0.0, 2.0]]}, {"none": [["a", 1, 1]]}],
+)
 def test_trials_of_another_form_are_refused(tmp_path, trials):
     file = tmp_path / "links.json"
     CLUSTER.save(file)
@@ -142,7 +215,8 @@ def test_there_is_no_choice_with_one_level():
 
 @pytest.mark.parametrize("codec", ["none", "sign"])
 def test_a_slow_wire_costs_its_bytes(codec):
-    """With everything else free, the times have the ratio of the bytes that leave a node: 2·g·(P − g)/P to 2·(m − 1)/m."""
+    """With everything else free, the times have the ratio of the bytes that leave a node: 2·g·(P −
+    g)/P to 2·(m − 1)/m."""
     free = Link(1e-9, 1e18, 1e18)
     wire = Links(Topology.of(4, 4), free, Link(1e-9, 1e7, 1e7))
     ratio = flat_seconds(1 << 24, codec, wire) / hierarchical_seconds(1 << 24, codec, wire)

@@ -1,4 +1,5 @@
-"""Local updates of tensor parallelism: each rank exchanges its shards, and a replica counts with all of them or not at all."""
+"""Local updates of tensor parallelism: each rank exchanges its shards, and a replica counts with
+all of them or not at all."""
 
 import pytest
 import torch
@@ -43,7 +44,9 @@ def whole(p):
 def one(options):
     """A plain replica on each of two ranks."""
     net = Net()
-    local = commpress.LocalUpdates(torch.optim.SGD(net.parameters(), lr=0.05), codec=None, **options)
+    local = commpress.LocalUpdates(
+        torch.optim.SGD(net.parameters(), lr=0.05), codec=None, **options
+    )
     train(net, local, dist.get_rank())
     return [whole(p) for p in net.parameters()]
 
@@ -51,7 +54,9 @@ def one(options):
 def cut(options, bad=None):
     """Two replicas of two ranks each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    net = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    net = parallelize_module(
+        Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     inner = torch.optim.SGD(net.parameters(), lr=0.05)
     local = commpress.LocalUpdates(inner, group=mesh["dp"].get_group(), **options)
     train(net, local, mesh["dp"].get_local_rank(), bad=bad)
@@ -60,7 +65,9 @@ def cut(options, bad=None):
 
 
 @pytest.mark.parametrize(
-    "options", [{"every": 3}, {"every": 3, "overlap": 1, "fragments": 2}, {"every": 2, "warmup": 3}], ids=str
+    "options",
+    [{"every": 3}, {"every": 3, "overlap": 1, "fragments": 2}, {"every": 2, "warmup": 3}],
+    ids=str,
 )
 def test_cut_replicas_train_as_whole_ones(pool, options):
     twin = pool.run(one, options, size=2)[0]
@@ -70,9 +77,12 @@ def test_cut_replicas_train_as_whole_ones(pool, options):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"every": 3}, {"every": 3, "overlap": 1}, {"every": 2, "warmup": 6}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"every": 3}, {"every": 3, "overlap": 1}, {"every": 2, "warmup": 6}], ids=str
+)
 def test_a_replica_that_is_not_finite_in_one_shard_is_left_out_with_all(pool, options):
-    """In the last step of a round; else the ranks with its other shard take its part of the bias that all of them have."""
+    """In the last step of a round; else the ranks with its other shard take its part of the bias
+    that all of them have."""
     results = pool.run(cut, {"codec": "int8", "min_numel": 8} | options, 5, size=4)
     assert len({dropped for *_, dropped in results}) == 1
     assert results[0][2] >= 1

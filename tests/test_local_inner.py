@@ -1,4 +1,5 @@
-"""Local updates between two nodes of two ranks, with each kind of inner optimizer: equal to one plain rank a node."""
+"""Local updates between two nodes of two ranks, with each kind of inner optimizer: equal to one
+plain rank a node."""
 
 from pathlib import Path
 
@@ -20,12 +21,19 @@ ADAM = {"lr": 1e-2, "foreach": False}
 def model(dtype=torch.float32):
     """Rows of 48, 16, 3 and 1 over two ranks: even, uneven, and nothing for the second."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16), torch.nn.Linear(16, 3), torch.nn.Linear(3, 1)]
+    layers = [
+        torch.nn.Linear(32, 48),
+        torch.nn.ReLU(),
+        torch.nn.Linear(48, 16),
+        torch.nn.Linear(16, 3),
+        torch.nn.Linear(3, 1),
+    ]
     return torch.nn.Sequential(*layers).to(dtype)
 
 
 def trained(net, inner, node, options, *, steps=9):
-    """Both ranks of a node see the node's batch: its mean gradient is that of one rank, in every bit."""
+    """Both ranks of a node see the node's batch: its mean gradient is that of one rank, in every
+    bit."""
     options = {"every": 3, "codec": None, "outer": commpress.Nesterov(), "min_numel": 0} | options
     local = commpress.LocalUpdates(inner, **options)
     dtype = next(net.parameters()).dtype
@@ -53,7 +61,9 @@ def values(net):
 def partitioned(dtype, options, **more):
     inside, between = groups()
     net = model(dtype)
-    inner = commpress.Partitioned(net.parameters(), torch.optim.AdamW, process_group=inside, **ADAM, **more)
+    inner = commpress.Partitioned(
+        net.parameters(), torch.optim.AdamW, process_group=inside, **ADAM, **more
+    )
     local = trained(net, inner, dist.get_rank() // 2, {"group": between, **options})
     inner.close()
     return values(net), [sum(f.numel for f in local.fragments), local.digest()]
@@ -69,7 +79,9 @@ def streamed(dtype, options, folder):
     net = model(dtype)
     with open_store(Path(folder, f"{dist.get_rank()}"), host="2MiB") as store:
         whole = commpress.stream(net, store=store, process_group=inside, chunk_mb=0.004)
-        inner = commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=store, chunk_mb=0.004, **ADAM)
+        inner = commpress.Offloaded(
+            net.parameters(), torch.optim.AdamW, store=store, chunk_mb=0.004, **ADAM
+        )
         local = trained(net, inner, dist.get_rank() // 2, {"group": between, **options})
         full = [value.clone() for value in whole.state_dict().values()]
         whole.close()
@@ -77,14 +89,20 @@ def streamed(dtype, options, folder):
 
 
 def sharded(dtype, options):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))  # before other groups: torch finds it by name
+    # before other groups: torch finds it by name
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = model(dtype)
     fully_shard(net, mesh=mesh["shard"])
     local = trained(
-        net, torch.optim.AdamW(net.parameters(), **ADAM), dist.get_rank() // 2,
+        net,
+        torch.optim.AdamW(net.parameters(), **ADAM),
+        dist.get_rank() // 2,
         {"group": mesh["replicate"].get_group(), **options},
-    )  # fmt: skip
-    return [p.full_tensor().detach() for p in net.parameters()], [sum(f.numel for f in local.fragments), local.digest()]
+    )
+    return [p.full_tensor().detach() for p in net.parameters()], [
+        sum(f.numel for f in local.fragments),
+        local.digest(),
+    ]
 
 
 def one_bit(dtype, options):
@@ -112,13 +130,16 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def test_equal_to_one_plain_rank_a_node(pool, tmp_path):
-    """float32 and exact: Partitioned, with its state in a store too, streamed parameters and FSDP2 with an empty shard, in
-    every bit. Each rank sends its own shards only."""
+    """float32 and exact: Partitioned, with its state in a store too, streamed parameters and FSDP2
+    with an empty shard, in every bit. Each rank sends its own shards only."""
     options = {"fragments": 2, "overlap": 1}
     kinds = [
-        ("sharded", F32, options), ("partitioned", F32, options), ("in_a_store", F32, {}, str(tmp_path / "p")),
-        ("streamed", F32, {}, str(tmp_path / "s")), ("one_bit", F32, {}),
-    ]  # fmt: skip
+        ("sharded", F32, options),
+        ("partitioned", F32, options),
+        ("in_a_store", F32, {}, str(tmp_path / "p")),
+        ("streamed", F32, {}, str(tmp_path / "s")),
+        ("one_bit", F32, {}),
+    ]
     adam = (torch.optim.AdamW, ADAM)
     (overlapped, simple, one_bit_twin), _ = pool.run(
         plain, [(F32, options, *adam), (F32, {}, *adam), (F32, {}, torch.optim.Adam, ADAM)], size=2
@@ -135,30 +156,40 @@ def test_equal_to_one_plain_rank_a_node(pool, tmp_path):
                     assert torch.equal(a, b), kind
     for number, (kind, *_) in enumerate(kinds):
         parts = [rank[number][1][0] for rank in ranks[:2]]
-        assert (parts == [numel, numel]) if kind == "one_bit" else (numel <= sum(parts) <= 1.2 * numel), kind
+        assert (
+            (parts == [numel, numel]) if kind == "one_bit" else (numel <= sum(parts) <= 1.2 * numel)
+        ), kind
         assert ranks[0][number][1][1] == ranks[2][number][1][1]  # Θ of corresponding ranks
 
 
 def test_compressed_and_in_half_precision_all_ranks_hold_the_same(pool, tmp_path):
     options = {"codec": "int4", "fragments": 2}
     kinds = [
-        ("sharded", F32, options), ("partitioned", BF16, options), ("streamed", BF16, options, str(tmp_path)),
+        ("sharded", F32, options),
+        ("partitioned", BF16, options),
+        ("streamed", BF16, options, str(tmp_path)),
         ("one_bit", F32, {"codec": "int4"}),
-    ]  # fmt: skip
+    ]
     ranks = pool.run(several, kinds, size=4)
     for number, (kind, *_) in enumerate(kinds):
         first = ranks[0][number][0]
         assert all(torch.isfinite(p).all() for p in first)
-        assert any(not torch.equal(p, q) for p, q in zip(first, model(kinds[number][1]).parameters(), strict=True))
+        assert any(
+            not torch.equal(p, q)
+            for p, q in zip(first, model(kinds[number][1]).parameters(), strict=True)
+        )
         for rank in ranks[1:]:
             assert all(torch.equal(p, q) for p, q in zip(first, rank[number][0], strict=True)), kind
 
 
 def late_values(tmp):
-    """One rank: an update under way is finished before weights are read, and a master follows what was written."""
+    """One rank: an update under way is finished before weights are read, and a master follows what
+    was written."""
     net, rank = model(BF16), dist.get_rank()
     with open_store(Path(tmp, f"{rank}"), host="2MiB") as store:
-        inner = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, chunk_mb=0.004, lr=0.25, delayed=True)
+        inner = commpress.Offloaded(
+            net.parameters(), torch.optim.SGD, store=store, chunk_mb=0.004, lr=0.25, delayed=True
+        )
         local = commpress.LocalUpdates(inner, every=2, codec=None, outer=commpress.Average())
         for _ in range(4):
             for p in net.parameters():
@@ -174,7 +205,9 @@ def test_a_delayed_update_is_part_of_what_leaves(pool, tmp_path):
     start = torch.cat([p.detach().float().ravel() for p in model(BF16).parameters()])
     for mine, (shared,) in every:
         moved = torch.cat([p.float().ravel() for p in mine]) - start
-        torch.testing.assert_close(moved, torch.full_like(moved, -4 * 0.25 * 1.5 * 2.0**-6), rtol=0.1, atol=2e-3)
+        torch.testing.assert_close(
+            moved, torch.full_like(moved, -4 * 0.25 * 1.5 * 2.0**-6), rtol=0.1, atol=2e-3
+        )
         torch.testing.assert_close(shared, start + moved, rtol=0.01, atol=2e-3)
 
 
@@ -190,17 +223,34 @@ def refused(folder):
     note("windows", lambda: commpress.ZeroOneAdam(net.parameters()))
     note("masters", lambda: commpress.OneBitAdam(model(BF16).parameters()))
     note("sharded adam", lambda: ShardedOneBitAdam(model().parameters()))
-    note("partitioned", lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, lr=0.1))
-    note("seconds", lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, lr=0.1), every=commpress.Seconds(1))
+    note(
+        "partitioned", lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, lr=0.1)
+    )
+    note(
+        "seconds",
+        lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, lr=0.1),
+        every=commpress.Seconds(1),
+    )
     with open_store(Path(folder, f"{dist.get_rank()}")) as store:
         streamed = model()
         commpress.stream(streamed, store=store)
         note("no values", lambda: torch.optim.SGD(streamed.parameters(), lr=0.1))
-        note("streamed", lambda: commpress.Offloaded(streamed.parameters(), torch.optim.SGD, store=store, lr=0.1))
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+        note(
+            "streamed",
+            lambda: commpress.Offloaded(
+                streamed.parameters(), torch.optim.SGD, store=store, lr=0.1
+            ),
+        )
+    mesh = init_device_mesh(
+        "cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard")
+    )
     together, apart = mesh["shard"].get_group(), mesh["replicate"].get_group()
     node = {"process_group": together, "lr": 0.1}
-    note("auto", lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, **node), group=apart)
+    note(
+        "auto",
+        lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, **node),
+        group=apart,
+    )
     cut = model()
     fully_shard(cut, mesh=mesh["shard"])
     note("shards", lambda: torch.optim.SGD(cut.parameters(), lr=0.1))
@@ -210,13 +260,21 @@ def refused(folder):
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_averages_twice_or_cannot_follow_is_refused(pool, size, tmp_path):
     words = {
-        "one bit": "process_group=", "windows": "comes back by itself", "masters": "float32 master weights",
-        "sharded adam": "float32 master weights", "partitioned": "process_group=", "seconds": "count steps alike",
-        "no values": "commpress.Offloaded", "streamed": "process_group=", "shards": 'mesh["shard"]',
+        "one bit": "process_group=",
+        "windows": "comes back by itself",
+        "masters": "float32 master weights",
+        "sharded adam": "float32 master weights",
+        "partitioned": "process_group=",
+        "seconds": "count steps alike",
+        "no values": "commpress.Offloaded",
+        "streamed": "process_group=",
+        "shards": 'mesh["shard"]',
         "auto": "every is 'auto', but inner communicates" if size == 2 else "process_group=",
-    }  # fmt: skip
+    }
     for errors in pool.run(refused, str(tmp_path), size=size):
-        assert {name: words[name] in error for name, error in errors.items()} == dict.fromkeys(words, True), errors
+        assert {name: words[name] in error for name, error in errors.items()} == dict.fromkeys(
+            words, True
+        ), errors
 
 
 @pytest.mark.parametrize("size", [1, 2])

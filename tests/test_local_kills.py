@@ -1,4 +1,5 @@
-"""Ranks of local updates that are killed: survivors stop with an error that names them, and a restart loses nothing."""
+"""Ranks of local updates that are killed: survivors stop with an error that names them, and a
+restart loses nothing."""
 
 import json
 import os
@@ -47,23 +48,36 @@ class Mortal(commpress.Nesterov):
 
 def parameters():
     draw = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in [(120, 100), (7,), (200, 90), (64, 3, 5)]]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=draw))
+        for shape in [(120, 100), (7,), (200, 90), (64, 3, 5)]
+    ]
 
 
 def newest(folder):
     """The last step of which every rank's file is there."""
-    steps = [{int(path.stem.split("-")[1]) for path in folder.glob(f"{rank}-*.pt")} for rank in range(SIZE)]
+    steps = [
+        {int(path.stem.split("-")[1]) for path in folder.glob(f"{rank}-*.pt")}
+        for rank in range(SIZE)
+    ]
     return max(set.intersection(*steps), default=0)
 
 
 def train(folder, victim, point, count, delay):
-    """From the last committed round to the end. The victim ends at its point, or ``delay`` steps' time after step ``count``."""
+    """From the last committed round to the end. The victim ends at its point, or ``delay`` steps'
+    time after step ``count``."""
     rank, mine = dist.get_rank(), parameters()
     mortal = Mortal(point, count) if rank == victim else commpress.Nesterov(lr=0.5, momentum=0.8)
     local = commpress.LocalUpdates(
-        torch.optim.AdamW(mine, lr=1e-2), every=EVERY, codec="int4", outer=mortal, fragments=2, overlap=1, min_numel=0,
+        torch.optim.AdamW(mine, lr=1e-2),
+        every=EVERY,
+        codec="int4",
+        outer=mortal,
+        fragments=2,
+        overlap=1,
+        min_numel=0,
         timeout=PATIENCE,
-    )  # fmt: skip
+    )
     folder = Path(folder)
     begin = newest(folder)
     if begin:
@@ -75,7 +89,8 @@ def train(folder, victim, point, count, delay):
     pace = 0.01
     for step in range(begin, STEPS):
         if rank == victim and point is None and step == count:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, as by SIGKILL
+            # the kernel ends the process, as by SIGKILL
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(delay * pace, 1e-6))
         draw, start = torch.Generator().manual_seed(1000 * step + rank), time.monotonic()
         for p in mine:
@@ -102,7 +117,9 @@ def train(folder, victim, point, count, delay):
 
 def survive(ranks, folder, victim, point, count, delay, undisturbed):
     """One killing; the survivors' outcomes, and from which step the restart went on."""
-    outcomes = ranks.outcomes(train, str(folder), victim, point, count, delay, size=SIZE, lost=[victim])
+    outcomes = ranks.outcomes(
+        train, str(folder), victim, point, count, delay, size=SIZE, lost=[victim]
+    )
     ranks.close()
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
@@ -115,7 +132,9 @@ def survive(ranks, folder, victim, point, count, delay, undisturbed):
     return outcomes, again[0][3]
 
 
-@pytest.mark.parametrize("point", ["before it sends", "after it has sent a part", "as the mean arrives"])
+@pytest.mark.parametrize(
+    "point", ["before it sends", "after it has sent a part", "as the mean arrives"]
+)
 def test_a_rank_that_is_killed_is_named_and_a_restart_has_the_same_weights(mortal, tmp_path, point):
     (tmp_path / "undisturbed").mkdir()
     undisturbed = mortal.run(train, str(tmp_path / "undisturbed"), -1, None, -1, 0, size=SIZE)
@@ -128,7 +147,8 @@ def test_a_rank_that_is_killed_is_named_and_a_restart_has_the_same_weights(morta
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_rank_may_be_killed_at_any_moment(tmp_path, compiled):
-    """COMMPRESS_KILLS times, 20 unless said, at random moments; figures go to COMMPRESS_KILLS_FILE."""
+    """COMMPRESS_KILLS times, 20 unless said, at random moments; figures go to
+    COMMPRESS_KILLS_FILE."""
     ranks, draw, figures = Ranks(SIZE), random.Random(0), []
     try:
         (tmp_path / "undisturbed").mkdir()
@@ -137,7 +157,9 @@ def test_a_rank_may_be_killed_at_any_moment(tmp_path, compiled):
             folder = tmp_path / f"{number}"
             folder.mkdir()
             victim, count = draw.randrange(SIZE), draw.randrange(STEPS - EVERY)
-            outcomes, begin = survive(ranks, folder, victim, None, count, 2 * draw.random(), undisturbed)
+            outcomes, begin = survive(
+                ranks, folder, victim, None, count, 2 * draw.random(), undisturbed
+            )
             ranks.close()
             seconds = max(outcome[3] for outcome in outcomes if outcome is not None)
             figures.append({"victim": victim, "step": count, "from": begin, "seconds": seconds})

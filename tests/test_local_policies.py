@@ -1,4 +1,5 @@
-"""Policies of local updates against what others compute: numbers recorded from torchft, torch's optimizers, their equations."""
+"""Policies of local updates against what others compute: numbers recorded from torchft, torch's
+optimizers, their equations."""
 
 import copy
 import json
@@ -28,11 +29,15 @@ def begin():
 
 
 def gradient(rank, step):
-    return [torch.tensor([((rank * 7 + step * 5 + i * 11 + j * 3) % 17 - 8) / 16 for j in range(NUMEL)]) for i in range(3)]
+    return [
+        torch.tensor([((rank * 7 + step * 5 + i * 11 + j * 3) % 17 - 8) / 16 for j in range(NUMEL)])
+        for i in range(3)
+    ]
 
 
 class StreamingDiLoCo:
-    """The recurrences of the paper, as torchft counts steps, in float64: written from the paper, for this test alone."""
+    """The recurrences of the paper, as torchft counts steps, in float64: written from the paper,
+    for this test alone."""
 
     def __init__(self, case):
         self.size, self.period = case["ranks"], case["sync_every"] // case["fragments"]
@@ -56,19 +61,32 @@ class StreamingDiLoCo:
 
 
 @pytest.mark.parametrize("outer", ["ours", "torch"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values() if not isinstance(v, list)))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: "-".join(str(v) for v in c.values() if not isinstance(v, list))
+)
 def test_it_computes_what_torchft_recorded(case, outer):
-    """Recorded: every rank's parameters after every step of torchft's DiLoCo, SGD(0.25) inside, SGD(0.7, 0.9, Nesterov) out.
+    """Recorded: every rank's parameters after every step of torchft's DiLoCo, SGD(0.25) inside,
+    SGD(0.7, 0.9, Nesterov) out.
 
-    torchft sends so many steps before a round ends, and takes in at its end; ours sends at the end, and takes in so many steps
-    later. So ours begins that much earlier, with steps that move nothing.
+    torchft sends so many steps before a round ends, and takes in at its end; ours sends at the end,
+    and takes in so many steps later. So ours begins that much earlier, with steps that move
+    nothing.
     """
-    rule = Nesterov(0.7, 0.9) if outer == "ours" else lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)
+    rule = (
+        Nesterov(0.7, 0.9)
+        if outer == "ours"
+        else lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)
+    )
     size, delay = case["ranks"], case["fragment_sync_delay"]
     ranks = Ranks(
-        size, start=begin(), every=case["sync_every"], fragments=case["fragments"], overlap=delay, outer=rule,
+        size,
+        start=begin(),
+        every=case["sync_every"],
+        fragments=case["fragments"],
+        overlap=delay,
+        outer=rule,
         alpha=case["fragment_update_alpha"],
-    )  # fmt: skip
+    )
     twin = StreamingDiLoCo(case)
     still = [[torch.zeros(NUMEL) for _ in range(3)] for _ in range(size)]
     for _ in range(delay):
@@ -83,7 +101,10 @@ def test_it_computes_what_torchft_recorded(case, outer):
         np.testing.assert_allclose(ours, recorded[:, step], atol=1e-6)
         if size == 2 and outer == "torch":  # one sum of two numbers, one optimizer: the same bits
             np.testing.assert_array_equal(ours, recorded[:, step])
-    assert ranks.local[0].counters.exchanges == recorded.shape[1] * case["fragments"] // case["sync_every"]
+    assert (
+        ranks.local[0].counters.exchanges
+        == recorded.shape[1] * case["fragments"] // case["sync_every"]
+    )
 
 
 # ---------------------------------------------------------------- how many ranks
@@ -129,7 +150,8 @@ INNER = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.1),
     "muon-like": lambda p: torch.optim.RMSprop(p, lr=RATE),
 }
-# lengths of rounds of a cosine over 60 steps from 0.25 to 0, α = 0.5: max(4, ⌊(0.5 / rate)²⌋) by hand, rate of the step before
+# lengths of rounds of a cosine over 60 steps from 0.25 to 0, α = 0.5: max(4, ⌊(0.5 / rate)²⌋) by
+# hand, rate of the step before
 GOLDEN = [4, 4, 4, 4, 5, 7, 11, 21]
 
 
@@ -139,7 +161,8 @@ def cosine(step, total=60):
 
 @pytest.mark.parametrize("inner", INNER)
 def test_qsr_takes_its_rounds_with_any_inner_optimizer(inner):
-    """Lengths of rounds, and the weights: those of torch's optimizers whose parameters are averaged at these steps."""
+    """Lengths of rounds, and the weights: those of torch's optimizers whose parameters are averaged
+    at these steps."""
     ranks = Ranks(2, every=QSR(0.5, 4, total=60), inner=INNER[inner])
     twins = [[torch.nn.Parameter(p.clone()) for p in drawn(0)] for _ in range(2)]
     optimizers = [INNER[inner](twin) for twin in twins]
@@ -181,7 +204,8 @@ class Warmed(Ranks):
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_warm_up_is_one_optimizer_on_mean_gradients_in_every_bit(inner, fragments):
-    """Post-local SGD. Gradients are dyadic, so a mean of four is exact. Then ranks go their own ways, and meet by rounds."""
+    """Post-local SGD. Gradients are dyadic, so a mean of four is exact. Then ranks go their own
+    ways, and meet by rounds."""
     ranks = Warmed(4, start=dyadic(0), warmup=5, every=3, inner=INNER[inner], fragments=fragments)
     twin = [torch.nn.Parameter(p.clone()) for p in dyadic(0)]
     optimizer = INNER[inner](twin)
@@ -249,7 +273,15 @@ def test_ranks_that_warm_up_from_different_weights_are_named():
 @pytest.mark.parametrize("elastic", [False, True])
 def test_it_resumes_in_a_warm_up(at, elastic):
     def fresh(size=2):
-        return Warmed(size, warmup=5, every=3, codec="int4", min_numel=0, inner=INNER["adamw"], outer=Nesterov())
+        return Warmed(
+            size,
+            warmup=5,
+            every=3,
+            codec="int4",
+            min_numel=0,
+            inner=INNER["adamw"],
+            outer=Nesterov(),
+        )
 
     one, two = fresh(), fresh(3 if elastic else 2)
     for step in range(at):
@@ -280,12 +312,19 @@ def test_a_whole_round_of_overlap_mixes_weights():
     for size in (1, 2):
         with pytest.raises(InvalidArgument, match=r"overlap is 'round'.* a number of steps"):
             Ranks(size, overlap="round")
-        with pytest.raises(InvalidArgument, match=r"alpha is 0 and with every=4 an exchange overlaps with a whole round"):
+        with pytest.raises(
+            InvalidArgument,
+            match=r"alpha is 0 and with every=4 an exchange overlaps with a whole round",
+        ):
             Ranks(size, every=4, overlap=4, alpha=0)
         ranks = Ranks(size, every=4, overlap=4)
         for step in range(4):
             ranks.step(noise(size, step))
-        assert (ranks.local[0].schedule.length, ranks.local[0].flight.due, ranks.local[0].flight.alpha) == (4, 8, 0.5)
+        assert (
+            ranks.local[0].schedule.length,
+            ranks.local[0].flight.due,
+            ranks.local[0].flight.alpha,
+        ) == (4, 8, 0.5)
 
 
 def test_a_warm_up_that_cannot_be_is_refused():
@@ -301,14 +340,17 @@ def test_two_optimizers_that_name_parameters_alike_keep_apart_what_is_owed():
     switch = Loopback(1)
     layers = [torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)]
     inner = [torch.optim.SGD(list(layer.named_parameters()), lr=RATE) for layer in layers]
-    local = LocalUpdates(inner, every=1, outer=Average(), codec="sign", min_numel=0, transport=switch.transport(0))
+    local = LocalUpdates(
+        inner, every=1, outer=Average(), codec="sign", min_numel=0, transport=switch.transport(0)
+    )
     sum(layer(torch.ones(40)).square().sum() for layer in layers).backward()
     local.step()
     assert len({name for (name, _), *_ in local.exchanges.residuals.places()}) == 4
 
 
 def test_ranks_whose_loss_scales_differ_warm_up_as_one():
-    """A GradScaler that overflowed on one rank: its gradients are left out, and it steps with the others."""
+    """A GradScaler that overflowed on one rank: its gradients are left out, and it steps with the
+    others."""
     ranks = Ranks(2, start=dyadic(0), warmup=3)
     scales = [64.0, 128.0]
     for step in range(3):
@@ -316,7 +358,10 @@ def test_ranks_whose_loss_scales_differ_warm_up_as_one():
         for r, local in enumerate(ranks.local):
             for p, g in zip(ranks.parameters[r], gradients[r], strict=True):
                 p.grad = g * scales[r]
-            local.grad_scale, local.found_inf = torch.tensor(scales[r]), torch.tensor(float(step == 1 and r == 1))
+            local.grad_scale, local.found_inf = (
+                torch.tensor(scales[r]),
+                torch.tensor(float(step == 1 and r == 1)),
+            )
         if step == 1:
             ranks.parameters[1][0].grad[0, 0] = float("inf")
         before, mine = flat(ranks.parameters[0]), [flat(g) for g in gradients]
@@ -330,11 +375,18 @@ def test_ranks_whose_loss_scales_differ_warm_up_as_one():
 
 
 class Pairs:
-    """NoLoCo in float64: partners as ``partners`` draws them, momentum, and the pull of a pair's shared weights."""
+    """NoLoCo in float64: partners as ``partners`` draws them, momentum, and the pull of a pair's
+    shared weights."""
 
     def __init__(self, size, lr=0.7, momentum=0.9):
         self.theta = np.tile(flat(drawn(0)), (size, 1))
-        self.shared, self.m, self.round, self.lr, self.momentum = self.theta.copy(), np.zeros_like(self.theta), 0, lr, momentum
+        self.shared, self.m, self.round, self.lr, self.momentum = (
+            self.theta.copy(),
+            np.zeros_like(self.theta),
+            0,
+            lr,
+            momentum,
+        )
 
     def step(self, gradients):
         self.theta -= RATE * np.stack([flat(g) for g in gradients])
@@ -347,7 +399,8 @@ class Pairs:
         for i, j in enumerate(mine):
             if weights[i] + weights[j] > 0:
                 pair = [i, j]
-                change = np.average((self.theta - self.shared)[pair], axis=0, weights=weights[pair])  # ascent
+                # ascent
+                change = np.average((self.theta - self.shared)[pair], axis=0, weights=weights[pair])
                 pull = np.average(self.shared[pair], axis=0, weights=weights[pair]) - self.shared[i]
                 m[i] = self.momentum * self.m[i] + self.lr * change + self.lr * pull
                 shared[i] = self.shared[i] + m[i]
@@ -356,7 +409,12 @@ class Pairs:
 
 
 def own(ranks):
-    return np.stack([np.concatenate([f.weights.double().numpy() for f in local.fragments]) for local in ranks.local])
+    return np.stack(
+        [
+            np.concatenate([f.weights.double().numpy() for f in local.fragments])
+            for local in ranks.local
+        ]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 9])
@@ -369,9 +427,13 @@ def test_gossip_is_what_its_equations_say_and_ends_in_one_mean(size):
         if step % 2:
             twin.exchange()
             np.testing.assert_allclose(own(ranks), twin.shared, rtol=1e-4, atol=1e-4)
-            np.testing.assert_allclose([flat(mine) for mine in ranks.parameters], twin.shared, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                [flat(mine) for mine in ranks.parameters], twin.shared, rtol=1e-4, atol=1e-4
+            )
     assert ranks.agree() == (size < 3)  # two always meet each other
-    assert [local.counters.spread > 0 for local in ranks.local] == [partners(3, size)[r] != r for r in range(size)]
+    assert [local.counters.spread > 0 for local in ranks.local] == [
+        partners(3, size)[r] != r for r in range(size)
+    ]
     mean = own(ranks).mean(axis=0)
     ranks.drain()
     assert ranks.agree()
@@ -434,14 +496,18 @@ def test_gossip_sends_its_weights_to_one_rank():
 @pytest.mark.parametrize("at", [3, 7, 8])
 def test_gossip_resumes_in_every_bit_also_in_an_overlap(at):
     def fresh():
-        return Ranks(3, outer=Gossip(), overlap=2, alpha=0.5, fragments=2, every=6, inner=INNER["adamw"])
+        return Ranks(
+            3, outer=Gossip(), overlap=2, alpha=0.5, fragments=2, every=6, inner=INNER["adamw"]
+        )
 
     one, two = fresh(), fresh()
     for step in range(at):
         one.step(noise(3, step))
     states = copy.deepcopy(simulate([local.saving() for local in one.local]))
     assert (states[0]["flight"] is None) == (at == 8)
-    for mine, saved, local, state in zip(two.parameters, one.parameters, two.local, states, strict=True):
+    for mine, saved, local, state in zip(
+        two.parameters, one.parameters, two.local, states, strict=True
+    ):
         for p, w in zip(mine, saved, strict=True):
             p.data.copy_(w.data)
         local.load_state_dict(state)
@@ -449,7 +515,9 @@ def test_gossip_resumes_in_every_bit_also_in_an_overlap(at):
         one.step(noise(3, step))
         two.step(noise(3, step))
     np.testing.assert_array_equal(own(one), own(two))
-    np.testing.assert_array_equal(*[[flat(mine) for mine in ranks.parameters] for ranks in (one, two)])
+    np.testing.assert_array_equal(
+        *[[flat(mine) for mine in ranks.parameters] for ranks in (one, two)]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -458,7 +526,12 @@ def test_gossip_goes_on_on_another_number_of_ranks_from_the_mean(size):
     for step in range(5):
         ranks.step(noise(3, step))
     shared, theta = own(ranks), np.stack([flat(mine) for mine in ranks.parameters])
-    momentum = np.stack([np.concatenate([f.state["momentum"].numpy() for f in local.fragments]) for local in ranks.local])
+    momentum = np.stack(
+        [
+            np.concatenate([f.state["momentum"].numpy() for f in local.fragments])
+            for local in ranks.local
+        ]
+    )
     states = simulate([local.saving_elastically() for local in ranks.local])
     np.testing.assert_array_equal(own(ranks), shared)
     other = Ranks(size, outer=Gossip(), every=2, fragments=2)
@@ -527,5 +600,7 @@ def test_after_a_drain_gossip_goes_on_on_other_ranks_from_one_mean_with_momenta_
     assert other.agree()
     assert other.local[0].digest() == ranks.local[0].digest()
     for r, local in enumerate(other.local):
-        assert torch.equal(local.fragments[0].state["momentum"], ranks.local[r].fragments[0].state["momentum"])
+        assert torch.equal(
+            local.fragments[0].state["momentum"], ranks.local[r].fragments[0].state["momentum"]
+        )
     other.step(noise(2, 4))

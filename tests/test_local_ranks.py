@@ -1,4 +1,5 @@
-"""Local updates on real ranks: bit for bit what the simulation gives, with shards inside, and what happens when a rank dies."""
+"""Local updates on real ranks: bit for bit what the simulation gives, with shards inside, and what
+happens when a rank dies."""
 
 import gc
 import random
@@ -20,23 +21,48 @@ from variants import few
 
 PLANS = {
     "blocking": {"codec": "int4", "outer": commpress.Nesterov()},
-    "overlapped": {"codec": "bits2", "outer": commpress.Nesterov(), "overlap": 2, "alpha": 0.5, "fragments": 2, "every": 6},
-    "sparse": {"codec": "topk-64+bits2", "outer": commpress.SparseLoCo(), "overlap": 1, "fragments": 2},
-    "gossip": {"codec": None, "outer": commpress.Gossip(), "overlap": 1, "fragments": 2, "every": 6},
+    "overlapped": {
+        "codec": "bits2",
+        "outer": commpress.Nesterov(),
+        "overlap": 2,
+        "alpha": 0.5,
+        "fragments": 2,
+        "every": 6,
+    },
+    "sparse": {
+        "codec": "topk-64+bits2",
+        "outer": commpress.SparseLoCo(),
+        "overlap": 1,
+        "fragments": 2,
+    },
+    "gossip": {
+        "codec": None,
+        "outer": commpress.Gossip(),
+        "overlap": 1,
+        "fragments": 2,
+        "every": 6,
+    },
     "exact": {"codec": None, "outer": commpress.SlowMo(), "overlap": 1},
 }
 
 
 def trained(options, size):
     parameters = [torch.nn.Parameter(p) for p in drawn(0)]
-    local = commpress.LocalUpdates(torch.optim.SGD(parameters, lr=0.25), **{"every": 4, "min_numel": 0} | options)
+    local = commpress.LocalUpdates(
+        torch.optim.SGD(parameters, lr=0.25), **{"every": 4, "min_numel": 0} | options
+    )
     for step in range(15):
         for p, g in zip(parameters, noise(size, step)[dist.get_rank()], strict=True):
             p.grad = g
         local.step(tokens=1)
     local.drain()
     local.close()
-    return [p.detach() for p in parameters], local.digest(), local.counters.exchanges, local.counters.sent_bytes
+    return (
+        [p.detach() for p in parameters],
+        local.digest(),
+        local.counters.exchanges,
+        local.counters.sent_bytes,
+    )
 
 
 @pytest.mark.parametrize(("plan", "size"), few(PLANS, [2, 3]))
@@ -49,7 +75,11 @@ def test_processes_equal_the_simulation(pool, plan, size):
         pool.run(trained, PLANS[plan], size, size=size), twin.parameters, twin.local, strict=True
     ):
         assert all(torch.equal(a, b) for a, b in zip(parameters, mine, strict=True))
-        assert (digest, exchanges, sent) == (local.digest(), local.counters.exchanges, local.counters.sent_bytes)
+        assert (digest, exchanges, sent) == (
+            local.digest(),
+            local.counters.exchanges,
+            local.counters.sent_bytes,
+        )
 
 
 class Slow(InFront):
@@ -82,7 +112,13 @@ def delayed(seconds):
     """The weights after each arrival, and how many messages were late."""
     parameters = [torch.nn.Parameter(p) for p in drawn(0)]
     local = commpress.LocalUpdates(
-        torch.optim.SGD(parameters, lr=0.25), every=6, overlap=2, fragments=2, alpha=0.5, codec="int4", min_numel=0
+        torch.optim.SGD(parameters, lr=0.25),
+        every=6,
+        overlap=2,
+        fragments=2,
+        alpha=0.5,
+        codec="int4",
+        min_numel=0,
     )
     for seed, channel in enumerate((local.channel, local.control)):
         channel.transport.inner = Slow(channel.transport.inner, seed, seconds)
@@ -108,16 +144,20 @@ def model():
 
 
 def sharded(options):
-    """Two nodes of two ranks: shards inside, local updates between; the weights of this rank's part."""
+    """Two nodes of two ranks: shards inside, local updates between; the weights of this rank's
+    part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = model()
     for layer in (net[0], net[2]):
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
-    local = commpress.LocalUpdates(torch.optim.AdamW(net.parameters(), lr=1e-2), group=mesh["replicate"].get_group(), **options)
+    local = commpress.LocalUpdates(
+        torch.optim.AdamW(net.parameters(), lr=1e-2), group=mesh["replicate"].get_group(), **options
+    )
     node = dist.get_rank() // 2
     for step in range(9):
-        draw = torch.Generator().manual_seed(10 * step + node)  # both ranks of a node see the node's batch
+        # both ranks of a node see the node's batch
+        draw = torch.Generator().manual_seed(10 * step + node)
         net(torch.randn(8, 32, generator=draw)).square().mean().backward()
         local.step()
         local.zero_grad()
@@ -168,7 +208,8 @@ def test_ddp_around_the_model_is_refused(pool, size):
 
 
 def test_alone_nothing_is_searched_for_a_wrapper(monkeypatch):
-    """A walk over all that Python knows takes tens of milliseconds, and without a process group there is none to find."""
+    """A walk over all that Python knows takes tens of milliseconds, and without a process group
+    there is none to find."""
     parameters = [torch.nn.Parameter(torch.ones(3))]
     local = commpress.LocalUpdates(torch.optim.SGD(parameters, lr=0.1))
     monkeypatch.setattr(gc, "get_referrers", lambda *_: pytest.fail("searched"))

@@ -1,4 +1,5 @@
-"""Local updates among other ranks: Θ stays equal, nothing that survivors have trained is lost, newcomers begin at Θ."""
+"""Local updates among other ranks: Θ stays equal, nothing that survivors have trained is lost,
+newcomers begin at Θ."""
 
 import copy
 
@@ -31,7 +32,9 @@ def drawn(seed):
 
 def made(rank, transport, *, every=4, **options):
     parameters = [torch.nn.Parameter(p) for p in drawn(rank)]
-    return LocalUpdates(torch.optim.SGD(parameters, lr=0.1), transport=transport, every=every, **options)
+    return LocalUpdates(
+        torch.optim.SGD(parameters, lr=0.1), transport=transport, every=every, **options
+    )
 
 
 class Trainers:
@@ -62,7 +65,9 @@ class Trainers:
         self.local += [made(7, Loopback(1).transport(0), **self.options) for _ in range(new)]
         for local, transport in zip(self.local, Loopback(len(every)).transports(), strict=True):
             local.channel.reform(transport)
-        for commit in simulate([local.reforming(change) for local, change in zip(self.local, every, strict=True)]):
+        for commit in simulate(
+            [local.reforming(change) for local, change in zip(self.local, every, strict=True)]
+        ):
             commit()
 
     def weights(self, rank):
@@ -76,7 +81,9 @@ class Trainers:
         simulate([local.draining() for local in self.local])
         assert self.agree()
         for rank in range(len(self.local)):
-            assert all(torch.equal(p, q) for p, q in zip(self.weights(rank), self.weights(0), strict=True))
+            assert all(
+                torch.equal(p, q) for p, q in zip(self.weights(rank), self.weights(0), strict=True)
+            )
 
 
 def equal(one, two):
@@ -86,13 +93,17 @@ def equal(one, two):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reached", [(), (0,)], ids=str)
 def test_an_exchange_counts_for_all_or_for_nobody(kind, reached):
-    """Rank 2 of three dies in each of its messages. Who had not finished it has what was trained, or Θ as it has become."""
+    """Rank 2 of three dies in each of its messages. Who had not finished it has what was trained,
+    or Θ as it has become."""
     after, more, ahead = 0, True, 0
     while more:
         group = Trainers(3, **KINDS[kind])
         group.train(7)
         group.inner()
-        before, trained = [group.weights(r) for r in (0, 1)], [[f.steps + 1 for f in local.fragments] for local in group.local]
+        before, trained = (
+            [group.weights(r) for r in (0, 1)],
+            [[f.steps + 1 for f in local.fragments] for local in group.local],
+        )
         victim = group.local[2]
         victim.channel.transport.stand_for(Dying(victim.channel.inner, after, reached))
         victim.control.transport.stand_for(victim.channel.transport.inner)
@@ -159,13 +170,18 @@ def test_an_exchange_that_nobody_has_finished_is_made_again():
     """It decays no residual a second time, and loses nothing that was trained."""
     group = Trainers(3, codec="int4", min_numel=1, overlap=2)
     group.train(9)
-    owed = [[sent.clone() for _, sent, _ in local.exchanges.residuals.places()] for local in group.local]
+    owed = [
+        [sent.clone() for _, sent, _ in local.exchanges.residuals.places()] for local in group.local
+    ]
     before = [group.weights(r) for r in range(3)]
     group.reform({0, 1, 2})
     assert [[f.steps for f in local.fragments] for local in group.local] == [[5]] * 3
     assert all(equal(group.weights(r), before[r]) for r in range(3))
     for mine, local in zip(owed, group.local, strict=True):
-        assert all(torch.equal(a, b[1]) for a, b in zip(mine, local.exchanges.residuals.places(), strict=True))
+        assert all(
+            torch.equal(a, b[1])
+            for a, b in zip(mine, local.exchanges.residuals.places(), strict=True)
+        )
     group.finish()
 
 
@@ -178,11 +194,14 @@ def owed(local):
 
 @pytest.mark.parametrize("after", range(3))
 def test_what_is_owed_decays_once_for_an_exchange_however_often_it_is_made(after, monkeypatch):
-    """Rank 2 dies in the ranks' words about the exchange (0), or later in it: then the others have let it decay already."""
+    """Rank 2 dies in the ranks' words about the exchange (0), or later in it: then the others have
+    let it decay already."""
     decayed, decay = [], ResidualStore.decay
 
     def counted(self, names, factor):
-        rank = next(rank for rank, local in enumerate(group.local) if local.exchanges.residuals is self)
+        rank = next(
+            rank for rank, local in enumerate(group.local) if local.exchanges.residuals is self
+        )
         decayed.append((rank, group.local[rank].exchanged))
         decay(self, names, factor)
 
@@ -190,7 +209,11 @@ def test_what_is_owed_decays_once_for_an_exchange_however_often_it_is_made(after
     group = Trainers(3, **DECAY)
     group.train(7)
     group.inner()
-    before, number, victim = [owed(local) for local in group.local], group.local[0].exchanged, group.local[2]
+    before, number, victim = (
+        [owed(local) for local in group.local],
+        group.local[0].exchanged,
+        group.local[2],
+    )
     assert any(p.any() for p in before[0])
     control, dies = victim.control.transport, Dying(victim.channel.inner, after, ())
     victim.channel.transport.stand_for(dies)
@@ -208,7 +231,9 @@ def test_what_is_owed_decays_once_for_an_exchange_however_often_it_is_made(after
             torch.testing.assert_close(mine, factor * 2 / 3 * theirs)
     group.train(9)
     for rank, local in enumerate(group.local):
-        assert [begun for each, begun in decayed if each == rank] == list(range(number + 1, local.exchanged + 1))
+        assert [begun for each, begun in decayed if each == rank] == list(
+            range(number + 1, local.exchanged + 1)
+        )
 
 
 def test_who_goes_back_to_a_checkpoint_lets_decay_again():
@@ -231,7 +256,9 @@ def test_residuals_in_a_store_are_handed_over_too(tmp_path):
     stores = [TieredStore.open(tmp_path / str(r), host="4 MB") for r in range(3)]
     group, twin = (Trainers(3, codec="int4", min_numel=1, fragments=2) for _ in range(2))
     ends = zip(Loopback(3).transports(), stores, strict=True)
-    group.local = [made(0, t, codec="int4", min_numel=1, fragments=2, keep=store) for t, store in ends]
+    group.local = [
+        made(0, t, codec="int4", min_numel=1, fragments=2, keep=store) for t, store in ends
+    ]
     for each in (group, twin):
         each.train(8)
         each.reform({0, 2})

@@ -1,4 +1,5 @@
-"""Local updates whose shared weights, outer state and residuals lie in a tiered store between exchanges."""
+"""Local updates whose shared weights, outer state and residuals lie in a tiered store between
+exchanges."""
 
 import random
 from typing import ClassVar
@@ -16,8 +17,13 @@ from test_local_updates import Ranks, noise
 
 @pytest.fixture
 def large(monkeypatch):
-    """Parameters of 520 kB in all, of which two fragments do not fit into the store's memory together."""
-    monkeypatch.setattr(test_local_updates, "SHAPES", [(250, 100), (5,), (310, 100), (24000,), (7, 4, 2), (200, 250)])
+    """Parameters of 520 kB in all, of which two fragments do not fit into the store's memory
+    together."""
+    monkeypatch.setattr(
+        test_local_updates,
+        "SHAPES",
+        [(250, 100), (5,), (310, 100), (24000,), (7, 4, 2), (200, 250)],
+    )
 
 
 def stores(tmp_path, size, **options):
@@ -31,7 +37,14 @@ def kept_in(stores, **options):
 
 PLANS = {
     "blocking": {"codec": "int4", "outer": Nesterov(), "fragments": 3, "every": 6},
-    "overlapped": {"codec": "sign", "outer": Nesterov(), "fragments": 3, "every": 6, "overlap": 1, "alpha": 0.25},
+    "overlapped": {
+        "codec": "sign",
+        "outer": Nesterov(),
+        "fragments": 3,
+        "every": 6,
+        "overlap": 1,
+        "alpha": 0.25,
+    },
     "matrices": {"codec": "powersgd-2", "outer": SlowMo(), "fragments": 2},
     "gathered": {"codec": "topk-64+bits2", "outer": SparseLoCo(), "fragments": 2, "overlap": 1},
     "gossip": {"codec": None, "outer": Gossip(), "fragments": 3, "every": 6, "overlap": 1},
@@ -41,7 +54,10 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_store_changes_no_bit(tmp_path, large, plan):
-    host, kept = Ranks(2, **PLANS[plan]), kept_in(stores(tmp_path, 2, host="1600KiB"), **PLANS[plan])
+    host, kept = (
+        Ranks(2, **PLANS[plan]),
+        kept_in(stores(tmp_path, 2, host="1600KiB"), **PLANS[plan]),
+    )
     for step in range(14):
         host.step(noise(2, step))
         kept.step(noise(2, step))
@@ -54,7 +70,8 @@ def test_a_store_changes_no_bit(tmp_path, large, plan):
 
 
 def test_one_fragment_at_a_time_is_in_memory(tmp_path, large):
-    """The store's memory holds one of four fragments: they come ahead of their exchange and go to the disk by turns."""
+    """The store's memory holds one of four fragments: they come ahead of their exchange and go to
+    the disk by turns."""
     (store,) = stores(tmp_path, 1, host="1280KiB")
     ranks = kept_in([store], codec="sign", outer=Nesterov(), fragments=4, every=8)
     fragments = ranks.local[0].fragments
@@ -62,7 +79,9 @@ def test_one_fragment_at_a_time_is_in_memory(tmp_path, large):
     assert with_residuals > 1.5 * store.usage().host_capacity
     for step in range(24):
         ranks.step(noise(1, step))
-        assert all(f.weights.numel() == 0 and not f.state["momentum"].numel() for f in fragments if f.state)
+        assert all(
+            f.weights.numel() == 0 and not f.state["momentum"].numel() for f in fragments if f.state
+        )
         assert not ranks.local[0].exchanges.residuals.every()
     assert store.traffic()[0] > 0
     assert store.counters.prefetched > 0
@@ -70,12 +89,15 @@ def test_one_fragment_at_a_time_is_in_memory(tmp_path, large):
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_what_the_store_is_just_large_enough_for_always_fits(tmp_path, monkeypatch, overlap):
-    """Wherever other tensors lie: these are read and dropped in between, in an order that is drawn."""
+    """Wherever other tensors lie: these are read and dropped in between, in an order that is
+    drawn."""
     monkeypatch.setattr(test_local_updates, "SHAPES", [(160, 100), (150, 100), (170, 100)])
     plan = {"codec": "sign", "outer": Nesterov(), "fragments": 3, "every": 6, "overlap": overlap}
     with pytest.raises(InvalidArgument, match="needs") as refused:
         kept_in(stores(tmp_path / "refused", 1, host="128KiB"), **plan)
-    (store,) = stores(tmp_path, 1, host=f"{refused.value.args[0].split('needs ')[1].split(' KiB')[0]}KiB")
+    (store,) = stores(
+        tmp_path, 1, host=f"{refused.value.args[0].split('needs ')[1].split(' KiB')[0]}KiB"
+    )
     for i in range(20):
         store.put(f"other/{i}", torch.zeros(500 + 1000 * i))
     ranks, draw = kept_in([store], **plan), random.Random(1)
@@ -89,8 +111,16 @@ def test_what_the_store_is_just_large_enough_for_always_fits(tmp_path, monkeypat
 @pytest.mark.parametrize("at", [5, 7])
 @pytest.mark.parametrize("back", ["store", "host"])
 def test_resumes_in_every_bit_from_a_store(tmp_path, at, back):
-    """``at`` 7: an exchange is under way. A state from a store fits one in memory, and the other way round."""
-    options = {"codec": "int4", "outer": Nesterov(), "fragments": 2, "every": 6, "overlap": 2, "min_numel": 0}
+    """``at`` 7: an exchange is under way. A state from a store fits one in memory, and the other
+    way round."""
+    options = {
+        "codec": "int4",
+        "outer": Nesterov(),
+        "fragments": 2,
+        "every": 6,
+        "overlap": 2,
+        "min_numel": 0,
+    }
     one = kept_in(stores(tmp_path / "one", 2), **options)
     two = Ranks(2, **options) if back == "host" else kept_in(stores(tmp_path / "two", 2), **options)
     for step in range(15):
@@ -111,7 +141,9 @@ def test_on_another_number_of_ranks_from_stores(tmp_path):
     for step in range(10):
         kept.step(noise(2, step))
         host.step(noise(2, step))
-    parts = [simulate([local.saving_elastically() for local in ranks.local]) for ranks in (kept, host)]
+    parts = [
+        simulate([local.saving_elastically() for local in ranks.local]) for ranks in (kept, host)
+    ]
     others = [Ranks(3, **options), kept_in(stores(tmp_path / "other", 3), **options)]
     for other, states in zip(others, parts, strict=True):
         for local in other.local:
@@ -125,7 +157,9 @@ def test_on_another_number_of_ranks_from_stores(tmp_path):
 def test_a_store_that_is_too_small_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(test_local_updates, "SHAPES", [(300, 300), (300, 300)])
     (store,) = stores(tmp_path, 1, host="1MiB")
-    with pytest.raises(InvalidArgument, match=r"fragment 0 needs .* larger host=, or pass more fragments="):
+    with pytest.raises(
+        InvalidArgument, match=r"fragment 0 needs .* larger host=, or pass more fragments="
+    ):
         kept_in([store], outer=Nesterov(), codec="int4")
     with pytest.raises(InvalidArgument, match="whose state stays in memory"):
         kept_in([store], outer=lambda p: torch.optim.SGD(p, lr=1.0))
@@ -135,7 +169,8 @@ def test_a_store_that_is_too_small_is_refused(tmp_path, monkeypatch):
 
 
 def nbytes(*roots, without):
-    """Bytes of all tensors that these objects hold, each storage once; ``without`` are not entered."""
+    """Bytes of all tensors that these objects hold, each storage once; ``without`` are not
+    entered."""
     seen, found, left = {id(one) for one in without}, {}, list(roots)
     while left:
         one = left.pop()
@@ -171,14 +206,32 @@ BYTES = {None: 4.0, "int4": 0.52, "bits2": 0.29, "sign": 0.13}
 
 @pytest.mark.parametrize(
     ("size", "codec", "fragments", "stored"),
-    [(2, None, 1, False), (2, "int4", 4, False), (4, "sign", 1, False), (1, "bits2", 2, False), (2, "int4", 4, True),
-     (3, None, 2, True)],
+    [
+        (2, None, 1, False),
+        (2, "int4", 4, False),
+        (4, "sign", 1, False),
+        (1, "bits2", 2, False),
+        (2, "int4", 4, True),
+        (3, None, 2, True),
+    ],
 )
-def test_memory_is_what_the_documentation_says(tmp_path, monkeypatch, size, codec, fragments, stored):
+def test_memory_is_what_the_documentation_says(
+    tmp_path, monkeypatch, size, codec, fragments, stored
+):
     monkeypatch.setattr(test_local_updates, "SHAPES", [(250, 80)] * 8)
     Watched.peaks.clear()
-    options = {"codec": codec, "outer": Watched(), "fragments": fragments, "overlap": 1, "every": 2 * fragments}
-    ranks = kept_in(stores(tmp_path, size, host="3MiB"), **options) if stored else Ranks(size, **options)
+    options = {
+        "codec": codec,
+        "outer": Watched(),
+        "fragments": fragments,
+        "overlap": 1,
+        "every": 2 * fragments,
+    }
+    ranks = (
+        kept_in(stores(tmp_path, size, host="3MiB"), **options)
+        if stored
+        else Ranks(size, **options)
+    )
     local, numel = ranks.local[0], 8 * 250 * 80
     outside = [*local.inner, *ranks.parameters[0], local.channel.inner, local.keep]
     Watched.count = lambda: nbytes(local, without=outside)

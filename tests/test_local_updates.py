@@ -1,4 +1,5 @@
-"""Local updates against their equations in float64, against torch's own arithmetic, and against their invariants."""
+"""Local updates against their equations in float64, against torch's own arithmetic, and against
+their invariants."""
 
 import copy
 from itertools import pairwise
@@ -38,7 +39,9 @@ def flat(tensors):
 class Ranks:
     """So many ranks of this process, each with parameters, an inner SGD and local updates."""
 
-    def __init__(self, size=3, *, start=None, dtype=torch.float32, inner=None, keeps=None, **options):
+    def __init__(
+        self, size=3, *, start=None, dtype=torch.float32, inner=None, keeps=None, **options
+    ):
         begin = drawn(0, dtype) if start is None else start
         self.parameters = [[torch.nn.Parameter(p.clone()) for p in begin] for _ in range(size)]
         make = inner or (lambda p: torch.optim.SGD(p, lr=RATE))
@@ -47,7 +50,9 @@ class Ranks:
         self.local = []
         for r, p in enumerate(self.parameters):
             keep = {} if keeps is None else {"keep": keeps[r]}
-            self.local.append(LocalUpdates(make(p), transport=switch.transport(r), **options, **keep))
+            self.local.append(
+                LocalUpdates(make(p), transport=switch.transport(r), **options, **keep)
+            )
 
     def inner_step(self, gradients):
         for mine, local, given_ in zip(self.parameters, self.local, gradients, strict=True):
@@ -89,7 +94,8 @@ def noise(size, step, make=drawn):
 
 
 def test_each_step_with_sgd_is_synchronous_sgd_in_every_bit():
-    """Averages of K = 4 and rates that are powers of two: every sum is exact, so nothing may differ."""
+    """Averages of K = 4 and rates that are powers of two: every sum is exact, so nothing may
+    differ."""
     ranks = Ranks(4, start=dyadic(0), every=1)
     twin = [p.clone() for p in dyadic(0)]
     for step in range(3):
@@ -102,12 +108,17 @@ def test_each_step_with_sgd_is_synchronous_sgd_in_every_bit():
 
 
 class Twin:
-    """The equations in float64: fragments, delays and mixing as the paper of Streaming DiLoCo has them."""
+    """The equations in float64: fragments, delays and mixing as the paper of Streaming DiLoCo has
+    them."""
 
     def __init__(self, size, *, every, outer, fragments=1, overlap=0, alpha=0.0):
         self.theta = [flat(drawn(0)) for _ in range(size)]
         self.every, self.outer, self.overlap, self.alpha = every, outer, overlap, alpha
-        sizes = [[p.numel for p in part] for part in fragments] if fragments != 1 else [[p.numel() for p in drawn(0)]]
+        sizes = (
+            [[p.numel for p in part] for part in fragments]
+            if fragments != 1
+            else [[p.numel() for p in drawn(0)]]
+        )
         edges = np.cumsum([0] + [sum(each) for each in sizes])
         self.ranges = [slice(a, b) for a, b in pairwise(edges)]
         self.shared, self.m, self.step_, self.flights = flat(drawn(0)), np.zeros(edges[-1]), 0, []
@@ -146,7 +157,10 @@ OUTER = {
     "average": (Average(), ("average", 1, 0)),
     "nesterov": (Nesterov(0.7, 0.9), ("nesterov", 0.7, 0.9)),
     "slowmo": (SlowMo(1.0, 0.6), ("slowmo", 1.0, 0.6)),
-    "torch": (lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True), ("nesterov", 0.7, 0.9)),
+    "torch": (
+        lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
+        ("nesterov", 0.7, 0.9),
+    ),
 }
 
 
@@ -195,7 +209,10 @@ def test_nothing_is_lost_only_late(codec, size):
 
 def both(store, like):
     """Residuals of one rank, sent and reduced together."""
-    parts = [sent.double().numpy() + reduced.double().numpy()[: sent.numel()] for _, sent, reduced in store.places()]
+    parts = [
+        sent.double().numpy() + reduced.double().numpy()[: sent.numel()]
+        for _, sent, reduced in store.places()
+    ]
     return np.concatenate(parts) if parts else 0 * like
 
 
@@ -209,7 +226,9 @@ def test_a_residual_that_decays():
         ranks.inner_step(noise(1, step))
         change = before - flat(ranks.parameters[0])
         simulate([ranks.local[0].steps()])
-        sent.append(np.abs(change + 0.5 * owed - (before - ranks.shared()) - both(store, before)).max())
+        sent.append(
+            np.abs(change + 0.5 * owed - (before - ranks.shared()) - both(store, before)).max()
+        )
     assert max(sent) < 1e-5
 
 
@@ -245,7 +264,8 @@ def test_what_is_not_finite_is_left_out(bad, codec, caplog):
 
 INNERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.5),  # its state is there from the start
+    # its state is there from the start
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.5),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
 }
@@ -254,15 +274,18 @@ INNERS = {
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (1, 3), (3, 0), (3, 1)])
 def test_a_rank_comes_back_after_one_gradient_that_is_not_finite(inner, fragments, overlap, caplog):
-    """Its moments start anew: soon its change counts again, and a step is as long as a first one."""
+    """Its moments start anew: soon its change counts again, and a step is as long as a first
+    one."""
     ranks = Ranks(3, inner=INNERS[inner], every=6, fragments=fragments, overlap=overlap)
     for step in range(30):
         gradients = noise(3, step)
-        if step == 7 or any(not torch.isfinite(p).all() for p in ranks.parameters[1]):  # as a backward through them
+        # as a backward through them
+        if step == 7 or any(not torch.isfinite(p).all() for p in ranks.parameters[1]):
             gradients[1] = [torch.full_like(g, float("nan")) for g in gradients[1]]
         before = flat(ranks.parameters[1])
         ranks.step(gradients)
-        assert step < 24 or np.abs(flat(ranks.parameters[1]) - before).max() < 1  # lr is 0.01, gradients are normal
+        # lr is 0.01, gradients are normal
+        assert step < 24 or np.abs(flat(ranks.parameters[1]) - before).max() < 1
     for local in ranks.local:
         assert local.counters.participants == 3
         assert local.counters.dropped == 1
@@ -292,7 +315,8 @@ def test_a_restart_is_in_a_checkpoint_too():
 
 
 def test_an_exchange_that_does_not_count_moves_nothing():
-    """Each change is finite and their sum is not: Θ and the outer momentum stay, and ranks go back to Θ."""
+    """Each change is finite and their sum is not: Θ and the outer momentum stay, and ranks go back
+    to Θ."""
     ranks = Ranks(2, outer=Nesterov(0.7, 0.9), every=1)
     ranks.step(noise(2, 0))
     shared, momentum = ranks.shared(), ranks.local[0].fragments[0].state["momentum"].clone()
@@ -314,7 +338,11 @@ def test_an_exchange_that_does_not_count_leaves_residuals_as_they_were(codec, fr
         ranks.step(noise(2, step))
 
     def residuals():
-        return [[t.clone() for t in every] for local in ranks.local for every in local.exchanges.residuals.every().values()]
+        return [
+            [t.clone() for t in every]
+            for local in ranks.local
+            for every in local.exchanges.residuals.every().values()
+        ]
 
     before = residuals()
     assert any(t.any() for every in before for t in every)
@@ -331,11 +359,18 @@ def test_an_exchange_that_does_not_count_leaves_residuals_as_they_were(codec, fr
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    "options", [{"every": 10, "overlap": 11}, {"every": 10, "overlap": 5, "fragments": 4}, {"every": 1, "fragments": 2},
-                {"every": QSR(0.1, 3), "overlap": 4}],
-)  # fmt: skip
+    "options",
+    [
+        {"every": 10, "overlap": 11},
+        {"every": 10, "overlap": 5, "fragments": 4},
+        {"every": 1, "fragments": 2},
+        {"every": QSR(0.1, 3), "overlap": 4},
+    ],
+)
 def test_a_round_that_is_too_short_is_refused(options, size):
-    with pytest.raises(InvalidArgument, match=r"every is \d+ with overlap=\d+ and fragments=\d+, expected at least"):
+    with pytest.raises(
+        InvalidArgument, match=r"every is \d+ with overlap=\d+ and fragments=\d+, expected at least"
+    ):
         Ranks(size, **options)
 
 
@@ -398,7 +433,8 @@ def test_ranks_count_as_much_as_they_have_trained_on():
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("codec", [None, "int4"])
 def test_a_rank_that_runs_out_of_data_goes_on_taking_part(overlap, codec):
-    """Rank 0 has 5 steps, rank 1 has 14: it answers in all rounds, with weight 0, and in the end all hold the same."""
+    """Rank 0 has 5 steps, rank 1 has 14: it answers in all rounds, with weight 0, and in the end
+    all hold the same."""
     ranks = Ranks(2, codec=codec, overlap=overlap, fragments=2, min_numel=0)
     steps = [5, 14]
 
@@ -425,9 +461,16 @@ def test_a_rank_that_runs_out_of_data_goes_on_taking_part(overlap, codec):
 def test_resumes_in_every_bit_also_in_the_middle_of_an_overlap(codec, outer, at):
     def fresh():
         return Ranks(
-            3, codec=codec, outer=OUTER[outer][0], overlap=2, alpha=0.5, fragments=2, every=6, min_numel=0,
+            3,
+            codec=codec,
+            outer=OUTER[outer][0],
+            overlap=2,
+            alpha=0.5,
+            fragments=2,
+            every=6,
+            min_numel=0,
             inner=lambda p: torch.optim.AdamW(p, lr=1e-2),
-        )  # fmt: skip
+        )
 
     one, two = fresh(), fresh()
     for step in range(16):
@@ -447,7 +490,9 @@ def test_resumes_in_every_bit_also_in_the_middle_of_an_overlap(codec, outer, at)
 @pytest.mark.parametrize("codec", [None, "bits2"])
 def test_on_another_number_of_ranks_nothing_is_lost(size, codec):
     """Θ, the outer momentum, the mean of what was trained and what compression owes go along."""
-    ranks = Ranks(3, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0)
+    ranks = Ranks(
+        3, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0
+    )
     for step in range(10):
         ranks.step(noise(3, step))
     owed = np.zeros_like(ranks.shared())
@@ -464,7 +509,9 @@ def test_on_another_number_of_ranks_nothing_is_lost(size, codec):
                     mine += reduced.double().numpy()[: mine.size]
         at += f.work.numel()
     states = simulate([local.saving_elastically() for local in ranks.local])
-    other = Ranks(size, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0)
+    other = Ranks(
+        size, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0
+    )
     for local in other.local:
         local.load_state_dict(*states)
     assert other.agree()
@@ -478,8 +525,15 @@ def test_on_another_number_of_ranks_nothing_is_lost(size, codec):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_the_end_of_a_round_fits_another_number_of_ranks(size, caplog):
-    """All ranks' own states: the shared weights, the outer momentum, and what compression owes, conserved."""
-    options = {"codec": "bits2", "outer": Nesterov(), "every": 4, "min_numel": 0, "feedback_decay": 1.0}
+    """All ranks' own states: the shared weights, the outer momentum, and what compression owes,
+    conserved."""
+    options = {
+        "codec": "bits2",
+        "outer": Nesterov(),
+        "every": 4,
+        "min_numel": 0,
+        "feedback_decay": 1.0,
+    }
     ranks, other, alone = Ranks(3, **options), Ranks(size, **options), Ranks(size, **options)
     for step in range(6):
         ranks.step(noise(3, step))
@@ -498,7 +552,10 @@ def test_the_end_of_a_round_fits_another_number_of_ranks(size, caplog):
 
     def owed(ranks):
         every = [local.exchanges.residuals.places() for local in ranks.local]
-        sent, reduced = (sum(float(place[i].double().sum()) for places in every for place in places) for i in (1, 2))
+        sent, reduced = (
+            sum(float(place[i].double().sum()) for places in every for place in places)
+            for i in (1, 2)
+        )
         return sent / len(every) + reduced
 
     assert owed(other) == pytest.approx(owed(ranks), rel=1e-4)
@@ -509,10 +566,15 @@ def test_the_end_of_a_round_fits_another_number_of_ranks(size, caplog):
     assert alone.agree()
 
 
-@pytest.mark.parametrize(("steps", "overlap", "crossed"), [(8, 0, [2]), (11, 0, [3]), (8, 1, [3, 2]), (11, 1, [4, 3])])
+@pytest.mark.parametrize(
+    ("steps", "overlap", "crossed"), [(8, 0, [2]), (11, 0, [3]), (8, 1, [3, 2]), (11, 1, [4, 3])]
+)
 def test_a_report_is_of_exchanges_that_had_something_to_say(steps, overlap, crossed):
-    """The warm-up is synchronous and the end of a drain is empty: neither is in the bits of a round, nor the last spread."""
-    ranks = Ranks(2, codec="int8", every=4, fragments=len(crossed), overlap=overlap, warmup=2, min_numel=0)
+    """The warm-up is synchronous and the end of a drain is empty: neither is in the bits of a
+    round, nor the last spread."""
+    ranks = Ranks(
+        2, codec="int8", every=4, fragments=len(crossed), overlap=overlap, warmup=2, min_numel=0
+    )
     for step in range(2 + steps):
         for mine, given_ in zip(ranks.parameters, noise(2, step), strict=True):
             for p, g in zip(mine, given_, strict=True):
@@ -529,14 +591,21 @@ def test_a_report_is_of_exchanges_that_had_something_to_say(steps, overlap, cros
         assert counters.participants == 2
         assert 8 < counters.bits < 15
         assert counters.bits == pytest.approx(once, rel=0.02 * overlap)  # fragments differ in size
-        assert counters.changed == sum(n * f.numel for n, f in zip(crossed, local.fragments, strict=True))
+        assert counters.changed == sum(
+            n * f.numel for n, f in zip(crossed, local.fragments, strict=True)
+        )
         assert f"({counters.bits:.2f} bits per parameter and round)" in local.report()
         assert "over 2 ranks" in local.report()
-        assert counters.sent_bytes == local.channel.sent_bytes + local.control.sent_bytes > counters.change_bytes
+        assert (
+            counters.sent_bytes
+            == local.channel.sent_bytes + local.control.sent_bytes
+            > counters.change_bytes
+        )
 
 
 def test_in_the_place_of_an_optimizer():
-    """Schedulers and scalers take it for one; a step whose gradients overflowed counts and moves nothing."""
+    """Schedulers and scalers take it for one; a step whose gradients overflowed counts and moves
+    nothing."""
     ranks, twin = Ranks(1, every=5), Ranks(1, every=5)
     local, scaler = ranks.local[0], torch.amp.GradScaler("cpu", init_scale=4.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(local, lambda step: 0.5**step)
@@ -569,16 +638,27 @@ def test_a_state_of_another_model_is_refused():
 
 
 @nonsense(
-        {"every": 0}, {"every": True}, {"overlap": -1}, {"alpha": 0.5}, {"alpha": 1.0, "overlap": 1}, {"weight": "loss"},
-        {"keep": "disk"}, {"fragments": 9}, {"feedback_decay": 1.5}, {"outer": 3}, {"fragments": [[]]}, {"codec": "int5"},
-)  # fmt: skip
+    {"every": 0},
+    {"every": True},
+    {"overlap": -1},
+    {"alpha": 0.5},
+    {"alpha": 1.0, "overlap": 1},
+    {"weight": "loss"},
+    {"keep": "disk"},
+    {"fragments": 9},
+    {"feedback_decay": 1.5},
+    {"outer": 3},
+    {"fragments": [[]]},
+    {"codec": "int5"},
+)
 def test_what_makes_no_sense_is_refused(options, size):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         Ranks(size, **options)
 
 
 def test_bf16_weights_keep_what_their_type_cannot_hold():
-    """Θ is float32: many rounds of changes below half a unit of bfloat16 are not lost, and rounding does not drag it back."""
+    """Θ is float32: many rounds of changes below half a unit of bfloat16 are not lost, and rounding
+    does not drag it back."""
     ranks = Ranks(2, dtype=torch.bfloat16, every=1, outer=Nesterov(lr=0.125, momentum=0.0))
     before, moved = ranks.shared(), 0.0
     for _ in range(8):
@@ -630,5 +710,7 @@ def test_seconds_give_each_rank_as_many_steps_as_it_manages(monkeypatch):
 
 @pytest.mark.parametrize("inner", [torch.nn.Linear(2, 2), None, [], [torch.nn.Linear(2, 2)]])
 def test_what_is_no_optimizer_is_named(inner):
-    with pytest.raises(InvalidArgument, match=r"inner is .*, expected a torch optimizer or a list of them"):
+    with pytest.raises(
+        InvalidArgument, match=r"inner is .*, expected a torch optimizer or a list of them"
+    ):
         LocalUpdates(inner)

@@ -60,20 +60,28 @@ def test_every_product_is_what_float64_says(shapes, rank, seed):
     cpu_low_rank.expand(p, q, out, matrices, gain=2.0)
     for line in matrices.table.tolist():
         source, tall, wide, r, left, right, place, _ = line
-        whole = (x[source : source + tall * wide] * 0.5 + old[place : place + tall * wide]).view(tall, wide)
+        whole = (x[source : source + tall * wide] * 0.5 + old[place : place + tall * wide]).view(
+            tall, wide
+        )
         assert torch.equal(before[place : place + tall * wide].view(tall, wide), whole)
         basis = first[right : right + r * wide].view(r, wide).double()
         torch.testing.assert_close(basis @ basis.T, torch.eye(r).double(), atol=1e-6, rtol=0)
         size = whole.double().norm()
         product = whole.double() @ basis.T
         assert (projected[left : left + r * tall].view(r, tall).T - product).norm() <= 1e-5 * size
-        hat, back = p[left : left + r * tall].view(r, tall).double(), q[right : right + r * wide].view(r, wide).double()
+        hat, back = (
+            p[left : left + r * tall].view(r, tall).double(),
+            q[right : right + r * wide].view(r, wide).double(),
+        )
         gram = hat @ hat.T
-        assert (gram - torch.diag(gram.diagonal().round())).norm() <= 1e-5  # columns are orthonormal or zero
+        # columns are orthonormal or zero
+        assert (gram - torch.diag(gram.diagonal().round())).norm() <= 1e-5
         assert (back - hat @ whole.double()).norm() <= 1e-5 * size
         kept = m[place : place + tall * wide].view(tall, wide)
         assert (kept - (whole - hat.T @ back)).norm() <= 1e-5 * size
-        assert (out[source : source + tall * wide].view(tall, wide) - 2 * hat.T @ back).norm() <= 1e-5 * size
+        assert (
+            out[source : source + tall * wide].view(tall, wide) - 2 * hat.T @ back
+        ).norm() <= 1e-5 * size
     between = torch.ones(at, dtype=torch.bool)
     for line in matrices.table.tolist():
         between[line[0] : line[0] + line[1] * line[2]] = False
@@ -82,11 +90,18 @@ def test_every_product_is_what_float64_says(shapes, rank, seed):
 
 def test_the_torch_path_is_the_same_arithmetic():
     """The arithmetic of CUDA, here on the CPU."""
-    matrices = stack([Matrix(i * 2000, 40, 50, 3, i) for i in range(3)] + [Matrix(6000, 30, 20, 3, 7)])
+    matrices = stack(
+        [Matrix(i * 2000, 40, 50, 3, i) for i in range(3)] + [Matrix(6000, 30, 20, 3, 7)]
+    )
     x, residual, q = factors(matrices)
     got = []
     for kernels in (cpu_low_rank, torch_low_rank):
-        basis, p, m, out = q.clone(), torch.zeros(matrices.left), torch.zeros(matrices.numel), torch.zeros_like(x)
+        basis, p, m, out = (
+            q.clone(),
+            torch.zeros(matrices.left),
+            torch.zeros(matrices.numel),
+            torch.zeros_like(x),
+        )
         kernels.project(x, residual, m, p, basis, matrices, gain=0.5)
         kernels.orthonormalize_left(p, matrices)
         kernels.fold(m, p, basis, matrices)
@@ -109,7 +124,12 @@ def test_threads_do_not_change_a_bit():
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            basis, p, m, out = q.clone(), torch.zeros(matrices.left), torch.zeros(matrices.numel), torch.zeros_like(x)
+            basis, p, m, out = (
+                q.clone(),
+                torch.zeros(matrices.left),
+                torch.zeros(matrices.numel),
+                torch.zeros_like(x),
+            )
             cpu_low_rank.project(x, residual, m, p, basis, matrices)
             cpu_low_rank.orthonormalize_left(p, matrices)
             cpu_low_rank.fold(m, p, basis, matrices)
@@ -146,7 +166,9 @@ class Run:
         found = matrices_of(spans, shapes, policy_of(LowRankCodec(rank, min_rate=min_rate)))
         self.bases = [{} for _ in range(ranks)]
         self.plans = [plan_matrices(found, ranks, bases, device=CPU) for bases in self.bases]
-        self.feedbacks = [ErrorFeedback.zeros(plan.message.pieces) if feedback else None for plan in self.plans]
+        self.feedbacks = [
+            ErrorFeedback.zeros(plan.message.pieces) if feedback else None for plan in self.plans
+        ]
         self.spaces = [Workspace() for _ in range(ranks)]
         self.transports = [Recorded(t) for t in Loopback(ranks).transports()]
         self.step = 0
@@ -156,12 +178,18 @@ class Run:
         outcomes = simulate(
             [
                 reduce_matrices(
-                    buffers[r], self.feedbacks[r], plan=self.plans[r], transport=self.transports[r],
-                    workspace=self.spaces[r], sequence=2 * self.step, key=self.step, gain=gain,
+                    buffers[r],
+                    self.feedbacks[r],
+                    plan=self.plans[r],
+                    transport=self.transports[r],
+                    workspace=self.spaces[r],
+                    sequence=2 * self.step,
+                    key=self.step,
+                    gain=gain,
                 )
                 for r in range(self.ranks)
             ]
-        )  # fmt: skip
+        )
         self.step += 1
         for outcome in outcomes:
             outcome.commit() if outcome.finite and commit else outcome.discard()
@@ -184,7 +212,10 @@ def gradients(ranks, numel, seed):
 def test_nothing_is_lost(ranks):
     """Σ outputs + mean residual = Σ mean inputs, and every rank has the same bits."""
     run = Run([(30, 40), (17, 90), (30, 40)], 2, ranks)
-    sent, wanted = torch.zeros(run.numel, dtype=torch.float64), torch.zeros(run.numel, dtype=torch.float64)
+    sent, wanted = (
+        torch.zeros(run.numel, dtype=torch.float64),
+        torch.zeros(run.numel, dtype=torch.float64),
+    )
     for step in range(20):
         inputs = gradients(ranks, run.numel, step)
         outputs, _ = run.reduce(inputs)
@@ -241,7 +272,8 @@ def test_full_rank_is_the_plain_mean():
 
 
 def test_the_local_residual_gives_the_global_ones_outputs_and_stays_bounded():
-    """400 steps of noise, against the textbook in float64 with the residual that torch's hook keeps."""
+    """400 steps of noise, against the textbook in float64 with the residual that torch's hook
+    keeps."""
     ranks, shape, rank, steps = 2, (24, 32), 2, 400
     run = Run([shape], rank, ranks)
     errors = [torch.zeros(shape, dtype=torch.float64) for _ in range(ranks)]
@@ -256,7 +288,9 @@ def test_the_local_residual_gives_the_global_ones_outputs_and_stays_bounded():
         errors = [m - hat @ back.T for m in whole]
         basis = torch.linalg.qr(back)[0]
         if step < 20:
-            torch.testing.assert_close(outputs[0].view(shape).double(), hat @ back.T, atol=2e-3, rtol=1e-3)
+            torch.testing.assert_close(
+                outputs[0].view(shape).double(), hat @ back.T, atol=2e-3, rtol=1e-3
+            )
     kept = max(float(f.sent.norm()) for f in run.feedbacks)
     mean_kept = float(sum(f.sent for f in run.feedbacks).norm() / ranks)
     walked = max(float(e.norm()) for e in errors)
@@ -282,7 +316,9 @@ def test_dead_directions_come_back():
     torch.testing.assert_close(basis @ basis.T, torch.eye(2), atol=1e-5, rtol=0)
     assert torch.equal(run.plans[0].basis, run.plans[1].basis)
     outputs, _ = run.reduce([torch.outer(torch.arange(20.0), torch.arange(30.0)).flatten()] * 2)
-    assert (outputs[0].view(20, 30) - torch.outer(torch.arange(20.0), torch.arange(30.0))).norm() < 1e-2
+    assert (
+        outputs[0].view(20, 30) - torch.outer(torch.arange(20.0), torch.arange(30.0))
+    ).norm() < 1e-2
 
 
 @pytest.mark.parametrize("scale", [2.0**-60, 2.0**40])
@@ -304,7 +340,9 @@ def test_a_bad_gradient_changes_nothing(bad):
     inputs[1][7] = bad
     outputs, finite = run.reduce(inputs)
     assert finite == [False, False]
-    assert all(torch.equal(f.sent, before) for f, before in zip(run.feedbacks, residuals, strict=True))
+    assert all(
+        torch.equal(f.sent, before) for f, before in zip(run.feedbacks, residuals, strict=True)
+    )
     assert torch.equal(run.plans[0].basis, basis)
     assert torch.equal(outputs[0], inputs[0])
 
@@ -341,10 +379,16 @@ def test_what_travels_as_a_matrix():
         (lambda: LowRankCodec(2.5), "rank is 2.5, expected"),
         (lambda: LowRankCodec(2, min_rate=0), "min_rate is 0"),
         (lambda: codec_named("powersgd"), "did you mean|or 'powersgd-4'"),
-        (lambda: next(commpress.compressed_allreduce(torch.ones(64), codec="powersgd-4", transport=Loopback(1).transport(0))),
-         "compresses whole tensors, and this call sees rows of a flat buffer"),
+        (
+            lambda: next(
+                commpress.compressed_allreduce(
+                    torch.ones(64), codec="powersgd-4", transport=Loopback(1).transport(0)
+                )
+            ),
+            "compresses whole tensors, and this call sees rows of a flat buffer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_says_what_was_expected(make, says):
     with pytest.raises(InvalidArgument, match=says):
         make()
@@ -353,7 +397,8 @@ def test_a_wrong_value_says_what_was_expected(make, says):
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("codec", ["powersgd-2", "sketch-8"])
 def test_what_rows_left_behind_is_sent_when_tensors_travel_whole(codec, loaded):
-    """Owners of rows owe too: Σ outputs + R_T = Σ mean inputs, across a change of codec, in a run or by way of a checkpoint."""
+    """Owners of rows owe too: Σ outputs + R_T = Σ mean inputs, across a change of codec, in a run
+    or by way of a checkpoint."""
     ranks, shape = 3, torch.Size([40, 48])
     channels = [Channel(t) for t in Loopback(ranks).transports()]
 
@@ -366,12 +411,18 @@ def test_what_rows_left_behind_is_sent_when_tensors_travel_whole(codec, loaded):
         mean, jobs = torch.stack(buffers).double().mean(0), []
         for each, channel, buffer in zip(of, channels, buffers, strict=True):
             exchange = each.of(("w",), lambda: ([Span("w", 0, shape.numel())], [shape]), CPU)
-            jobs.append(exchange.steps(channel, buffer, sequence=channel.take(exchange.sequences), key=step))
+            jobs.append(
+                exchange.steps(channel, buffer, sequence=channel.take(exchange.sequences), key=step)
+            )
         for outcomes in simulate(jobs):
             settle(outcomes, taken=True)
         return mean - buffers[0].double()
 
-    of, draw, total = exchanges("int4"), torch.Generator().manual_seed(0), torch.zeros(shape.numel(), dtype=torch.float64)
+    of, draw, total = (
+        exchanges("int4"),
+        torch.Generator().manual_seed(0),
+        torch.zeros(shape.numel(), dtype=torch.float64),
+    )
     for step in range(12):
         if step == 5:
             assert any(reduced.any() for _, _, reduced in of[0].residuals.places())
@@ -380,8 +431,16 @@ def test_what_rows_left_behind_is_sent_when_tensors_travel_whole(codec, loaded):
                 average(of, 0)  # a run of its own, which the state replaces
             for old, new in zip(before, of, strict=True):
                 new.use(policy_of(codec))
-                new.residuals.load({key: tuple(r.clone() for r in kept) for key, kept in old.residuals.every().items()})
+                new.residuals.load(
+                    {
+                        key: tuple(r.clone() for r in kept)
+                        for key, kept in old.residuals.every().items()
+                    }
+                )
         total += average(of, step)
-    owed = [flat_parts(each.residuals, channel.transport)["w", 0] for each, channel in zip(of, channels, strict=True)]
+    owed = [
+        flat_parts(each.residuals, channel.transport)["w", 0]
+        for each, channel in zip(of, channels, strict=True)
+    ]
     torch.testing.assert_close(torch.stack(owed).double().mean(0), total, atol=2e-5, rtol=0)
     assert float(total.norm()) > 1

@@ -24,12 +24,18 @@ def batch_of(tokens=200, experts=4, k=2, seed=0, dtype=torch.float32):
     centres = draw.standard_normal((12, WIDTH))
     x = centres[draw.integers(0, 12, tokens)] + 0.2 * draw.standard_normal((tokens, WIDTH))
     idx = np.stack([draw.permutation(experts)[:k] for _ in range(tokens)])
-    return torch.from_numpy(x).to(dtype), torch.from_numpy(idx), torch.from_numpy(draw.random((tokens, k))).to(dtype)
+    return (
+        torch.from_numpy(x).to(dtype),
+        torch.from_numpy(idx),
+        torch.from_numpy(draw.random((tokens, k))).to(dtype),
+    )
 
 
 def curved(rows, counts):
     """Experts that differ and are not linear."""
-    factor = torch.repeat_interleave(torch.arange(1.0, len(counts) + 1), counts)[:, None].to(rows.dtype)
+    factor = torch.repeat_interleave(torch.arange(1.0, len(counts) + 1), counts)[:, None].to(
+        rows.dtype
+    )
     return torch.tanh(factor * rows) * 2 + rows
 
 
@@ -39,7 +45,9 @@ def test_the_fast_transform_is_the_matrix():
         while len(matrix) < size:
             matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64), matrix)
         x = torch.randn(5, size)
-        torch.testing.assert_close(walsh_hadamard(x).double(), x.double() @ matrix / size**0.5, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            walsh_hadamard(x).double(), x.double() @ matrix / size**0.5, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_turning_keeps_lengths_and_spreads_one_element():
@@ -88,14 +96,21 @@ def test_experts_that_shift_tokens_lose_nothing(chunks):
     assert lsh.error == 0
     shift = torch.randn(4, WIDTH)
     moved = exchange_of(lsh)(
-        tokens, idx, gates, lambda rows, counts: rows + torch.repeat_interleave(shift[: len(counts)], counts, 0), chunks=chunks
+        tokens,
+        idx,
+        gates,
+        lambda rows, counts: rows + torch.repeat_interleave(shift[: len(counts)], counts, 0),
+        chunks=chunks,
     )
-    torch.testing.assert_close(moved, (gates[:, :, None] * (tokens[:, None] + shift[idx])).sum(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        moved, (gates[:, :, None] * (tokens[:, None] + shift[idx])).sum(1), rtol=1e-5, atol=1e-5
+    )
     assert lsh.error < 1e-6
 
 
 def test_equal_tokens_and_linear_experts():
-    """Tokens that are equal lose nothing with any expert; with a linear one the mean of a cluster is exact."""
+    """Tokens that are equal lose nothing with any expert; with a linear one the mean of a cluster
+    is exact."""
     tokens, idx, gates = batch_of(tokens=20, k=1)
     many = [t.repeat(10, *[1] * (t.dim() - 1)) for t in (tokens, idx, gates)]
     lsh = commpress.LSH(0.1, hashes=40, dims=8, probes=0)
@@ -105,23 +120,30 @@ def test_equal_tokens_and_linear_experts():
         torch.testing.assert_close(out, exchange_of(None)(*many, curved), rtol=1e-5, atol=1e-5)
     tokens, idx, _ = batch_of(k=1)
     matrix = torch.randn(WIDTH, WIDTH)
-    out = exchange_of(commpress.LSH(0.1, probes=0))(tokens, idx, torch.ones(200, 1), lambda rows, _: rows @ matrix)
+    out = exchange_of(commpress.LSH(0.1, probes=0))(
+        tokens, idx, torch.ones(200, 1), lambda rows, _: rows @ matrix
+    )
     clusters = commpress.LSH(0.1, probes=0).cluster(tokens, idx)
     for cluster in range(len(clusters.offsets)):
         here = clusters.where[:, 0] == cluster
-        torch.testing.assert_close(out[here].mean(0), (tokens[here] @ matrix).mean(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            out[here].mean(0), (tokens[here] @ matrix).mean(0), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_gradients_by_differences():
     tokens, idx, gates = batch_of(tokens=24, dtype=torch.float64)
     exchange = exchange_of(commpress.LSH(0.3, probes=0, bound=100))
     layer = lambda x, g: exchange(x, idx, g, curved)  # noqa: E731
-    assert torch.autograd.gradcheck(layer, (tokens.requires_grad_(), gates.requires_grad_()), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        layer, (tokens.requires_grad_(), gates.requires_grad_()), fast_mode=True
+    )
     assert 0 < exchange.counters.choices / exchange.counters.tokens <= 1
 
 
 def test_the_error_is_measured_on_probes():
-    """Over many calls the probes see every choice: their mean is that of the layer without gates."""
+    """Over many calls the probes see every choice: their mean is that of the layer without
+    gates."""
     tokens, idx, gates = batch_of(tokens=160, k=1)
     seen = []
     lsh = commpress.LSH(0.1, probes=16, bound=100)
@@ -141,7 +163,8 @@ def test_the_error_is_measured_on_probes():
 
 
 def bounded():
-    """Experts leave the small tokens of rank 0 as they are, so that it has no error; those of rank 1 they do not."""
+    """Experts leave the small tokens of rank 0 as they are, so that it has no error; those of rank
+    1 they do not."""
     rough = lambda rows, _: rows + torch.where(rows.abs() > 0.1, torch.sin(30 * rows), 0)  # noqa: E731
     lsh = commpress.LSH(0.1, bound=0.3, retry=3)
     exchange = commpress.ExpertExchange(4, lsh=lsh)
@@ -161,7 +184,17 @@ def test_a_bound_switches_it_off_on_all_ranks_at_once(pool):
     found = pool.run(bounded)
     assert found[0][3] < 1e-6 < 0.3 < found[1][3]
     for sent, exact_calls, left, _ in found:
-        assert [n == 400 for n in sent] == [False, False, True, True, True, False, False, True, True]
+        assert [n == 400 for n in sent] == [
+            False,
+            False,
+            True,
+            True,
+            True,
+            False,
+            False,
+            True,
+            True,
+        ]
         assert exact_calls == 5
         assert left < 1e-5
 
@@ -179,13 +212,17 @@ def test_no_tokens_and_no_choices():
     lsh = commpress.LSH()
     for count in (0, 3):
         tokens = torch.randn(count, WIDTH, requires_grad=True)
-        out = exchange_of(lsh)(tokens, torch.full((count, batch.k), -1), torch.ones(count, batch.k), curved)
+        out = exchange_of(lsh)(
+            tokens, torch.full((count, batch.k), -1), torch.ones(count, batch.k), curved
+        )
         out.sum().backward()
         assert out.shape == tokens.grad.shape == (count, WIDTH)
         assert not out.any()
 
 
-@pytest.mark.parametrize("options", [{"share": 0}, {"share": 2}, {"hashes": 0}, {"bound": 0}, {"probes": -1}])
+@pytest.mark.parametrize(
+    "options", [{"share": 0}, {"share": 2}, {"hashes": 0}, {"bound": 0}, {"probes": -1}]
+)
 def test_mistakes_are_refused(options):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         commpress.LSH(**options)

@@ -18,7 +18,14 @@ import sources
     ],
 )
 def test_every_torch_has_an_environment_of_its_own(asked, folder, torch):
-    command = ["make", "--dry-run", "--no-print-directory", "--what-if=pyproject.toml", "test", *asked]
+    command = [
+        "make",
+        "--dry-run",
+        "--no-print-directory",
+        "--what-if=pyproject.toml",
+        "test",
+        *asked,
+    ]
     ran = subprocess.run(command, cwd=sources.ROOT, capture_output=True, text=True, check=True)
     assert f"-m venv {folder}\n" in ran.stdout
     assert f"'{torch}' --editable '.[dev]'" in ran.stdout

@@ -1,4 +1,5 @@
-"""MASHA on bilinear games: closed-form solutions, the extragradient method, bytes, resume, and what is not finite."""
+"""MASHA on bilinear games: closed-form solutions, the extragradient method, bytes, resume, and what
+is not finite."""
 
 import copy
 import random
@@ -18,7 +19,8 @@ ONE, TWO = commpress.RandomKCodec(2, unbiased=True), commpress.TopKCodec(1 / 4, 
 
 
 def game(ranks):
-    """A_i, b_i and c_i of every rank, and the solution. The mean of A is well conditioned; the ranks differ by much."""
+    """A_i, b_i and c_i of every rank, and the solution. The mean of A is well conditioned; the
+    ranks differ by much."""
     draw = torch.Generator().manual_seed(0)
     a = torch.randn(ranks, SIZE, SIZE, generator=draw, dtype=torch.float64) / 8
     b, c = torch.randn(2, ranks, SIZE, generator=draw, dtype=torch.float64)
@@ -57,7 +59,9 @@ class Players:
     def __init__(self, ranks, **options):
         *parts, self.solution = game(ranks)
         transports = Loopback(ranks).transports()
-        self.ranks = [Player(*each, t, **options) for *each, t in zip(*parts, transports, strict=True)]
+        self.ranks = [
+            Player(*each, t, **options) for *each, t in zip(*parts, transports, strict=True)
+        ]
 
     def play(self, steps):
         for _ in range(steps):
@@ -72,7 +76,12 @@ class Players:
 
 @pytest.mark.parametrize(
     ("codec", "lr", "tau", "below"),
-    [(TWO, 0.3, 0.75, 0.08), (ONE, 0.2, 0.5, 0.15), ("int4", 0.3, 0.75, 0.08), ("powersgd-2", 0.2, 0.75, 0.06)],
+    [
+        (TWO, 0.3, 0.75, 0.08),
+        (ONE, 0.2, 0.5, 0.15),
+        ("int4", 0.3, 0.75, 0.08),
+        ("powersgd-2", 0.2, 0.75, 0.06),
+    ],
     ids=["MASHA2", "MASHA1", "int4", "powersgd-2"],
 )
 @pytest.mark.parametrize("ranks", first(1, [3, 1]))
@@ -86,7 +95,8 @@ def test_it_approaches_the_saddle_point_linearly(codec, lr, tau, below, ranks):
 
 
 def test_descent_and_ascent_at_once_diverge():
-    """The same game without an anchor: each step turns around the solution and moves away from it."""
+    """The same game without an anchor: each step turns around the solution and moves away from
+    it."""
     a, b, c, solution = game(2)
     a, b, c = a.mean(0), b.mean(0), c.mean(0)
     x, y = torch.zeros(2, SIZE)
@@ -119,7 +129,8 @@ def test_without_compression_it_is_extragradient_with_an_anchor(tau):
 
 
 def test_bytes_are_those_of_the_codec_and_of_the_anchors():
-    """Each exact exchange of 2·64 floats sends 256 bytes to the other rank and a header, twice; top-k a quarter and indices."""
+    """Each exact exchange of 2·64 floats sends 256 bytes to the other rank and a header, twice;
+    top-k a quarter and indices."""
     players = Players(2, codec=TWO, lr=0.3, tau=0.75)
     players.play(100)
     for player in players.ranks:
@@ -142,7 +153,9 @@ def test_every_rank_takes_the_same_steps_over_a_network(pool):
 
 def _over_sockets(steps):
     *parts, _ = game(2)
-    player = Player(*(part[torch.distributed.get_rank()] for part in parts), None, codec=TWO, lr=0.3, tau=0.75)
+    player = Player(
+        *(part[torch.distributed.get_rank()] for part in parts), None, codec=TWO, lr=0.3, tau=0.75
+    )
     for _ in range(steps):
         loss = player.optimizer.step(player.closure)
     assert torch.isfinite(loss)
@@ -151,7 +164,12 @@ def _over_sockets(steps):
 
 @pytest.mark.parametrize(
     ("codec", "dtype"),
-    [(TWO, torch.float32), (ONE, torch.float32), ("powersgd-1", torch.float32), (TWO, torch.bfloat16)],
+    [
+        (TWO, torch.float32),
+        (ONE, torch.float32),
+        ("powersgd-1", torch.float32),
+        (TWO, torch.bfloat16),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("at", [0, 1, 7])
@@ -168,7 +186,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(codec, dtype, at, tmp_path):
         player.optimizer.load_state_dict(state)
     assert torch.equal(whole.play(12), resumed.play(12))
     for one, other in zip(whole.ranks, resumed.ranks, strict=True):
-        was, now = (player.optimizer.state_dict()["commpress"]["residuals"] for player in (one, other))
+        was, now = (
+            player.optimizer.state_dict()["commpress"]["residuals"] for player in (one, other)
+        )
         assert all(torch.equal(was[key][name], now[key][name]) for key in was for name in was[key])
 
 
@@ -216,7 +236,10 @@ def test_a_rank_that_is_not_finite_makes_all_skip_and_leaves_no_trace(at, caplog
     for (z, state), player in zip(before, players.ranks, strict=True):
         assert torch.equal(z, player.z)
         assert player.optimizer.counters.skipped_steps == 2
-        was, now = state["commpress"]["residuals"], player.optimizer.state_dict()["commpress"]["residuals"]
+        was, now = (
+            state["commpress"]["residuals"],
+            player.optimizer.state_dict()["commpress"]["residuals"],
+        )
         assert all(torch.equal(was[key][name], now[key][name]) for key in was for name in was[key])
     players.ranks[1].bad = False
     assert torch.equal(players.play(10), undisturbed.play(at + 10))
@@ -242,7 +265,11 @@ def test_a_bad_operator_at_the_new_anchor_undoes_the_step():
     for player, was in zip(players.ranks, owed, strict=True):
         now = player.optimizer.exchanges.residuals.every()
         assert any(r.any() for kept in was.values() for r in kept)
-        assert all(torch.equal(one, other) for key in was for one, other in zip(was[key], now[key], strict=True))
+        assert all(
+            torch.equal(one, other)
+            for key in was
+            for one, other in zip(was[key], now[key], strict=True)
+        )
 
 
 def test_raise_says_it_and_changes_nothing():
@@ -278,7 +305,11 @@ def test_an_error_in_the_closure_puts_parameters_back():
 
 def test_what_makes_no_sense_is_refused():
     x = nn.Parameter(torch.zeros(8))
-    for options, word in [({"tau": 1.0}, "tau is 1.0"), ({"lr": -1.0}, "lr is -1.0"), ({"on_nonfinite": "zero"}, "is 'zero'")]:
+    for options, word in [
+        ({"tau": 1.0}, "tau is 1.0"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"on_nonfinite": "zero"}, "is 'zero'"),
+    ]:
         with pytest.raises(InvalidArgument, match=word):
             commpress.Masha([x], **options)
     optimizer = commpress.Masha([x], transport=Loopback(1).transport(0))

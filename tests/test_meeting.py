@@ -1,4 +1,5 @@
-"""Ranks find each other among strangers, whatever kind of address they have, and a child keeps nothing of its parent's."""
+"""Ranks find each other among strangers, whatever kind of address they have, and a child keeps
+nothing of its parent's."""
 
 import fcntl
 import os
@@ -85,7 +86,11 @@ def heard(door, seconds=1.0):
 def test_silent_strangers_hold_nobody_up():
     """Each would have had five seconds, one after the other."""
     made = meetings_of(3)
-    strangers = [knock(each, words) for each in made for words in (b"", b"GET / HTTP/1.0", b"", b"\x04", b"", b"")]
+    strangers = [
+        knock(each, words)
+        for each in made
+        for words in (b"", b"GET / HTTP/1.0", b"", b"\x04", b"", b"")
+    ]
     start = time.monotonic()
     found = on_all(lambda each: each.connect_all(start + 60), made)
     assert time.monotonic() - start < 10
@@ -99,7 +104,10 @@ def test_whoever_does_not_know_the_token_is_not_let_in(kind):
     made = meetings_of(2)
     token = bytearray(made[0].door.token)
     token[-1] ^= 1
-    strangers = [knock(made[0], greeting(kind, bytes(token), 1)), knock(made[0], greeting(kind, bytes(16), 1))]
+    strangers = [
+        knock(made[0], greeting(kind, bytes(token), 1)),
+        knock(made[0], greeting(kind, bytes(16), 1)),
+    ]
     found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
     assert_connected(found)
     for stranger in strangers:
@@ -111,7 +119,9 @@ def test_whoever_does_not_know_the_token_is_not_let_in(kind):
 def test_whoever_knows_the_token_and_is_not_due_is_not_let_in():
     made = meetings_of(2)
     token = made[0].door.token
-    odd = [knock(made[0], greeting(HELLO, token, rank)) for rank in (0, 2, 7)] + [knock(made[0], greeting(9, token, 1))]
+    odd = [knock(made[0], greeting(HELLO, token, rank)) for rank in (0, 2, 7)] + [
+        knock(made[0], greeting(9, token, 1))
+    ]
     asking = knock(made[0], greeting(PING, token, 1))
     found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
     assert_connected(found)
@@ -248,7 +258,9 @@ def test_a_rank_that_was_taken_for_a_stranger_calls_again(monkeypatch):
 
 def test_absent_ranks_are_named():
     made = meetings_of(3)
-    with pytest.raises(PeerFailure, match=r"rank 1: ranks \[0, 2\] did not connect in time") as error:
+    with pytest.raises(
+        PeerFailure, match=r"rank 1: ranks \[0, 2\] did not connect in time"
+    ) as error:
         made[1].connect_all(time.monotonic() + 0.2)
     assert error.value.ranks == (0, 2)
     made[0].close()
@@ -294,7 +306,8 @@ def needs_ipv6():
 
 
 def test_a_slow_name_server_is_asked_once_and_again_when_the_address_is_gone(monkeypatch):
-    """Ranks meet again in every reform: a name server that takes seconds must not be in their pause."""
+    """Ranks meet again in every reform: a name server that takes seconds must not be in their
+    pause."""
     asked, answer = [], ["127.0.0.1"]
 
     def slow(name, *_, **__):
@@ -312,7 +325,8 @@ def test_a_slow_name_server_is_asked_once_and_again_when_the_address_is_gone(mon
         for each in made:
             each.close()
     assert asked == ["slow-host"]
-    interface._addresses["slow-host"] = "203.0.113.7", socket.AF_INET  # the machine has moved to another network
+    # the machine has moved to another network
+    interface._addresses["slow-host"] = "203.0.113.7", socket.AF_INET
     answer[:] = ["203.0.113.8", "127.0.0.2"]
     made = meetings_of(1)
     assert made[0].here.startswith("127.0.0.2 ")
@@ -339,7 +353,8 @@ def test_an_interface_with_ipv6_only(monkeypatch, tmp_path):
     needs_ipv6()
     table = tmp_path / "if_inet6"
     table.write_text(
-        "fe8000000000000000fc00fffe000001 01 40 20 80       lo\n00000000000000000000000000000001 01 80 10 80       lo\n"
+        "fe8000000000000000fc00fffe000001 01 40 20 80       "
+        "lo\n00000000000000000000000000000001 01 80 10 80       lo\n"
         "fd000000000000000000000000000002 04 40 00 82     eth0\n"
     )
 
@@ -355,13 +370,20 @@ def test_an_interface_with_ipv6_only(monkeypatch, tmp_path):
     assert_connected(found)
     close(found, made)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    with pytest.raises(CommunicationError, match="'none0', but that network interface has no address"):
+    with pytest.raises(
+        CommunicationError, match="'none0', but that network interface has no address"
+    ):
         Meeting(0, 2)
 
 
 def test_an_address_of_one_link_is_reached_over_the_own_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert interface.for_connect("fe80::1%eth7", 5) == ("fe80::1", 5, 0, socket.if_nametoindex("lo"))
+    assert interface.for_connect("fe80::1%eth7", 5) == (
+        "fe80::1",
+        5,
+        0,
+        socket.if_nametoindex("lo"),
+    )
     assert interface.for_connect("fe80::1", 5) == ("fe80::1", 5)
 
 
@@ -369,7 +391,8 @@ def test_an_address_of_one_link_is_reached_over_the_own_interface(monkeypatch):
 
 
 def die_beside_a_child(way):
-    """Rank 1 has a child, as a data loader's worker is one, when it dies; rank 0 says when it knew."""
+    """Rank 1 has a child, as a data loader's worker is one, when it dies; rank 0 says when it
+    knew."""
     if way == "control connections":
         group = dist.group.WORLD
         step = lambda: dist.all_reduce(torch.ones(3), group=group)  # noqa: E731
@@ -396,7 +419,9 @@ def die_beside_a_child(way):
 @pytest.mark.parametrize("way", ["sockets", "control connections"])
 def test_a_child_does_not_hide_the_death_of_its_parent(mortal, tmp_path, way):
     call = (
-        (die_beside_a_child, way) if way == "sockets" else (in_commpress, f"{tmp_path}/file", die_beside_a_child, way)
+        (die_beside_a_child, way)
+        if way == "sockets"
+        else (in_commpress, f"{tmp_path}/file", die_beside_a_child, way)
     )
     (error, seconds), _ = mortal.outcomes(*call, lost=[1])
     assert type(error) is PeerFailure, error
@@ -416,9 +441,15 @@ def test_a_child_has_none_of_the_connections():
     if not child:
         found = b"closed"
         try:
-            if any(peer.socket.fileno() >= 0 for t in transports for peer in t.mesh.engine._peers.values()):
+            if any(
+                peer.socket.fileno() >= 0
+                for t in transports
+                for peer in t.mesh.engine._peers.values()
+            ):
                 found = b"open"
-            transports[0].all_gather(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(1, 64, dtype=torch.uint8), 0)
+            transports[0].all_gather(
+                torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(1, 64, dtype=torch.uint8), 0
+            )
             found = b"used"
         except CommunicationError as error:
             found += b", forked" if "forked" in str(error) else b", error"
@@ -447,4 +478,6 @@ def mesh(rank):
         BARRIER.wait()
         return list(PLACES)
 
-    return SocketTransport(Mesh(rank, range(2), tell, timedelta(seconds=60)), timeout=timedelta(seconds=60))
+    return SocketTransport(
+        Mesh(rank, range(2), tell, timedelta(seconds=60)), timeout=timedelta(seconds=60)
+    )

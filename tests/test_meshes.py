@@ -1,6 +1,8 @@
-"""Parameters that are DTensors of tensor parallelism: optimizers take their shards and keep columns together.
+"""Parameters that are DTensors of tensor parallelism: optimizers take their shards and keep columns
+together.
 
-Gradients come from a generator, the same for every mesh, so a run on 2 × 2 ranks has a twin on 2 × 1 with whole parameters.
+Gradients come from a generator, the same for every mesh, so a run on 2 × 2 ranks has a twin on 2 ×
+1 with whole parameters.
 """
 
 import pytest
@@ -37,19 +39,31 @@ def lamb(params, **options):
 
 def zero_one(params, **options):
     sync = DoublingIntervals(start=3, period=100)
-    return commpress.ZeroOneAdam(params, lr=1e-2, betas=(0.9, 0.99), sync=sync, variance_updates=1, **options)
+    return commpress.ZeroOneAdam(
+        params, lr=1e-2, betas=(0.9, 0.99), sync=sync, variance_updates=1, **options
+    )
 
 
 def sharded(params, **options):
-    return commpress.ShardedOneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options)
+    return commpress.ShardedOneBitAdam(
+        params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options
+    )
 
 
 def sharded_zero_one(params, **options):
     sync = DoublingIntervals(start=3, period=100)
-    return commpress.ShardedZeroOneAdam(params, lr=1e-2, betas=(0.9, 0.99), sync=sync, variance_updates=1, **options)
+    return commpress.ShardedZeroOneAdam(
+        params, lr=1e-2, betas=(0.9, 0.99), sync=sync, variance_updates=1, **options
+    )
 
 
-MAKERS = {"1-bit": onebit, "LAMB": lamb, "0/1": zero_one, "sharded": sharded, "sharded 0/1": sharded_zero_one}
+MAKERS = {
+    "1-bit": onebit,
+    "LAMB": lamb,
+    "0/1": zero_one,
+    "sharded": sharded,
+    "sharded 0/1": sharded_zero_one,
+}
 
 
 def optimizer_on(make, params, mesh, options):
@@ -59,7 +73,8 @@ def optimizer_on(make, params, mesh, options):
 
 
 def move(optimizer, params, mesh, steps, bad=None):
-    """Steps with drawn gradients; in step ``bad`` the first rank's shard of the first parameter has NaN."""
+    """Steps with drawn gradients; in step ``bad`` the first rank's shard of the first parameter has
+    NaN."""
     rank = dist.get_rank() if mesh is None else mesh["dp"].get_local_rank()
     for step in steps:
         for name, p in params.items():
@@ -78,12 +93,17 @@ def ran(make, shape, names, options, steps=tuple(range(STEPS)), bad=None):
     params = parameters(mesh, names)
     optimizer = optimizer_on(MAKERS[make], params, mesh, options)
     move(optimizer, params, mesh, steps, bad)
-    return {name: whole(p) for name, p in params.items()}, optimizer.steps_done, optimizer.counters.skipped_steps
+    return (
+        {name: whole(p) for name, p in params.items()},
+        optimizer.steps_done,
+        optimizer.counters.skipped_steps,
+    )
 
 
 @pytest.mark.parametrize("make", ["1-bit", "0/1", "sharded", "sharded 0/1"])
 def test_shards_take_the_steps_of_the_whole_in_every_bit(pool, make):
-    """Without a floor nothing is asked of a tensor as a whole; rows of shards and of the whole have the same blocks."""
+    """Without a floor nothing is asked of a tensor as a whole; rows of shards and of the whole have
+    the same blocks."""
     names, options = ("tall", "norm"), {"variance_floor": 0.0, "spiky_codec": None}
     (expected, *_), _ = pool.run(ran, make, None, names, options, size=2)
     for weights, *_ in pool.run(ran, make, (2, 2), names, options, size=4):
@@ -92,7 +112,11 @@ def test_shards_take_the_steps_of_the_whole_in_every_bit(pool, make):
 
 @pytest.mark.parametrize(
     ("make", "options", "bound"),
-    [("1-bit", {"max_grad_norm": 1.0}, 1e-6), ("LAMB", {}, 1e-6), ("LAMB", {"max_grad_norm": 1.0}, 1e-6)],
+    [
+        ("1-bit", {"max_grad_norm": 1.0}, 1e-6),
+        ("LAMB", {}, 1e-6),
+        ("LAMB", {"max_grad_norm": 1.0}, 1e-6),
+    ],
     ids=["clipped", "LAMB", "LAMB, clipped"],
 )
 def test_norms_are_those_of_whole_tensors(pool, make, options, bound):
@@ -104,7 +128,8 @@ def test_norms_are_those_of_whole_tensors(pool, make, options, bound):
 
 @pytest.mark.parametrize("make", first(3, [*MAKERS]))
 def test_a_bad_shard_is_left_out_by_all_columns(pool, make):
-    """NaN in one shard on one rank, in a step that is exact (0/1 Adam: in a window) and in one that is compressed."""
+    """NaN in one shard on one rank, in a step that is exact (0/1 Adam: in a window) and in one that
+    is compressed."""
     options = {"max_grad_norm": 1.0} if make in ("1-bit", "LAMB") else {}
     for bad in (1, 6):
         results = pool.run(ran, make, (2, 2), tuple(SHAPES), options, range(STEPS), bad, size=4)
@@ -122,12 +147,17 @@ def owed(optimizer, params, mesh):
     found = {}
     for name, p in params.items():
         part = torch.zeros(p.to_local().shape if isinstance(p, DTensor) else p.shape)
-        optimizer.quantized.residuals.owed(name, part.view(-1), optimizer.channel.rank, optimizer.channel.size)
+        optimizer.quantized.residuals.owed(
+            name, part.view(-1), optimizer.channel.rank, optimizer.channel.size
+        )
         if optimizer.channel.size > 1:
             dist.all_reduce(part, group=mesh["dp"].get_group())
         part /= optimizer.channel.size
-        found[name] = whole(DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
-                            if isinstance(p, DTensor) else part)  # fmt: skip
+        found[name] = whole(
+            DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+            if isinstance(p, DTensor)
+            else part
+        )
     return found
 
 
@@ -143,7 +173,14 @@ def went_on(make, shape, states, steps):
     move(optimizer, params, mesh, steps)
     after = {name: whole(optimizer.state[p]["exp_avg"]) for name, p in params.items()}
     frozen = [int(optimizer.state[p]["frozen_at"]) for p in params.values()]
-    return optimizer.elastic_state_dict(), loaded, before, after, owed(optimizer, params, mesh), frozen
+    return (
+        optimizer.elastic_state_dict(),
+        loaded,
+        before,
+        after,
+        owed(optimizer, params, mesh),
+        frozen,
+    )
 
 
 @pytest.mark.parametrize("make", first(1, ["0/1", "1-bit", "LAMB"]))
@@ -201,7 +238,12 @@ def test_a_run_resumes_in_every_bit(pool, make):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+        self.embed, self.up, self.down, self.norm = (
+            nn.Linear(16, 32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.LayerNorm(32),
+        )
 
     def forward(self, x):
         h = self.embed(x)
@@ -209,11 +251,13 @@ class Net(nn.Module):
 
 
 def one_call(kind, codec, bad=None, accumulate=False):
-    """Weights as this rank knows them, bytes sent and bytes that torch would send, and how often gradients were refused."""
+    """Weights as this rank knows them, bytes sent and bytes that torch would send, and how often
+    gradients were refused."""
     mesh = columns((2, 2))
     torch.manual_seed(0 if kind != "plain" else dist.get_rank())
     model = net = Net()
-    if kind == "plain":  # replicas are made alike, as DDP makes them; torch's twin starts from what the first one has
+    # replicas are made alike, as DDP makes them; torch's twin starts from what the first one has
+    if kind == "plain":
         torch.manual_seed(0)
         if codec is None or dist.get_rank() < 2:
             model = net = Net()
@@ -230,14 +274,22 @@ def one_call(kind, codec, bad=None, accumulate=False):
     if dist.get_rank() == 0 and bad and kind != "fsdp":
         held[2][1].register_hook(lambda g: g * bad if now["step"] == 1 else g)  # of up
     for now["step"] in range(3):
-        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(10 * now["step"] + mesh["dp"].get_local_rank()))
+        x = torch.randn(
+            6,
+            16,
+            generator=torch.Generator().manual_seed(10 * now["step"] + mesh["dp"].get_local_rank()),
+        )
         loss = net(x).square().mean()
         if accumulate:
             with states.no_sync():
                 loss.backward()
                 states.synchronize()
         else:
-            (loss * bad if bad and kind == "fsdp" and now["step"] == 1 and dist.get_rank() == 0 else loss).backward()
+            (
+                loss * bad
+                if bad and kind == "fsdp" and now["step"] == 1 and dist.get_rank() == 0
+                else loss
+            ).backward()
         if kind == "plain" and states is None:
             for _, p in held:
                 gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
@@ -246,8 +298,16 @@ def one_call(kind, codec, bad=None, accumulate=False):
             states.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-    counters = None if states is None else getattr(states["dp"], "gradients", None) or states["dp"].counters
-    sent = None if counters is None else (counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets)
+    counters = (
+        None
+        if states is None
+        else getattr(states["dp"], "gradients", None) or states["dp"].counters
+    )
+    sent = (
+        None
+        if counters is None
+        else (counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets)
+    )
     return {name: whole(p) for name, p in held}, sent
 
 
@@ -263,15 +323,22 @@ def test_without_a_codec_a_mesh_trains_as_torch_does(pool, kind):
 
 @pytest.mark.parametrize(
     ("kind", "codec", "ratio", "bad"),
-    [("plain", "sign", 8, NAN), ("ddp", "int4", 4, 1e5), ("fsdp", "int8", 1.5, NAN), seldom("plain", "sign", 8, 1e5),
-     seldom("ddp", "int4", 4, NAN), seldom("fsdp", "int8", 1.5, 1e5)],
-)  # fmt: skip
+    [
+        ("plain", "sign", 8, NAN),
+        ("ddp", "int4", 4, 1e5),
+        ("fsdp", "int8", 1.5, NAN),
+        seldom("plain", "sign", 8, 1e5),
+        seldom("ddp", "int4", 4, NAN),
+        seldom("fsdp", "int8", 1.5, 1e5),
+    ],
+)
 def test_replicas_stay_equal_whatever_one_shard_sees(pool, kind, codec, ratio, bad):
     if kind == "fsdp" and bad == bad:
         pytest.skip("torch clips there")
     results = pool.run(one_call, kind, codec, bad, size=4)
     for rank, (weights, (sent, plain, denied)) in enumerate(results):
-        assert apart(weights, results[rank % 2 if kind == "ddp" else 0][0]) == 0.0  # DDP shows a rank its shards only
+        # DDP shows a rank its shards only
+        assert apart(weights, results[rank % 2 if kind == "ddp" else 0][0]) == 0.0
         assert all(torch.isfinite(w).all() for w in weights.values())
         assert plain > ratio * sent
         assert (denied > 0) == (bad != bad)
@@ -283,10 +350,18 @@ def test_replicas_stay_equal_whatever_one_shard_sees(pool, kind, codec, ratio, b
 def sharded_states(codec, weights, shape):
     mesh = columns(shape)
     torch.manual_seed(0)
-    model = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(
+        Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     for module in (model.up, model.down, model):
         fully_shard(module, mesh=mesh["dp"])
-    return mesh, model, commpress.compress(model, mesh=mesh, dims={"dp": codec}, weights=weights, min_numel=0)["dp"]
+    return (
+        mesh,
+        model,
+        commpress.compress(model, mesh=mesh, dims={"dp": codec}, weights=weights, min_numel=0)[
+            "dp"
+        ],
+    )
 
 
 def train_sharded(mesh, model, steps):
@@ -299,7 +374,8 @@ def train_sharded(mesh, model, steps):
 
 
 def differences(shape, folder, load):
-    """Weights, what is owed, and shares of the bytes: saved after three steps on one mesh, or loaded on another."""
+    """Weights, what is owed, and shares of the bytes: saved after three steps on one mesh, or
+    loaded on another."""
     mesh, model, state = sharded_states("int8", commpress.Difference("int4"), shape)
     if not load:
         train_sharded(mesh, model, range(3))
@@ -315,15 +391,28 @@ def differences(shape, folder, load):
     shares = [c.wire_bytes / max(c.logical_bytes, 1) for c in (state.gradients, state.weights)]
     if load:
         train_sharded(mesh, model, range(3, 5))
-    return weights, residuals, shares, state.step, {name: whole(p) for name, p in model.named_parameters()}
+    return (
+        weights,
+        residuals,
+        shares,
+        state.step,
+        {name: whole(p) for name, p in model.named_parameters()},
+    )
 
 
 def test_weight_differences_under_tensor_parallelism_go_to_another_mesh(pool, tmp_path):
     first = pool.run(differences, (2, 2), str(tmp_path), False, size=4)
     assert max(float(r.abs().max()) for r in first[0][1].values()) > 0
     assert all(share < 0.5 for share in first[0][2])
-    for weights, residuals, _, step, after in (again := pool.run(differences, (4, 1), str(tmp_path), True, size=4)):
-        assert apart(weights, first[0][0]) == apart(residuals, first[0][1]) == apart(after, again[0][4]) == 0.0
+    for weights, residuals, _, step, after in (
+        again := pool.run(differences, (4, 1), str(tmp_path), True, size=4)
+    ):
+        assert (
+            apart(weights, first[0][0])
+            == apart(residuals, first[0][1])
+            == apart(after, again[0][4])
+            == 0.0
+        )
         assert step == 5
 
 
@@ -333,7 +422,10 @@ def whole_tensors():
     train_sharded(mesh, model, range(2))
     with pytest.raises(StateMismatch) as caught:
         state.elastic_state_dict()
-    counted = (state.gradients.compressed_elements, state.gradients.wire_bytes / state.gradients.logical_bytes)
+    counted = (
+        state.gradients.compressed_elements,
+        state.gradients.wire_bytes / state.gradients.logical_bytes,
+    )
     return {name: whole(p) for name, p in model.named_parameters()}, counted, str(caught.value)
 
 
@@ -350,19 +442,29 @@ def test_powersgd_of_shards_keeps_ranks_equal_and_has_no_elastic_form(pool):
 
 
 def piped(shape, codec, forgets=False):
-    """Weights of this rank's stage after three steps; bytes and what torch would send, of edges and of gradients."""
+    """Weights of this rank's stage after three steps; bytes and what torch would send, of edges and
+    of gradients."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
     number, count = mesh["pp"].get_local_rank(), shape[0]
     torch.manual_seed(number)
     part = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     stage = PipelineStage(part, number, count, torch.device("cpu"), group=mesh["pp"].get_group())
-    states = commpress.compress([stage], mesh=mesh, dims={"dp": codec, "pp": codec}) if codec else None
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean())
+    states = (
+        commpress.compress([stage], mesh=mesh, dims={"dp": codec, "pp": codec}) if codec else None
+    )
+    schedule = ScheduleGPipe(
+        stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean()
+    )
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
-        x, target = torch.randn(32, 64, generator=generator), torch.randn(32, 64, generator=generator)
-        schedule.step(*([x] if number == 0 else []), **({"target": target} if number == count - 1 else {}))
+        x, target = (
+            torch.randn(32, 64, generator=generator),
+            torch.randn(32, 64, generator=generator),
+        )
+        schedule.step(
+            *([x] if number == 0 else []), **({"target": target} if number == count - 1 else {})
+        )
         if states is None:
             for p in part.parameters():
                 dist.all_reduce(p.grad.div_(shape[1]), group=mesh["dp"].get_group())
@@ -370,8 +472,15 @@ def piped(shape, codec, forgets=False):
             states.synchronize()
         optimizer.step()
         optimizer.zero_grad(set_to_none=step == 0)
-    edges, gradients = (None, None) if states is None else (states["pp"].counters, states["dp"].counters)
-    sent = edges and (edges.sent_bytes, edges.exact_bytes, gradients.wire_bytes, gradients.logical_bytes)
+    edges, gradients = (
+        (None, None) if states is None else (states["pp"].counters, states["dp"].counters)
+    )
+    sent = edges and (
+        edges.sent_bytes,
+        edges.exact_bytes,
+        gradients.wire_bytes,
+        gradients.logical_bytes,
+    )
     return {name: whole(p) for name, p in part.named_parameters()}, sent
 
 
@@ -387,7 +496,8 @@ def test_one_call_compresses_edges_and_gradients(pool):
 
 
 def forgotten():
-    with pytest.raises(RuntimeError, match="failed to run forward") as caught:  # torch's, around ours
+    # torch's, around ours
+    with pytest.raises(RuntimeError, match="failed to run forward") as caught:
         piped((1, 2), "int4", forgets=True)
     return repr(caught.value.__cause__)
 
@@ -414,7 +524,11 @@ def turned_shards(folder, order):
     twin.load_state_dict(model.state_dict())
     fully_shard(model, mesh=mesh)
     call = lambda: commpress.compress(model, mesh=mesh, dims={"dp": "sign"})  # noqa: E731
-    said = refused({"fsdp": lambda: commpress.compress_fsdp(model), "call": call}) if order != [0, 1] else {}
+    said = (
+        refused({"fsdp": lambda: commpress.compress_fsdp(model), "call": call})
+        if order != [0, 1]
+        else {}
+    )
     for step in range(3):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
         for net in (model, twin):
@@ -422,15 +536,21 @@ def turned_shards(folder, order):
         for p in (*model.parameters(), *twin.parameters()):
             p.data.add_(p.grad, alpha=-0.1)
             p.grad = None
-    trained = all(torch.allclose(p.full_tensor(), q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    trained = all(
+        torch.allclose(p.full_tensor(), q)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
     dcp.save({"weight": model.weight.detach()}, checkpoint_id=folder)
     found = {"weight": torch.zeros(10, 16)}
     dcp.load(found, checkpoint_id=folder)
     return trained, torch.allclose(found["weight"], twin.weight), said
 
 
-def test_shards_whose_ranks_do_not_ascend_are_refused_for_checkpoints_change_their_rows(pool, tmp_path):
-    """torch trains right in any order, and saves the rows of the first rank as those of the second."""
+def test_shards_whose_ranks_do_not_ascend_are_refused_for_checkpoints_change_their_rows(
+    pool, tmp_path
+):
+    """torch trains right in any order, and saves the rows of the first rank as those of the
+    second."""
     for trained, saved, said in pool.run(turned_shards, str(tmp_path / "turned"), [1, 0], size=2):
         assert trained
         assert not saved or RELEASE[:2] > (2, 13)
@@ -444,7 +564,9 @@ def test_shards_whose_ranks_do_not_ascend_are_refused_for_checkpoints_change_the
 
 def whole_mesh_refusals():
     mesh = columns((2, 2))
-    model = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(
+        Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     nameless = init_device_mesh("cpu", (4,))
     turned = DeviceMesh("cpu", torch.tensor([[2, 0], [1, 3]]), mesh_dim_names=("pp", "dp"))
@@ -478,41 +600,65 @@ def test_what_one_call_cannot_do_is_refused_with_the_cure(pool):
         assert "do not ascend along 'pp': [[2, 0], [1, 3]]" in said["order"]
 
 
-# ---------------------------------------------------------------- local updates, and optimizers in stores
+# ---------------------------------------------------------- local updates, and optimizers in stores
 
 
 def own_shards(kind, cut, folder):
-    """This rank's shards after drawn gradients: as DTensors, or as plain tensors of the same values."""
+    """This rank's shards after drawn gradients: as DTensors, or as plain tensors of the same
+    values."""
     mesh = columns((2, 2))
     params = parameters(mesh, tuple(SHAPES))
     if not cut:
-        params = {n: nn.Parameter((p.to_local() if isinstance(p, DTensor) else p).detach().clone()) for n, p in params.items()}
+        params = {
+            n: nn.Parameter((p.to_local() if isinstance(p, DTensor) else p).detach().clone())
+            for n, p in params.items()
+        }
     store = None
     if kind == "local":
         inner = torch.optim.AdamW(params.values(), lr=1e-2, foreach=False)
         optimizer = commpress.LocalUpdates(inner, every=3, group=mesh["dp"].get_group())
     else:
-        store = commpress.TieredStore.open(f"{folder}/{cut}-{dist.get_rank()}", host="1MiB", engine="threads")
-        optimizer = commpress.Offloaded(params.values(), torch.optim.AdamW, store=store, lr=1e-2, chunk_mb=0.004, fused=True)
+        store = commpress.TieredStore.open(
+            f"{folder}/{cut}-{dist.get_rank()}", host="1MiB", engine="threads"
+        )
+        optimizer = commpress.Offloaded(
+            params.values(), torch.optim.AdamW, store=store, lr=1e-2, chunk_mb=0.004, fused=True
+        )
     for step in range(7):
         for name, p in params.items():
-            gradient = placed(name, values(name, 100 * (step + 1) + mesh["dp"].get_local_rank() * (kind == "local")), mesh)
+            gradient = placed(
+                name,
+                values(name, 100 * (step + 1) + mesh["dp"].get_local_rank() * (kind == "local")),
+                mesh,
+            )
             p.grad = gradient if cut or not isinstance(gradient, DTensor) else gradient.to_local()
         optimizer.step()
     if kind == "local":
         optimizer.drain()
     else:
         store.close()
-    return {n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for n, p in params.items()}
+    return {
+        n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
+        for n, p in params.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["local", "offloaded"])
 def test_dtensors_train_as_their_shards_do(pool, tmp_path, kind):
     found = pool.run(own_shards, kind, True, str(tmp_path), size=4)
-    for rank, (mine, plain) in enumerate(zip(found, pool.run(own_shards, kind, False, str(tmp_path), size=4), strict=True)):
+    for rank, (mine, plain) in enumerate(
+        zip(found, pool.run(own_shards, kind, False, str(tmp_path), size=4), strict=True)
+    ):
         assert apart(mine, plain) == 0.0
         assert apart(mine, found[(rank + 2) % 4]) == 0.0  # the other replica
-        assert float((mine["tall"] - values("tall", 0)[:32] if rank % 2 == 0 else torch.ones(1)).abs().max()) > 0
+        assert (
+            float(
+                (mine["tall"] - values("tall", 0)[:32] if rank % 2 == 0 else torch.ones(1))
+                .abs()
+                .max()
+            )
+            > 0
+        )
 
 
 # ---------------------------------------------------------------- refused

@@ -105,11 +105,15 @@ def test_of_an_optimizer(pool):
 
 
 def test_of_local_updates(tmp_path, endpoint):
-    """Of two ranks in this process: what adds up does, all ranks show one hash, and files and Prometheus say the same."""
+    """Of two ranks in this process: what adds up does, all ranks show one hash, and files and
+    Prometheus say the same."""
     ranks = Ranks(2, every=2, codec="int4", outer=commpress.Nesterov(), fragments=2)
     file, samples = tmp_path / "metrics.jsonl", [[], []]
     sinks = [[samples[0].append, endpoint, commpress.to_json_lines(file)], [samples[1].append]]
-    metrics = [commpress.Metrics(local, to=to, norms_every=1) for local, to in zip(ranks.local, sinks, strict=True)]
+    metrics = [
+        commpress.Metrics(local, to=to, norms_every=1)
+        for local, to in zip(ranks.local, sinks, strict=True)
+    ]
     for step in range(5):
         ranks.step(drawn_noise(2, step))
         for each in metrics:
@@ -167,7 +171,9 @@ def test_a_writer_gets_scalars():
 
 
 def test_tensorboard_takes_them(tmp_path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
+    tensorboard = pytest.importorskip(
+        "torch.utils.tensorboard", reason="tensorboard is not installed"
+    )
     with tensorboard.SummaryWriter(tmp_path) as writer:
         to_writer(writer)(StepMetrics(1, 1, 0.5, wire_bytes=3))
     assert any(tmp_path.iterdir())
@@ -201,7 +207,11 @@ class Tracker:
 def test_the_page_sends_figures_to_trackers(monkeypatch, package):
     """The page's own lines, with a stand-in for the package."""
     page = (sources.ROOT / "docs" / "observe.md").read_text()
-    (code,) = (code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if f" {package}" in code)
+    (code,) = (
+        code
+        for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+        if f" {package}" in code
+    )
     assert len(code.splitlines()) <= 6
     monkeypatch.setitem(sys.modules, package, tracker := Tracker())
     names = {"commpress": commpress, "state": SimpleNamespace(counters=Counters())}
@@ -218,7 +228,11 @@ def test_the_page_sends_figures_to_trackers(monkeypatch, package):
 def samples_of(text):
     """As Prometheus's own parser reads it: (name, label, value, …) → number."""
     families = parser.text_string_to_metric_families(text)
-    return {(s.name, *sum(sorted(s.labels.items()), ())): s.value for family in families for s in family.samples}
+    return {
+        (s.name, *sum(sorted(s.labels.items()), ())): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def ask(endpoint, path="/metrics", host=None):
@@ -255,7 +269,8 @@ def test_the_endpoint_adds_up_and_answers_its_own_address_only(endpoint):
 
 
 def raw(endpoint, request):
-    """The first line of the answer to these bytes; of HTTP before 1.0, which has none, its whole body."""
+    """The first line of the answer to these bytes; of HTTP before 1.0, which has none, its whole
+    body."""
     with socket.create_connection((endpoint.host, endpoint.port), timeout=30) as client:
         client.sendall(request)
         client.shutdown(socket.SHUT_WR)
@@ -264,19 +279,43 @@ def raw(endpoint, request):
 
 
 BAD_HOSTS = [
-    "[::1", "::1]", "[", "]", "[]", "[1.2.3.4", "[::1]x", "[v]", "[::1%lo", "::1", "a@127.0.0.1", "127.0.0.1/x", "127.0.0.1:x",
-    "127.0.0.1, 127.0.0.1", "127.0.0.1\\x", "127.0.0.1?", "\xff", "127.0.0.1\r\nHost: 127.0.0.1", "127.0.0.1\r\n folded",
-]  # fmt: skip
+    "[::1",
+    "::1]",
+    "[",
+    "]",
+    "[]",
+    "[1.2.3.4",
+    "[::1]x",
+    "[v]",
+    "[::1%lo",
+    "::1",
+    "a@127.0.0.1",
+    "127.0.0.1/x",
+    "127.0.0.1:x",
+    "127.0.0.1, 127.0.0.1",
+    "127.0.0.1\\x",
+    "127.0.0.1?",
+    "\xff",
+    "127.0.0.1\r\nHost: 127.0.0.1",
+    "127.0.0.1\r\n folded",
+]
 
 
 @pytest.mark.parametrize("endpoint", [{}, {"host": "0.0.0.0"}], indirect=True)
 def test_headers_that_cannot_be_read_are_bad_requests(endpoint, capfd):
     def status(host, accept="*/*"):
-        return raw(endpoint, f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\n\r\n".encode("latin1"))
+        return raw(
+            endpoint,
+            f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\n\r\n".encode("latin1"),
+        )
 
     for host in BAD_HOSTS:
         assert status(host) == b"HTTP/1.0 400 Bad Request", host
-    for accept in ("text/plain; version=x", "application/openmetrics-text; version=1.x", "text/plain; version=1.0.0x"):
+    for accept in (
+        "text/plain; version=x",
+        "application/openmetrics-text; version=1.x",
+        "text/plain; version=1.0.0x",
+    ):
         assert status("127.0.0.1", accept) == b"HTTP/1.0 400 Bad Request", accept
     for host in ("127.0.0.1", "[::1]", "[::1]:9400", "LocalHost:", "127.8.9.10:1"):
         assert status(host) == b"HTTP/1.0 200 OK", host
@@ -294,8 +333,13 @@ def test_no_damaged_request_is_an_error_of_the_server(endpoint, capfd):
     for _ in range(600):
         request = bytearray(REQUEST)
         for _ in range(chance.choice((1, 1, 2, 4))):
-            at, byte = chance.randrange(len(request)), chance.choice(b"[]:;,=/@#?%& \t\r\n\0\xff-0aH.")
-            request[at : at + chance.choice((0, 1, 1, 8))] = bytes([byte]) * chance.choice((0, 1, 1))
+            at, byte = (
+                chance.randrange(len(request)),
+                chance.choice(b"[]:;,=/@#?%& \t\r\n\0\xff-0aH."),
+            )
+            request[at : at + chance.choice((0, 1, 1, 8))] = bytes([byte]) * chance.choice(
+                (0, 1, 1)
+            )
         answer = raw(endpoint, bytes(request))
         assert not answer.startswith(b"HTTP/1.0 5"), bytes(request)
         assert b"server error" not in answer, bytes(request)
@@ -346,12 +390,16 @@ def test_a_client_that_drips_is_cut_off(endpoint):
         assert ended(silent)
 
 
-@pytest.mark.parametrize("endpoint", [{"host": "::1"}, {"host": "localhost"}, {"host": "0.0.0.0"}], indirect=True)
+@pytest.mark.parametrize(
+    "endpoint", [{"host": "::1"}, {"host": "localhost"}, {"host": "0.0.0.0"}], indirect=True
+)
 def test_where_it_listens(endpoint):
     assert urllib.request.urlopen(endpoint.url, timeout=30).status == 200
 
 
-@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("::", True)])
+@pytest.mark.parametrize(
+    ("host", "warns"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("::", True)]
+)
 def test_beyond_loopback_it_warns_and_answers_every_name(host, warns, caplog):
     with caplog.at_level(logging.WARNING, "commpress"):
         endpoint = commpress.MetricsEndpoint(host=host)
@@ -397,7 +445,11 @@ def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({}, "nothing to measure"), ({"state": 3}, "state is a int"), ({"store": object(), "every": 0}, "every is 0")],
+    [
+        ({}, "nothing to measure"),
+        ({"state": 3}, "state is a int"),
+        ({"store": object(), "every": 0}, "every is 0"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(options, says):
     with pytest.raises(InvalidArgument, match=says):
@@ -406,15 +458,27 @@ def test_what_cannot_be_measured_is_refused(options, says):
 
 def test_groups():
     names = ["module.blocks.0.qkv.weight", "head.weight", "tokens", "h.11.mlp.bias", "layers2.3.x"]
-    assert [by_layer(name) for name in names] == ["module.blocks.0", "head", "tokens", "h.11", "layers2.3"]
+    assert [by_layer(name) for name in names] == [
+        "module.blocks.0",
+        "head",
+        "tokens",
+        "h.11",
+        "layers2.3",
+    ]
 
 
 def test_experts_are_measured():
-    """Over four simulated ranks: samples add up to the counters, by expert too, and say the same to Prometheus."""
+    """Over four simulated ranks: samples add up to the counters, by expert too, and say the same to
+    Prometheus."""
     batch = Batch(4, 8, 3, 1)
-    exchanges = [commpress.ExpertExchange(8, transport=t, topology="2x2", capacity=0.9) for t in Loopback(4).transports()]
+    exchanges = [
+        commpress.ExpertExchange(8, transport=t, topology="2x2", capacity=0.9)
+        for t in Loopback(4).transports()
+    ]
     samples, endpoint = [], commpress.MetricsEndpoint()
-    metrics = commpress.Metrics(experts={"layer0": exchanges[1]}, to=[samples.append, endpoint], every=1)
+    metrics = commpress.Metrics(
+        experts={"layer0": exchanges[1]}, to=[samples.append, endpoint], every=1
+    )
     for _ in range(3):
         simulate([through(e, batch, torch.ones(8)) for e in exchanges])
         metrics.step()
@@ -423,7 +487,9 @@ def test_experts_are_measured():
     counters = exchanges[1].counters
     for name in ("choices", "dropped", "duplicated", "inside_bytes", "between_bytes"):
         assert sum(getattr(s, f"expert_{name}") for s in samples) == getattr(counters, name) > 0
-    assert [sum(s.expert_tokens[f"layer0/{e}"] for s in samples) for e in (2, 3)] == counters.expert_tokens
+    assert [
+        sum(s.expert_tokens[f"layer0/{e}"] for s in samples) for e in (2, 3)
+    ] == counters.expert_tokens
     assert samples[-1].scalars()["imbalance/layer0"] == counters.imbalance > 1
     read = samples_of(text)
     assert read["commpress_expert_between_bytes_total",] == counters.between_bytes

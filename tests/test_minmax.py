@@ -1,12 +1,15 @@
-"""MASHA on a bilinear game: two models, each with its own hook and state, in one backward, compressed both ways.
+"""MASHA on a bilinear game: two models, each with its own hook and state, in one backward,
+compressed both ways.
 
     min over x, max over y of mean_i ( xᵀ·Aᵢ·y + bᵢ·x − cᵢ·y )
 
-Around an anchor w, whose full operator F(w) is known, only F_i(z½) − F_i(w) is exchanged, and compressed:
+Around an anchor w, whose full operator F(w) is known, only F_i(z½) − F_i(w) is exchanged, and
+compressed:
 
-    z½ = (1 − τ)·z + τ·w − γ·F(w)        z ← z½ − γ·reduced( F_i(z½) − F_i(w) )        w ← z with probability τ
+    z½ = (1 − τ)·z + τ·w − γ·F(w)  z ← z½ − γ·reduced( F_i(z½) − F_i(w) )   w ← z with probability τ
 
-The hooks are the usual ones: top-k with error feedback at both ends (MASHA2), unbiased one-of-two without (MASHA1).
+The hooks are the usual ones: top-k with error feedback at both ends (MASHA2), unbiased one-of-two
+without (MASHA1).
 """
 
 import pytest
@@ -45,7 +48,10 @@ def masha(codec, gamma, tau, steps):
         return v / RANKS
 
     players = [DistributedDataParallel(Player()) for _ in "xy"]
-    states = [commpress.compress(p, codec, min_numel=1, seed=i, measure_every=0) for i, p in enumerate(players)]
+    states = [
+        commpress.compress(p, codec, min_numel=1, seed=i, measure_every=0)
+        for i, p in enumerate(players)
+    ]
     z = torch.zeros(2 * SIZE)
     w, local = z.clone(), operator(z)
     full = mean(local)
@@ -64,14 +70,18 @@ def masha(codec, gamma, tau, steps):
             full = mean(local)
     counters = [state.counters for state in states]
     return {
-        "z": z, "error": float((z - solution).norm() / solution.norm()),
+        "z": z,
+        "error": float((z - solution).norm() / solution.norm()),
         "compressed": [one.compressed_elements for one in counters],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     ("codec", "gamma", "tau", "below"),
-    [seldom(commpress.TopKCodec(1 / 4, 64), 0.3, 0.25, 1e-3), (commpress.RandomKCodec(2, unbiased=True), 0.2, 0.5, 3e-2)],
+    [
+        seldom(commpress.TopKCodec(1 / 4, 64), 0.3, 0.25, 1e-3),
+        (commpress.RandomKCodec(2, unbiased=True), 0.2, 0.5, 3e-2),
+    ],
     ids=["MASHA2", "MASHA1"],
 )
 def test_two_players_with_two_states_find_the_saddle_point(pool, codec, gamma, tau, below):

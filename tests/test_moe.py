@@ -1,4 +1,5 @@
-"""Layers of experts divided among ranks, from lists of modules: outputs and gradients of one process."""
+"""Layers of experts divided among ranks, from lists of modules: outputs and gradients of one
+process."""
 
 import copy
 import os
@@ -34,13 +35,17 @@ class Batched(torch.nn.Module):
         super().__init__()
         self.num_experts = number
         torch.manual_seed(2)
-        self.weight, self.bias = (torch.nn.Parameter(torch.randn(number, *shape)) for shape in ((6, 6), (6,)))
+        self.weight, self.bias = (
+            torch.nn.Parameter(torch.randn(number, *shape)) for shape in ((6, 6), (6,))
+        )
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             token, slot = torch.where(top_k_index == expert)
-            made = torch.nn.functional.linear(hidden_states[token], self.weight[expert], self.bias[expert])
+            made = torch.nn.functional.linear(
+                hidden_states[token], self.weight[expert], self.bias[expert]
+            )
             out.index_add_(0, token, made * top_k_weights[token, slot, None])
         return out
 
@@ -79,13 +84,16 @@ def whole(kind):
             out = layer(tokens, chosen, gates)
         (out.square().sum()).backward()
         found.append([t.detach().numpy() for t in (out, tokens.grad, gates.grad)])
-    parameters = [list(m.parameters()) for m in layer] if kind == "list" else list(layer.parameters())
+    parameters = (
+        [list(m.parameters()) for m in layer] if kind == "list" else list(layer.parameters())
+    )
     return found, parameters
 
 
 @pytest.mark.parametrize("kind", ["list", "batched"])
 def test_a_divided_layer_is_that_of_one_process(pool, kind):
-    """Gradients of experts are means over ranks; where no token came they are zero, or None as in a list."""
+    """Gradients of experts are means over ranks; where no token came they are zero, or None as in a
+    list."""
     results, parameters = whole(kind)
     owns = [[0, 1], [2, 3], [4]]
     for rank, (found, gradients, text) in enumerate(pool.run(divided, kind, size=3)):
@@ -109,7 +117,11 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.inner, self.gate, self.experts = torch.nn.Linear(6, 6), torch.nn.Linear(6, 5), Batched(5)
+        self.inner, self.gate, self.experts = (
+            torch.nn.Linear(6, 6),
+            torch.nn.Linear(6, 5),
+            Batched(5),
+        )
 
     def forward(self, x):
         hidden = self.inner(x)
@@ -127,7 +139,10 @@ def batch_of(rank, step):
 def trained(optimizer, ranks, *, model, clip, steps=3):
     for step in range(steps):
         for rank in ranks:
-            (model(batch_of(rank, step)).square().mean() * (1 if len(ranks) == 1 else 1 / len(ranks))).backward()
+            (
+                model(batch_of(rank, step)).square().mean()
+                * (1 if len(ranks) == 1 else 1 / len(ranks))
+            ).backward()
         norm = float(clip(list(model.parameters()), LIMIT))
         optimizer.step()
         optimizer.zero_grad()
@@ -142,7 +157,11 @@ def sharded_around_experts():
     torch.set_num_threads(1)
     model = Net()
     commpress.moe.parallelise(model, placement=[0, 0, 0, 1, 1])
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=commpress.moe.held_parameters(model))
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (2,)),
+        ignored_params=commpress.moe.held_parameters(model),
+    )
     commpress.compress_fsdp(model, "none", "none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     clip = commpress.moe.clip_grad_norm_
@@ -165,7 +184,9 @@ def averaged_around_experts(kind):
     commpress.moe.parallelise(model, placement=[0, 0, 0, 1, 1])
     clip, options = commpress.moe.clip_grad_norm_, {"lr": 1e-2, "eps": 1e-3}
     if kind == "local":
-        optimizer = commpress.LocalUpdates(torch.optim.AdamW(model.parameters(), **options), every=1, outer=commpress.Average())
+        optimizer = commpress.LocalUpdates(
+            torch.optim.AdamW(model.parameters(), **options), every=1, outer=commpress.Average()
+        )
         assert optimizer.apart == 2
         with pytest.raises(InvalidArgument, match="2 parameters are of experts"):
             optimizer.elastic_state_dict()
@@ -175,7 +196,11 @@ def averaged_around_experts(kind):
     if kind == "onebit":
         clip = lambda p, limit: torch.tensor(0.0)  # noqa: E731
         optimizer = commpress.OneBitAdam(
-            model.named_parameters(), max_grad_norm=LIMIT, warmup_steps=100, weight_decay=1e-2, **options
+            model.named_parameters(),
+            max_grad_norm=LIMIT,
+            warmup_steps=100,
+            weight_decay=1e-2,
+            **options,
         )
         commpress.overlap(ddp, optimizer)
     else:
@@ -185,9 +210,11 @@ def averaged_around_experts(kind):
     if kind == "hook":
         assert not any("experts" in name for name in state.names.numels)
         hidden = Net()
-        hidden.experts = Batched(4)  # as many on each rank, or torch waits for a time before it raises
+        # as many on each rank, or torch waits for a time before it raises
+        hidden.experts = Batched(4)
         commpress.moe.parallelise(hidden)
-        outside = DistributedDataParallel(torch.nn.Sequential(hidden))  # another module than the one that was given
+        # another module than the one that was given
+        outside = DistributedDataParallel(torch.nn.Sequential(hidden))
         for use in (lambda: commpress.compress(outside), lambda: outside(batch_of(0, 0))):
             with pytest.raises(InvalidArgument, match="gives all ranks those of rank 0"):
                 use()
@@ -204,15 +231,29 @@ def test_experts_train_as_in_one_process_beside_what_averages_the_rest(pool, kin
     """Clipped by one factor; float32 sums in another order make the difference."""
     twin = Net()
     norm = trained(
-        torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3), [0, 1], model=twin, clip=torch.nn.utils.clip_grad_norm_
+        torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3),
+        [0, 1],
+        model=twin,
+        clip=torch.nn.utils.clip_grad_norm_,
     )
-    expected = {name.replace("experts.", "experts.experts."): p.detach() for name, p in twin.named_parameters()}
-    found = pool.run(sharded_around_experts) if kind == "fsdp" else pool.run(averaged_around_experts, kind)
+    expected = {
+        name.replace("experts.", "experts.experts."): p.detach()
+        for name, p in twin.named_parameters()
+    }
+    found = (
+        pool.run(sharded_around_experts)
+        if kind == "fsdp"
+        else pool.run(averaged_around_experts, kind)
+    )
     for rank, (seen, parameters) in enumerate(found):
         assert parameters.keys() == expected.keys()
         assert kind == "onebit" or abs(seen - norm) < 1e-5
         for name, ours in parameters.items():
-            part = expected[name][slice(0, 3) if rank == 0 else slice(3, 5)] if "experts" in name else expected[name]
+            part = (
+                expected[name][slice(0, 3) if rank == 0 else slice(3, 5)]
+                if "experts" in name
+                else expected[name]
+            )
             np.testing.assert_allclose(ours, part.numpy(), rtol=0, atol=2e-5)
 
 
@@ -229,7 +270,8 @@ def test_local_updates_average_all_but_experts(pool):
 
 
 def two_islands():
-    """This rank's groups: with its neighbour, 0 with 1 and 2 with 3, and with who is in the same place there."""
+    """This rank's groups: with its neighbour, 0 with 1 and 2 with 3, and with who is in the same
+    place there."""
     rank = dist.get_rank()
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     return inside, [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
@@ -244,7 +286,9 @@ def islands():
     with pytest.raises(InvalidArgument, match="Pass replicas="):
         commpress.compress(DistributedDataParallel(alone))
     model = Net()
-    commpress.moe.parallelise(model, process_group=inside, replicas=across, placement=[0, 0, 0, 1, 1])
+    commpress.moe.parallelise(
+        model, process_group=inside, replicas=across, placement=[0, 0, 0, 1, 1]
+    )
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     trained(optimizer, [rank], model=ddp, clip=commpress.moe.clip_grad_norm_)
@@ -254,25 +298,40 @@ def islands():
 def test_ranks_that_hold_the_same_experts_average_them(pool):
     twin = Net()
     trained(
-        torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3), range(4), model=twin, clip=torch.nn.utils.clip_grad_norm_
+        torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3),
+        range(4),
+        model=twin,
+        clip=torch.nn.utils.clip_grad_norm_,
     )
-    expected = {name.replace("experts.", "experts.experts."): p.detach() for name, p in twin.named_parameters()}
+    expected = {
+        name.replace("experts.", "experts.experts."): p.detach()
+        for name, p in twin.named_parameters()
+    }
     found = pool.run(islands, size=4)
     for rank, parameters in enumerate(found):
         for name, ours in parameters.items():
-            part = expected[name][slice(0, 3) if rank % 2 == 0 else slice(3, 5)] if "experts" in name else expected[name]
+            part = (
+                expected[name][slice(0, 3) if rank % 2 == 0 else slice(3, 5)]
+                if "experts" in name
+                else expected[name]
+            )
             np.testing.assert_allclose(ours, part.numpy(), rtol=0, atol=2e-5)
             assert (ours == found[rank % 2][name]).all()
 
 
 def test_mistakes_are_refused():
     transport = Loopback(1).transport(0)
-    for options, says in [({"on_lost": "wait"}, "on_lost is 'wait'"), ({"on_lost": "mask"}, "use the backend 'commpress'")]:
+    for options, says in [
+        ({"on_lost": "wait"}, "on_lost is 'wait'"),
+        ({"on_lost": "mask"}, "use the backend 'commpress'"),
+    ]:
         with pytest.raises(InvalidArgument, match=says):
             commpress.ExpertExchange(4, transport=transport, **options)
     for experts, says in [
-        (torch.nn.Linear(3, 3), "experts is a Linear, expected a list"), ([], "experts is a list"), (3, "experts is a int"),
-    ]:  # fmt: skip
+        (torch.nn.Linear(3, 3), "experts is a Linear, expected a list"),
+        ([], "experts is a list"),
+        (3, "experts is a int"),
+    ]:
         with pytest.raises(InvalidArgument, match=says):
             commpress.moe.Experts(experts, transport=transport)
     exchange = commpress.ExpertExchange(4, transport=transport)
@@ -282,11 +341,12 @@ def test_mistakes_are_refused():
         commpress.moe.parallelise(torch.nn.Linear(3, 3))
 
 
-# ---------------------------------------------------------------- a rank that dies takes its experts with it
+# ------------------------------------------------------- a rank that dies takes its experts with it
 
 
 def dies_in_dispatch(file):
-    """Two steps of three ranks; then rank 1 dies while tokens are on their way, and the others go on without its experts."""
+    """Two steps of three ranks; then rank 1 dies while tokens are on their way, and the others go
+    on without its experts."""
 
     def run():
         group, rank = dist.group.WORLD, dist.get_rank()
@@ -330,7 +390,8 @@ def dies_in_dispatch(file):
 
 
 def test_tokens_of_lost_experts_go_to_their_other_choices(mortal, tmp_path):
-    """As in one process where the gates of the others have grown; gradients are means over two ranks."""
+    """As in one process where the gates of the others have grown; gradients are means over two
+    ranks."""
     torch.set_num_threads(1)
     first, _, last = mortal.outcomes(dies_in_dispatch, str(tmp_path / "file"), size=3, lost=[1])
     twin = Net()
@@ -357,7 +418,10 @@ def test_tokens_of_lost_experts_go_to_their_other_choices(mortal, tmp_path):
     for seen, own, before, after in (first, last):
         assert seen == pytest.approx(norm, rel=1e-5)
         for name, p in twin.named_parameters():
-            gradient, key = (p.grad[own] if "experts" in name else p.grad), name.replace("experts.", "experts.experts.")
+            gradient, key = (
+                (p.grad[own] if "experts" in name else p.grad),
+                name.replace("experts.", "experts.experts."),
+            )
             assert gradient.any()
             np.testing.assert_allclose(before[key] - after[key], 0.5 * gradient, rtol=0, atol=1e-6)
     for name, p in first[3].items():
@@ -380,22 +444,31 @@ def test_torchs_clipping_is_refused_and_all_else_takes_gradients_as_they_are(for
     twin = Net()
     for each in (model, twin):
         each(batch_of(0, 0)).square().mean().backward()
-    with pytest.raises(InvalidArgument, match=r"Call commpress.moe.clip_grad_norm_\(model.parameters"):
+    with pytest.raises(
+        InvalidArgument, match=r"Call commpress.moe.clip_grad_norm_\(model.parameters"
+    ):
         torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT, foreach=foreach)
-    seen = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), foreach=foreach))  # as Trainers look at it
+    # as Trainers look at it
+    seen = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), foreach=foreach))
     norm = commpress.moe.clip_grad_norm_(model.parameters(), LIMIT)
     assert seen == pytest.approx(float(norm))
-    assert float(norm) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(twin.parameters(), LIMIT)))
+    assert float(norm) == pytest.approx(
+        float(torch.nn.utils.clip_grad_norm_(twin.parameters(), LIMIT))
+    )
     gradient = next(layer.parameters()).grad
     assert type(gradient + 1) is type(gradient.clone()) is type(gradient.norm()) is torch.Tensor
     assert float(torch.linalg.vector_norm(gradient)) > 0  # of anybody else, who looks at it
     for optimizer in (torch.optim.SGD, torch.optim.AdamW):
-        options = {"lr": 0.1, "foreach": foreach} | ({"momentum": 0.9} if optimizer is torch.optim.SGD else {})
+        options = {"lr": 0.1, "foreach": foreach} | (
+            {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+        )
         ours, theirs = (optimizer(each.parameters(), **options) for each in (model, twin))
         ours.step(), theirs.step()
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a, b)
-        assert all(type(value) is torch.Tensor for state in ours.state.values() for value in state.values())
+        assert all(
+            type(value) is torch.Tensor for state in ours.state.values() for value in state.values()
+        )
     torch.nn.utils.clip_grad_value_(model.parameters(), 1e-9)
     assert float(gradient.abs().max()) <= 1e-9
 
@@ -404,7 +477,10 @@ def test_a_model_with_divided_experts_is_not_streamed_nor_healed(tmp_path):
     model, _ = alone()
     with (
         commpress.TieredStore.open(tmp_path, host="8MiB") as store,
-        pytest.raises(InvalidArgument, match=r"commpress.stream moves what all ranks hold alike: keep a store for the experts"),
+        pytest.raises(
+            InvalidArgument,
+            match=r"commpress.stream moves what all ranks hold alike: keep a store for the experts",
+        ),
     ):
         commpress.stream(model, store=store)
     with pytest.raises(InvalidArgument, match=r"commpress.elastic heals all ranks alike"):
@@ -421,8 +497,13 @@ def copied():
         each.experts.experts.bias.requires_grad_()
         each(batch_of(dist.get_rank(), 0)).square().mean().backward()
         found.append({name: p.grad.numpy() for name, p in each.named_parameters()})
-        assert all(is_held(name, p, (0, 1)) == ("experts" in name) for name, p in each.named_parameters())
-        assert list(commpress.moe.holders_of(each)) == ["experts.experts.weight", "experts.experts.bias"]
+        assert all(
+            is_held(name, p, (0, 1)) == ("experts" in name) for name, p in each.named_parameters()
+        )
+        assert list(commpress.moe.holders_of(each)) == [
+            "experts.experts.weight",
+            "experts.experts.bias",
+        ]
     return found
 
 
@@ -434,8 +515,12 @@ def test_copies_of_experts_are_of_the_same_ranks(pool):
     for rank, found in enumerate(pool.run(copied)):
         for gradients in found:
             for name in ("weight", "bias"):
-                expected = getattr(twin.experts, name).grad[slice(0, 3) if rank == 0 else slice(3, 5)]
-                np.testing.assert_allclose(gradients[f"experts.experts.{name}"], expected.numpy(), rtol=0, atol=1e-6)
+                expected = getattr(twin.experts, name).grad[
+                    slice(0, 3) if rank == 0 else slice(3, 5)
+                ]
+                np.testing.assert_allclose(
+                    gradients[f"experts.experts.{name}"], expected.numpy(), rtol=0, atol=1e-6
+                )
 
 
 def test_buffers_that_may_be_of_experts_are_refused():

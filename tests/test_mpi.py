@@ -1,4 +1,5 @@
-"""Ranks under mpirun give, bit for bit, what simulated ranks give: all-reduces and all-to-alls. Faults are named."""
+"""Ranks under mpirun give, bit for bit, what simulated ranks give: all-reduces and all-to-alls.
+Faults are named."""
 
 import os
 import signal
@@ -106,18 +107,28 @@ def divided(comm):
 
 
 def test_subsets(job):
-    assert job.run(divided, size=4) == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    assert job.run(divided, size=4) == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
 
 
 def moved(comm):
     """MPI is given the memory of the tensors: nothing is copied on the way."""
     transport = MpiTransport(comm, timeout=PATIENT)
     me, other = comm.rank, 1 - comm.rank
-    out, inp = torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), 7 + me, dtype=torch.uint8)
+    out, inp = (
+        torch.zeros(1 << 20, dtype=torch.uint8),
+        torch.full((1 << 20,), 7 + me, dtype=torch.uint8),
+    )
     given, buffer = [], transport.buffer
     transport.buffer = lambda tensor: given.append(buffer(tensor)[0].address) or buffer(tensor)
     wanted = pack_rows({other: Frame(3, 2, "none", 1, 0)}, 2)
-    work = transport.exchange(Rows(torch.zeros_like(wanted), {other: out}), Rows(wanted, {other: inp}), wanted, 0)
+    work = transport.exchange(
+        Rows(torch.zeros_like(wanted), {other: out}), Rows(wanted, {other: inp}), wanted, 0
+    )
     work.wait()
     with pytest.raises(InvalidArgument, match="contiguous bytes"):
         transport.buffer(torch.zeros(4, 4, dtype=torch.uint8).t())
@@ -139,7 +150,9 @@ def disagree(comm, calls):
     return [error, again]
 
 
-@pytest.mark.parametrize("theirs", [{"codec": "int8"}, {"numel": 3_000_000}, {"name": "other"}], ids=str)
+@pytest.mark.parametrize(
+    "theirs", [{"codec": "int8"}, {"numel": 3_000_000}, {"name": "other"}], ids=str
+)
 def test_disagreement_is_named_on_both_sides(job, theirs):
     calls = [{"sequence": 1} | (theirs if rank == 1 else {}) for rank in range(3)]
     for rank, (error, again) in enumerate(job.run(disagree, calls, size=3)):
@@ -153,9 +166,12 @@ def stop(comm, seconds, file):
     transport = MpiTransport(comm, timeout=timedelta(seconds=seconds))
     assert commpress.backend
     dist.init_process_group(
-        "commpress_mpi", init_method=f"file://{file}", rank=comm.rank, world_size=comm.size,
+        "commpress_mpi",
+        init_method=f"file://{file}",
+        rank=comm.rank,
+        world_size=comm.size,
         timeout=timedelta(seconds=seconds),
-    )  # fmt: skip
+    )
     reduce(transport, sequence=0)
     dist.all_reduce(torch.ones(3))
     if comm.rank == 2:
@@ -169,7 +185,9 @@ def stop(comm, seconds, file):
 def test_a_stalled_rank_is_named_and_the_job_ends(compiled, tmp_path):
     ranks = MpiRanks(3)
     try:
-        for error, seconds, of_the_group in ranks.run(stop, 2, f"{tmp_path}/file", size=3, lost=[2])[:2]:
+        for error, seconds, of_the_group in ranks.run(
+            stop, 2, f"{tmp_path}/file", size=3, lost=[2]
+        )[:2]:
             assert type(error) is PeerFailure, error
             assert error.ranks == of_the_group.ranks == (2,)
             assert "rank 2 was silent for 2." in str(error)
@@ -181,7 +199,8 @@ def test_a_stalled_rank_is_named_and_the_job_ends(compiled, tmp_path):
 
 
 class Spoiling(MpiTransport):
-    """Changes a bit of what came from rank 1 in exchange ``nth``, where MPI has put it and nobody has looked."""
+    """Changes a bit of what came from rank 1 in exchange ``nth``, where MPI has put it and nobody
+    has looked."""
 
     def __init__(self, comm, *, nth, place, timeout):
         super().__init__(comm, timeout=timeout)
@@ -198,7 +217,9 @@ class Spoiling(MpiTransport):
     def finish(self, requests, deadline):
         """Headers are waited for first, payloads next; the rows of an all-gather are both."""
         done = super().finish(requests, deadline)
-        due = len(requests) > 0 and (len(self.rows) == 2 or (len(requests) > self.size) == (self.place >= HEADER))
+        due = len(requests) > 0 and (
+            len(self.rows) == 2 or (len(requests) > self.size) == (self.place >= HEADER)
+        )
         if done and due and len(self.rows) == self.nth + 1:
             self.rows[self.nth][1, self.place] ^= 4
             self.nth = -2
@@ -206,11 +227,16 @@ class Spoiling(MpiTransport):
 
 
 def spoilt(comm, cases):
-    """In each case another transport, of which rank 0 spoils what it gets. Who then waits for it is told by the time."""
+    """In each case another transport, of which rank 0 spoils what it gets. Who then waits for it is
+    told by the time."""
     found = []
     for nth, place in cases:
         limit = PATIENT if nth or comm.rank == 0 else timedelta(seconds=2)
-        over = Spoiling(comm, nth=nth, place=place, timeout=limit) if comm.rank == 0 else MpiTransport(comm, timeout=limit)
+        over = (
+            Spoiling(comm, nth=nth, place=place, timeout=limit)
+            if comm.rank == 0
+            else MpiTransport(comm, timeout=limit)
+        )
         buffer = torch.arange(300.0) + comm.rank
         try:
             run(compressed_allreduce(buffer, codec="int8", transport=over))
@@ -262,10 +288,19 @@ def test_a_training_script_under_mpirun(tmp_path, compiled):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     done = subprocess.run(
-        command(2, str(script)), env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        command(2, str(script)),
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("Open MPI") or line.startswith("MPICH"))
+    lines = sorted(
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("Open MPI") or line.startswith("MPICH")
+    )
     assert [line.split(",")[0][-6:] for line in lines] == [f"{r} of 2" for r in range(2)]
     assert sorted(line.split(", ")[1] for line in lines) == [f"{r} of 2" for r in range(2)]
 
@@ -277,5 +312,7 @@ def test_a_missing_mpi_is_named_with_its_cure(tmp_path):
         "from commpress.errors import MissingPackage\n"
         "try:\n    mpi()\nexcept MissingPackage as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert "pip install 'commpress[mpi]'" in done.stdout, done.stderr

@@ -1,6 +1,8 @@
-"""The backend "commpress_mpi": the group of ``test_process_group`` with MPI inside has Gloo's bits, whatever runs over it.
+"""The backend "commpress_mpi": the group of ``test_process_group`` with MPI inside has Gloo's bits,
+whatever runs over it.
 
-What compresses by itself (hooks, optimizers, exchanges) finds the group's MPI too: some of its own tests run here again.
+What compresses by itself (hooks, optimizers, exchanges) finds the group's MPI too: some of its own
+tests run here again.
 """
 
 from datetime import timedelta
@@ -38,12 +40,19 @@ def over_gloo(job, tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_collective_equals_gloo(over_mpi, over_gloo, size):
-    assert_same(*(pool.run(group_calls.every_collective, size=size) for pool in (over_mpi, over_gloo)))
+    assert_same(
+        *(pool.run(group_calls.every_collective, size=size) for pool in (over_mpi, over_gloo))
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "size"),
-    [(group_calls.train_ddp, 3), (group_calls.train_fsdp1, 2), (group_calls.train_fsdp2, 4), (group_calls.use_dtensor, 3)],
+    [
+        (group_calls.train_ddp, 3),
+        (group_calls.train_fsdp1, 2),
+        (group_calls.train_fsdp2, 4),
+        (group_calls.use_dtensor, 3),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_training_equals_gloo(over_mpi, over_gloo, tmp_path, function, size):
@@ -55,7 +64,14 @@ def odd_tensors():
     """Tensors that are not simply contiguous numbers in memory of their own."""
     made, rank, size = group_calls.Numbers(), dist.get_rank(), dist.get_world_size()
     results = []
-    for x in (made(3, 4).t(), made(1)[0], made(0, 3), made(5).to(torch.complex64), made(6) > 0, made(300, 300).half()):
+    for x in (
+        made(3, 4).t(),
+        made(1)[0],
+        made(0, 3),
+        made(5).to(torch.complex64),
+        made(6) > 0,
+        made(300, 300).half(),
+    ):
         for root in range(size):
             y = x.clone()
             dist.broadcast(y, root)
@@ -79,7 +95,8 @@ def odd_tensors():
         x = made(numel)
         dist.all_reduce(x)
         results.append(x)
-    x = (made(6, 3) * (made(6, 1) > rank)).to_sparse(1)  # other rows, and another number of them, on every rank
+    # other rows, and another number of them, on every rank
+    x = (made(6, 3) * (made(6, 1) > rank)).to_sparse(1)
     dist.all_reduce(x)
     results.append(x.to_dense())
     with torch.inference_mode():
@@ -101,10 +118,15 @@ def refused():
     rank, size = dist.get_rank(), dist.get_world_size()
     group, said = dist.group.WORLD, []
     for call in (
-        lambda: group.all_gather_single(torch.empty(size * 3 + size), torch.empty(3)).wait(),  # room for four
+        # room for four
+        lambda: group.all_gather_single(torch.empty(size * 3 + size), torch.empty(3)).wait(),
         lambda: group.allgather([[torch.empty(2)] * size], [torch.empty(3)]).wait(),
-        lambda: group.allgather([[torch.empty(3, dtype=torch.int8)] * size], [torch.empty(3)]).wait(),
-        lambda: group.all_to_all_single(torch.empty(2 * size)[::2], torch.empty(size), [], []).wait(),
+        lambda: group.allgather(
+            [[torch.empty(3, dtype=torch.int8)] * size], [torch.empty(3)]
+        ).wait(),
+        lambda: group.all_to_all_single(
+            torch.empty(2 * size)[::2], torch.empty(size), [], []
+        ).wait(),
         lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
         lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG),
     ):
@@ -148,13 +170,16 @@ def test_groups_of_groups(over_mpi):
 
 
 def many_at_once():
-    """Long and short ones under way together, waited for in another order on every rank; futures with nobody waiting."""
+    """Long and short ones under way together, waited for in another order on every rank; futures
+    with nobody waiting."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((n,), float(rank + i)) for i, n in enumerate((3, 500_000, 7, 60_000) * 4)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     for work in works if rank else reversed(works):
         work.wait()
-    assert [t.unique().tolist() for t in tensors] == [[sum(r + i for r in range(size))] for i in range(len(tensors))]
+    assert [t.unique().tolist() for t in tensors] == [
+        [sum(r + i for r in range(size))] for i in range(len(tensors))
+    ]
     rows = [torch.empty(5) for _ in range(size)]
     future = dist.all_gather(rows, torch.full((5,), float(rank)), async_op=True).get_future()
     done = torch.futures.Future()
@@ -212,7 +237,9 @@ def disagree_and_rebuild():
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     errors = disagree()
-    dist.init_process_group("commpress_mpi", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    dist.init_process_group(
+        "commpress_mpi", store=dist.PrefixStore("again", store), rank=rank, world_size=size
+    )
     total = torch.ones(1)
     dist.all_reduce(total)
     return errors, float(total)
@@ -237,13 +264,17 @@ def test_the_hook(over_mpi, codec, size):
     test_ddp.check(over_mpi, test_ddp.Plan(codec), size)
 
 
-@pytest.mark.parametrize("make", [test_optim_gloo.onebit, test_optim_gloo.zero_one, test_optim_gloo.lamb])
+@pytest.mark.parametrize(
+    "make", [test_optim_gloo.onebit, test_optim_gloo.zero_one, test_optim_gloo.lamb]
+)
 def test_optimizers(over_mpi, make):
     test_optim_gloo.test_gloo_equals_the_simulation(over_mpi, make, 3)
 
 
 def test_a_sharded_optimizer_and_its_checkpoint(over_mpi, tmp_path):
-    test_optim_gloo.test_distributed_checkpoints_continue_in_every_bit(over_mpi, tmp_path, test_optim_gloo.sharded)
+    test_optim_gloo.test_distributed_checkpoints_continue_in_every_bit(
+        over_mpi, tmp_path, test_optim_gloo.sharded
+    )
 
 
 def test_partitioned_weights(over_mpi):
@@ -263,8 +294,13 @@ def test_fsdp2(over_mpi):
 def test_the_options(over_mpi, pool, tmp_path):
     options = GroupOptions("sign", min_numel=100)
     seen = over_mpi.run(test_group_options.backwards, dist.ReduceOp.SUM, pg_options=options, size=3)
-    expected = pool.run(test_group_options.run_backwards, f"{tmp_path}/file", False, options, size=3)
+    expected = pool.run(
+        test_group_options.run_backwards, f"{tmp_path}/file", False, options, size=3
+    )
     for (mine, counters), (theirs, counted) in zip(seen, expected, strict=True):
         assert counters == counted
         for one, two in zip(mine, theirs, strict=True):
-            assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(one, two, strict=True))
+            assert all(
+                torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+                for a, b in zip(one, two, strict=True)
+            )

@@ -1,4 +1,5 @@
-"""A group over MPI goes on without ranks that were killed or stopped, in a job that ULFM keeps alive, which then ends well."""
+"""A group over MPI goes on without ranks that were killed or stopped, in a job that ULFM keeps
+alive, which then ends well."""
 
 import os
 import signal
@@ -33,7 +34,12 @@ def job(compiled):
 def joined(comm, file, timeout=PATIENT, **options):
     assert "COMMPRESS_MPI" in dir(dist.Backend), commpress.backend
     dist.init_process_group(
-        "commpress_mpi", init_method=f"file://{file}", rank=comm.rank, world_size=comm.size, timeout=timeout, **options
+        "commpress_mpi",
+        init_method=f"file://{file}",
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=timeout,
+        **options,
     )
     return dist.group.WORLD
 
@@ -56,7 +62,8 @@ def trained(model, optimizer, steps):
 
 
 def killed(comm, file):
-    """Two ranks die, one after the other; a group that compresses, a hook and an optimizer go on each time."""
+    """Two ranks die, one after the other; a group that compresses, a hook and an optimizer go on
+    each time."""
     group = joined(comm, file, pg_options=commpress.GroupOptions("int8", 100))
     torch.manual_seed(0)
     plain, hooked, own = (torch.nn.Linear(64, 64) for _ in range(3))
@@ -110,7 +117,8 @@ def stopped(comm, file):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_left_behind(job, tmp_path):
-    """MPI does not know that it is gone: communicators are made without it, and it ends with the job."""
+    """MPI does not know that it is gone: communicators are made without it, and it ends with the
+    job."""
     said = job.run(stopped, f"{tmp_path}/file", size=4, lost=[1])
     assert [said[rank] for rank in (0, 2, 3)] == [((1,), 3, [3.0] * 3)] * 3
 
@@ -142,7 +150,8 @@ def surviving(comm, file):
 
 
 def test_an_elastic_loop_goes_on_over_mpi(job, tmp_path):
-    """Four ranks take four steps of 16 samples, three two steps of 12; the 8 that are left of 96 are too few for a step."""
+    """Four ranks take four steps of 16 samples, three two steps of 12; the 8 that are left of 96
+    are too few for a step."""
     said = job.run(surviving, f"{tmp_path}/file", size=4, lost=[2])
     for steps, size, weights in (said[0], said[1], said[3]):
         assert (steps, size) == (6, 3)

@@ -1,4 +1,5 @@
-"""MuLoCo by composition: torch's Muon and AdamW inside, Nesterov outside, two bits with residuals, three fragments."""
+"""MuLoCo by composition: torch's Muon and AdamW inside, Nesterov outside, two bits with residuals,
+three fragments."""
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ EVERY, LR, MU, DECAY = 6, 0.8, 0.9, 0.9
 def net():
     torch.manual_seed(0)
     nn = torch.nn
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8))
+    return nn.Sequential(
+        nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8)
+    )
 
 
 def inner_of(model):
@@ -36,7 +39,8 @@ def backward(model, rank, step):
 
 
 class Twin:
-    """The published equations tensor by tensor, with what two bits say of a change from the all-reduce itself."""
+    """The published equations tensor by tensor, with what two bits say of a change from the
+    all-reduce itself."""
 
     def __init__(self, size):
         self.models = [net() for _ in range(size)]
@@ -64,7 +68,14 @@ class Twin:
             owed.sent.mul_(DECAY)
             owed.reduced.mul_(DECAY)
         jobs = zip(changes, self.owed[number], Loopback(len(every)).transports(), strict=True)
-        assert all(simulate([compressed_allreduce(c, f, codec=self.codecs[number], transport=t) for c, f, t in jobs]))
+        assert all(
+            simulate(
+                [
+                    compressed_allreduce(c, f, codec=self.codecs[number], transport=t)
+                    for c, f, t in jobs
+                ]
+            )
+        )
         mean = changes[0].view_as(self.shared[number])
         momentum = self.momentum[number].mul_(MU).add_(mean)
         self.shared[number].sub_(mean.add(momentum, alpha=MU), alpha=LR)
@@ -76,10 +87,22 @@ class Twin:
 def test_it_is_what_the_equations_say(size):
     """In every bit: Muon computes in bfloat16, where the smallest difference grows."""
     twin, models, switch, losses = Twin(size), [net() for _ in range(size)], Loopback(size), []
-    options = {"every": EVERY, "outer": Nesterov(LR, MU), "codec": "bits2", "feedback_decay": DECAY, "fragments": 3}
-    locals_ = [LocalUpdates(inner_of(m), transport=switch.transport(r), **options) for r, m in enumerate(models)]
+    options = {
+        "every": EVERY,
+        "outer": Nesterov(LR, MU),
+        "codec": "bits2",
+        "feedback_decay": DECAY,
+        "fragments": 3,
+    }
+    locals_ = [
+        LocalUpdates(inner_of(m), transport=switch.transport(r), **options)
+        for r, m in enumerate(models)
+    ]
     order = sorted(range(6), key=lambda number: number % 2)  # matrices come first, then biases
-    parts = [[order[int(span.name.removeprefix("#"))] for span in fragment.spans] for fragment in locals_[0].fragments]
+    parts = [
+        [order[int(span.name.removeprefix("#"))] for span in fragment.spans]
+        for fragment in locals_[0].fragments
+    ]
     assert sorted(number for part in parts for number in part) == list(range(6))
     for step in range(8 * EVERY):
         for rank, (model, local) in enumerate(zip(models, locals_, strict=True)):
@@ -102,9 +125,12 @@ def test_it_is_what_the_equations_say(size):
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("shapes", [[(600, 341), (300,)], [(1000, 500)]], ids=["200 k", "500 k"])
-@pytest.mark.parametrize(("codec", "bits"), [(BitsCodec(2, block=1024), 2.25), ("bits2", 2.45)], ids=["1024", "512"])
+@pytest.mark.parametrize(
+    ("codec", "bits"), [(BitsCodec(2, block=1024), 2.25), ("bits2", 2.45)], ids=["1024", "512"]
+)
 def test_bytes_on_the_wire_of_a_round(codec, bits, shapes, size):
-    """Two phases of two bits, headers, votes and short blocks included: at most 2·(K − 1)/K · b · N bits."""
+    """Two phases of two bits, headers, votes and short blocks included: at most 2·(K − 1)/K · b · N
+    bits."""
     switch = Loopback(size)
     recorded, locals_ = [Recorded(switch.transport(r)) for r in range(size)], []
     for transport in recorded:

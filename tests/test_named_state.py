@@ -1,4 +1,5 @@
-"""Replicas are found whatever of them the program has named, also while other threads make objects."""
+"""Replicas are found whatever of them the program has named, also while other threads make
+objects."""
 
 import sys
 import threading
@@ -13,16 +14,28 @@ from commpress.integrations.elastic.named_state import replicas_of
 
 
 def found_by_name():
-    group, plain, deep = dist.group.WORLD, nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    group, plain, deep = (
+        dist.group.WORLD,
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))),
+    )
     first, second, _ = (DistributedDataParallel(each) for each in (plain, deep, nn.Linear(2, 2)))
     tied = nn.Module()
     tied.weight = plain.weight
     cases = {
-        "inside": ([plain], [first]), "deep inside": ([deep[1][0]], [second]), "itself": ([second], [second]),
-        "compiled": ([torch.compile(first)], [first]), "both": ([plain, deep], [first, second]), "tied": ([tied], [first]),
+        "inside": ([plain], [first]),
+        "deep inside": ([deep[1][0]], [second]),
+        "itself": ([second], [second]),
+        "compiled": ([torch.compile(first)], [first]),
+        "both": ([plain, deep], [first, second]),
+        "tied": ([tied], [first]),
         "another": ([nn.Linear(2, 2)], []),
-    }  # fmt: skip
-    wrong = [name for name, (named, wanted) in cases.items() if {*map(id, replicas_of(named, group))} != {*map(id, wanted)}]
+    }
+    wrong = [
+        name
+        for name, (named, wanted) in cases.items()
+        if {*map(id, replicas_of(named, group))} != {*map(id, wanted)}
+    ]
     return wrong, replicas_of([plain], None)
 
 
@@ -40,7 +53,8 @@ def impatient():
 
 
 def test_other_threads_may_make_objects_meanwhile(impatient):
-    """A tuple that is being made from a generator cannot be finished while a list of all objects holds it."""
+    """A tuple that is being made from a generator cannot be finished while a list of all objects
+    holds it."""
     failed, over, model = [], threading.Event(), nn.Linear(2, 2)
 
     def tuples():

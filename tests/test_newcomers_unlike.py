@@ -1,4 +1,5 @@
-"""Newcomers that are unlike the members are refused at the door, by name, and the members do not notice."""
+"""Newcomers that are unlike the members are refused at the door, by name, and the members do not
+notice."""
 
 import socket
 import statistics
@@ -29,13 +30,19 @@ UNLIKE = {
     "accumulation": ("data: batches in a step is 2, the members have 1", {"loaded": 2}),
     "samples": ("data.samples is 400, the members have 480", {"samples": 400}),
     "shuffle": ("data.shuffle is False, the members have True", {"sampler": {"shuffle": False}}),
-    "drop_last": ("data.drop_last is True, the members have False", {"sampler": {"drop_last": True}}),
+    "drop_last": (
+        "data.drop_last is True, the members have False",
+        {"sampler": {"drop_last": True}},
+    ),
     "seed": ("data.seed is 1, the members have 0", {"sampler": {"seed": 1}}),
     "sampler": ("data is Own, the members have ElasticSampler", {"kind": "Own"}),
     "hook": ("hook is none, the members have CompressedState", {"codec": None}),
     "codec": ("codec is 'int8', the members have 'sign'", {"codec": "int8"}),
     "option": ("min_numel is 1, the members have 256", {"options": {"min_numel": 1}}),
-    "width": ("model.module.weight is float32[24, 16], the members have float32[16, 16]", {"width": 24}),
+    "width": (
+        "model.module.weight is float32[24, 16], the members have float32[16, 16]",
+        {"width": 24},
+    ),
     "optimizer": ("optimizer is AdamW, the members have SGD", {"optimizer": torch.optim.AdamW}),
     "steps": ("steps is 7, the members have 1000000", {"steps": 7}),
     "minimum": ("minimum is 2, the members have 1", {"minimum": 2}),
@@ -48,9 +55,21 @@ class Own(commpress.ElasticSampler):
 
 
 def loop(
-    *, batch=4, loaded=None, samples=480, sampler=None, kind="", codec="sign", options=None, width=16, steps=1_000_000,
-    optimizer=torch.optim.SGD, version=commpress.__version__, lr=1e-3, **more,
-):  # fmt: skip
+    *,
+    batch=4,
+    loaded=None,
+    samples=480,
+    sampler=None,
+    kind="",
+    codec="sign",
+    options=None,
+    width=16,
+    steps=1_000_000,
+    optimizer=torch.optim.SGD,
+    version=commpress.__version__,
+    lr=1e-3,
+    **more,
+):
     torch.manual_seed(3)
     descriptions.version = lambda name: version
     data = TensorDataset(torch.randn(samples, 16))
@@ -67,7 +86,9 @@ def loop(
         trained.zero_grad()
 
     loader = DataLoader(data, loaded or batch, sampler=order)
-    return commpress.elastic(step, {"model": model, "optimizer": trained}, data=loader, steps=steps, **more)
+    return commpress.elastic(
+        step, {"model": model, "optimizer": trained}, data=loader, steps=steps, **more
+    )
 
 
 def alone_or_with(rank, size, file):
@@ -77,7 +98,8 @@ def alone_or_with(rank, size, file):
 
 
 def refused_one_after_the_other(folder):
-    """Rank 2 comes as each kind of newcomer; ranks 0 and 1 train meanwhile, until one that is alike is in."""
+    """Rank 2 comes as each kind of newcomer; ranks 0 and 1 train meanwhile, until one that is alike
+    is in."""
     rank, contact, done = dist.get_rank(), Path(folder, "contact"), Path(folder, "done")
     dist.barrier()
     if rank < 2:
@@ -133,8 +155,12 @@ BLOCKS, STEPS = 24, 50
 
 
 def greeted_in_half_of_the_blocks(folder):
-    """Rank 2 greets ten times a second as a newcomer would, and never reports; time of rank 0's processor a step, by block."""
-    rank, contact, on, done = dist.get_rank(), *(Path(folder, name) for name in ("contact", "on", "done"))
+    """Rank 2 greets ten times a second as a newcomer would, and never reports; time of rank 0's
+    processor a step, by block."""
+    rank, contact, on, done = (
+        dist.get_rank(),
+        *(Path(folder, name) for name in ("contact", "on", "done")),
+    )
     dist.barrier()
     if rank == 2:
         while not contact.exists():
@@ -167,15 +193,20 @@ def greeted_in_half_of_the_blocks(folder):
 
 @pytest.mark.slow
 def test_greetings_alone_slow_no_step(mortal, tmp_path):
-    """By 2 % of its processor time at most, in all threads, where it takes 8 ms: the median of pairs of blocks, one with
-    greetings and one without, every other pair turned round. Of a step of 4 ms they take 4 %. Time on the clock says nothing on
-    a machine that others use.
+    """By 2 % of its processor time at most, in all threads, where it takes 8 ms: the median of
+    pairs of blocks, one with greetings and one without, every other pair turned round. Of a step of
+    4 ms they take 4 %. Time on the clock says nothing on a machine that others use.
     """
-    (blocks, reforms), _, greeted = mortal.run(greeted_in_half_of_the_blocks, str(tmp_path), size=3, seconds=600)
+    (blocks, reforms), _, greeted = mortal.run(
+        greeted_in_half_of_the_blocks, str(tmp_path), size=3, seconds=600
+    )
     assert reforms == 0
     pairs = [blocks[at : at + 2][:: 1 if at % 4 else -1] for at in range(0, BLOCKS, 2)]
     ratio = statistics.median(with_them / without for with_them, without in pairs)
-    print(f"{greeted} greetings; {1e3 * statistics.median(blocks):.2f} ms of processor time a step, {ratio:.3f} times as much")
+    print(
+        f"{greeted} greetings; {1e3 * statistics.median(blocks):.2f} ms of processor time a "
+        f"step, {ratio:.3f} times as much"
+    )
     assert ratio <= 1.02
 
 
@@ -229,10 +260,17 @@ def test_greetings_alone_and_those_who_are_unlike_do_not_count_as_waiting():
 
 def test_who_comes_to_an_agreement_and_is_unlike_is_refused_there_too():
     member, newcomer = alone(), alone()
-    member.membership.description, newcomer.membership.description = (lambda: {"x": "1"}), (lambda: {"x": "2"})
-    outcomes = together([member, newcomer], [Terms(minimum=1), Terms(contacts=lambda: [member.door.here])], 5.0)
+    member.membership.description, newcomer.membership.description = (
+        (lambda: {"x": "1"}),
+        (lambda: {"x": "2"}),
+    )
+    outcomes = together(
+        [member, newcomer], [Terms(minimum=1), Terms(contacts=lambda: [member.door.here])], 5.0
+    )
     while not isinstance(outcomes[1], InvalidArgument):
-        outcomes = together([member, newcomer], [Terms(), Terms(contacts=lambda: [member.door.here])], 5.0)
+        outcomes = together(
+            [member, newcomer], [Terms(), Terms(contacts=lambda: [member.door.here])], 5.0
+        )
     assert outcomes[0].size == 1
     assert "x is 2, the members have 1" in str(outcomes[1])
     close([member, newcomer])

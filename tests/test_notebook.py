@@ -16,7 +16,9 @@ for i, code in enumerate(json.load(sys.stdin)):
 
 def test_its_cells_run(tmp_path):
     command = [sys.executable, "-W", "error", "-c", RUN]
-    ran = subprocess.run(command, input=json.dumps(CODE), capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    ran = subprocess.run(
+        command, input=json.dumps(CODE), capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
     assert ran.returncode == 0, ran.stderr
     assert "squared error" in ran.stdout
 

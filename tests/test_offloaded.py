@@ -1,4 +1,5 @@
-"""An optimizer in a store equals the one in memory, bit for bit; a killed run goes on from its last commit."""
+"""An optimizer in a store equals the one in memory, bit for bit; a killed run goes on from its last
+commit."""
 
 import re
 import subprocess
@@ -45,7 +46,8 @@ def check_state(optimizer, twin):
 
 
 def test_equals_the_optimizer_in_memory(store):
-    """20 steps, two backward passes each, torch's own clipping, a schedule; most of the state is on disk in between."""
+    """20 steps, two backward passes each, torch's own clipping, a schedule; most of the state is on
+    disk in between."""
     net, other = model(), model()
     optimizer, twin = offloaded(net, store), plain(other)
     train(net, optimizer, 0, 20)
@@ -64,7 +66,12 @@ def in_memory(net, steps, limit):
         twin.zero_grad()
         for part in range(2):
             loss_of(net, step, part).backward()
-        norm = torch.stack([p.grad.double().square().sum() for p in net.parameters()]).sum().sqrt().float()
+        norm = (
+            torch.stack([p.grad.double().square().sum() for p in net.parameters()])
+            .sum()
+            .sqrt()
+            .float()
+        )
         torch.nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)
         twin.step()
     return twin
@@ -84,7 +91,8 @@ def test_gradients_in_the_store(store):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adagrad, {"lr": 0.01})]
+    ("kind", "options"),
+    [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adagrad, {"lr": 0.01})],
 )
 def test_other_optimizers(store, kind, options):
     net, other = model(), model()
@@ -107,7 +115,9 @@ def test_half_precision_has_its_master_in_the_store(store):
         for one in (net, other):
             one.zero_grad()
             generator = torch.Generator().manual_seed(step)
-            one(torch.randn(8, 64, generator=generator).bfloat16()).float().square().mean().backward()
+            one(
+                torch.randn(8, 64, generator=generator).bfloat16()
+            ).float().square().mean().backward()
         optimizer.step()
         for p, m in zip(other.parameters(), master, strict=True):
             m.grad = p.grad.float()
@@ -119,7 +129,8 @@ def test_half_precision_has_its_master_in_the_store(store):
 
 
 def test_goes_on_after_a_kill(tmp_path):
-    """Killed somewhere after step 7, with commits after steps 2 and 5: the run that goes on equals one never stopped."""
+    """Killed somewhere after step 7, with commits after steps 2 and 5: the run that goes on equals
+    one never stopped."""
     command = [sys.executable, offload_run.__file__, str(tmp_path / "store"), "0", "1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
@@ -140,7 +151,8 @@ def test_goes_on_after_a_kill(tmp_path):
 
 
 def test_bytes_of_a_step(store):
-    """State that does not stay is read and written once: 12 bytes per parameter each way with AdamW."""
+    """State that does not stay is read and written once: 12 bytes per parameter each way with
+    AdamW."""
     net = model()
     optimizer = offloaded(net, store)
     train(net, optimizer, 0, 2)
@@ -153,10 +165,13 @@ def test_bytes_of_a_step(store):
 
 
 def written_in_the_end(store):
-    """Bytes written, once nothing has moved for a second: on a busy machine a write may begin late."""
+    """Bytes written, once nothing has moved for a second: on a busy machine a write may begin
+    late."""
     seen = []
     while len(seen) < 20 or len(set(seen[-20:])) > 1:
-        moving = sum(block.moving is not None or block.flushing for block in store._catalog.names.values())
+        moving = sum(
+            block.moving is not None or block.flushing for block in store._catalog.names.values()
+        )
         seen.append((moving, store.wear.written))
         sleep(0.05)
     moving, written = seen[-1]
@@ -165,11 +180,21 @@ def written_in_the_end(store):
 
 
 def test_budgets_place_the_first_chunks(tmp_path):
-    """The processor stands for the device. A chunk stays where its budget is, the others are on disk between steps."""
-    sizes = {"host": "1MiB", "device": "256KiB", "accelerator": "cpu", "engine": "threads", "options": offload_run.SMALL}
+    """The processor stands for the device. A chunk stays where its budget is, the others are on
+    disk between steps."""
+    sizes = {
+        "host": "1MiB",
+        "device": "256KiB",
+        "accelerator": "cpu",
+        "engine": "threads",
+        "options": offload_run.SMALL,
+    }
     with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
         net, other = model(), model()
-        optimizer, twin = offloaded(net, store, device_budget="200KiB", host_budget="200KiB"), plain(other)
+        optimizer, twin = (
+            offloaded(net, store, device_budget="200KiB", host_budget="200KiB"),
+            plain(other),
+        )
         train(net, optimizer, 0, 20)
         train(other, twin, 0, 20)
         assert equal(values(net), values(other))
@@ -179,13 +204,22 @@ def test_budgets_place_the_first_chunks(tmp_path):
         assert len(set(tiers)) == 3
         optimizer.step()
         for chunk in optimizer.chunks:
-            latest = monotonic() + 20  # on a busy machine what goes to the disk may still be on its way
-            while (tiers := {store.info(name).tier for name in chunk.names()}) != {chunk.tier} and monotonic() < latest:
+            # on a busy machine what goes to the disk may still be on its way
+            latest = monotonic() + 20
+            while (tiers := {store.info(name).tier for name in chunk.names()}) != {
+                chunk.tier
+            } and monotonic() < latest:
                 sleep(0.01)
             assert tiers == {chunk.tier}
         lines = optimizer.report().splitlines()
         assert lines[0].split() == ["device", "host", "disk"]
-        assert [line.split()[0] for line in lines[1:]] == ["master", "exp_avg", "exp_avg_sq", "together", "update"]
+        assert [line.split()[0] for line in lines[1:]] == [
+            "master",
+            "exp_avg",
+            "exp_avg_sq",
+            "together",
+            "update",
+        ]
         with pytest.raises(InvalidArgument, match="host_budget"):
             offloaded(net, store, prefix="more", host_budget="1MiB")
         with pytest.raises(InvalidArgument, match="device_budget"):
@@ -193,7 +227,8 @@ def test_budgets_place_the_first_chunks(tmp_path):
 
 
 class Watch(TorchDispatchMode):
-    """Bytes of every operation with operands on both sides, where the processor has a part that stands for a device."""
+    """Bytes of every operation with operands on both sides, where the processor has a part that
+    stands for a device."""
 
     def __init__(self, device):
         super().__init__()
@@ -212,8 +247,15 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
 def test_bytes_between_host_and_device(tmp_path, dtype, max_grad_norm):
-    """ZeRO-Offload's: gradients down and parameters up once, but for chunks that are on the device; 2 and 2 bytes in halves."""
-    sizes = {"host": "1MiB", "device": "256KiB", "accelerator": "cpu", "engine": "threads", "options": offload_run.SMALL}
+    """ZeRO-Offload's: gradients down and parameters up once, but for chunks that are on the device;
+    2 and 2 bytes in halves."""
+    sizes = {
+        "host": "1MiB",
+        "device": "256KiB",
+        "accelerator": "cpu",
+        "engine": "threads",
+        "options": offload_run.SMALL,
+    }
     with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
         net = model().to(dtype)
         optimizer = offloaded(net, store, device_budget="200KiB", max_grad_norm=max_grad_norm)
@@ -225,7 +267,10 @@ def test_bytes_between_host_and_device(tmp_path, dtype, max_grad_norm):
                 optimizer.step()
             counted = store.crossing.up - before[0], store.crossing.down - before[1]
             optimizer.zero_grad()
-        numel = [sum(run.numel for c in optimizer.chunks if c.on == on for run in c.ranges) for on in ("host", "device")]
+        numel = [
+            sum(run.numel for c in optimizer.chunks if c.on == on for run in c.ranges)
+            for on in ("host", "device")
+        ]
         assert min(numel) > 10_000
         assert counted == (numel[0] * dtype.itemsize, numel[0] * dtype.itemsize)
         assert (watch.up, watch.down) == counted
@@ -263,20 +308,29 @@ def test_quantised_moments(store):
     assert losses[-2] < start - 0.9 * (start - end)
     assert losses[-2] != end
     held = sum(store.info(chunk.name("exp_avg")).nbytes for chunk in optimizer.chunks)
-    assert held == pytest.approx((1 + 1 / 32) * sum(chunk.numel for chunk in optimizer.chunks), rel=0.02)
+    assert held == pytest.approx(
+        (1 + 1 / 32) * sum(chunk.numel for chunk in optimizer.chunks), rel=0.02
+    )
     state, wanted = optimizer.state_dict()["state"], twin.state_dict()["state"]
     assert state[0]["exp_avg"].shape == wanted[0]["exp_avg"].shape
 
 
-@pytest.mark.parametrize(("moments", "why"), [("int4", "steps shrink as the values in a block of 128 spread"), ("int3", "")])
+@pytest.mark.parametrize(
+    ("moments", "why"),
+    [("int4", "steps shrink as the values in a block of 128 spread"), ("int3", "")],
+)
 def test_moments_of_other_widths_are_refused_before_the_store_holds_anything(store, moments, why):
-    with pytest.raises(InvalidArgument, match=rf"moments is '{moments}', expected 'int8' or None for float32.*{why}"):
+    with pytest.raises(
+        InvalidArgument,
+        match=rf"moments is '{moments}', expected 'int8' or None for float32.*{why}",
+    ):
         offloaded(model(), store, moments=moments)
     assert list(store) == []
 
 
 def test_a_delayed_update(store):
-    """The update with the gradients of one step is taken after the backward of the next: as said step by step."""
+    """The update with the gradients of one step is taken after the backward of the next: as said
+    step by step."""
     net, other = model(), model()
     optimizer, twin = offloaded(net, store, delayed=True), plain(other)
     waiting = None
@@ -300,9 +354,13 @@ def test_a_delayed_update(store):
     optimizer.close()
 
 
-def test_a_chunk_that_is_waited_for_is_updated_by_one_thread_and_others_leave_one_to_the_disk(store, monkeypatch):
+def test_a_chunk_that_is_waited_for_is_updated_by_one_thread_and_others_leave_one_to_the_disk(
+    store, monkeypatch
+):
     threads, step, before = [], UpdateChunk.step, torch.get_num_threads()
-    monkeypatch.setattr(UpdateChunk, "step", lambda *args: threads.append(torch.get_num_threads()) or step(*args))
+    monkeypatch.setattr(
+        UpdateChunk, "step", lambda *args: threads.append(torch.get_num_threads()) or step(*args)
+    )
     net = model()
     optimizer = offloaded(net, store)
     torch.set_num_threads(3)
@@ -354,7 +412,10 @@ def test_a_step_that_is_not_finite_is_left_out(store):
 
 @pytest.mark.parametrize("store", ["offload", None, {"device": "cpu"}])
 def test_a_store_that_is_none_is_named_with_the_call_that_opens_one(store):
-    with pytest.raises(InvalidArgument, match=rf"^store is {re.escape(repr(store))}, expected .*TieredStore\.open\(folder"):
+    with pytest.raises(
+        InvalidArgument,
+        match=rf"^store is {re.escape(repr(store))}, expected .*TieredStore\.open\(folder",
+    ):
         commpress.Offloaded(torch.nn.Linear(3, 3).parameters(), torch.optim.AdamW, store=store)
 
 
@@ -378,7 +439,10 @@ def test_a_state_is_loaded_and_the_plain_optimizer_loads_it(store, source):
     other = model()
     twin = plain(other)
     train(other, twin, 0, 4)
-    saved, weights = twin.state_dict(), {key: value.clone() for key, value in other.state_dict().items()}
+    saved, weights = (
+        twin.state_dict(),
+        {key: value.clone() for key, value in other.state_dict().items()},
+    )
     if source == "offloaded":
         net = model()
         first = offloaded(net, store, prefix="first")
@@ -387,7 +451,8 @@ def test_a_state_is_loaded_and_the_plain_optimizer_loads_it(store, source):
         third, again = model(), None
         third.load_state_dict(weights)
         again = plain(third)
-        again.load_state_dict(deepcopy(saved))  # the plain optimizer counts steps in the tensors it is given
+        # the plain optimizer counts steps in the tensors it is given
+        again.load_state_dict(deepcopy(saved))
         train(third, again, 4, 8)
     net = model()
     net.load_state_dict(weights)

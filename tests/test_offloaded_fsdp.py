@@ -1,4 +1,5 @@
-"""FSDP2 models whose optimizer lies in stores, each rank's own: bit for bit what the optimizer in memory does."""
+"""FSDP2 models whose optimizer lies in stores, each rank's own: bit for bit what the optimizer in
+memory does."""
 
 from typing import Any
 
@@ -6,7 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,7 +36,10 @@ def train(model, optimizer, first: int, last: int) -> list[float]:
     for step in range(first, last):
         for part in range(2):
             generator = torch.Generator().manual_seed((step * 10 + part) * 10 + dist.get_rank())
-            x, y = torch.randint(13, (6,), generator=generator), torch.randint(7, (6,), generator=generator)
+            x, y = (
+                torch.randint(13, (6,), generator=generator),
+                torch.randint(7, (6,), generator=generator),
+            )
             loss = torch.nn.functional.cross_entropy(model(x).float(), y)
             loss.backward()
         losses.append(loss.item())
@@ -64,7 +71,8 @@ def in_memory(plan: Plan, steps: int):
 
 
 def in_stores(plan: Plan, folder: str, steps: int, more: dict[str, Any]):
-    """Half of the steps, a commit, one step that is lost, and the rest in stores that were opened again."""
+    """Half of the steps, a commit, one step that is lost, and the rest in stores that were opened
+    again."""
     path, half = f"{folder}/{dist.get_rank()}", steps // 2
     model = shard(plan)
     with open_store(path) as store:
@@ -86,7 +94,13 @@ def in_stores(plan: Plan, folder: str, steps: int, more: dict[str, Any]):
     [
         seldom(PLAN, {}, 2),
         (PLAN, {"gradients": "store"}, 2),
-        (Plan(compressed=False, dtype=torch.bfloat16, reduce_dtype=torch.float32, recompute=True), {}, 3),
+        (
+            Plan(
+                compressed=False, dtype=torch.bfloat16, reduce_dtype=torch.float32, recompute=True
+            ),
+            {},
+            3,
+        ),
     ],
     ids=["parameters", "store", "mixed precision"],
 )
@@ -110,7 +124,10 @@ def saved(folder: str) -> dict[str, torch.Tensor]:
         with pytest.raises(StateMismatch, match="exp_avg"):
             optimizer.state[first] = whole_ones | {"step": torch.tensor(1.0)}
         dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=f"{folder}/saved")
-        return {name: optimizer.state[p]["exp_avg"].full_tensor() for name, p in model.named_parameters()}
+        return {
+            name: optimizer.state[p]["exp_avg"].full_tensor()
+            for name, p in model.named_parameters()
+        }
 
 
 def loaded(folder: str, kind: str) -> dict[str, torch.Tensor]:
@@ -123,7 +140,10 @@ def loaded(folder: str, kind: str) -> dict[str, torch.Tensor]:
         dcp.load(state, checkpoint_id=f"{folder}/saved")
         set_optimizer_state_dict(model, optimizer, state)
         assert {float(one["step"]) for one in optimizer.state.values()} == {3.0}
-        return {name: optimizer.state[p]["exp_avg"].full_tensor() for name, p in model.named_parameters()}
+        return {
+            name: optimizer.state[p]["exp_avg"].full_tensor()
+            for name, p in model.named_parameters()
+        }
 
 
 def test_a_distributed_checkpoint_at_another_world_size(pool, tmp_path):
@@ -136,9 +156,16 @@ def test_a_distributed_checkpoint_at_another_world_size(pool, tmp_path):
 def mixed(folder: str) -> None:
     model = shard(PLAN)
     other = torch.nn.Linear(3, 3)
-    with open_store(f"{folder}/{dist.get_rank()}") as store, pytest.raises(InvalidArgument, match="max_grad_norm"):
+    with (
+        open_store(f"{folder}/{dist.get_rank()}") as store,
+        pytest.raises(InvalidArgument, match="max_grad_norm"),
+    ):
         commpress.Offloaded(
-            [*model.parameters(), *other.parameters()], torch.optim.AdamW, store=store, max_grad_norm=1.0, lr=1e-3
+            [*model.parameters(), *other.parameters()],
+            torch.optim.AdamW,
+            store=store,
+            max_grad_norm=1.0,
+            lr=1e-3,
         )
 
 
@@ -147,7 +174,8 @@ def test_a_norm_of_differently_cut_parameters_is_refused(pool, tmp_path):
 
 
 def cut_twice(folder):
-    """Weights after a clipped step, in a store, on 2 × 2 ranks under tensor parallelism; and of the whole by torch."""
+    """Weights after a clipped step, in a store, on 2 × 2 ranks under tensor parallelism; and of the
+    whole by torch."""
     mesh, ends = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
     for cut in (True, False):
         torch.manual_seed(0)
@@ -158,7 +186,9 @@ def cut_twice(folder):
         with open_store(folder / f"{dist.get_rank()}-{cut}") as store:
             options = {"store": store, "max_grad_norm": LIMIT, "chunk_mb": 0.004, "lr": 1.0}
             optimizer = commpress.Offloaded(model.parameters(), torch.optim.SGD, **options)
-            model(torch.randn(4, 16, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+            model(
+                torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+            ).square().mean().backward()
             optimizer.step()
         ends.append((model.weight.full_tensor() if cut else model.weight).detach().clone())
     return ends
@@ -170,7 +200,8 @@ def test_the_norm_of_what_is_cut_over_both_dimensions_of_a_mesh(pool, tmp_path):
 
 
 def halved_on_the_way(folder, cut):
-    """Weights in bfloat16 after three steps, between which somebody else halves them; ``cut``: they are DTensors."""
+    """Weights in bfloat16 after three steps, between which somebody else halves them; ``cut``: they
+    are DTensors."""
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
     if cut:
@@ -190,5 +221,7 @@ def halved_on_the_way(folder, cut):
 
 def test_what_others_write_into_a_dtensor_is_taken_up(pool, tmp_path):
     """torch counts writes of the DTensor, not of its shard."""
-    ((plain,), (cut,)) = (pool.run(halved_on_the_way, tmp_path, cut, size=1) for cut in (False, True))
+    ((plain,), (cut,)) = (
+        pool.run(halved_on_the_way, tmp_path, cut, size=1) for cut in (False, True)
+    )
     torch.testing.assert_close(cut, plain, rtol=0, atol=0)

@@ -1,4 +1,5 @@
-"""1-bit Adam against torch's Adam, against hand calculation and against its own invariants, on simulated ranks."""
+"""1-bit Adam against torch's Adam, against hand calculation and against its own invariants, on
+simulated ranks."""
 
 import numpy as np
 import pytest
@@ -9,13 +10,31 @@ from hypothesis import strategies as st
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam
 from commpress.schedules import Facts, WhenStable
-from optim_twin import SHAPES, Replicas, adam_step, boundless, flat, mean, noise, owed, same_steps, start, telescoped
+from optim_twin import (
+    SHAPES,
+    Replicas,
+    adam_step,
+    boundless,
+    flat,
+    mean,
+    noise,
+    owed,
+    same_steps,
+    start,
+    telescoped,
+)
 
 BETA1, BETA2, LR = 0.9, 0.99, 1e-2
 
 
 def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
-    options = {"lr": LR, "betas": (BETA1, BETA2), "warmup_steps": 5, "min_numel": 0, "spiky_codec": None} | options
+    options = {
+        "lr": LR,
+        "betas": (BETA1, BETA2),
+        "warmup_steps": 5,
+        "min_numel": 0,
+        "spiky_codec": None,
+    } | options
     return Replicas(lambda p, t: OneBitAdam(p, transport=t, **options), size, shapes, dtype=dtype)
 
 
@@ -108,7 +127,8 @@ def test_the_trajectory_telescopes(size, codec, shapes):
 
 
 def test_constant_magnitudes_are_exact():
-    """g_i = k_i·p with one sign pattern p: after t steps from zero m = (1 − β1ᵗ)·mean(k)·p, and nothing is owed."""
+    """g_i = k_i·p with one sign pattern p: after t steps from zero m = (1 − β1ᵗ)·mean(k)·p, and
+    nothing is owed."""
     group = replicas(2, ((512,),), codec="sign")
     for o in group.optimizers:
         o.variance.fill_(1.0)
@@ -118,7 +138,9 @@ def test_constant_magnitudes_are_exact():
     for step in range(10):
         group.step([[k * pattern] for k in (1.0, 3.0)])
         expected = (1 - BETA1 ** (step + 1)) * 2.0 * pattern
-        torch.testing.assert_close(group.optimizers[0].state[group.parameters[0][0]]["exp_avg"], expected)
+        torch.testing.assert_close(
+            group.optimizers[0].state[group.parameters[0][0]]["exp_avg"], expected
+        )
     assert np.abs(group.owed()).max() < 1e-5
 
 
@@ -177,7 +199,10 @@ def test_groups_have_their_own_options_and_may_be_added_while_warming_up():
     group = Replicas(make, 2, shapes)
     for step in range(10):
         group.step(noise(2, step, shapes))
-    moved = [(p.detach() - q).norm().item() for p, q in zip(group.parameters[0], start(shapes), strict=True)]
+    moved = [
+        (p.detach() - q).norm().item()
+        for p, q in zip(group.parameters[0], start(shapes), strict=True)
+    ]
     assert moved[1] == 0
     assert moved[2] > 5 * moved[0] > 0
     assert group.agree()
@@ -221,7 +246,8 @@ def test_bytes_are_those_of_one_bit_each_way():
 
 
 def test_exact_rounds_in_log3_leave_no_element_without_variance():
-    """int4 rounds most of a heavy-tailed gradient to zero, and Adam divides by its root. Rows without gradient keep none."""
+    """int4 rounds most of a heavy-tailed gradient to zero, and Adam divides by its root. Rows
+    without gradient keep none."""
     shapes, steps = ((64, 256),), 3
     size = torch.exp(2 * torch.randn(shapes[0], generator=torch.Generator().manual_seed(3)))
     size[5:9] = 0
@@ -244,7 +270,8 @@ def test_exact_rounds_in_log3_leave_no_element_without_variance():
 
 @pytest.mark.slow
 def test_volume_with_a_warm_up_of_15_percent():
-    """At least 4.9 times fewer bytes than 16-bit all-reduces over the whole run, counted on the wire."""
+    """At least 4.9 times fewer bytes than 16-bit all-reduces over the whole run, counted on the
+    wire."""
     shapes, steps = ((1 << 20,),), 40
     group = replicas(2, shapes, warmup_steps=6, exact_codec="fp16", check_every=0)
     counters = same_steps(group, steps)

@@ -9,16 +9,34 @@ from commpress.kernels import lamb
 from commpress.kernels.cpu import lamb as cpu_lamb
 from commpress.optim import OneBitLamb, onebit_lamb
 from commpress.optim.flat import Flat
-from optim_twin import SHAPES, Replicas, boundless, equal, flat, mean, noise, reload, same_steps, start, state_of
+from optim_twin import (
+    SHAPES,
+    Replicas,
+    boundless,
+    equal,
+    flat,
+    mean,
+    noise,
+    reload,
+    same_steps,
+    start,
+    state_of,
+)
 
 BETA1, BETA2, LR, DECAY, EPS = 0.9, 0.99, 1e-2, 0.1, 1e-6
 
 
 def replicas(size=3, shapes=SHAPES, **options):
     options = {
-        "lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": DECAY, "warmup_steps": 5, "min_numel": 0,
-        "spiky_codec": None, "variance_floor": 0.0,
-    } | options  # fmt: skip
+        "lr": LR,
+        "betas": (BETA1, BETA2),
+        "eps": EPS,
+        "weight_decay": DECAY,
+        "warmup_steps": 5,
+        "min_numel": 0,
+        "spiky_codec": None,
+        "variance_floor": 0.0,
+    } | options
     return Replicas(lambda p, t: OneBitLamb(p, transport=t, **options), size, shapes)
 
 
@@ -28,7 +46,12 @@ class Lamb:
     def __init__(self):
         self.x = [p.double().numpy() for p in start()]
         self.m, self.v = [0 * x for x in self.x], [0 * x for x in self.x]
-        self.c, self.f, self.fresh, self.course = [0.0] * len(self.x), [1.0] * len(self.x), None, None
+        self.c, self.f, self.fresh, self.course = (
+            [0.0] * len(self.x),
+            [1.0] * len(self.x),
+            None,
+            None,
+        )
 
     def step(self, gradients, *, frozen, live=False):
         if frozen and self.fresh is None:
@@ -46,7 +69,9 @@ class Lamb:
                 self.x[i] = self.x[i] - LR * c * w
             elif live:
                 self.course[i] = 0.9 * self.course[i] + 0.1 * direction
-                rate = np.linalg.norm(self.x[i]) / np.linalg.norm(self.course[i] + DECAY * self.x[i])
+                rate = np.linalg.norm(self.x[i]) / np.linalg.norm(
+                    self.course[i] + DECAY * self.x[i]
+                )
                 self.x[i] = self.x[i] - LR * np.clip(rate, 0.01, 10.0) * w
             else:
                 self.fresh[i] = BETA2 * self.fresh[i] + (1 - BETA2) * g * g
@@ -63,7 +88,9 @@ def test_exact_steps_are_lamb():
         gradients = noise(3, step)
         group.step(gradients)
         twin.step(mean(gradients), frozen=False)
-    np.testing.assert_allclose(flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-4, atol=1e-5
+    )
     np.testing.assert_allclose(group.optimizers[0].coefficient.numpy(), twin.c, rtol=1e-4)
 
 
@@ -75,35 +102,47 @@ def test_with_an_exact_codec_live_rates_are_lambs_rule_under_a_frozen_variance()
         twin.step(mean(gradients), frozen=step >= 5, live=True)
     o = group.optimizers[0]
     np.testing.assert_allclose(
-        flat(o.flat.views(o.course)), np.concatenate([a.ravel() for a in twin.course]), rtol=1e-3, atol=1e-4
+        flat(o.flat.views(o.course)),
+        np.concatenate([a.ravel() for a in twin.course]),
+        rtol=1e-3,
+        atol=1e-4,
     )
-    np.testing.assert_allclose(flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_live_rates_move_a_layer_by_its_learning_rate_whatever_the_size_of_its_gradients():
-    """‖step‖ / ‖x‖ stays a few times the learning rate while gradients grow 80 times: the average of p is what is late."""
+    """‖step‖ / ‖x‖ stays a few times the learning rate while gradients grow 80 times: the average
+    of p is what is late."""
     group = replicas(weight_decay=0.0)
     for step in range(40):
         before = [p.detach().clone() for p in group.parameters[0]]
         group.step([[g * 1.12**step for g in mine] for mine in noise(3, step)])
         moved = [
-            float((p.detach() - b).norm() / (LR * b.norm())) for p, b in zip(group.parameters[0], before, strict=True)
+            float((p.detach() - b).norm() / (LR * b.norm()))
+            for p, b in zip(group.parameters[0], before, strict=True)
         ]
         assert max(moved) < 8.0, f"step {step}: {moved}"
     assert group.agree()
 
 
 def test_with_an_exact_codec_the_reconstructed_gradient_is_the_mean_gradient():
-    """So the fresh variance is the true β2-average that began with the frozen one, and so are the layer rates."""
+    """So the fresh variance is the true β2-average that began with the frozen one, and so are the
+    layer rates."""
     group, twin = replicas(codec="none", rates="frozen"), Lamb()
     for step in range(15):
         gradients = noise(3, step)
         group.step(gradients)
         twin.step(mean(gradients), frozen=step >= 5)
     o = group.optimizers[0]
-    np.testing.assert_allclose(flat(o.flat.views(o.fresh)), np.concatenate([v.ravel() for v in twin.fresh]), rtol=1e-3)
+    np.testing.assert_allclose(
+        flat(o.flat.views(o.fresh)), np.concatenate([v.ravel() for v in twin.fresh]), rtol=1e-3
+    )
     np.testing.assert_allclose(o.factor.numpy(), twin.f, rtol=1e-3)
-    np.testing.assert_allclose(flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_layer_factors_stay_in_their_bounds_and_move_slowly():
@@ -183,7 +222,9 @@ def test_the_fused_kernels_are_the_torch_operations(compiled):
         coefficient, factor = torch.zeros(4), torch.ones(4)
         for step in range(3):
             given = dict(enumerate(start(shapes, 10 + step)))
-            arithmetic.exact(flat.segments(range(4), given | {3: torch.zeros(3000)}), m, v, w, coefficient, rule)
+            arithmetic.exact(
+                flat.segments(range(4), given | {3: torch.zeros(3000)}), m, v, w, coefficient, rule
+            )
         v[:500] *= 1e-4  # below the floor
         fresh.copy_(v)
         for step in range(3):
@@ -191,11 +232,22 @@ def test_the_fused_kernels_are_the_torch_operations(compiled):
             p.copy_(torch.cat(start(((flat.numel,),), 20 + step)))
             arithmetic.live(layers, p, v, m, course, divisors, rule, most=2.0)
             arithmetic.frozen(layers, p, v, m, fresh, divisors, coefficient, factor, rule, most=2.0)
-        results.append([*flat.weights, *flat.views(m), *flat.views(fresh), *flat.views(course), coefficient, factor])
+        results.append(
+            [
+                *flat.weights,
+                *flat.views(m),
+                *flat.views(fresh),
+                *flat.views(course),
+                coefficient,
+                factor,
+            ]
+        )
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     bound = 2.0 * (0.7 * flat.view(v, 0).view(-1)[:500]).sqrt()
-    torch.testing.assert_close(flat.view(m, 0).view(-1)[:500].abs().minimum(bound), flat.view(m, 0).view(-1)[:500].abs())
+    torch.testing.assert_close(
+        flat.view(m, 0).view(-1)[:500].abs().minimum(bound), flat.view(m, 0).view(-1)[:500].abs()
+    )
 
 
 @pytest.mark.parametrize("rates", ["live", "frozen"])
@@ -204,7 +256,9 @@ def test_whole_steps_in_torch_operations_are_those_of_the_kernels(monkeypatch, r
     """With frozen layers only, and with one that stays live between them."""
     results = []
     for arithmetic in (cpu_lamb, lamb):
-        monkeypatch.setattr(onebit_lamb, "lamb_arithmetic", lambda device, arithmetic=arithmetic: arithmetic)
+        monkeypatch.setattr(
+            onebit_lamb, "lamb_arithmetic", lambda device, arithmetic=arithmetic: arithmetic
+        )
         group = replicas(2, rates=rates, min_numel=100)
         for step in range(8):
             gradients = noise(2, step)
@@ -234,7 +288,8 @@ def test_resuming_continues_in_every_bit(at, rates, tmp_path):
 
 @pytest.mark.slow
 def test_volume_with_a_warm_up_of_16_percent():
-    """At least 4.6 times fewer bytes than 16-bit all-reduces over the whole run, counted on the wire."""
+    """At least 4.6 times fewer bytes than 16-bit all-reduces over the whole run, counted on the
+    wire."""
     shapes, steps = ((1 << 17,),), 100
     group = replicas(2, shapes, warmup_steps=16, exact_codec="fp16", check_every=0)
     counters = same_steps(group, steps)

@@ -1,4 +1,5 @@
-"""Agreement of an optimizer's ranks: skipped steps, one clip factor, missing gradients, replicas, loss scales."""
+"""Agreement of an optimizer's ranks: skipped steps, one clip factor, missing gradients, replicas,
+loss scales."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,16 @@ import torch
 
 from commpress.errors import Mismatch
 from commpress.optim.replicated import ReplicatedOptimizer
-from optim_twin import SHAPES, boundless, check_a_bad_gradient_raises, equal, flat, mean, noise, state_of
+from optim_twin import (
+    SHAPES,
+    boundless,
+    check_a_bad_gradient_raises,
+    equal,
+    flat,
+    mean,
+    noise,
+    state_of,
+)
 from test_onebit_adam import BETA1, replicas
 
 
@@ -35,8 +45,12 @@ def test_on_request_a_bad_gradient_raises():
 
 @boundless
 def test_one_clip_factor_for_all_ranks():
-    """Ranks whose gradients differ in size share one factor, and the momentum is that of the clipped gradients."""
-    group, free = (replicas(3, codec="none", variance_floor=0.0, **clip) for clip in ({"max_grad_norm": 1.0}, {}))
+    """Ranks whose gradients differ in size share one factor, and the momentum is that of the
+    clipped gradients."""
+    group, free = (
+        replicas(3, codec="none", variance_floor=0.0, **clip)
+        for clip in ({"max_grad_norm": 1.0}, {})
+    )
     for step in range(10):
         gradients = noise(3, step)
         gradients[2] = [10 * g for g in gradients[2]]
@@ -51,7 +65,9 @@ def test_one_clip_factor_for_all_ranks():
     np.testing.assert_allclose(pushed, factor * g, atol=1e-5)
     norms = np.mean([np.sum(flat(mine) ** 2) for mine in gradients]) ** 0.5
     assert factor == pytest.approx(1 / (ratio * norms), rel=1e-3)
-    assert 0.5 < np.linalg.norm(pushed) < 2.0, "after the freeze the threshold means what it meant before"
+    assert 0.5 < np.linalg.norm(pushed) < 2.0, (
+        "after the freeze the threshold means what it meant before"
+    )
     assert group.agree()
 
 
@@ -93,8 +109,11 @@ def test_a_loss_scale_is_taken_off_before_anything_is_kept():
         gradients = noise(2, step)
         other.step(gradients)
         for rank, o in enumerate(group.optimizers):
-            o.grad_scale = torch.tensor(2.0 ** (8 + step + rank))  # each rank has a scale of its own
-        group.step([[g * 2.0 ** (8 + step + rank) for g in mine] for rank, mine in enumerate(gradients)])
+            # each rank has a scale of its own
+            o.grad_scale = torch.tensor(2.0 ** (8 + step + rank))
+        group.step(
+            [[g * 2.0 ** (8 + step + rank) for g in mine] for rank, mine in enumerate(gradients)]
+        )
     assert equal(state_of(group), state_of(other))
 
 
@@ -108,7 +127,9 @@ def test_low_precision_parameters_have_float32_weights_behind_them(dtype):
         gradients = [[g.to(dtype).float() for g in mine] for mine in noise(3, step)]
         group.step(gradients)
         full.step(gradients)
-    for weight, p, low in zip(group.optimizers[0].flat.weights, full.parameters[0], group.parameters[0], strict=True):
+    for weight, p, low in zip(
+        group.optimizers[0].flat.weights, full.parameters[0], group.parameters[0], strict=True
+    ):
         assert torch.equal(weight, p)
         assert torch.equal(low, p.to(dtype))
     assert group.optimizers[0].momentum.dtype == torch.float32

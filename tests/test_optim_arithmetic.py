@@ -1,4 +1,5 @@
-"""The fused passes of the optimizers against the same in torch operations, cached or stored past the caches, on two threads."""
+"""The fused passes of the optimizers against the same in torch operations, cached or stored past
+the caches, on two threads."""
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from optim_twin import start
 
 SHAPES = ((40, 50), (7,), (0,), (300, 11), (130,), (1000,))
 BETA = {"beta": 0.9, "gain": 0.5}
-DIVISORS = np.array([(0.5 + 0.1 * i, 0.2, 1e-3, 1.5) for i in range(len(SHAPES))], np.float32)  # some below the floor, some cut
+# some below the floor, some cut
+DIVISORS = np.array([(0.5 + 0.1 * i, 0.2, 1e-3, 1.5) for i in range(len(SHAPES))], np.float32)
 
 
 def buffers(numel):
@@ -27,7 +29,9 @@ def scaled(k, segments, lines, m, v, u, a, p):
 
 def apply_mean(k, segments, lines, m, v, u, a, p):
     k.apply_mean(segments, p, v, m, a, lines, step=0.1, decay=0.99, momentum_scale=3.0, most=1.5)
-    k.apply_mean(segments, p, v, u, a[:0], lines, step=0.1, decay=0.99, momentum_scale=1.0, most=1.5)
+    k.apply_mean(
+        segments, p, v, u, a[:0], lines, step=0.1, decay=0.99, momentum_scale=1.0, most=1.5
+    )
 
 
 def accumulate(k, segments, lines, m, v, u, a, p):
@@ -39,14 +43,28 @@ def accumulate(k, segments, lines, m, v, u, a, p):
 def local_step(k, segments, lines, m, v, u, a, p):
     counts = []
     for begins in (True, False):
-        finite, beyond = k.local_step(segments, m, u, a, v, lines, **BETA, lr=0.1, decay=0.99, anchor_decay=0.98, begins=begins)
+        finite, beyond = k.local_step(
+            segments,
+            m,
+            u,
+            a,
+            v,
+            lines,
+            **BETA,
+            lr=0.1,
+            decay=0.99,
+            anchor_decay=0.98,
+            begins=begins,
+        )
         assert finite
         counts.append(beyond)
     return torch.stack(counts)
 
 
 def computed(passes, k):
-    flat = Flat([torch.nn.Parameter(p) for p in start(SHAPES)], [str(i) for i in range(len(SHAPES))])
+    flat = Flat(
+        [torch.nn.Parameter(p) for p in start(SHAPES)], [str(i) for i in range(len(SHAPES))]
+    )
     gradients = dict(enumerate(start(SHAPES, 10)))
     flat.parameters[3].grad = None
     segments = flat.segments([0, 1, 2, 4, 5], gradients)
@@ -54,12 +72,19 @@ def computed(passes, k):
     left = [flat.new() for _ in range(5)]
     for buffer, values in zip(left, buffers(flat.numel), strict=True):
         buffer.copy_(values)
-    counts = [passes(k, part, DIVISORS[at], *left) for part, at in ((segments, [0, 1, 2, 4, 5]), (missing, [3]))]
+    counts = [
+        passes(k, part, DIVISORS[at], *left)
+        for part, at in ((segments, [0, 1, 2, 4, 5]), (missing, [3]))
+    ]
     if counts[0] is not None:
         assert counts[0].any()
         assert not counts[1].any(), "where there is no gradient, none is out of reach"
     inside = torch.cat([torch.arange(first, first + numel) for first, numel in flat.places])
-    results = [*flat.weights, *(buffer[inside] for buffer in left), *(count for count in counts if count is not None)]
+    results = [
+        *flat.weights,
+        *(buffer[inside] for buffer in left),
+        *(count for count in counts if count is not None),
+    ]
     return results, k.square_sum(segments)
 
 
@@ -87,16 +112,27 @@ def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes
 def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compiled, begins):
     results = []
     for k in (adam, cpu_adam):
-        flat = Flat([torch.nn.Parameter(p) for p in start(SHAPES)], [str(i) for i in range(len(SHAPES))])
+        flat = Flat(
+            [torch.nn.Parameter(p) for p in start(SHAPES)], [str(i) for i in range(len(SHAPES))]
+        )
         gradients = start(SHAPES, 10)
         gradients[0].view(-1)[[3, 500]] = torch.tensor([float("nan"), float("-inf")])
         gradients[4][:] = float("inf")
         m, v, u, a, _ = buffers(flat.numel)
         before = m.clone()
         finite, _ = k.local_step(
-            flat.segments(range(len(SHAPES)), dict(enumerate(gradients))), m, u, a, v, DIVISORS, **BETA, lr=0.1, decay=0.99,
-            anchor_decay=0.98, begins=begins,
-        )  # fmt: skip
+            flat.segments(range(len(SHAPES)), dict(enumerate(gradients))),
+            m,
+            u,
+            a,
+            v,
+            DIVISORS,
+            **BETA,
+            lr=0.1,
+            decay=0.99,
+            anchor_decay=0.98,
+            begins=begins,
+        )
         assert not finite
         for i, g in enumerate(gradients):
             assert torch.equal(flat.view(m, i)[~g.isfinite()], flat.view(before, i)[~g.isfinite()])
@@ -109,7 +145,8 @@ def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compi
 
 @pytest.mark.parametrize("k", [adam, cpu_adam])
 def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, k):
-    """So that one gradient cannot move its weight by thousands of steps, and one that is no number is still found."""
+    """So that one gradient cannot move its weight by thousands of steps, and one that is no number
+    is still found."""
     flat = Flat([torch.nn.Parameter(torch.zeros(200))], ["0"])
     m, v, out = flat.new(), flat.new(), flat.new()
     v.fill_(1e-4)
@@ -119,13 +156,22 @@ def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, k):
     lines = np.array([(4.0, 0.001, 0.0, 20.0)], np.float32)  # s = 0.02, and 0.001 where v is zero
     beyond = k.accumulate(flat.segments([0], {0: g}), m, m[:0], v, out, lines, beta=0.9, gain=0.5)
     assert beyond.tolist() == [4]
-    torch.testing.assert_close(out[:5], torch.tensor([2.0, 2.0, -2.0, float("inf"), float("nan")]), equal_nan=True)
+    torch.testing.assert_close(
+        out[:5], torch.tensor([2.0, 2.0, -2.0, float("inf"), float("nan")]), equal_nan=True
+    )
 
 
 def test_what_begins_late_begins_with_its_whole_square():
     flat = Flat([torch.nn.Parameter(torch.zeros(3))], ["0"])
     m, v = flat.new(), flat.new()
     v[:3] = torch.tensor([0.0, 4.0, 0.0])
-    adam.update_variance(flat.segments([0], {0: torch.tensor([3.0, 1.0, 0.0])}), m, v, beta=0.9, weight=0.25, unit=0.5)
+    adam.update_variance(
+        flat.segments([0], {0: torch.tensor([3.0, 1.0, 0.0])}),
+        m,
+        v,
+        beta=0.9,
+        weight=0.25,
+        unit=0.5,
+    )
     torch.testing.assert_close(v[:3], torch.tensor([4.5, 0.75 * 4 + 0.25 * 0.5, 0.0]))
     torch.testing.assert_close(m[:3], torch.tensor([0.3, 0.1, 0.0]))

@@ -1,4 +1,5 @@
-"""Saving and loading 1-bit Adam: bit for bit on as many ranks, nothing owed lost on others, from torch's Adam."""
+"""Saving and loading 1-bit Adam: bit for bit on as many ranks, nothing owed lost on others, from
+torch's Adam."""
 
 import copy
 
@@ -26,7 +27,8 @@ KINDS = {
 
 
 def went_on(kind, at, size):
-    """A group of three, and one of ``size`` that knows the state of rank 0, as trainers save it, and then every rank's part."""
+    """A group of three, and one of ``size`` that knows the state of rank 0, as trainers save it,
+    and then every rank's part."""
     group, other = KINDS[kind](3), KINDS[kind](size)
     for step in range(at):
         group.step(noise(3, step))
@@ -45,7 +47,8 @@ def test_every_ranks_part_makes_a_state_for_any_number_of_ranks(kind, size):
     group, other = went_on(kind, 8, size)
     before = owed(group.optimizers)
     assert np.abs(before).max() > 1e-3
-    if "sharded" in kind:  # rows of owners owe nothing: the gap to their master weights is said in the next step
+    # rows of owners owe nothing: the gap to their master weights is said in the next step
+    if "sharded" in kind:
         before = np.mean([owed([o]) for o in group.optimizers], axis=0)
         now = np.mean([owed([o]) for o in other.optimizers], axis=0)
         np.testing.assert_allclose(now, before, atol=1e-6)
@@ -57,7 +60,11 @@ def test_every_ranks_part_makes_a_state_for_any_number_of_ranks(kind, size):
         assert torch.equal(other.optimizers[0].momentum, group.optimizers[0].momentum)
     for step in range(8, 12):
         assert all(other.step(noise(size, step)))
-    assert all(torch.equal(p, q) for mine in other.parameters for p, q in zip(mine, other.parameters[0], strict=True))
+    assert all(
+        torch.equal(p, q)
+        for mine in other.parameters
+        for p, q in zip(mine, other.parameters[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("at", [8, 10])
@@ -72,7 +79,10 @@ def test_of_every_ranks_part_as_many_ranks_take_their_own(kind, at):
 
 @pytest.mark.parametrize("kind", ["0/1 Adam", "sharded 0/1 Adam"])
 def test_another_number_of_ranks_refuses_what_was_saved_inside_a_window(kind):
-    with pytest.raises(StateMismatch, match=r"saved 2 steps into a window.*and 2 go on: call optimizer.synchronize\(\)"):
+    with pytest.raises(
+        StateMismatch,
+        match=r"saved 2 steps into a window.*and 2 go on: call optimizer.synchronize\(\)",
+    ):
         went_on(kind, 10, 2)
 
 
@@ -113,7 +123,8 @@ def test_elastic_states_keep_what_is_owed(size):
             total = total + other.momentum() / s - exact
         left = (1 - BETA1) * total + BETA1 * (other.momentum() / s - exact)
         np.testing.assert_allclose(left, before - other.owed(), atol=2e-5)
-    else:  # one rank goes on as Adam, and what was owed is in its momentum, as far as Adam's own can be
+    # one rank goes on as Adam, and what was owed is in its momentum, as far as Adam's own can be
+    else:
         s = group.divisor()
         bound = s * other.optimizers[0].tensors.bound(0)
         before = (group.momentum() + s * group.owed()).clip(-bound, bound)
@@ -156,7 +167,11 @@ def test_a_state_of_another_rank_gives_what_all_share(caplog):
     assert not other.optimizers[1].quantized.residuals.places()
     other.optimizers[1].load_rank_state(group.optimizers[1].state_dict()["commpress"])
     mine, theirs = (r.optimizers[1].quantized.residuals.places() for r in (other, group))
-    assert all(torch.equal(a, b) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x[1:], y[1:], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(mine, theirs, strict=True)
+        for a, b in zip(x[1:], y[1:], strict=True)
+    )
 
 
 def test_gradients_that_somebody_averaged_already_are_noticed(caplog):
@@ -178,13 +193,20 @@ MADE = {
 
 @pytest.mark.parametrize(
     ("name", "saved", "now"),
-    [*((name, torch.bfloat16, torch.float32) for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")),
-     *((name, torch.float32, torch.float16) for name in ("DeMo", "Masha"))],
-)  # fmt: skip
+    [
+        *(
+            (name, torch.bfloat16, torch.float32)
+            for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+        ),
+        *((name, torch.float32, torch.float16) for name in ("DeMo", "Masha")),
+    ],
+)
 def test_a_state_of_another_dtype_is_refused_with_both_dtypes_by_name(name, saved, now):
     """As of bfloat16 adapters, which peft makes float32 where they are loaded."""
     was = "float32" if saved is torch.float32 else "in half precision"
-    state = MADE[name]([("adapter", torch.nn.Parameter(torch.ones(8, 4, dtype=saved)))]).state_dict()
+    state = MADE[name](
+        [("adapter", torch.nn.Parameter(torch.ones(8, 4, dtype=saved)))]
+    ).state_dict()
     other = MADE[name]([("adapter", torch.nn.Parameter(torch.ones(8, 4, dtype=now)))])
     says = f"^parameter 'adapter' is {now}, and was {was} when .*autocast_adapter_dtype=False"
     with pytest.raises(StateMismatch, match=says):
@@ -205,7 +227,10 @@ def damages(kind, state):
     """Ways in which a state may not fit, each with what the error says."""
     part = state["commpress"]
     for key in part["schedule"]:
-        yield (lambda bad, key=key: bad["commpress"]["schedule"].pop(key)), f"schedule of the state has no '{key}'"
+        yield (
+            (lambda bad, key=key: bad["commpress"]["schedule"].pop(key)),
+            f"schedule of the state has no '{key}'",
+        )
     for key in ("facts", "full", "quantized", "schedule"):
         yield (lambda bad, key=key: bad["commpress"].pop(key)), f"state of a rank has no '{key}'"
 
@@ -215,16 +240,28 @@ def damages(kind, state):
 
     yield residual, "2001 residuals of '#00000'"
     if "trips" in part["schedule"]:
-        yield (lambda bad: bad["commpress"]["schedule"]["trips"].pop()), "2 counts of large gradients, expected 3"
+        yield (
+            (lambda bad: bad["commpress"]["schedule"]["trips"].pop()),
+            "2 counts of large gradients, expected 3",
+        )
     if "sharded" in kind:
         shape = r"'#00000' with shape \(50, 40\), expected \(40, 50\)"
         yield (lambda bad: bad["commpress"]["shapes"].__setitem__(0, [50, 40])), shape
-        yield (lambda bad: bad["commpress"]["shards"].pop(1)), r"0 of the \d+ elements of parameter '#00001' \(700,\) that"
-        yield (lambda bad: bad["commpress"]["tensors"]["frozen_at"].pop()), "2 'frozen_at' of parameters, expected 3"
+        yield (
+            (lambda bad: bad["commpress"]["shards"].pop(1)),
+            r"0 of the \d+ elements of parameter '#00001' \(700,\) that",
+        )
+        yield (
+            (lambda bad: bad["commpress"]["tensors"]["frozen_at"].pop()),
+            "2 'frozen_at' of parameters, expected 3",
+        )
     else:
         shape = r"'exp_avg' of parameter '#00001' with shape \(3,\), expected \(700,\)"
         yield (lambda bad: bad["state"][1].update(exp_avg=torch.ones(3))), shape
-        yield (lambda bad: bad["state"][2].pop("exp_avg_sq")), r"parameter '#00002' \(7,\) has no 'exp_avg_sq'"
+        yield (
+            (lambda bad: bad["state"][2].pop("exp_avg_sq")),
+            r"parameter '#00002' \(7,\) has no 'exp_avg_sq'",
+        )
         yield (lambda bad: bad.pop("param_groups")), "has no 'param_groups'"
 
 

@@ -5,20 +5,34 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
-from commpress.optim import DeMo, Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.optim import (
+    DeMo,
+    Masha,
+    OneBitAdam,
+    OneBitLamb,
+    ShardedOneBitAdam,
+    ShardedZeroOneAdam,
+    ZeroOneAdam,
+)
 from commpress.schedules import DoublingIntervals
 from optim_twin import Replicas, noise, start
 from ranks import caught
 
 WINDOWS = {"variance_updates": 2, "sync": DoublingIntervals(3, 100, 4)}
 KINDS = {
-    OneBitAdam: {"warmup_steps": 4}, OneBitLamb: {"warmup_steps": 4}, ZeroOneAdam: WINDOWS,
-    ShardedOneBitAdam: {"warmup_steps": 4}, ShardedZeroOneAdam: WINDOWS,
-}  # fmt: skip
+    OneBitAdam: {"warmup_steps": 4},
+    OneBitLamb: {"warmup_steps": 4},
+    ZeroOneAdam: WINDOWS,
+    ShardedOneBitAdam: {"warmup_steps": 4},
+    ShardedZeroOneAdam: WINDOWS,
+}
 every_kind = pytest.mark.parametrize("cls", KINDS)
 some_sizes = pytest.mark.parametrize("size", [1, 2])
 
@@ -36,7 +50,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step_without_a_scaler(cls, size
     before, bad = [p.detach().clone() for p in group.parameters[0]], noise(size, 1)
     bad[-1][1][3] = float("nan")
     assert group.step(bad) == [False] * size
-    assert all(torch.equal(p, q) for mine in group.parameters for p, q in zip(mine, before, strict=True))
+    assert all(
+        torch.equal(p, q) for mine in group.parameters for p, q in zip(mine, before, strict=True)
+    )
     assert [o.counters.skipped_steps for o in group.optimizers] == [1] * size
     assert group.step(noise(size, 2)) == [True] * size
     assert all(bool(p.isfinite().all()) for p in group.parameters[0])
@@ -50,9 +66,15 @@ def test_what_needs_no_gradient_stays_as_it_is(cls, size):
         mine[1].requires_grad_(False)
     before = [p.detach().clone() for p in group.parameters[0]]
     for step in range(10):
-        group.step([[g if i != 1 else None for i, g in enumerate(mine)] for mine in noise(size, step)])
+        group.step(
+            [[g if i != 1 else None for i, g in enumerate(mine)] for mine in noise(size, step)]
+        )
     for mine in group.parameters:
-        assert [torch.equal(p, q) for p, q in zip(mine, before, strict=True)] == [False, True, False]
+        assert [torch.equal(p, q) for p, q in zip(mine, before, strict=True)] == [
+            False,
+            True,
+            False,
+        ]
 
 
 @every_kind
@@ -89,17 +111,34 @@ def test_what_is_owed_is_told_in_units_of_steps(cls):
     assert owed[1] == pytest.approx(owed[0], rel=0.05)
 
 
-@pytest.mark.parametrize("pair", [(OneBitAdam, ShardedOneBitAdam), (ZeroOneAdam, ShardedZeroOneAdam)])
+@pytest.mark.parametrize(
+    "pair", [(OneBitAdam, ShardedOneBitAdam), (ZeroOneAdam, ShardedZeroOneAdam)]
+)
 @pytest.mark.parametrize("correct", [True, False])
 def test_whole_and_sharded_take_the_same_steps_where_nothing_is_lost(pair, correct):
     """Synchronised at every step, for inside a window the sharded one stands still."""
     moves = []
     for cls in pair:
         more = {"sync": "every"} if "sync" in KINDS[cls] else {}
-        group = replicas(cls, 2, codec="none", spiky_codec="none", bias_correction=correct, weight_decay=0.1, **more)
+        group = replicas(
+            cls,
+            2,
+            codec="none",
+            spiky_codec="none",
+            bias_correction=correct,
+            weight_decay=0.1,
+            **more,
+        )
         for step in range(12):
             group.step(noise(2, step))
-        moves.append(torch.cat([(p - q).detach().view(-1) for p, q in zip(group.parameters[0], start(), strict=True)]))
+        moves.append(
+            torch.cat(
+                [
+                    (p - q).detach().view(-1)
+                    for p, q in zip(group.parameters[0], start(), strict=True)
+                ]
+            )
+        )
     assert float((moves[0] - moves[1]).norm()) < 1e-4 * float(moves[0].norm())
 
 
@@ -107,7 +146,10 @@ def test_whole_and_sharded_take_the_same_steps_where_nothing_is_lost(pair, corre
 @some_sizes
 @pytest.mark.parametrize("option", ["exact_codec", "spiky_codec"])
 def test_codecs_of_whole_tensors_are_refused_for_gradients(cls, size, option):
-    with pytest.raises(InvalidArgument, match=rf"{option} is 'powersgd/4/2', which compresses whole tensors.*'int8'"):
+    with pytest.raises(
+        InvalidArgument,
+        match=rf"{option} is 'powersgd/4/2', which compresses whole tensors.*'int8'",
+    ):
         replicas(cls, size, **{option: "powersgd-4"})
 
 
@@ -131,7 +173,9 @@ def test_torchs_tools_carry_the_schedule_of_the_variance():
     while group.optimizers[0].steps_done < 20 or group.optimizers[0].held:
         group.step(noise(2, group.optimizers[0].steps_done))
     models, others = ([Model(mine) for mine in each.parameters] for each in (group, other))
-    for model, twin, o, theirs in zip(models, others, group.optimizers, other.optimizers, strict=True):
+    for model, twin, o, theirs in zip(
+        models, others, group.optimizers, other.optimizers, strict=True
+    ):
         twin.load_state_dict(model.state_dict())
         set_optimizer_state_dict(twin, theirs, get_optimizer_state_dict(model, o))
     for step in range(group.optimizers[0].steps_done, 60):
@@ -140,11 +184,15 @@ def test_torchs_tools_carry_the_schedule_of_the_variance():
         group.step(noise(2, step))
         other.step(noise(2, step))
     assert group.optimizers[0].counters.local_steps > 10
-    assert all(torch.equal(p, q) for p, q in zip(group.parameters[0], other.parameters[0], strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(group.parameters[0], other.parameters[0], strict=True)
+    )
 
 
 def test_a_state_of_torchs_adam_begins_the_schedule_anew():
-    o = ZeroOneAdam([torch.nn.Parameter(torch.ones(8))], transport=Loopback(2).transport(0), **WINDOWS)
+    o = ZeroOneAdam(
+        [torch.nn.Parameter(torch.ones(8))], transport=Loopback(2).transport(0), **WINDOWS
+    )
     plain = torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))])
     for _ in range(30):
         plain.param_groups[0]["params"][0].grad = torch.ones(8)
@@ -156,7 +204,10 @@ def test_a_state_of_torchs_adam_begins_the_schedule_anew():
 @pytest.mark.parametrize(
     ("make", "cure"),
     [
-        (partial(ShardedOneBitAdam, warmup_steps=4), r"commpress\.save_distributed\(optimizer, folder\)"),
+        (
+            partial(ShardedOneBitAdam, warmup_steps=4),
+            r"commpress\.save_distributed\(optimizer, folder\)",
+        ),
         (ShardedZeroOneAdam, r"commpress\.save_distributed\(optimizer, folder\)"),
         (DeMo, r"torch\.save, on each rank its own"),
         (Masha, r"torch\.save, on each rank its own"),
@@ -164,7 +215,9 @@ def test_a_state_of_torchs_adam_begins_the_schedule_anew():
     ids=["ShardedOneBitAdam", "ShardedZeroOneAdam", "DeMo", "Masha"],
 )
 @some_sizes
-def test_a_state_that_torchs_distributed_checkpoints_took_apart_is_refused_with_the_cure(pool, make, cure, size):
+def test_a_state_that_torchs_distributed_checkpoints_took_apart_is_refused_with_the_cure(
+    pool, make, cure, size
+):
     for (said,) in pool.run(carried_by_torch, make, size=size):
         assert re.search(f"torch.distributed.checkpoint.state_dict leaves .*: save .*{cure}", said)
 

@@ -1,4 +1,5 @@
-"""The optimizers train as Adam does, and do not when error feedback is off: the short form of the bench."""
+"""The optimizers train as Adam does, and do not when error feedback is off: the short form of the
+bench."""
 
 import pytest
 

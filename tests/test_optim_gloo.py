@@ -5,7 +5,13 @@ import torch
 
 import commpress
 from commpress.errors import Mismatch, StateMismatch
-from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.optim import (
+    OneBitAdam,
+    OneBitLamb,
+    ShardedOneBitAdam,
+    ShardedZeroOneAdam,
+    ZeroOneAdam,
+)
 from commpress.schedules import DoublingIntervals
 from optim_twin import Replicas, noise, start
 from variants import few, first
@@ -54,7 +60,9 @@ def test_gloo_equals_the_simulation(pool, make, size):
     for step in range(STEPS):
         twin.step(noise(size, step))
     results = pool.run(train, make, size, size=size)
-    for (parameters, counters), o, theirs in zip(results, twin.optimizers, twin.parameters, strict=True):
+    for (parameters, counters), o, theirs in zip(
+        results, twin.optimizers, twin.parameters, strict=True
+    ):
         assert all(torch.equal(a, b) for a, b in zip(parameters, theirs, strict=True))
         assert counters == o.counters.as_dict()
 
@@ -67,11 +75,14 @@ def sharded(parameters, transport):
 def sharded_zero_one(parameters, transport):
     options = {k: v for k, v in OPTIONS.items() if k != "warmup_steps"}
     sync = DoublingIntervals(start=4, period=100)
-    return ShardedZeroOneAdam(parameters, transport=transport, sync=sync, variance_updates=1, **options)
+    return ShardedZeroOneAdam(
+        parameters, transport=transport, sync=sync, variance_updates=1, **options
+    )
 
 
 def grow(make, size, missing):
-    """On a real rank; the last parameters come after 5 steps, on one rank not at all if ``missing``."""
+    """On a real rank; the last parameters come after 5 steps, on one rank not at all if
+    ``missing``."""
     rank = torch.distributed.get_rank()
     parameters = [torch.nn.Parameter(p) for p in start()]
     optimizer = make(parameters[:1], None)
@@ -103,12 +114,15 @@ def test_groups_that_come_late_are_those_of_the_simulation(pool, make):
 
 
 def go_on(make, folder, elastic, begin, end):
-    """Take steps ``begin`` to ``end``, having loaded what is in ``folder`` if there is something, and save there."""
+    """Take steps ``begin`` to ``end``, having loaded what is in ``folder`` if there is something,
+    and save there."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     parameters = [torch.nn.Parameter(p) for p in start()]
     optimizer = make(parameters, None)
     if begin:
-        for p, saved in zip(parameters, torch.load(f"{folder}/model.pt", weights_only=True), strict=True):
+        for p, saved in zip(
+            parameters, torch.load(f"{folder}/model.pt", weights_only=True), strict=True
+        ):
             p.data.copy_(saved)
         commpress.load_distributed(optimizer, f"{folder}/optimizer")
     for step in range(begin, end):
@@ -122,7 +136,9 @@ def go_on(make, folder, elastic, begin, end):
     return [p.detach() for p in parameters]
 
 
-@pytest.mark.parametrize("make", first(4, [onebit, zero_one, powersgd, sharded_zero_one, lamb, sketch, sharded]))
+@pytest.mark.parametrize(
+    "make", first(4, [onebit, zero_one, powersgd, sharded_zero_one, lamb, sketch, sharded])
+)
 def test_distributed_checkpoints_continue_in_every_bit(pool, tmp_path, make):
     at = 7  # in the middle of a window of 0/1 Adam
     pool.run(go_on, make, str(tmp_path), False, 0, at)
@@ -133,7 +149,9 @@ def test_distributed_checkpoints_continue_in_every_bit(pool, tmp_path, make):
         pool.run(go_on, make, str(tmp_path), False, at, STEPS, size=3)
 
 
-@pytest.mark.parametrize("make", first(4, [onebit, zero_one, sketch, sharded, powersgd, sharded_zero_one]))
+@pytest.mark.parametrize(
+    "make", first(4, [onebit, zero_one, sketch, sharded, powersgd, sharded_zero_one])
+)
 def test_elastic_distributed_checkpoints_fit_other_world_sizes(pool, tmp_path, make):
     pool.run(go_on, make, str(tmp_path), True, 0, 7)
     results = pool.run(go_on, make, str(tmp_path), True, 7, 8, size=3)

@@ -1,4 +1,5 @@
-"""The optimizers among other ranks: a step that fails changes nothing, replicas stay equal, what is owed stays owed."""
+"""The optimizers among other ranks: a step that fails changes nothing, replicas stay equal, what is
+owed stays owed."""
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from variants import few
 SHAPES = ((40, 13), (300,), (7,))
 KINDS = {
     "OneBitAdam": lambda p, t: OneBitAdam(p, warmup_steps=3, transport=t),
-    "int8 and clipping": lambda p, t: OneBitAdam(p, warmup_steps=3, exact_codec="int8", max_grad_norm=1.0, transport=t),
+    "int8 and clipping": lambda p, t: OneBitAdam(
+        p, warmup_steps=3, exact_codec="int8", max_grad_norm=1.0, transport=t
+    ),
     "matrices": lambda p, t: OneBitAdam(p, warmup_steps=3, codec="powersgd-2", transport=t),
     "OneBitLamb": lambda p, t: OneBitLamb(p, warmup_steps=3, transport=t),
     "ZeroOneAdam": lambda p, t: ZeroOneAdam(p, sync=3, variance_updates=2, transport=t),
-}  # fmt: skip
+}
 
 
 def held(o):
@@ -34,14 +37,20 @@ def held(o):
     }
     weights = {i: p.detach().clone() for i, p in enumerate(o._flat.parameters)}
     bases = {("basis", name): basis.clone() for name, basis in o.quantized.bases.items()}
-    counts = {"steps": torch.tensor([o.steps_done, getattr(o, "held", 0)]), "frozen": o.tensors.frozen_at.clone()}
+    counts = {
+        "steps": torch.tensor([o.steps_done, getattr(o, "held", 0)]),
+        "frozen": o.tensors.frozen_at.clone(),
+    }
     return buffers | residuals | weights | bases | counts
 
 
 def same(one, two):
-    """Of residuals that one of both does not know the other has none. A basis may have been drawn."""
+    """Of residuals that one of both does not know the other has none. A basis may have been
+    drawn."""
     return all(
-        torch.equal(one[key], two[key]) if key in one and key in two else "basis" in key or not (one | two)[key].any()
+        torch.equal(one[key], two[key])
+        if key in one and key in two
+        else "basis" in key or not (one | two)[key].any()
         for key in one.keys() | two.keys()
     )
 
@@ -82,15 +91,19 @@ def finished(kind, at):
 
 
 def check_owed(mine, twin):
-    """Residuals sent in the step that others finished count as if it had been finished here; of two ranks now, not three."""
+    """Residuals sent in the step that others finished count as if it had been finished here; of two
+    ranks now, not three."""
     for name in ("full", "quantized"):
         theirs = getattr(twin, name).residuals.every()
         for key, (sent, *_) in getattr(mine, name).residuals.every().items():
-            torch.testing.assert_close(sent, theirs[key][0] * 2 / 3 if key in theirs else torch.zeros_like(sent))
+            torch.testing.assert_close(
+                sent, theirs[key][0] * 2 / 3 if key in theirs else torch.zeros_like(sent)
+            )
 
 
 def rank_2_dies(group, after, reached):
-    """One step in which rank 2 of three ends after so many messages: who of the others failed, and whether it came to that."""
+    """One step in which rank 2 of three ends after so many messages: who of the others failed, and
+    whether it came to that."""
     victim = group.optimizers[2].channel
     victim.transport.stand_for(Dying(victim.inner, after, reached))
     with torch.no_grad():
@@ -100,7 +113,8 @@ def rank_2_dies(group, after, reached):
 
 @pytest.mark.parametrize(("kind", "reached"), few(KINDS, [(), (0,)]), ids=str)
 def test_a_step_that_failed_has_changed_nothing(kind, reached):
-    """Rank 2 of three dies in each message of each kind of step. Then two go on, equal in every bit."""
+    """Rank 2 of three dies in each message of each kind of step. Then two go on, equal in every
+    bit."""
     ahead = 0
     for at in (2, 3, 4, 8):
         after, more = 0, True
@@ -118,7 +132,11 @@ def test_a_step_that_failed_has_changed_nothing(kind, reached):
             if len(failed) == 1:
                 heal(group, 1 - failed[0], failed)
                 check_owed(group.optimizers[failed[0]], finished(kind, at).optimizers[failed[0]])
-            assert group.optimizers[0].steps_done == group.optimizers[1].steps_done == at + (len(failed) < 2)
+            assert (
+                group.optimizers[0].steps_done
+                == group.optimizers[1].steps_done
+                == at + (len(failed) < 2)
+            )
             assert group.agree()
             for step in range(at, at + 4):
                 assert group.step(noise(2, step, SHAPES)) == [True, True]
@@ -145,7 +163,10 @@ def test_who_is_new_trains_with_the_others(kind):
     assert all(o.steps_done == 12 for o in group.optimizers)
 
 
-@pytest.mark.parametrize(("kind", "at"), [("OneBitAdam", 2), ("OneBitAdam", 6), ("int8 and clipping", 2), ("matrices", 6)])
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [("OneBitAdam", 2), ("OneBitAdam", 6), ("int8 and clipping", 2), ("matrices", 6)],
+)
 def test_who_shrinks_goes_on_like_an_elastic_checkpoint(kind, at):
     """Steps that compress nothing are equal in every bit; what is owed is the same."""
     group, twin = Replicas(KINDS[kind], 4, SHAPES), Replicas(KINDS[kind], 3, SHAPES)
@@ -157,8 +178,12 @@ def test_who_shrinks_goes_on_like_an_elastic_checkpoint(kind, at):
     elastic = group.elastic()
     for o in twin.optimizers:
         o.load_state_dict(*elastic)
-    stores = [{"full": o.full.residuals, "quantized": o.quantized.residuals} for o in group.optimizers]
-    simulate([o.handover.leaving([1], store) for o, store in zip(group.optimizers, stores, strict=True)])
+    stores = [
+        {"full": o.full.residuals, "quantized": o.quantized.residuals} for o in group.optimizers
+    ]
+    simulate(
+        [o.handover.leaving([1], store) for o, store in zip(group.optimizers, stores, strict=True)]
+    )
     reform(group, {0, 2, 3})
     assert [o.counters.lost_ranks for o in group.optimizers] == [0] * 3
     np.testing.assert_allclose(group.owed(), twin.owed(), atol=1e-5)
@@ -166,13 +191,18 @@ def test_who_shrinks_goes_on_like_an_elastic_checkpoint(kind, at):
         one.step(noise(3, at, SHAPES))
     assert group.agree()
     if kind == "OneBitAdam" and at == 2:
-        assert all(torch.equal(p, q) for p, q in zip(group.parameters[0], twin.parameters[0], strict=True))
+        assert all(
+            torch.equal(p, q) for p, q in zip(group.parameters[0], twin.parameters[0], strict=True)
+        )
 
 
 def test_an_open_window_ends_with_the_exact_mean():
     """As ``synchronize`` without compression would end it."""
+
     def make(p, t):
-        return ZeroOneAdam(p, sync=4, variance_updates=1, codec="none", spiky_codec=None, transport=t)
+        return ZeroOneAdam(
+            p, sync=4, variance_updates=1, codec="none", spiky_codec=None, transport=t
+        )
 
     groups = [Replicas(make, 3, SHAPES) for _ in range(2)]
     for group in groups:
@@ -190,7 +220,9 @@ def test_an_open_window_ends_with_the_exact_mean():
 
 def test_who_took_fewer_steps_of_a_window_is_behind():
     """Rank 2 asks for a change while the others go on to their next exchange."""
-    group = Replicas(lambda p, t: ZeroOneAdam(p, sync=5, variance_updates=1, transport=t), 3, SHAPES)
+    group = Replicas(
+        lambda p, t: ZeroOneAdam(p, sync=5, variance_updates=1, transport=t), 3, SHAPES
+    )
     for step in range(3):
         group.step(noise(3, step, SHAPES))
     assert group.optimizers[0].held
@@ -199,7 +231,11 @@ def test_who_took_fewer_steps_of_a_window_is_behind():
         simulate([o.steps() for o in group.optimizers[:2]])
     first, expected = group.optimizers[0], []
     for i in range(len(SHAPES)):
-        moved = sum(o._flat.view(o.accumulated, i) for o in group.optimizers[:2]) / 2 / first.tensors.divisor(i)
+        moved = (
+            sum(o._flat.view(o.accumulated, i) for o in group.optimizers[:2])
+            / 2
+            / first.tensors.divisor(i)
+        )
         expected.append(first.windows.decays[0] * first._flat.view(first.anchor, i) - moved)
     reform(group, {0, 1, 2})
     heal(group, 0, (2,))
@@ -222,8 +258,12 @@ def louder(step):
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
 @pytest.mark.parametrize("reached", [(), (0,)], ids=str)
 def test_tensors_wake_up_on_all_or_on_none(kind, reached):
-    """A rank dies in each message of a step after which tensors wake up: ranks that have taken the step are equal."""
-    makes = {**KINDS, "ZeroOneAdam": lambda p, t: ZeroOneAdam(p, sync="every", variance_updates=2, transport=t)}
+    """A rank dies in each message of a step after which tensors wake up: ranks that have taken the
+    step are equal."""
+    makes = {
+        **KINDS,
+        "ZeroOneAdam": lambda p, t: ZeroOneAdam(p, sync="every", variance_updates=2, transport=t),
+    }
     group, at = Replicas(makes[kind], 3, SHAPES), 0
     while not group.optimizers[0].counters.woken_tensors:
         group.step(noise(3, at, SHAPES) if at < 8 else louder(at))
@@ -253,5 +293,7 @@ def test_tensors_wake_up_on_all_or_on_none(kind, reached):
 def test_divided_state_is_refused():
     parameters = [torch.nn.Parameter(p) for p in start(SHAPES)]
     optimizer = ShardedOneBitAdam(parameters, warmup_steps=3, transport=Loopback(1).transport(0))
-    with pytest.raises(InvalidArgument, match=r"ShardedOneBitAdam cannot go on: .* commpress\.elastic\(build"):
+    with pytest.raises(
+        InvalidArgument, match=r"ShardedOneBitAdam cannot go on: .* commpress\.elastic\(build"
+    ):
         optimizer.reform(changes({0}, 0, 2)[0])

@@ -1,11 +1,15 @@
-"""PowerSGD and sketches as codecs of the optimizers: against DDP's hook, exact steps and what must add up."""
+"""PowerSGD and sketches as codecs of the optimizers: against DDP's hook, exact steps and what must
+add up."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
@@ -24,7 +28,8 @@ COMMON = {"lr": LR, "betas": (BETA1, BETA2), "min_numel": 0, "weight_decay": 0.1
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors are too small for two, which would wait for each other wherever the machine has something else to do."""
+    """Tensors are too small for two, which would wait for each other wherever the machine has
+    something else to do."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,16 +41,24 @@ def named(parameters):
 
 
 def onebit(parameters, transport, **options):
-    return OneBitAdam(named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options)
+    return OneBitAdam(
+        named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options
+    )
 
 
 def lamb(parameters, transport, **options):
-    return OneBitLamb(named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options)
+    return OneBitLamb(
+        named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options
+    )
 
 
 def zero_one(parameters, transport, **options):
     sync = DoublingIntervals(start=WARMUP, period=100)
-    return ZeroOneAdam(named(parameters), transport=transport, **COMMON | {"variance_updates": 1, "sync": sync} | options)
+    return ZeroOneAdam(
+        named(parameters),
+        transport=transport,
+        **COMMON | {"variance_updates": 1, "sync": sync} | options,
+    )
 
 
 MAKERS = [onebit, zero_one, lamb]
@@ -95,7 +108,8 @@ class Sum(torch.nn.Module):
 
 
 def beside_ddp(make, codec):
-    """Momentum as the optimizer's exchanges average it, and as DDP's hook does when it comes as gradients."""
+    """Momentum as the optimizer's exchanges average it, and as DDP's hook does when it comes as
+    gradients."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     optimizer, calls = watched(make, codec)
     ddp = DistributedDataParallel(Sum())
@@ -113,7 +127,8 @@ def beside_ddp(make, codec):
 
 
 @pytest.mark.parametrize(
-    ("make", "codec", "size"), [(onebit, "powersgd-2", 3), (zero_one, "powersgd-2", 2), (lamb, "sketch-8", 2)]
+    ("make", "codec", "size"),
+    [(onebit, "powersgd-2", 3), (zero_one, "powersgd-2", 2), (lamb, "sketch-8", 2)],
 )
 def test_momentum_crosses_as_gradients_do_under_ddp(pool, make, codec, size):
     """The same bits: bases, residuals and quanta follow from what was sent, whoever sends it."""
@@ -122,7 +137,11 @@ def test_momentum_crosses_as_gradients_do_under_ddp(pool, make, codec, size):
     for means in results:
         for theirs, ours in means:
             assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-    assert all(torch.equal(a, b) for (_, x), (_, y) in zip(*results[:2], strict=True) for a, b in zip(x, y, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for (_, x), (_, y) in zip(*results[:2], strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
 
 
 @every_kind
@@ -132,8 +151,19 @@ def test_at_full_rank_steps_are_exact(make):
         group = replicas(make, 3, codec=codec, spiky_codec="none")
         for step in range(STEPS):
             assert group.step(noise(3, step, SHAPES)) == [True] * 3
-        moves.append(torch.cat([(p - q).detach().view(-1) for p, q in zip(group.parameters[0], start(SHAPES), strict=True)]))
-        assert "none" in str(codec) or set(group.optimizers[0].quantized.bases) == {"p0", "p1", "p2"}
+        moves.append(
+            torch.cat(
+                [
+                    (p - q).detach().view(-1)
+                    for p, q in zip(group.parameters[0], start(SHAPES), strict=True)
+                ]
+            )
+        )
+        assert "none" in str(codec) or set(group.optimizers[0].quantized.bases) == {
+            "p0",
+            "p1",
+            "p2",
+        }
     assert not torch.equal(*moves), "nothing travelled as a product"
     assert float((moves[0] - moves[1]).norm()) < 1e-4 * float(moves[0].norm())
 
@@ -142,7 +172,12 @@ def test_at_full_rank_steps_are_exact(make):
 @every_kind
 def test_what_all_ranks_know_of_momentum_is_not_sent_again(make, codec):
     """Without gradients it decays as Adam's, however little of a matrix the codec can say."""
-    group = replicas(make, 2, codec=codec, **({"sync": "every", "warmup_steps": WARMUP} if make is zero_one else {}))
+    group = replicas(
+        make,
+        2,
+        codec=codec,
+        **({"sync": "every", "warmup_steps": WARMUP} if make is zero_one else {}),
+    )
     for step in range(WARMUP):
         group.step(noise(2, step, SHAPES))
     before = group.momentum()
@@ -157,8 +192,11 @@ def test_what_all_ranks_know_of_momentum_is_not_sent_again(make, codec):
 @pytest.mark.parametrize("exact_codec", ["none", "int8"])
 @every_codec
 def test_the_trajectory_telescopes(codec, exact_codec, size):
-    """(1 − β1)·Σ d_t + β1·d_T = R_0 − R_T, where R_0 is what the exact steps before the freeze left behind, in rows."""
-    group = replicas(onebit, size, codec=codec, exact_codec=exact_codec, variance_floor=0.0, weight_decay=0.0)
+    """(1 − β1)·Σ d_t + β1·d_T = R_0 − R_T, where R_0 is what the exact steps before the freeze left
+    behind, in rows."""
+    group = replicas(
+        onebit, size, codec=codec, exact_codec=exact_codec, variance_floor=0.0, weight_decay=0.0
+    )
     for step in range(WARMUP):
         group.step(noise(size, step, SHAPES))
     owed = group.owed()
@@ -220,7 +258,9 @@ def test_elastic_states_keep_what_is_owed_and_learnt(codec, size):
         o.load_state_dict(*parts)
         mine, saved = o.quantized.choices(), group.optimizers[0].quantized.choices()
         assert mine["quanta"] == saved["quanta"]
-        assert all(torch.equal(basis, saved["bases"][name]) for name, basis in mine["bases"].items())
+        assert all(
+            torch.equal(basis, saved["bases"][name]) for name, basis in mine["bases"].items()
+        )
     np.testing.assert_allclose(other.owed(), group.owed(), atol=1e-6)
     assert np.abs(group.owed()).max() > 0.01
     for step in range(AT, STEPS):
@@ -243,7 +283,10 @@ def test_a_state_of_another_rank_of_matrices_is_refused():
 def test_torchs_tools_carry_all_but_what_is_owed_and_learnt(codec):
     """Quanta that one rank knew and another did not would make them send different messages."""
     models = [Sum(), Sum(), Sum()]
-    optimizers = [onebit(m.parameters(), t, codec=codec) for m, t in zip(models, Loopback(3).transports(), strict=True)]
+    optimizers = [
+        onebit(m.parameters(), t, codec=codec)
+        for m, t in zip(models, Loopback(3).transports(), strict=True)
+    ]
     group = replicas(onebit, 3, codec=codec)
     group.optimizers, group.parameters = optimizers, [list(m.parameters()) for m in models]
     for step in range(AT):
@@ -294,7 +337,9 @@ def test_vectors_travel_exactly_and_what_is_spiky_in_eight_bits(codec):
     assert by_codec["fp8"] == ["p0"]
     assert "p1" in by_codec[kind]
     assert "p2" in by_codec[vectors]
-    said = sum(s.bits * s.numel for s in counters.shares.values()) / sum(s.numel for s in counters.shares.values())
+    said = sum(s.bits * s.numel for s in counters.shares.values()) / sum(
+        s.numel for s in counters.shares.values()
+    )
     if codec == "powersgd-2":  # a sketch without a quantum goes densely
         assert counters.bits == pytest.approx(said, rel=0.05), "headers are not in the shares"
 
@@ -303,5 +348,7 @@ def test_vectors_travel_exactly_and_what_is_spiky_in_eight_bits(codec):
 @pytest.mark.parametrize("make", [commpress.ShardedOneBitAdam, commpress.ShardedZeroOneAdam])
 @every_codec
 def test_optimizers_with_divided_state_refuse_them(make, codec, size):
-    with pytest.raises(InvalidArgument, match=rf"codec is '{codec[:6]}.*for parameter '#00000'.* codec of rows"):
+    with pytest.raises(
+        InvalidArgument, match=rf"codec is '{codec[:6]}.*for parameter '#00000'.* codec of rows"
+    ):
         Replicas(lambda p, t: make(p, lr=LR, transport=t, codec=codec), size, SHAPES)

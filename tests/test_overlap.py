@@ -1,4 +1,5 @@
-"""Under DistributedDataParallel, rounds started by the gradient hook give the bits of rounds in ``step``."""
+"""Under DistributedDataParallel, rounds started by the gradient hook give the bits of rounds in
+``step``."""
 
 from contextlib import nullcontext
 
@@ -19,7 +20,10 @@ def optimizer_of(name, model, **options):
     common = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "min_numel": 64} | options
     if name == "zero-one":
         return commpress.ZeroOneAdam(
-            model.named_parameters(), sync=DoublingIntervals(start=5, period=100), variance_updates=2, **common
+            model.named_parameters(),
+            sync=DoublingIntervals(start=5, period=100),
+            variance_updates=2,
+            **common,
         )
     cls = commpress.OneBitLamb if name == "lamb" else commpress.OneBitAdam
     return cls(model.named_parameters(), warmup_steps=4, **common)
@@ -58,7 +62,13 @@ def train(name, overlapped, accumulate=1, poisoned=(), options=None, bucket_mb=0
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [("onebit", "sign"), ("zero-one", "sign"), ("lamb", "sign"), ("onebit", "powersgd-2"), ("zero-one", "sketch-8")],
+    [
+        ("onebit", "sign"),
+        ("zero-one", "sign"),
+        ("lamb", "sign"),
+        ("onebit", "powersgd-2"),
+        ("zero-one", "sketch-8"),
+    ],
 )
 def test_overlapped_rounds_give_the_same_bits(pool, name, codec):
     options = {"codec": codec}
@@ -66,14 +76,17 @@ def test_overlapped_rounds_give_the_same_bits(pool, name, codec):
     for (a, _, _), (b, started, counters) in zip(plain, overlapped, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
         assert max(started) > 1, "no bucket was under way before step()"
-        assert counters["compressed_bytes"] >= plain[0][2]["compressed_bytes"] > 0  # more messages, more headers
+        # more messages, more headers
+        assert counters["compressed_bytes"] >= plain[0][2]["compressed_bytes"] > 0
         assert counters["exact_bytes"] >= plain[0][2]["exact_bytes"] > 0
         if name == "zero-one":
             assert counters["local_steps"] > 0
             assert started.count(0) == counters["local_steps"]
             assert counters["local_bytes"] == 0
     if name != "zero-one":  # whose last window is open
-        assert all(torch.equal(x, y) for x, y in zip(overlapped[0][0], overlapped[1][0], strict=True))
+        assert all(
+            torch.equal(x, y) for x, y in zip(overlapped[0][0], overlapped[1][0], strict=True)
+        )
 
 
 def test_accumulation_sends_once(pool):
@@ -125,13 +138,16 @@ def test_a_second_backward_replaces_what_was_started(pool):
 
 
 def unfrozen_late(name, overlapped):
-    """Parameters come between a backward and its step, when rounds are under way or a window is open."""
+    """Parameters come between a backward and its step, when rounds are under way or a window is
+    open."""
     torch.manual_seed(0)
     model = Net()
     late = list(dict(model.named_parameters()).items())[-2:]
     for _, p in late:
         p.requires_grad = False
-    rest = torch.nn.ParameterDict({n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad})
+    rest = torch.nn.ParameterDict(
+        {n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad}
+    )
     optimizer = optimizer_of(name, rest)
     run = DistributedDataParallel(model, bucket_cap_mb=0.01) if overlapped else model
     if overlapped:
@@ -162,7 +178,9 @@ def wrong():
     with pytest.raises(InvalidArgument, match="expected OneBitAdam"):
         commpress.overlap(ddp, torch.optim.Adam(model.parameters()))
     with pytest.raises(InvalidArgument, match="does not have 2 parameters of ddp, such as 'embed"):
-        commpress.overlap(ddp, commpress.OneBitAdam([p for n, p in model.named_parameters() if "embed" not in n]))
+        commpress.overlap(
+            ddp, commpress.OneBitAdam([p for n, p in model.named_parameters() if "embed" not in n])
+        )
     with pytest.raises(InvalidArgument, match="expected a DistributedDataParallel"):
         commpress.overlap(model, commpress.OneBitAdam(model.parameters()))
 

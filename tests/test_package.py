@@ -1,4 +1,5 @@
-"""The package as a user installs it: the wheel holds every file of the folders, below `commpress`, and nothing else."""
+"""The package as a user installs it: the wheel holds every file of the folders, below `commpress`,
+and nothing else."""
 
 import os
 import shutil
@@ -16,24 +17,36 @@ from commpress.kernels.cpu.digest import FAMILIES
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from the source distribution, from a copy: setuptools leaves a build/ folder behind."""
+    """The wheel, built from the source distribution, from a copy: setuptools leaves a build/ folder
+    behind."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(sources.ROOT / name, copy)
     for folder in (*sources.folders(), "benchmarks"):
-        shutil.copytree(sources.ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+        shutil.copytree(
+            sources.ROOT / folder,
+            copy / folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+            symlinks=True,
+        )
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
-    built = subprocess.run(command, cwd=out, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    built = subprocess.run(
+        command, cwd=out, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
         yield archive
 
 
 def test_the_wheel_holds_the_folders_and_nothing_else(wheel):
-    packed = {Path(name) for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")}
+    packed = {
+        Path(name) for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")
+    }
     made = {Path("commpress/kernels/cpu/bitcode", f"{family}.bc") for family in FAMILIES}
     expected = {sources.installed(path) for path in sources.files()} | made
-    assert sorted(expected - packed) == [], "not in the wheel: list the package or its data in pyproject.toml"
+    assert sorted(expected - packed) == [], (
+        "not in the wheel: list the package or its data in pyproject.toml"
+    )
     assert sorted(packed - expected) == [], "in the wheel, but in none of the folders"
 
 
@@ -46,9 +59,9 @@ def test_the_wheel_says_what_it_is(wheel):
     assert "License-Expression: Apache-2.0" in metadata
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
     assert "commpress = commpress.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
-    assert {line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")} == set(
-        project["optional-dependencies"]
-    )
+    assert {
+        line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")
+    } == set(project["optional-dependencies"])
 
 
 WITHOUT_NUMBA = """
@@ -83,7 +96,9 @@ def test_an_installed_wheel_needs_no_optional_package(wheel, tmp_path):
     wheel.extractall(tmp_path)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "COMMPRESS_CACHE_DIR": "/proc/nowhere"}
     command = [sys.executable, "-c", WITHOUT_NUMBA]
-    ran = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(
+        command, env=environment, cwd="/", capture_output=True, text=True, timeout=240
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == str(tmp_path / "commpress" / "__init__.py")
     assert ran.stderr.count("COMMPRESS_CACHE_DIR") == 1

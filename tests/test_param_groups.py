@@ -1,4 +1,5 @@
-"""Groups that come late: what others have stays theirs, and the new ones begin as those of AdamW do."""
+"""Groups that come late: what others have stays theirs, and the new ones begin as those of AdamW
+do."""
 
 import copy
 
@@ -7,7 +8,13 @@ import torch
 
 from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument, Mismatch
-from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.optim import (
+    OneBitAdam,
+    OneBitLamb,
+    ShardedOneBitAdam,
+    ShardedZeroOneAdam,
+    ZeroOneAdam,
+)
 from commpress.schedules import Every
 from optim_twin import Replicas, adam_step, mean, noise, owed, start
 
@@ -21,7 +28,9 @@ OTHERS = {"lr": 5e-3, "weight_decay": 0.0}
 
 
 def options_of(kind):
-    return COMMON | ({"warmup_steps": 4} if kind in FREEZES else {"variance_updates": 2, "sync": Every(3)})
+    return COMMON | (
+        {"warmup_steps": 4} if kind in FREEZES else {"variance_updates": 2, "sync": Every(3)}
+    )
 
 
 def replicas(kind, size, *, late=True, **options):
@@ -46,9 +55,10 @@ def run(group, steps):
 
 def same(group, other, of=slice(None)):
     return all(
-        torch.equal(p, q) for a, b in zip(group.parameters, other.parameters, strict=True)
+        torch.equal(p, q)
+        for a, b in zip(group.parameters, other.parameters, strict=True)
         for p, q in zip(a[of], b[of], strict=True)
-    )  # fmt: skip
+    )
 
 
 def synchronize(group):
@@ -89,14 +99,18 @@ def test_in_exact_steps_it_is_adamw_that_grows(kind, size):
     counts = [int(state["step"]) for state in adam.state_dict()["state"].values()]
     assert counts == [12, 12, 7, 7, 7]
     if "sharded" not in kind:
-        assert [int(s["step"]) for s in group.optimizers[0].state_dict()["state"].values()] == counts
+        assert [
+            int(s["step"]) for s in group.optimizers[0].state_dict()["state"].values()
+        ] == counts
 
 
 @pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("kind", FREEZES)
 def test_after_the_freeze_the_others_do_not_notice(kind, size):
     """And the new ones, exact as long as they are live, take AdamW's steps."""
-    group, alone = (replicas(kind, size, spiky_codec=None, warmup_steps=6, betas=BETAS) for _ in range(2))
+    group, alone = (
+        replicas(kind, size, spiky_codec=None, warmup_steps=6, betas=BETAS) for _ in range(2)
+    )
     twin = [torch.nn.Parameter(p) for p in start(SHAPES)[2:]]
     adam = torch.optim.AdamW(twin, betas=BETAS, fused=True, **OTHERS)
     for step in range(15):
@@ -125,7 +139,11 @@ def test_after_the_freeze_the_others_do_not_notice(kind, size):
 
 
 def same_on_all_ranks(group):
-    return all(torch.equal(p, q) for other in group.parameters[1:] for p, q in zip(group.parameters[0], other, strict=True))
+    return all(
+        torch.equal(p, q)
+        for other in group.parameters[1:]
+        for p, q in zip(group.parameters[0], other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", FREEZES)
@@ -175,21 +193,30 @@ def test_an_open_window_ends_and_all_begin_with_exact_steps(kind, size):
         run(alone, [step])
         kinds.append(first.counters.exact_rounds - before)
         if step == begin:  # as under Adam, the first step is one of lr, whatever the gradient is
-            late = torch.cat([(p.detach() - q).view(-1) for p, q in zip(group.parameters[0], start(SHAPES), strict=True)][2:])
+            late = torch.cat(
+                [
+                    (p.detach() - q).view(-1)
+                    for p, q in zip(group.parameters[0], start(SHAPES), strict=True)
+                ][2:]
+            )
             assert float(late.abs().median()) == pytest.approx(OTHERS["lr"], rel=1e-3)
     assert kinds[: first.windows.opening] == [1] * first.windows.opening
     assert 0 in kinds or (kind, size) == ("zero-one", 1)
     assert same(group, alone, slice(2))
     synchronize(group)
     assert same_on_all_ranks(group)
-    moved = [float((p.detach() - q).abs().mean()) for p, q in zip(group.parameters[0][2:], start(SHAPES)[2:], strict=True)]
+    moved = [
+        float((p.detach() - q).abs().mean())
+        for p, q in zip(group.parameters[0][2:], start(SHAPES)[2:], strict=True)
+    ]
     assert all(1e-3 < m < 14 * 1e-2 for m in moved), moved
 
 
 @pytest.mark.parametrize("at", [0, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_of_one_that_grew_goes_on(kind, at, tmp_path):
-    """In every bit, in one that had both groups from the beginning and in one that grew too; ``at`` steps after it grew."""
+    """In every bit, in one that had both groups from the beginning and in one that grew too; ``at``
+    steps after it grew."""
     group = replicas(kind, 2)
     run(group, range(10))
     join(group)
@@ -248,7 +275,10 @@ def test_ranks_that_add_other_groups_are_named(kind):
         run(group, range(2))
         for rank, (o, p) in enumerate(zip(group.optimizers, group.parameters, strict=True)):
             o.add_param_group({"params": [p[i] for i in (order if rank == 1 else (2, 3, 4))]})
-        with pytest.raises(Mismatch, match=r"ranks \[1\] have other parameter groups than rank 0.*the same two steps") as e:
+        with pytest.raises(
+            Mismatch,
+            match=r"ranks \[1\] have other parameter groups than rank 0.*the same two steps",
+        ) as e:
             run(group, [2])
         assert e.value.ranks == (1,)
 
@@ -298,7 +328,9 @@ def test_what_is_refused_changes_nothing(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_weights_of_half_precision_stay(kind):
     def make(p, t):
-        return KINDS[kind]([{"params": p[:2]}], transport=t, **(options_of(kind) | {"warmup_steps": 100}))
+        return KINDS[kind](
+            [{"params": p[:2]}], transport=t, **(options_of(kind) | {"warmup_steps": 100})
+        )
 
     group, alone = (Replicas(make, 2, SHAPES, dtype=torch.bfloat16) for _ in range(2))
     run(group, range(3))
@@ -312,7 +344,9 @@ def test_float32_weights_of_half_precision_stay(kind):
             mine, theirs = getattr(o, name), getattr(q, name)
             assert torch.equal(mine[: theirs.numel()], theirs)
         if "sharded" not in kind:
-            assert all(torch.equal(a, b) for a, b in zip(o.flat.weights[:2], q.flat.weights, strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(o.flat.weights[:2], q.flat.weights, strict=True)
+            )
 
 
 def test_a_grown_adamw_goes_on_as_one_of_ours():
@@ -338,12 +372,15 @@ def test_a_grown_adamw_goes_on_as_one_of_ours():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_that_were_assigned_count_as_added(kind):
-    """Lightning's ``BaseFinetuning`` does so when it resumes, before it loads the optimizer's state."""
+    """Lightning's ``BaseFinetuning`` does so when it resumes, before it loads the optimizer's
+    state."""
     group, other = replicas(kind, 2), replicas(kind, 2)
     run(group, range(5))
     join(group)
     run(group, range(5, 8))
-    for mine, theirs, o, q in zip(other.parameters, group.parameters, other.optimizers, group.optimizers, strict=True):
+    for mine, theirs, o, q in zip(
+        other.parameters, group.parameters, other.optimizers, group.optimizers, strict=True
+    ):
         for p, trained in zip(mine, theirs, strict=True):
             p.data.copy_(trained)
         o.param_groups = [
@@ -375,8 +412,13 @@ def test_a_model_that_is_converted_afterwards_is_named_whatever_it_was(kind):
     """A model of two dtypes, of which one is no longer what it was."""
     for i in (0, 1):
         group = replicas(kind, 1)
-        p = [torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(300))]
+        p = [
+            torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16)),
+            torch.nn.Parameter(torch.ones(300)),
+        ]
         group.optimizers[0].add_param_group({"params": p})
         p[i].data = p[i].data.half()
-        with pytest.raises(InvalidArgument, match=f"'#0000{2 + i}' is now torch.float16 on cpu, it was"):
+        with pytest.raises(
+            InvalidArgument, match=f"'#0000{2 + i}' is now torch.float16 on cpu, it was"
+        ):
             run(group, [0])

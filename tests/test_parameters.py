@@ -1,4 +1,5 @@
-"""Parameters that our optimizers cannot take are refused when they are constructed, by name and with the cure."""
+"""Parameters that our optimizers cannot take are refused when they are constructed, by name and
+with the cure."""
 
 import pytest
 import torch
@@ -25,10 +26,16 @@ MAKERS = {
 }
 REFUSED = {
     "complex": (lambda: torch.ones(4, dtype=torch.complex64), "complex64, expected.*view_as_real"),
-    "double": (lambda: torch.ones(4, dtype=torch.float64), "float64, expected.*convert it with .float()"),
+    "double": (
+        lambda: torch.ones(4, dtype=torch.float64),
+        "float64, expected.*convert it with .float()",
+    ),
     "sparse": (lambda: torch.eye(4).to_sparse(), "sparse.*to_dense"),
     "meta": (lambda: torch.ones(4, device="meta"), "meta device.*to_empty"),
-    "subclass": (lambda: TwoTensor(torch.ones(4), torch.ones(4)), "TwoTensor, expected a plain tensor"),
+    "subclass": (
+        lambda: TwoTensor(torch.ones(4), torch.ones(4)),
+        "TwoTensor, expected a plain tensor",
+    ),
 }
 
 
@@ -77,8 +84,11 @@ def constructed_over(placements, values, folder):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_dtensors_are_refused_with_the_cure_and_offloaded_takes_them(pool, tmp_path, size, placement):
-    """Equal shards, whose replicas look equal too: with them a step wrote where the tensor is not."""
+def test_dtensors_are_refused_with_the_cure_and_offloaded_takes_them(
+    pool, tmp_path, size, placement
+):
+    """Equal shards, whose replicas look equal too: with them a step wrote where the tensor is
+    not."""
     values = torch.zeros(12, 32)
     for said, weights in pool.run(constructed_over, [placement], values, tmp_path, size=size):
         for text in said:
@@ -88,11 +98,17 @@ def test_dtensors_are_refused_with_the_cure_and_offloaded_takes_them(pool, tmp_p
 
 
 def constructed_on_a_mesh():
-    """Of tensor parallelism, with all that other optimizers ask for: the ranks that have the same shard."""
+    """Of tensor parallelism, with all that other optimizers ask for: the ranks that have the same
+    shard."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     cut = torch.nn.Parameter(distribute_tensor(torch.zeros(12, 32), mesh["tp"], [Shard(0)]))
-    commpress.OneBitAdam([cut], warmup_steps=2, process_group=mesh["dp"].get_group(), agree_over=mesh)
-    return [str(caught(make, [("w", cut)], process_group=mesh["dp"].get_group())) for make in (commpress.DeMo, commpress.Masha)]
+    commpress.OneBitAdam(
+        [cut], warmup_steps=2, process_group=mesh["dp"].get_group(), agree_over=mesh
+    )
+    return [
+        str(caught(make, [("w", cut)], process_group=mesh["dp"].get_group()))
+        for make in (commpress.DeMo, commpress.Masha)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2])

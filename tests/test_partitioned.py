@@ -1,4 +1,5 @@
-"""Partitioned optimizers on real ranks equal DistributedDataParallel with the plain optimizer, bit for bit."""
+"""Partitioned optimizers on real ranks equal DistributedDataParallel with the plain optimizer, bit
+for bit."""
 
 import copy
 from contextlib import ExitStack
@@ -39,7 +40,8 @@ def compare(plan, stage):
     assert own == losses
     assert equal(values(model), parameters)
     whole = optimizer.state_dict()["state"]
-    frozen = {number for number in state["state"] if number not in whole}  # Adagrad has a state for these, never used
+    # Adagrad has a state for these, never used
+    frozen = {number for number in state["state"] if number not in whole}
     assert len(frozen) == (2 if plan.optimizer is torch.optim.Adagrad else 0)
     for number, one in state["state"].items():
         if number in frozen:
@@ -77,8 +79,12 @@ def alone():
     for step in range(plan.steps):
         plain.zero_grad()
         loss_of(twin, twin, 0, step, 0).backward()
-        commpress_norm = torch.stack([p.grad.double().square().sum() for p in twin.parameters() if p.grad is not None])
-        torch.nn.utils.clip_grads_with_norm_(twin.parameters(), plan.max_norm, commpress_norm.sum().sqrt().float())
+        commpress_norm = torch.stack(
+            [p.grad.double().square().sum() for p in twin.parameters() if p.grad is not None]
+        )
+        torch.nn.utils.clip_grads_with_norm_(
+            twin.parameters(), plan.max_norm, commpress_norm.sum().sqrt().float()
+        )
         plain.step()
         schedule.step()
     optimizer.close()
@@ -90,14 +96,17 @@ def test_one_rank_is_the_plain_optimizer(pool):
 
 
 def reduced_every_time(stage):
-    """Without no_sync stage 1 reduces the sum again, stage 2 adds the means up: equal to the sum up to rounding."""
+    """Without no_sync stage 1 reduces the sum again, stage 2 adds the means up: equal to the sum up
+    to rounding."""
     plan = Plan(steps=3, accumulate=3, options={"lr": 1e-2, "eps": 1e-3})
     model, optimizer, _ = with_partitioned(replace(plan, sync_every=True), stage=stage)
     other, second, _ = with_partitioned(plan, stage=stage)
     optimizer.close()
     second.close()
     same = equal(values(model), values(other))
-    return same, max(float((a - b).abs().max()) for a, b in zip(values(model), values(other), strict=True))
+    return same, max(
+        float((a - b).abs().max()) for a, b in zip(values(model), values(other), strict=True)
+    )
 
 
 def test_accumulation_without_no_sync(pool):
@@ -106,7 +115,8 @@ def test_accumulation_without_no_sync(pool):
 
 
 def with_errors(stage, options, at):
-    """``at``: steps before which a backward ends with an error in its middle, and counts for nothing."""
+    """``at``: steps before which a backward ends with an error in its middle, and counts for
+    nothing."""
     plan = Plan(partitioned={"bucket_mb": 0.004, **options})
     model = made(plan)
     optimizer = partitioned(plan, model, stage=stage)
@@ -128,18 +138,23 @@ def with_errors(stage, options, at):
     return values(model)
 
 
-@pytest.mark.parametrize(("options", "stage"), few([{}, {"gradients": "int8"}, {"gradients": "powersgd-2"}], [1, 2]), ids=str)
+@pytest.mark.parametrize(
+    ("options", "stage"),
+    few([{}, {"gradients": "int8"}, {"gradients": "powersgd-2"}], [1, 2]),
+    ids=str,
+)
 def test_a_backward_that_ended_with_an_error_leaves_nothing_behind(pool, stage, options):
     wanted = pool.run(with_errors, stage, options, ())
     for own, other in zip(pool.run(with_errors, stage, options, (1, 2)), wanted, strict=True):
         assert equal(own, other)
 
 
-# ---------------------------------------------------------------- half precision, AMP, what is not finite
+# ---------------------------------------------------------- half precision, AMP, what is not finite
 
 
 def masters(dtype):
-    """bfloat16 weights equal a float32 master trained on the float32 mean of bfloat16 gradients, rounded."""
+    """bfloat16 weights equal a float32 master trained on the float32 mean of bfloat16 gradients,
+    rounded."""
     plan = Plan(steps=5, dtype=dtype)
     model, optimizer, _ = with_partitioned(plan, stage=2)
     optimizer.close()
@@ -148,7 +163,8 @@ def masters(dtype):
     master = [p.detach().float().requires_grad_(p.requires_grad) for p in parameters]
     number = {id(p): i for i, p in enumerate(parameters)}
     plain = torch.optim.AdamW(
-        [{**g, "params": [master[number[id(p)]] for p in g["params"]]} for g in groups(twin)], **plan.options
+        [{**g, "params": [master[number[id(p)]] for p in g["params"]]} for g in groups(twin)],
+        **plan.options,
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(plain, plan.decay)
     for step in range(plan.steps):
@@ -191,12 +207,18 @@ def not_finite(gradients):
     """A skipped step leaves weights, moments and residuals as they were."""
     plan = Plan(steps=3)
     model, optimizer, _ = with_partitioned(plan, gradients=gradients, min_numel=0)
-    before = [*values(model), *(t.clone() for s in optimizer.inner.state.values() for t in s.values())]
+    before = [
+        *values(model),
+        *(t.clone() for s in optimizer.inner.state.values() for t in s.values()),
+    ]
     before += [sent.clone() for _, sent, _ in optimizer.residuals.places()]
     loss = loss_of(model, model, dist.get_rank(), 9, 0)
     (loss * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
     optimizer.step()
-    after = [*values(model), *(t.clone() for s in optimizer.inner.state.values() for t in s.values())]
+    after = [
+        *values(model),
+        *(t.clone() for s in optimizer.inner.state.values() for t in s.values()),
+    ]
     after += [sent.clone() for _, sent, _ in optimizer.residuals.places()]
     optimizer.on_nonfinite = "raise"
     loss_of(model, model, dist.get_rank(), 9, 0).backward()
@@ -216,10 +238,13 @@ def test_a_skipped_step_changes_nothing(pool):
 
 
 def telescopes():
-    """SGD with lr 1 and weights that travel exactly: start − end + mean residual = sum of the mean gradients."""
+    """SGD with lr 1 and weights that travel exactly: start − end + mean residual = sum of the mean
+    gradients."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(1000))
-    optimizer = commpress.Partitioned([weight], torch.optim.SGD, lr=1.0, gradients="sign", min_numel=0)
+    optimizer = commpress.Partitioned(
+        [weight], torch.optim.SGD, lr=1.0, gradients="sign", min_numel=0
+    )
     total = torch.zeros(1000, dtype=torch.float64)
     for step in range(12):
         generator = torch.Generator().manual_seed(step * 7 + dist.get_rank())
@@ -248,7 +273,9 @@ def compressed(options):
     plan = Plan(steps=8, options={"lr": 1e-2, "eps": 1e-3})
     exact, first, _ = with_partitioned(plan)
     model, optimizer, _ = with_partitioned(plan, min_numel=0, **options)
-    error = max(float((a - b).abs().max()) for a, b in zip(values(exact), values(model), strict=True))
+    error = max(
+        float((a - b).abs().max()) for a, b in zip(values(exact), values(model), strict=True)
+    )
     wanted = optimizer.bytes_per_pass()
     sent, plain = optimizer.transport.sent_bytes, first.transport.sent_bytes
     first.close()
@@ -256,7 +283,10 @@ def compressed(options):
     return values(model), error, sent, plain, plan.steps * sum(wanted.values())
 
 
-@pytest.mark.parametrize("options", [{"gradients": "int8"}, {"weights": "int8"}, {"gradients": "bf16", "weights": "bf16"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"gradients": "int8"}, {"weights": "int8"}, {"gradients": "bf16", "weights": "bf16"}],
+)
 def test_compressed_both_ways(pool, options):
     one, two = pool.run(compressed, options)
     assert equal(one[0], two[0])
@@ -272,7 +302,9 @@ def test_compressed_both_ways(pool, options):
 class Large(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(24)))
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(256, 256, bias=False) for _ in range(24))
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -280,11 +312,14 @@ class Large(torch.nn.Module):
 
 @without_older_objects()
 def held(stage):
-    """Tensor bytes per parameter after a step, scratch apart; then by the optimizer's own count; then bytes sent."""
+    """Tensor bytes per parameter after a step, scratch apart; then by the optimizer's own count;
+    then bytes sent."""
     model = Large()
     for p in model.parameters():
         torch.nn.init.eye_(p)
-    optimizer = commpress.Partitioned(model.parameters(), torch.optim.AdamW, stage=stage, bucket_mb=0.6)
+    optimizer = commpress.Partitioned(
+        model.parameters(), torch.optim.AdamW, stage=stage, bucket_mb=0.6
+    )
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 256)).sum().backward()
@@ -347,7 +382,9 @@ LOSSY = {"bucket_mb": 0.004, "gradients": "int8", "weights": "int8", "min_numel"
 MATRICES = {"bucket_mb": 0.004, "gradients": "powersgd-2", "min_numel": 64}
 
 
-@pytest.mark.parametrize("options", [{"bucket_mb": 0.004}, LOSSY, MATRICES], ids=["exact", "int8", "powersgd-2"])
+@pytest.mark.parametrize(
+    "options", [{"bucket_mb": 0.004}, LOSSY, MATRICES], ids=["exact", "int8", "powersgd-2"]
+)
 def test_resumes_in_every_bit(pool, tmp_path, options):
     assert all(one[3] for one in pool.run(saved, Plan(partitioned=options), str(tmp_path)))
 
@@ -368,7 +405,9 @@ def restored(plan, folder, weights):
 def test_a_sharded_checkpoint_at_another_world_size(pool, tmp_path, size):
     plan = Plan()
     weights, whole, _, _ = pool.run(saved, plan, str(tmp_path))[0]
-    for lr, state in pool.run(restored, replace(plan, partitioned={"bucket_mb": 0.01}), str(tmp_path), weights, size=size):
+    for lr, state in pool.run(
+        restored, replace(plan, partitioned={"bucket_mb": 0.01}), str(tmp_path), weights, size=size
+    ):
         assert lr == plan.options["lr"]
         for number, one in whole["state"].items():
             assert one.keys() == state["state"][number].keys()
@@ -377,11 +416,20 @@ def test_a_sharded_checkpoint_at_another_world_size(pool, tmp_path, size):
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("NAdam", {}), ("ASGD", {}), ("Rprop", {}), ("Adagrad", {"initial_accumulator_value": 0.5}), ("AdamW", {})],
+    [
+        ("NAdam", {}),
+        ("ASGD", {}),
+        ("Rprop", {}),
+        ("Adagrad", {"initial_accumulator_value": 0.5}),
+        ("AdamW", {}),
+    ],
 )
 @pytest.mark.parametrize("stored", [False, True], ids=["memory", "store"])
-def test_a_sharded_checkpoint_of_no_step_leaves_the_first_step_to_the_optimizer(tmp_path, optimizer, options, stored):
-    """States do not begin with zeros in all optimizers. Saved before a step, and loaded before and after one."""
+def test_a_sharded_checkpoint_of_no_step_leaves_the_first_step_to_the_optimizer(
+    tmp_path, optimizer, options, stored
+):
+    """States do not begin with zeros in all optimizers. Saved before a step, and loaded before and
+    after one."""
     kind = getattr(torch.optim, optimizer)
 
     def train(model, one, steps):
@@ -527,14 +575,17 @@ def test_masters_in_a_store_follow_weights_that_are_loaded(tmp_path, dtype):
 
 
 def like_the_hook_of_ddp(codec, options):
-    """True for each stage that has the parameters of DDP after some steps and sends the bytes that it counts."""
+    """True for each stage that has the parameters of DDP after some steps and sends the bytes that
+    it counts."""
     results = []
     for stage in (0, 1, 2):
         model = made(Plan())
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if stage:
             wrapped: torch.nn.Module = model
-            optimizer = commpress.Partitioned(named, torch.optim.SGD, lr=0.1, gradients=codec, stage=stage, **options)
+            optimizer = commpress.Partitioned(
+                named, torch.optim.SGD, lr=0.1, gradients=codec, stage=stage, **options
+            )
         else:
             wrapped = DistributedDataParallel(model)
             commpress.compress(wrapped, codec, min_numel=256)
@@ -542,7 +593,11 @@ def like_the_hook_of_ddp(codec, options):
         for step in range(5):
             before = optimizer.transport.sent_bytes if stage else 0
             loss = loss_of(wrapped, model, dist.get_rank(), step, 0)
-            own = torch.autograd.grad(loss, [p for _, p in named], retain_graph=True) if stage == 1 else []
+            own = (
+                torch.autograd.grad(loss, [p for _, p in named], retain_graph=True)
+                if stage == 1
+                else []
+            )
             loss.backward()
             assert stage != 1 or equal(own, [p.grad for _, p in named])  # this rank's, not the mean
             sent = optimizer.transport.sent_bytes - before if stage else 0
@@ -556,19 +611,35 @@ def like_the_hook_of_ddp(codec, options):
     return equal(plain, one), equal(plain, two), counts and also
 
 
-@pytest.mark.parametrize(("size", "codec", "options"), few([2, 3], ["powersgd-2", "sketch-4"], [{}, {"bucket_mb": 0.004}]))
+@pytest.mark.parametrize(
+    ("size", "codec", "options"),
+    few([2, 3], ["powersgd-2", "sketch-4"], [{}, {"bucket_mb": 0.004}]),
+)
 def test_codecs_of_whole_tensors_do_what_they_do_under_ddp(pool, size, codec, options):
     assert pool.run(like_the_hook_of_ddp, codec, options, size=size) == [(True, True, True)] * size
 
 
 def under_loss_scales(codec, stage):
-    """With and without a loss scale, a power of two; and every parameter after a step that one rank makes infinite."""
-    plan = Plan(steps=4, optimizer=torch.optim.SGD, options={"lr": 0.1}, sync_every=True, accumulate=2, decay=1.0)
+    """With and without a loss scale, a power of two; and every parameter after a step that one rank
+    makes infinite."""
+    plan = Plan(
+        steps=4,
+        optimizer=torch.optim.SGD,
+        options={"lr": 0.1},
+        sync_every=True,
+        accumulate=2,
+        decay=1.0,
+    )
     plan = replace(plan, partitioned={"bucket_mb": 0.004, "gradients": codec, "stage": stage})
-    found = [with_partitioned(replace(plan, scale=scale, bad=bad)) for scale, bad in ((0.0, ()), (64.0, ()), (64.0, (2,)))]
+    found = [
+        with_partitioned(replace(plan, scale=scale, bad=bad))
+        for scale, bad in ((0.0, ()), (64.0, ()), (64.0, (2,)))
+    ]
     for _, optimizer, _ in found:
         optimizer.close()
-    return [values(model) for model, _, _ in found], [optimizer.skipped_steps for _, optimizer, _ in found]
+    return [values(model) for model, _, _ in found], [
+        optimizer.skipped_steps for _, optimizer, _ in found
+    ]
 
 
 @pytest.mark.parametrize(("stage", "codec"), few([1, 2], ["powersgd-2", "sketch-4"]))
@@ -584,5 +655,8 @@ def test_codecs_of_whole_tensors_under_a_loss_scale(pool, codec, stage):
 @pytest.mark.parametrize("codec", ["powersgd-2", "sketch-4"])
 def test_weights_do_not_travel_in_codecs_of_whole_tensors(codec):
     """Refused on one rank too."""
-    with pytest.raises(InvalidArgument, match=r"weights is '(powersgd|sketch).*choose a codec of rows such as 'int8'"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"weights is '(powersgd|sketch).*choose a codec of rows such as 'int8'",
+    ):
         commpress.Partitioned(made(Plan()).parameters(), torch.optim.SGD, lr=0.1, weights=codec)

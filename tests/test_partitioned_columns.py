@@ -1,6 +1,8 @@
-"""``Partitioned`` on DTensors of tensor parallelism: each rank its shard, in every bit what whole parameters would do.
+"""``Partitioned`` on DTensors of tensor parallelism: each rank its shard, in every bit what whole
+parameters would do.
 
-Gradients come by way of backward, drawn alike for every mesh, so a run on 2 × 2 ranks has a twin of two with whole parameters.
+Gradients come by way of backward, drawn alike for every mesh, so a run on 2 × 2 ranks has a twin of
+two with whole parameters.
 """
 
 from contextlib import ExitStack, nullcontext
@@ -30,7 +32,9 @@ def partitioned(params, mesh, **options):
     among = {} if mesh is None else {"process_group": mesh["dp"].get_group(), "agree_over": mesh}
     named = list(params.items())
     groups = [{"params": named[::2]}, {"params": named[1::2], "weight_decay": 0.1}]
-    return commpress.Partitioned(groups, torch.optim.AdamW, **{"lr": 1e-2, "bucket_mb": 0.02} | among | options)
+    return commpress.Partitioned(
+        groups, torch.optim.AdamW, **{"lr": 1e-2, "bucket_mb": 0.02} | among | options
+    )
 
 
 def drawn(params, mesh, seed):
@@ -40,7 +44,8 @@ def drawn(params, mesh, seed):
 
 
 def train(optimizer, params, mesh, steps, *, accumulate=1, scaler=None, poison=None):
-    """Steps whose gradients are the drawn ones; in step 2 ``poison`` is in the first shard of rank 0. Scales are returned."""
+    """Steps whose gradients are the drawn ones; in step 2 ``poison`` is in the first shard of rank
+    0. Scales are returned."""
     scales = []
     for step in steps:
         for part in range(accumulate):
@@ -62,10 +67,14 @@ def train(optimizer, params, mesh, steps, *, accumulate=1, scaler=None, poison=N
 
 
 def summand(p, gradient):
-    """A term with this gradient; of what a column has alike, a summand of it on each rank, as under sequence parallelism."""
+    """A term with this gradient; of what a column has alike, a summand of it on each rank, as under
+    sequence parallelism."""
     if not isinstance(p, DTensor) or not p.placements[0].is_replicate():
         return (p * gradient).sum()
-    by_rows = lambda tensor: distribute_tensor(tensor, p.device_mesh, [Shard(0)], src_data_rank=None)  # noqa: E731
+
+    def by_rows(tensor):
+        return distribute_tensor(tensor, p.device_mesh, [Shard(0)], src_data_rank=None)
+
     return (by_rows(torch.eye(16, dtype=p.dtype)) @ p * by_rows(whole(gradient).to(p.dtype))).sum()
 
 
@@ -75,21 +84,30 @@ def trained(shape, names, options, folder=None):
     params = parameters(mesh, names)
     with ExitStack() as stack:
         if folder:
-            store = stack.enter_context(open_store(f"{folder}/{dist.get_world_size()}-{dist.get_rank()}"))
+            store = stack.enter_context(
+                open_store(f"{folder}/{dist.get_world_size()}-{dist.get_rank()}")
+            )
             options = options | {"store": store, "chunk_mb": 0.004, "fused": True}
         optimizer = partitioned(params, mesh, **options)
         train(optimizer, params, mesh, range(STEPS), accumulate=2)
         state = optimizer.state_dict()["state"]
         optimizer.close()
     every = sorted(params, key=lambda name: list(params).index(name) % 2)  # by group
-    moments = {f"{name} {key}": whole(state[i][key]) for i, name in enumerate(every) if i in state for key in MOMENTS}
+    moments = {
+        f"{name} {key}": whole(state[i][key])
+        for i, name in enumerate(every)
+        if i in state
+        for key in MOMENTS
+    }
     return {name: whole(p) for name, p in params.items()}, moments, optimizer.skipped_steps
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.parametrize("options", first(2, [{"stage": 1}, {"max_grad_norm": 1.0}, {"stage": 2}]), ids=str)
+@pytest.mark.parametrize(
+    "options", first(2, [{"stage": 1}, {"max_grad_norm": 1.0}, {"stage": 2}]), ids=str
+)
 def test_shards_take_the_steps_of_the_whole_in_every_bit(pool, options):
     expected, moments, _ = pool.run(trained, None, tuple(SHAPES), options, size=2)[0]
     for weights, found, skipped in pool.run(trained, (2, 2), tuple(SHAPES), options, size=4):
@@ -107,7 +125,8 @@ def test_shards_in_stores_take_the_steps_of_the_whole_in_every_bit(pool, tmp_pat
 
 
 def coded(options, cut):
-    """Shards after steps with codecs: as DTensors, or as plain tensors of the same values, each in a bucket of its own."""
+    """Shards after steps with codecs: as DTensors, or as plain tensors of the same values, each in
+    a bucket of its own."""
     mesh = columns((2, 2))
     params = parameters(mesh, ("tall", "wide", "same", "norm"))
     if not cut:
@@ -126,11 +145,15 @@ def coded(options, cut):
 
 
 @pytest.mark.parametrize(
-    ("options", "share"), [({"gradients": "sign", "weights": "int8"}, 0.3), ({"gradients": "powersgd-2"}, 0.75)], ids=str
+    ("options", "share"),
+    [({"gradients": "sign", "weights": "int8"}, 0.3), ({"gradients": "powersgd-2"}, 0.75)],
+    ids=str,
 )
 def test_codecs_treat_dtensors_as_their_shards(pool, options, share):
     found = pool.run(coded, options, True, size=4)
-    for rank, ((mine, sent), (plain, _)) in enumerate(zip(found, pool.run(coded, options, False, size=4), strict=True)):
+    for rank, ((mine, sent), (plain, _)) in enumerate(
+        zip(found, pool.run(coded, options, False, size=4), strict=True)
+    ):
         assert apart(mine, plain) == 0
         assert apart(mine, found[(rank + 2) % 4][0]) == 0  # the other replica
         assert sent < share
@@ -143,18 +166,31 @@ def poisoned(poison, options, scaled):
     mesh = columns((2, 2))
     params = parameters(mesh, NAMES)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
-    optimizer = partitioned(params, mesh, grad_scaler=scaler, gradients="sign", weights="int8", min_numel=0, **options)
+    optimizer = partitioned(
+        params, mesh, grad_scaler=scaler, gradients="sign", weights="int8", min_numel=0, **options
+    )
     scales = train(optimizer, params, mesh, range(STEPS), scaler=scaler, poison=poison)
     optimizer.close()
-    return {name: whole(p) for name, p in params.items()}, own(params["same"]), optimizer.skipped_steps, scales
+    return (
+        {name: whole(p) for name, p in params.items()},
+        own(params["same"]),
+        optimizer.skipped_steps,
+        scales,
+    )
 
 
 @pytest.mark.parametrize(
     ("poison", "scaled", "stage"),
-    [(float("nan"), False, 1), seldom(float("nan"), False, 2), (float("inf"), True, 2), seldom(1e5, False, 2)],
+    [
+        (float("nan"), False, 1),
+        seldom(float("nan"), False, 2),
+        (float("inf"), True, 2),
+        seldom(1e5, False, 2),
+    ],
 )
 def test_replicas_and_columns_stay_equal_whatever_one_shard_sees(pool, poison, scaled, stage):
-    """NaN, an infinity under a GradScaler, a norm to be clipped. Codecs mix the elements of a block, and shards differ."""
+    """NaN, an infinity under a GradScaler, a norm to be clipped. Codecs mix the elements of a
+    block, and shards differ."""
     results = pool.run(poisoned, poison, {"stage": stage, "max_grad_norm": 1.0}, scaled, size=4)
     for weights, same, skipped, scales in results:
         assert apart(weights, results[0][0]) == 0
@@ -173,7 +209,10 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape):
     for start in range(whole.numel()):
         for stop in range(start, whole.numel() + 1):
             boxes = list(boxes_of_range(start, stop, shape))
-            parts = [whole[tuple(slice(b, b + s) for b, s in zip(*box, strict=True))].reshape(-1) for box in boxes]
+            parts = [
+                whole[tuple(slice(b, b + s) for b, s in zip(*box, strict=True))].reshape(-1)
+                for box in boxes
+            ]
             assert torch.equal(torch.cat([whole.new_empty(0), *parts]), torch.arange(start, stop))
             assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
@@ -181,8 +220,11 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape):
 def moved(shape, dtype, folder, load, steps):
     """Load what another mesh has saved, say what came, go on and save."""
     mesh = None if shape is None else columns(shape)
-    params = {name: nn.Parameter(p.detach().to(dtype)) for name, p in parameters(mesh, NAMES).items()}
-    optimizer = partitioned(params, mesh, bucket_mb=0.02 if dtype is torch.float32 else 1e-6)  # some have a bucket of their own
+    params = {
+        name: nn.Parameter(p.detach().to(dtype)) for name, p in parameters(mesh, NAMES).items()
+    }
+    # some have a bucket of their own
+    optimizer = partitioned(params, mesh, bucket_mb=0.02 if dtype is torch.float32 else 1e-6)
     if load:
         model = {name: p.detach() for name, p in params.items()}
         held = {"model": model, "optimizer": optimizer.sharded_state_dict()}
@@ -190,7 +232,10 @@ def moved(shape, dtype, folder, load, steps):
         optimizer.load_sharded_state_dict(held["optimizer"])
     before = seen(optimizer, params)
     train(optimizer, params, mesh, steps)
-    held = {"model": {name: p.detach() for name, p in params.items()}, "optimizer": optimizer.sharded_state_dict()}
+    held = {
+        "model": {name: p.detach() for name, p in params.items()},
+        "optimizer": optimizer.sharded_state_dict(),
+    }
     dcp.save(held, checkpoint_id=f"{folder}/{shape}")
     after = seen(optimizer, params)
     optimizer.close()
@@ -202,22 +247,28 @@ def seen(optimizer, params):
     state, found = optimizer.state_dict(), {name: whole(p).float() for name, p in params.items()}
     for group in state["param_groups"]:
         for name, number in zip(group["param_names"], group["params"], strict=True):
-            found |= {f"{name} {key}": whole(value) for key, value in state["state"].get(number, {}).items()}
+            found |= {
+                f"{name} {key}": whole(value)
+                for key, value in state["state"].get(number, {}).items()
+            }
     return found
 
 
 @pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]), ids=str)
 def test_states_go_from_mesh_to_mesh_in_every_bit(pool, tmp_path, dtype):
-    """2 × 2 → 4 × 1 → 1 × 2 → two ranks with whole parameters, masters too; the last goes on as the first would."""
+    """2 × 2 → 4 × 1 → 1 × 2 → two ranks with whole parameters, masters too; the last goes on as the
+    first would."""
     folder = str(tmp_path)
     saved = pool.run(moved, (2, 2), dtype, folder, "", range(3), size=4)[0][1]
     assert {"tall exp_avg", "one exp_avg_sq", "odd step"} < saved.keys()
     assert ("wide master" in saved) == (dtype is torch.bfloat16)
     ends = []
     for shape, load, steps, size in (
-        ((4, 1), "(2, 2)", (), 4), ((1, 2), "(4, 1)", (), 2),
-        (None, "(1, 2)", range(3, 5), 2), ((2, 2), "(2, 2)", range(3, 5), 4),
-    ):  # fmt: skip
+        ((4, 1), "(2, 2)", (), 4),
+        ((1, 2), "(4, 1)", (), 2),
+        (None, "(1, 2)", range(3, 5), 2),
+        ((2, 2), "(2, 2)", range(3, 5), 4),
+    ):
         ends.append(pool.run(moved, shape, dtype, folder, load, steps, size=size)[0])
     for before, _ in ends:
         assert before.keys() == saved.keys()
@@ -229,13 +280,16 @@ def test_states_go_from_mesh_to_mesh_in_every_bit(pool, tmp_path, dtype):
 def test_states_come_from_a_mesh_whose_replicas_are_turned_in_every_bit(pool, tmp_path):
     folder = str(tmp_path)
     saved = pool.run(moved, "turned", torch.float32, folder, "", range(3), size=4)[0][1]
-    straight = pool.run(moved, (2, 2), torch.float32, f"{folder}/straight", "", range(3), size=4)[0][1]
+    straight = pool.run(moved, (2, 2), torch.float32, f"{folder}/straight", "", range(3), size=4)[
+        0
+    ][1]
     for before, _ in pool.run(moved, (4, 1), torch.float32, folder, "turned", (), size=4):
         assert apart(before, saved) == apart(before, straight) == 0
 
 
 def handed_over():
-    """Codecs' state with the rest resumes in every bit; torch's AdamW takes the whole state, as DTensors."""
+    """Codecs' state with the rest resumes in every bit; torch's AdamW takes the whole state, as
+    DTensors."""
     mesh = columns((2, 2))
     ends = []
     for breaks in (False, True):
@@ -264,10 +318,15 @@ def handed_over():
     train(exact, params, mesh, range(5, 6))
     state = exact.state_dict()
     state["state"][0]["exp_avg"] = whole(state["state"][0]["exp_avg"])
-    with pytest.raises(StateMismatch, match=r"expected \(64, 128\) and \(Shard\(dim=0\),\).*sharded_state_dict"):
+    with pytest.raises(
+        StateMismatch, match=r"expected \(64, 128\) and \(Shard\(dim=0\),\).*sharded_state_dict"
+    ):
         exact.load_state_dict(state)
     exact.close()
-    return apart(*ends), apart({n: own(p) for n, p in twin.items() if own(p).numel()}, {n: own(p) for n, p in params.items()})
+    return apart(*ends), apart(
+        {n: own(p) for n, p in twin.items() if own(p).numel()},
+        {n: own(p) for n, p in params.items()},
+    )
 
 
 def test_a_run_resumes_in_every_bit_and_torchs_optimizer_goes_on_with_it(pool):
@@ -278,7 +337,8 @@ def test_a_run_resumes_in_every_bit_and_torchs_optimizer_goes_on_with_it(pool):
 
 
 def locally(divided):
-    """Weights of replicas that train apart, each on a column of two: by ``Partitioned``, or torch's optimizer."""
+    """Weights of replicas that train apart, each on a column of two: by ``Partitioned``, or torch's
+    optimizer."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "dp", "tp"))
     params = parameters(mesh, tuple(SHAPES))
     options = {"lr": 1e-2, "foreach": False}
@@ -290,14 +350,18 @@ def locally(divided):
     local = commpress.LocalUpdates(inner, every=3, group=mesh["replica"].get_group(), codec=None)
     for step in range(7):
         for name, p in params.items():
-            p.grad = placed(name, values(name, 10 * (step + 1) + mesh["replica"].get_local_rank()), mesh)
+            p.grad = placed(
+                name, values(name, 10 * (step + 1) + mesh["replica"].get_local_rank()), mesh
+            )
         local.step()
     local.drain()
     return {name: whole(p) for name, p in params.items()}
 
 
 def test_local_updates_around_it_are_those_around_torchs_optimizer(pool):
-    for found, expected in zip(pool.run(locally, True, size=4), pool.run(locally, False, size=4), strict=True):
+    for found, expected in zip(
+        pool.run(locally, True, size=4), pool.run(locally, False, size=4), strict=True
+    ):
         assert apart(found, expected) == 0
 
 
@@ -311,12 +375,17 @@ def refusals(shape):
     both = group | {"agree_over": mesh}
     cut = fully_shard(nn.Linear(64, 64), mesh=mesh["dp"]).named_parameters()
     plain = {"norm": params["norm"]}
-    make = lambda named, **options: commpress.Partitioned(named, torch.optim.AdamW, lr=1e-2, **options)  # noqa: E731
+
+    def make(named, **options):
+        return commpress.Partitioned(named, torch.optim.AdamW, lr=1e-2, **options)
+
     calls = {
         "group": lambda: make(params.items()),
         "agree": lambda: make(params.items(), **group),
         "fsdp": lambda: make(cut, **both),
-        "scaler": lambda: make(params.items(), stage=1, grad_scaler=torch.amp.GradScaler("cpu"), **both),
+        "scaler": lambda: make(
+            params.items(), stage=1, grad_scaler=torch.amp.GradScaler("cpu"), **both
+        ),
         "clip": lambda: make(plain.items(), max_grad_norm=1.0, **both),
         "later": lambda: make(plain.items(), **both).clip_grad_norm_(1.0),
     }

@@ -1,4 +1,5 @@
-"""Calls that wait for agreement: none begins before all peers have come to it, and no two ranks begin different ones as one."""
+"""Calls that wait for agreement: none begins before all peers have come to it, and no two ranks
+begin different ones as one."""
 
 import random
 
@@ -50,8 +51,11 @@ def test_a_peer_that_calls_another_or_is_ahead_is_known():
 
 
 def test_what_one_gives_the_other_must_take():
-    counts = ([1, 2], [1, 3]), ([3, 5], [2, 5])  # elements that each rank gives to and takes from each
-    ours, theirs = (all_to_all("all_to_all", torch.float32, gives, takes, 0) for gives, takes in counts)
+    # elements that each rank gives to and takes from each
+    counts = ([1, 2], [1, 3]), ([3, 5], [2, 5])
+    ours, theirs = (
+        all_to_all("all_to_all", torch.float32, gives, takes, 0) for gives, takes in counts
+    )
     pending = PendingCollectives([1])
     work = Call(None)
     sent = pending.enter(work, {1: ours[1].pack()}, {1: ours[1].mirrored().pack()})
@@ -63,13 +67,18 @@ def test_what_one_gives_the_other_must_take():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_two_ranks_begin_different_calls_under_one_number(seed):
-    """Programs that part ways somewhere, records that arrive late: whatever begins is the same on all ranks."""
+    """Programs that part ways somewhere, records that arrive late: whatever begins is the same on
+    all ranks."""
     chance = random.Random(seed)
     kinds = [call("all_reduce", [], root=kind) for kind in range(3)]
     pattern = [chance.randrange(3) for _ in range(chance.choice([1, 3, 5]))]
     parting = {rank: chance.randrange(30, 60) for rank in range(3)}
     programs = {
-        r: [kinds[pattern[i % len(pattern)] if i < parting[r] else chance.randrange(3)] for i in range(90)] for r in range(3)
+        r: [
+            kinds[pattern[i % len(pattern)] if i < parting[r] else chance.randrange(3)]
+            for i in range(90)
+        ]
+        for r in range(3)
     }
     pending = {r: PendingCollectives([p for p in range(3) if p != r]) for r in range(3)}
     on_the_way = {(a, b): bytearray() for a in range(3) for b in range(3) if a != b}

@@ -1,4 +1,5 @@
-"""Compressed edges of torch's pipelines against one process that encodes and decodes at each cut, for every schedule."""
+"""Compressed edges of torch's pipelines against one process that encodes and decodes at each cut,
+for every schedule."""
 
 from itertools import chain
 
@@ -19,7 +20,12 @@ from variants import first
 WIDTH, BATCH, CHUNKS = 64, 16, 4
 SINGLE = ["GPipe", "1F1B"]
 FOLDED = ["ZBVZeroBubble", "DualPipeV"]
-CODECS = {"none": ("none", "none"), "int4": ("int4", "int8"), "tah": ("tah", "tah4"), "bf16": ("bf16", "none")}
+CODECS = {
+    "none": ("none", "none"),
+    "int4": ("int4", "int8"),
+    "tah": ("tah", "tah4"),
+    "bf16": ("bf16", "none"),
+}
 
 
 class Part(nn.Module):
@@ -53,7 +59,9 @@ def error_of(y, target):
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(
+        BATCH, WIDTH, generator=generator
+    )
 
 
 def homes(schedule, ranks, count):
@@ -77,18 +85,26 @@ def pipeline(schedule, codec, steps=2, poison=None, **options):
     count = count_of(schedule, ranks)
     modules, where = parts(count), homes(schedule, ranks, count)
     stages = [
-        PipelineStage(modules[i], i, count, torch.device("cpu")) for i in range(count) if where[i] == rank
-    ]  # fmt: skip
+        PipelineStage(modules[i], i, count, torch.device("cpu"))
+        for i in range(count)
+        if where[i] == rank
+    ]
     kind = schedules.get_schedule_class(schedule)
-    runner = kind(stages[0] if schedule in SINGLE else stages, chunks_of(schedule), loss_fn=error_of)
+    runner = kind(
+        stages[0] if schedule in SINGLE else stages, chunks_of(schedule), loss_fn=error_of
+    )
     edges = None
     if codec is not None:
         activations, gradients = CODECS[codec]
-        edges = commpress.compress_pipeline(runner, activations, gradient_codec=gradients, min_numel=1, **options)
+        edges = commpress.compress_pipeline(
+            runner, activations, gradient_codec=gradients, min_numel=1, **options
+        )
     before, sent = schedules._batch_p2p, []
 
     def counted(ops, *args, **more):
-        sent.extend(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend)
+        sent.extend(
+            op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend
+        )
         return before(ops, *args, **more)
 
     losses = []
@@ -101,7 +117,9 @@ def pipeline(schedule, codec, steps=2, poison=None, **options):
                 x[poison] = torch.nan
             last, first = where[-1] == rank, where[0] == rank
             found = []
-            runner.step(*([x] if first else []), **({"target": target, "losses": found} if last else {}))
+            runner.step(
+                *([x] if first else []), **({"target": target, "losses": found} if last else {})
+            )
             losses += [float(loss.detach()) for loss in found]
     finally:
         schedules._batch_p2p = before
@@ -160,9 +178,12 @@ def one_process(schedule, codec, ranks, steps=2, poison=None):
 OFTEN = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
 
-@pytest.mark.parametrize("schedule", first(len(OFTEN), [*OFTEN, "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"]))
+@pytest.mark.parametrize(
+    "schedule", first(len(OFTEN), [*OFTEN, "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"])
+)
 def test_every_schedule_sends_what_one_process_computes(pool, schedule):
-    """Exactly as torch alone with codec none, and with others as encoding and decoding at each cut, to the last bit."""
+    """Exactly as torch alone with codec none, and with others as encoding and decoding at each cut,
+    to the last bit."""
     for size in (2, 4) if schedule in SINGLE else (2,):
         plain = pool.run(pipeline, schedule, None, size=size)
         assert same(plain, pool.run(pipeline, schedule, "none", size=size))
@@ -171,24 +192,38 @@ def test_every_schedule_sends_what_one_process_computes(pool, schedule):
         losses, gradients = one_process(schedule, codec, 2)
         assert list(chain.from_iterable(one[0] for one in found)) == losses
         theirs = {stage: each for one in found for stage, each in one[1].items()}
-        assert all(torch.equal(a, b) for stage in theirs for a, b in zip(theirs[stage], gradients[stage], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for stage in theirs
+            for a, b in zip(theirs[stage], gradients[stage], strict=True)
+        )
 
 
 def same(some, others):
     return all(
-        one[0] == other[0] and all(torch.equal(a, b) for i in one[1] for a, b in zip(one[1][i], other[1][i], strict=True))
+        one[0] == other[0]
+        and all(
+            torch.equal(a, b) for i in one[1] for a, b in zip(one[1][i], other[1][i], strict=True)
+        )
         for one, other in zip(some, others, strict=True)
     )
 
 
 def test_bytes_are_those_of_the_codecs(pool):
-    """Codes of activations and of gradients leave, and exactly the mask and floats that need no gradient."""
+    """Codes of activations and of gradients leave, and exactly the mask and floats that need no
+    gradient."""
     plain, found = (pool.run(pipeline, "GPipe", codec, size=2) for codec in (None, "int4"))
     rows, row = BATCH // CHUNKS, edge_codec("int4").size
     aside = rows * (1 + 4 * 512)
-    assert [one[2] for one in plain] == [CHUNKS * (4 * rows * WIDTH + aside), CHUNKS * 4 * rows * WIDTH]
+    assert [one[2] for one in plain] == [
+        CHUNKS * (4 * rows * WIDTH + aside),
+        CHUNKS * 4 * rows * WIDTH,
+    ]
     codes = edge_codec("int8").size(rows * WIDTH, WIDTH)
-    assert [one[2] for one in found] == [CHUNKS * (row(rows * WIDTH, WIDTH) + aside), CHUNKS * codes]
+    assert [one[2] for one in found] == [
+        CHUNKS * (row(rows * WIDTH, WIDTH) + aside),
+        CHUNKS * codes,
+    ]
     for one, exact in zip(found, plain, strict=True):
         counters = one[3]
         assert (counters["sent_bytes"], counters["exact_bytes"]) == (2 * one[2], 2 * exact[2])
@@ -204,7 +239,8 @@ def test_nan_in_one_micro_batch_spoils_that_one_alone(pool):
 
 
 def evaluated():
-    """Output of the last stage: of the compressed pipeline, evaluated between steps; and refusals on the way."""
+    """Output of the last stage: of the compressed pipeline, evaluated between steps; and refusals
+    on the way."""
     rank, said = dist.get_rank(), []
     module = parts(2)[rank]
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
@@ -248,20 +284,29 @@ def test_evaluates_between_steps_and_can_be_removed(pool):
 
 
 def differing(epochs):
-    """Per step the error of activations that arrive, against those that were sent, as the same samples come again."""
+    """Per step the error of activations that arrive, against those that were sent, as the same
+    samples come again."""
     rank = dist.get_rank()
-    stage = PipelineStage(Last(1) if rank else nn.Linear(WIDTH, WIDTH), rank, 2, torch.device("cpu"))
+    stage = PipelineStage(
+        Last(1) if rank else nn.Linear(WIDTH, WIDTH), rank, 2, torch.device("cpu")
+    )
     runner = pipelining.ScheduleGPipe(stage, 2, loss_fn=error_of)
-    edges = commpress.compress_pipeline(runner, "int4", gradient_codec="none", differences=True, min_numel=1)
+    edges = commpress.compress_pipeline(
+        runner, "int4", gradient_codec="none", differences=True, min_numel=1
+    )
     seen, losses = [], []
-    stage.submod.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0] if rank else output).detach().clone()))
+    stage.submod.register_forward_hook(
+        lambda _, inputs, output: seen.append((inputs[0] if rank else output).detach().clone())
+    )
     order = torch.arange(BATCH)
     for epoch in range(epochs):
         x, target = batch(0)
         order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(epoch))
         edges.samples([half.tolist() for half in order.tensor_split(2)])
         seen.clear()
-        runner.step(*([x[order]] if rank == 0 else []), **({"target": target[order]} if rank else {}))
+        runner.step(
+            *([x[order]] if rank == 0 else []), **({"target": target[order]} if rank else {})
+        )
         losses.append(torch.cat(seen[-2:]))
         with torch.no_grad():
             for p in stage.submod.parameters():
@@ -276,7 +321,8 @@ def differing(epochs):
 
 
 def test_differences_shrink_with_what_changes(pool):
-    """A sample's first activation is exact; later ones err by four bits of their change, in whatever order samples come."""
+    """A sample's first activation is exact; later ones err by four bits of their change, in
+    whatever order samples come."""
     (sent, said), (came, also) = pool.run(differing, 4, size=2)
     errors = [float((a - b).norm() / a.norm()) for a, b in zip(sent, came, strict=True)]
     assert errors[0] == 0
@@ -299,10 +345,16 @@ def test_a_sample_that_was_nan_is_sent_anew():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "bits", "error"), [("tah3", 3.7, 0.2), ("tah", 4.2, 0.16), ("tah4", 4.7, 0.1)])
+@pytest.mark.parametrize(
+    ("name", "bits", "error"), [("tah3", 3.7, 0.2), ("tah", 4.2, 0.16), ("tah4", 4.7, 0.1)]
+)
 def test_tiles_hold_tokens_with_outliers(dtype, name, bits, error):
-    """Tokens whose other elements int4 rounds to next to nothing. A NaN spoils its tile of 64 alone."""
-    codec, x = edge_codec(name), torch.randn(40, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
+    """Tokens whose other elements int4 rounds to next to nothing. A NaN spoils its tile of 64
+    alone."""
+    codec, x = (
+        edge_codec(name),
+        torch.randn(40, 192, generator=torch.Generator().manual_seed(1)).to(dtype),
+    )
     x[:, 70] *= 100
     x[::2] *= 1e4
     out = torch.empty_like(x)
@@ -335,7 +387,8 @@ def chosen_alike():
 
 
 def both_ways():
-    """Codecs of the edge between two ranks: of activations and of gradients, where either is "auto"."""
+    """Codecs of the edge between two ranks: of activations and of gradients, where either is
+    "auto"."""
     rank, found = dist.get_rank(), []
     stage = PipelineStage(parts(2)[rank], rank, 2, torch.device("cpu"))
     before, edge_choice.measured = edge_choice.measured, lambda *_: {(0, 1): "bf16", (1, 0): "int8"}

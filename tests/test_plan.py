@@ -49,16 +49,32 @@ def test_a_slow_link_wants_compression_and_a_fast_one_none():
 
 def test_a_coarser_way_must_be_worth_it():
     every = {c.codec: c for c in found("100mbit") if c.codec}
-    even = [replace(every[way], seconds=s) for way, s in (("plain", 1.0), ("int8", 0.5), ("int4", 0.49), ("sign", 0.495))]
+    even = [
+        replace(every[way], seconds=s)
+        for way, s in (("plain", 1.0), ("int8", 0.5), ("int4", 0.49), ("sign", 0.495))
+    ]
     assert recommended(even).codec == "int8"
-    assert recommended([replace(c, seconds=0.4) if c.codec == "sign" else c for c in even], WAYS).codec == "sign"
-    assert recommended([replace(c, seconds=0.99) if c.codec != "plain" else c for c in even]).codec == "plain"
-    assert recommended([replace(c, seconds=0.95) if c.codec != "plain" else c for c in even]).codec == "plain"
-    assert recommended([replace(c, seconds=0.93) if c.codec != "plain" else c for c in even]).codec == "int8"
+    assert (
+        recommended([replace(c, seconds=0.4) if c.codec == "sign" else c for c in even], WAYS).codec
+        == "sign"
+    )
+    assert (
+        recommended([replace(c, seconds=0.99) if c.codec != "plain" else c for c in even]).codec
+        == "plain"
+    )
+    assert (
+        recommended([replace(c, seconds=0.95) if c.codec != "plain" else c for c in even]).codec
+        == "plain"
+    )
+    assert (
+        recommended([replace(c, seconds=0.93) if c.codec != "plain" else c for c in even]).codec
+        == "int8"
+    )
 
 
 def test_local_updates_are_advised_where_they_save_much_and_nowhere_else():
-    """Advice is never slower than the best that keeps ranks alike, and says what it does to the loss."""
+    """Advice is never slower than the best that keeps ranks alike, and says what it does to the
+    loss."""
     for link in ("none,1us", "10gbit,10us", "1gbit,20ms", "100mbit,20ms", "10mbit,20ms"):
         every = found(link)
         chosen = recommended(every)
@@ -66,7 +82,10 @@ def test_local_updates_are_advised_where_they_save_much_and_nowhere_else():
         assert advised(every, chosen, local_updates=False)[0] is chosen
         local = [c for c in every if c.local]
         assert best.seconds <= chosen.seconds
-        assert {c.call for c in local} >= {'LocalUpdates(inner, every=30, codec="int4")', "LocalUpdates(inner)"}
+        assert {c.call for c in local} >= {
+            'LocalUpdates(inner, every=30, codec="int4")',
+            "LocalUpdates(inner)",
+        }
         if best.local:
             assert best.seconds < 0.75 * chosen.seconds
             assert "another loss" in why
@@ -88,21 +107,31 @@ def test_bytes_of_a_round_are_those_of_local_updates(compiled, codec):
     switch, every = Loopback(4), []
     for rank in range(4):
         torch.manual_seed(0)
-        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(sizes)) for name, sizes in shapes})
+        model = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(torch.randn(sizes)) for name, sizes in shapes}
+        )
         outer = SparseLoCo() if "topk" in codec else None
         inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
-        every.append(LocalUpdates(inner, every=2, codec=codec, outer=outer, transport=switch.transport(rank)))
+        every.append(
+            LocalUpdates(inner, every=2, codec=codec, outer=outer, transport=switch.transport(rank))
+        )
     for _ in range(4):
         simulate([local.steps() for local in every])
     planned = simulate_local(
-        cluster("1gbit"), COSTS, Model(tuple(Shape(*shape) for shape in shapes)), 0.1, LocalWay(codec, every=2)
+        cluster("1gbit"),
+        COSTS,
+        Model(tuple(Shape(*shape) for shape in shapes)),
+        0.1,
+        LocalWay(codec, every=2),
     )
     assert 2 * planned.traffic.nbytes == pytest.approx(every[0].counters.sent_bytes / 2, rel=1e-3)
 
 
 def test_an_overlapped_exchange_is_exposed_where_it_is_longer():
     model, slow = transformer(11_000_000), cluster("10mbit,20ms")
-    still, late = (simulate_local(slow, COSTS, model, 0.06, LocalWay("bits2", overlap=n)) for n in (0, 29))
+    still, late = (
+        simulate_local(slow, COSTS, model, 0.06, LocalWay("bits2", overlap=n)) for n in (0, 29)
+    )
     exchange = 30 * (still.seconds - still.compute_seconds)
     assert 3.2 < exchange < 4.2, "2(K-1)/K times 2.3 bits"
     assert 30 * late.seconds == pytest.approx(max(exchange, 29 * 0.06) + 0.06, rel=0.02)
@@ -115,16 +144,26 @@ def test_an_overlapped_exchange_is_exposed_where_it_is_longer():
 
 
 def test_the_smallest_round_that_hides_its_exchange_is_planned():
-    model, links = transformer(11_000_000), ("1gbit,20ms", "100mbit,20ms", "25mbit,20ms", "10mbit,20ms")
+    model, links = (
+        transformer(11_000_000),
+        ("1gbit,20ms", "100mbit,20ms", "25mbit,20ms", "10mbit,20ms"),
+    )
     planned = []
     for link in links:
-        (hidden, simulated), = ((way, one) for way, one in considered(cluster(link), COSTS, model, 0.06) if way.hidden)
+        ((hidden, simulated),) = (
+            (way, one) for way, one in considered(cluster(link), COSTS, model, 0.06) if way.hidden
+        )
         assert simulated.seconds < 1.12 * simulated.compute_seconds, link
         shorter = LocalWay(hidden.codec, hidden.every // 2, hidden.every // 2)
-        assert simulate_local(cluster(link), COSTS, model, 0.06, shorter).seconds > 1.12 * simulated.compute_seconds
+        assert (
+            simulate_local(cluster(link), COSTS, model, 0.06, shorter).seconds
+            > 1.12 * simulated.compute_seconds
+        )
         assert hidden.every <= Hidden().long
         planned.append(hidden.call)
-    assert planned[0] == planned[1] == "LocalUpdates(inner)", "the finest codec that needs no long round"
+    assert planned[0] == planned[1] == "LocalUpdates(inner)", (
+        "the finest codec that needs no long round"
+    )
     assert planned[-1] == 'LocalUpdates(inner, outer=SparseLoCo(), codec="topk-64+bits2")'
 
 
@@ -136,7 +175,8 @@ def test_the_fastest_come_first_and_what_does_not_fit_last():
     of = {c.name: c for c in every}
     assert of["plain"].fits
     assert not of["sign"].fits  # residuals of every parameter
-    assert of["sign"].memory["device"] == pytest.approx(4 * n + 2 * 1.25 * n)  # and what a step proposes
+    # and what a step proposes
+    assert of["sign"].memory["device"] == pytest.approx(4 * n + 2 * 1.25 * n)
     assert of["ZeRO-1 none"].memory["device"] == pytest.approx(2.75 * n + 250e6)
     assert of["offload to disk none"].memory["disk"] == pytest.approx(0.75 * n)
     with pytest.raises(InvalidArgument, match="sharded"):
@@ -155,14 +195,27 @@ def make_model():
 
 def test_the_command_writes_what_hook_and_backend_read(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    command = ["plan", "--model", f"{__name__}:make_model", "--nodes", "2x1", "--compute-ms", "5", *DEVICE, "--out", str(out)]
+    command = [
+        "plan",
+        "--model",
+        f"{__name__}:make_model",
+        "--nodes",
+        "2x1",
+        "--compute-ms",
+        "5",
+        *DEVICE,
+        "--out",
+        str(out),
+    ]
     assert main([*command, "--link", "10mbit,100us", "--json", str(tmp_path / "all.json")]) == 0
     said = capsys.readouterr().out
     plan = load_plan(out)
     assert plan.compresses
     assert plan.why in said
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
-    assert {"plain", "sign", "0/1 Adam, every 16", "ZeRO-2 int8", "offload to disk int8"} <= {row["name"] for row in rows}
+    assert {"plain", "sign", "0/1 Adam, every 16", "ZeRO-2 int8", "offload to disk int8"} <= {
+        row["name"] for row in rows
+    }
     if plan.codec != "powersgd-4":
         assert group_options_from(str(out)).codec == plan.codec
     assert main([*command, "--link", "none,1us"]) == 0
@@ -180,10 +233,27 @@ def test_the_command_gives_every_layer_a_codec_of_its_own(compiled, tmp_path, ca
     }
     torch.save(gradients, tmp_path / "gradients.pt")
     out = tmp_path / "plan.json"
-    assert main([
-        "plan", "--model", f"{__name__}:make_model", "--nodes", "2x1", "--compute-ms", "5", *DEVICE, "--out", str(out),
-        "--link", "10mbit,100us", "--gradients", str(tmp_path / "gradients.pt"),
-    ]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "plan",
+                "--model",
+                f"{__name__}:make_model",
+                "--nodes",
+                "2x1",
+                "--compute-ms",
+                "5",
+                *DEVICE,
+                "--out",
+                str(out),
+                "--link",
+                "10mbit,100us",
+                "--gradients",
+                str(tmp_path / "gradients.pt"),
+            ]
+        )
+        == 0
+    )
     assert "times fewer bytes than int4" in capsys.readouterr().out
     plan = load_plan(out)
     assert set(plan.rules) == set(gradients)
@@ -217,18 +287,46 @@ def test_simulate_scales_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plots = [tmp_path / "scaling.png", tmp_path / "bars.png"]
     common = ["simulate", *DEVICE, "--ways", "int8,sign", "--layered", "--bytes", "1MiB"]
-    scaling = ["--nodes", "2x2", "--scaling", "1,2,4", "--plot", str(plots[0]), "--json", str(tmp_path / "s.json")]
+    scaling = [
+        "--nodes",
+        "2x2",
+        "--scaling",
+        "1,2,4",
+        "--plot",
+        str(plots[0]),
+        "--json",
+        str(tmp_path / "s.json"),
+    ]
     assert main([*common, *scaling]) == 0
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     assert [row["ranks"] for row in rows if row["way"] == "sign"] == [2, 4, 8]
     assert {row["way"] for row in rows} == {"plain", "int8", "sign", "int8/2", "sign/2"}
-    assert main([*common, "--nodes", "2x2", "--parameters", "1M", "--compute-ms", "10", "--plot", str(plots[1])]) == 0
+    assert (
+        main(
+            [
+                *common,
+                "--nodes",
+                "2x2",
+                "--parameters",
+                "1M",
+                "--compute-ms",
+                "10",
+                "--plot",
+                str(plots[1]),
+            ]
+        )
+        == 0
+    )
     assert "exposed" in capsys.readouterr().out
     ways = ["--ways", "local:bits2,local:bits2:20:4", "--layered", "--nodes", "2x2"]
     assert main(["simulate", *DEVICE, *ways, "--parameters", "5M", "--compute-ms", "10"]) == 0
-    still, late = (line.split() for line in capsys.readouterr().out.splitlines() if "local:bits2" in line)
+    still, late = (
+        line.split() for line in capsys.readouterr().out.splitlines() if "local:bits2" in line
+    )
     assert float(late[3]) < float(still[3])
-    assert float(late[5]) == pytest.approx(1.5 * float(still[5]), rel=2e-2), "rounds of 20 steps, not 30"
+    assert float(late[5]) == pytest.approx(1.5 * float(still[5]), rel=2e-2), (
+        "rounds of 20 steps, not 30"
+    )
     assert main(["simulate", *DEVICE, *ways]) == 2
     assert "local:bits2 needs a model" in capsys.readouterr().err
     assert all(plot.stat().st_size > 10_000 for plot in plots)
@@ -251,4 +349,7 @@ def test_what_a_probe_measured_reaches_the_model_whole(tmp_path):
     left = {name for name, value in asdict(measured).items() if value == unset[name]}
     assert left <= {"kinds", "inside_latency"}, "the probe's file sets every other figure"
     slow = cluster_options.cluster_of(parser.parse_args([*given, "--straggler", "2"]))
-    assert [(node.slowdown, node.burst, count) for node, count in slow.kinds] == [(2.0, 14e3, 1), (1.0, 14e3, 3)]
+    assert [(node.slowdown, node.burst, count) for node, count in slow.kinds] == [
+        (2.0, 14e3, 1),
+        (1.0, 14e3, 3),
+    ]

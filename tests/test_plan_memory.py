@@ -19,7 +19,8 @@ WIDTH, LAYERS, BUCKET_MB = 192, 24, 0.15
 
 @without_older_objects()
 def kept(stage, codec):
-    """Bytes of all new tensors between backward and step; and of the parameters of the plain model."""
+    """Bytes of all new tensors between backward and step; and of the parameters of the plain
+    model."""
     torch.set_num_threads(1)
     tail = {} if codec == "none" else {"gradients": codec, "weights": codec}
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -33,9 +34,12 @@ def kept(stage, codec):
         state = commpress.compress_fsdp(model, codec, codec) if tail else None
         optimizer = torch.optim.AdamW(model.parameters())
     else:
-        state, optimizer = None, commpress.Partitioned(
-            model.parameters(), torch.optim.AdamW, stage=stage, bucket_mb=BUCKET_MB, **tail
-        )  # fmt: skip
+        state, optimizer = (
+            None,
+            commpress.Partitioned(
+                model.parameters(), torch.optim.AdamW, stage=stage, bucket_mb=BUCKET_MB, **tail
+            ),
+        )
     most = 0
     for _ in range(2):
         loss = model(torch.ones(1, WIDTH)).square().mean()
@@ -56,9 +60,18 @@ def test_sharded_candidates_keep_what_ranks_have(pool, stage, codec):
 
 def test_on_64_ranks_compression_keeps_as_much_as_the_whole_model():
     cluster, settings = Cluster(((Node(1, 1e9, inside=1e11), 64),), latency=1e-4), Settings(1.0)
-    found = {c.name: c for c in candidates(cluster, device_costs(2e10), transformer(350_000_000), settings, ("sign",))}
+    found = {
+        c.name: c
+        for c in candidates(
+            cluster, device_costs(2e10), transformer(350_000_000), settings, ("sign",)
+        )
+    }
     numel, scratch = transformer(350_000_000).numel, SCRATCH * 1e6 * settings.bucket_mb
-    assert found["ZeRO-3 none"].memory["device"] == pytest.approx(16 * numel / 64 + scratch, rel=0.02)
-    assert found["ZeRO-3 int8"].memory["device"] == pytest.approx(24 * numel / 64 + 5 * numel + scratch, rel=0.02)
+    assert found["ZeRO-3 none"].memory["device"] == pytest.approx(
+        16 * numel / 64 + scratch, rel=0.02
+    )
+    assert found["ZeRO-3 int8"].memory["device"] == pytest.approx(
+        24 * numel / 64 + 5 * numel + scratch, rel=0.02
+    )
     assert not any("no_sync" in c.call for c in found.values())
     assert all("LocalUpdates" in c.call for c in found.values() if c.local)

@@ -49,7 +49,8 @@ def test_every_collective_equals_gloo(pool, tmp_path, size):
 def test_training_equals_gloo(pool, tmp_path, function, size):
     args = [str(tmp_path)] if function is group_calls.train_fsdp2 else []
     results, expected = (
-        pool.run(as_world, backend, f"{tmp_path}/file", function, *args, size=size) for backend in ("commpress", "gloo")
+        pool.run(as_world, backend, f"{tmp_path}/file", function, *args, size=size)
+        for backend in ("commpress", "gloo")
     )
     assert_same(results, expected)
 
@@ -69,7 +70,13 @@ def describe_groups():
     split = world.split_group([1, 2], timedelta(seconds=30))
     if split is not None:
         split.allreduce([tensor]).wait()
-    return dist.get_backend(), type(world).__name__, bool(world.group_name), tensor.tolist(), split and split.rank()
+    return (
+        dist.get_backend(),
+        type(world).__name__,
+        bool(world.group_name),
+        tensor.tolist(),
+        split and split.rank(),
+    )
 
 
 @pytest.mark.parametrize("backend", ["commpress", "cpu:commpress,cuda:commpress"])
@@ -121,11 +128,24 @@ def three_ways_to_give_options(group):
 
 
 def test_old_and_new_names_do_the_same(pool, tmp_path):
-    for rank, seen in enumerate(pool.run(as_world, "commpress", f"{tmp_path}/file", old_and_new_names, size=2)):
+    for rank, seen in enumerate(
+        pool.run(as_world, "commpress", f"{tmp_path}/file", old_and_new_names, size=2)
+    ):
         assert seen == [
-            [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [4.0 * rank, 4.0 * rank + 2], [4.0 * rank, 4.0 * rank + 2],
-            [rank, rank], [rank, rank], [0.0, 1.0], [0.0, 1.0], [2.0 * rank], [2.0 * rank], [2.0], [2.0], [2.0],
-        ]  # fmt: skip
+            [0.0, 0.0, 1.0, 1.0],
+            [0.0, 0.0, 1.0, 1.0],
+            [4.0 * rank, 4.0 * rank + 2],
+            [4.0 * rank, 4.0 * rank + 2],
+            [rank, rank],
+            [rank, rank],
+            [0.0, 1.0],
+            [0.0, 1.0],
+            [2.0 * rank],
+            [2.0 * rank],
+            [2.0],
+            [2.0],
+            [2.0],
+        ]
 
 
 def tensors_kept():
@@ -137,7 +157,8 @@ def tensors_kept():
         kept.append(weakref.ref(tensor))
     del tensor
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(ref() is not None for ref in kept):  # Gloo's thread lets go of the last one
+    # Gloo's thread lets go of the last one
+    while time.monotonic() < deadline and any(ref() is not None for ref in kept):
         gc.collect()
         time.sleep(0.01)
     return sum(ref() is not None for ref in kept)
@@ -153,7 +174,9 @@ def made_and_destroyed():
 
     def started():
         """Names of threads since then; an older group that is let go of has one for a moment."""
-        return sorted(t.name for t in set(threading.enumerate()) - before if t.name != "commpress-let-go")
+        return sorted(
+            t.name for t in set(threading.enumerate()) - before if t.name != "commpress-let-go"
+        )
 
     group = dist.new_group(backend="commpress")
     during = started()
@@ -164,7 +187,9 @@ def made_and_destroyed():
     except CommunicationError as error:
         text = str(error)
     store = dist.PrefixStore("let go", dist.distributed_c10d._get_default_store())
-    other = ProcessGroup(store, dist.get_rank(), dist.get_world_size(), timeout=timedelta(seconds=20))
+    other = ProcessGroup(
+        store, dist.get_rank(), dist.get_world_size(), timeout=timedelta(seconds=20)
+    )
     other.barrier().wait()
     del other, group
     gc.collect()

@@ -1,4 +1,5 @@
-"""Moments in 8 bits: how far what is read lies from what was written, and what training makes of it."""
+"""Moments in 8 bits: how far what is read lies from what was written, and what training makes of
+it."""
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def test_squares_are_right_in_the_mean():
 
 @pytest.mark.parametrize("spread", [0.3, 0.7])
 def test_adams_second_moment_and_its_steps_stay_right_over_many_steps(spread):
-    """Gradients in a block have sizes that spread like this (log-normal); both moments are quantised in each step."""
+    """Gradients in a block have sizes that spread like this (log-normal); both moments are
+    quantised in each step."""
     draw = torch.Generator().manual_seed(1)
     sizes = torch.exp(torch.randn(8 * BLOCK, generator=draw) * spread) * 1e-3
     m, v, coded_m, coded_v = (torch.zeros(len(sizes)) for _ in range(4))

@@ -1,4 +1,5 @@
-"""The demo: ways of training that race on the same ranks, the slow network under them, and the picture of it."""
+"""The demo: ways of training that race on the same ranks, the slow network under them, and the
+picture of it."""
 
 import itertools
 import json
@@ -43,8 +44,10 @@ def quiet(*_):
 
 @pytest.mark.parametrize("steps", [19, 20])
 def test_nothing_is_compared_of_a_way_with_few_steps(steps, capsys):
-    long, short = (Finish(name, "", name == "sign", 1e-3, 0, 2, 100, loss, None, losses=[loss] * count)
-                   for name, loss, count in (("plain", 3.0, 40), ("sign", 2.0, steps)))  # fmt: skip
+    long, short = (
+        Finish(name, "", name == "sign", 1e-3, 0, 2, 100, loss, None, losses=[loss] * count)
+        for name, loss, count in (("plain", 3.0, 40), ("sign", 2.0, steps))
+    )
     demo.summary([long, short])
     said = capsys.readouterr().out
     assert ("Nothing can be compared: sign did fewer than 20 steps." in said) == (steps < 20)
@@ -52,11 +55,20 @@ def test_nothing_is_compared_of_a_way_with_few_steps(steps, capsys):
 
 
 def test_the_last_line_says_how_far_the_network_is_from_none(capsys):
-    finishes = [Finish(name, "", ours, 1e-3, 0, 2, 100, loss, None, losses=[loss] * 40) for name, ours, loss in
-                (("no-network", False, 2.0), ("local", True, 2.03), ("torch-powersgd4", False, 2.14))]  # fmt: skip
+    finishes = [
+        Finish(name, "", ours, 1e-3, 0, 2, 100, loss, None, losses=[loss] * 40)
+        for name, ours, loss in (
+            ("no-network", False, 2.0),
+            ("local", True, 2.03),
+            ("torch-powersgd4", False, 2.14),
+        )
+    ]
     demo.summary(finishes)
     last = " ".join(capsys.readouterr().out.split("Distance to ")[-1].split())
-    assert last == ("no-network: local, the best of commpress, +0.030 nats; torch-powersgd4, the best of the others, +0.140.")
+    assert last == (
+        "no-network: local, the best of commpress, +0.030 nats; torch-powersgd4, the best of "
+        "the others, +0.140."
+    )
 
 
 def test_links_have_no_limit_where_a_way_asks_for_none():
@@ -68,6 +80,7 @@ def test_links_have_no_limit_where_a_way_asks_for_none():
         with network.limits(lane) as limited:
             assert limited.course.paced == paced
     assert shaped == [None, 1e6]
+
 
 # ---------------------------------------------------------------- on two ranks
 
@@ -82,10 +95,15 @@ def test_demo_shows_every_way_in_a_table_a_picture_and_a_file(two, monkeypatch, 
     table = said[said.index("held-out loss  against plain") :]
     ranked = re.findall(rf"^({'|'.join(CONTENDERS)}) +([\d.]+)", table, re.M)
     assert sorted(name for name, _ in ranked) == sorted(CONTENDERS)
-    assert [float(loss) for _, loss in ranked] == sorted(float(loss) for _, loss in ranked), "the lowest loss first"
+    assert [float(loss) for _, loss in ranked] == sorted(float(loss) for _, loss in ranked), (
+        "the lowest loss first"
+    )
     assert max(map(len, table.splitlines())) <= 128
     runs = {row["name"]: row for row in json.loads(Path("demo.json").read_text())["rows"]}
-    assert all(run["steps"] == 4 and len(run["times"]) == 4 and run["seconds"] >= run["times"][-1] for run in runs.values())
+    assert all(
+        run["steps"] == 4 and len(run["times"]) == 4 and run["seconds"] >= run["times"][-1]
+        for run in runs.values()
+    )
     assert len({run["losses"][0] for run in runs.values()}) == 1, "equal weights and batches"
     sent = {name: run["sent_bytes"] for name, run in runs.items()}
     if None not in sent.values():
@@ -101,14 +119,21 @@ def after_three_steps(rank, size, name, ask):
     """Weights of all ranks after three steps and the finish, and after the first step alone."""
     lane = Lane(COURSE, name, 1e-3)
     model = lane.course.model(0)
-    racer, draws = Racer(CONTENDERS[name], model, lane.lr, Choices(), 0), torch.Generator().manual_seed(rank)
+    racer, draws = (
+        Racer(CONTENDERS[name], model, lane.lr, Choices(), 0),
+        torch.Generator().manual_seed(rank),
+    )
     for _ in range(3):
         racer.step(batch(standard_library(), 2, 16, draws), 1e-3)
     racer.finish()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     every = [torch.empty_like(weights) for _ in range(size)]
     dist.all_gather(every, weights)
-    moved = (weights - torch.cat([p.detach().flatten() for p in lane.course.model(0).parameters()])).abs().max()
+    moved = (
+        (weights - torch.cat([p.detach().flatten() for p in lane.course.model(0).parameters()]))
+        .abs()
+        .max()
+    )
     return all(torch.equal(one, weights) for one in every), float(moved)
 
 
@@ -131,7 +156,10 @@ def test_error_feedback_acts_from_the_second_gradient_on(two):
 def test_search_tries_every_rate_and_names_the_best(two, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "LocalRanks", lambda size, hosts: nullcontext(two))
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", *TINY, "--ways", "plain", "--steps", "6", "--search", "--lr", "1e-6,1e-2"]) == 0
+    assert (
+        main(["demo", *TINY, "--ways", "plain", "--steps", "6", "--search", "--lr", "1e-6,1e-2"])
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     assert said[-1].split()[:2] == ["plain", "6"]
     assert said[-1].split()[-1] == "0.01"
@@ -148,7 +176,9 @@ def test_all_ranks_stop_before_the_same_step_whoever_asks_first(monkeypatch):
     now[0] = 9.9
     assert clock.answer(1, 1, 2.0, 0) == pytest.approx(0.99)
     now[0] = 12.0
-    assert clock.answer(0, 1, 4.0, 0) == pytest.approx(0.99), "what was answered to one is answered to all"
+    assert clock.answer(0, 1, 4.0, 0) == pytest.approx(0.99), (
+        "what was answered to one is answered to all"
+    )
     assert clock.answer(0, 2, 4.0, 0) is None
     now[0] = 1.0
     assert clock.answer(1, 2, 6.0, 0) is None
@@ -159,7 +189,9 @@ def test_all_ranks_stop_before_the_same_step_whoever_asks_first(monkeypatch):
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth():
     assert race.schedule(0, 0.0) == pytest.approx(0.1)
-    assert race.schedule(1, 0.1) == pytest.approx(0.91), "few steps: it rises for a tenth of the time"
+    assert race.schedule(1, 0.1) == pytest.approx(0.91), (
+        "few steps: it rises for a tenth of the time"
+    )
     assert race.schedule(9, 0.0) == 1.0
     assert race.schedule(10_000, 1.0) == pytest.approx(0.1)
 
@@ -167,7 +199,9 @@ def test_the_learning_rate_rises_and_falls_to_a_tenth():
 # ---------------------------------------------------------------- slow networks
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux paces connections")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel of Linux paces connections"
+)
 def test_a_paced_connection_takes_its_time(connected):
     sender, receiver = connected
     assert connections.pace(8e7) >= 2
@@ -178,7 +212,9 @@ def test_a_paced_connection_takes_its_time(connected):
     thread.start()
     assert len(receiver.recv(4_000_000, socket.MSG_WAITALL)) == 4_000_000
     thread.join()
-    assert time.perf_counter() - start > 0.25, "4 MB at 10 MB/s, but for the first ten segments, of up to 64 kB here"
+    assert time.perf_counter() - start > 0.25, (
+        "4 MB at 10 MB/s, but for the first ten segments, of up to 64 kB here"
+    )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="namespaces are Linux's")
@@ -188,9 +224,21 @@ def test_hosts_with_stdin_closed_and_no_trace_after_ctrl_c(tmp_path):
         Hosts(2, rate=1e8).close()
     except (HostsUnavailable, MissingPackage) as error:
         pytest.skip(str(error))
-    tiny = [*TINY[:-2], "--network", "hosts", "--ways", "plain,int8", "--seconds", "100", "--out", str(tmp_path / "d.svg")]
+    tiny = [
+        *TINY[:-2],
+        "--network",
+        "hosts",
+        "--ways",
+        "plain,int8",
+        "--seconds",
+        "100",
+        "--out",
+        str(tmp_path / "d.svg"),
+    ]
     command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "commpress", "demo", *tiny]
-    ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    ran = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     said = []
     for text in ran.stdout:
         said.append(text)
@@ -204,7 +252,9 @@ def test_hosts_with_stdin_closed_and_no_trace_after_ctrl_c(tmp_path):
     said.append(ran.communicate(timeout=60)[0])
     assert ran.returncode == 130, said
     assert "Traceback" not in "".join(said)
-    assert "Network: 2 hosts (network namespaces) whose links carry 100 Mbit/s" in " ".join("".join(said).split())
+    assert "Network: 2 hosts (network namespaces) whose links carry 100 Mbit/s" in " ".join(
+        "".join(said).split()
+    )
     assert [pid for pid in holders if Path(f"/proc/{pid}").exists()] == []
 
 
@@ -252,4 +302,6 @@ def test_a_matrix_names_its_cells(tmp_path):
     root = ElementTree.parse(file).getroot()
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a < b", "12.5", "50", "MB/s"} <= set(texts)
-    assert len({r.get("fill") for r in root.iter("{http://www.w3.org/2000/svg}rect")}) == 4, "paper, no pair, slow, fast"
+    assert len({r.get("fill") for r in root.iter("{http://www.w3.org/2000/svg}rect")}) == 4, (
+        "paper, no pair, slow, fast"
+    )

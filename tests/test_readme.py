@@ -1,8 +1,9 @@
 """Every ```python block of README.md runs as it stands, and every block of docs/ that says so.
 
-A comment on the line before a block says how: `<!-- run: 2 ranks -->` on that many CPU processes, `<!-- skip: reason -->` not
-at all. In docs/ a block without a comment is a fragment. Warnings are errors. The README's first block runs as a user runs it,
-by torchrun; the others in the test ranks, with a rendezvous of their own in place of a launcher's.
+A comment on the line before a block says how: `<!-- run: 2 ranks -->` on that many CPU processes,
+`<!-- skip: reason -->` not at all. In docs/ a block without a comment is a fragment. Warnings are
+errors. The README's first block runs as a user runs it, by torchrun; the others in the test ranks,
+with a rendezvous of their own in place of a launcher's.
 """
 
 import os
@@ -21,9 +22,13 @@ import torch.distributed as dist
 import sources
 
 README = sources.ROOT / "README.md"
-BLOCK = re.compile(r"(?:<!--\s*(?P<verb>\w+):\s*(?P<what>.*?)\s*-->\s*\n)?^```python\n(?P<code>.*?)^```", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:<!--\s*(?P<verb>\w+):\s*(?P<what>.*?)\s*-->\s*\n)?^```python\n(?P<code>.*?)^```",
+    re.M | re.S,
+)
 SECONDS = 120
-HARMLESS = "Full backward hook is firing"  # torch's, of a watched model: docs/observe.md tells of it
+# torch's, of a watched model: docs/observe.md tells of it
+HARMLESS = "Full backward hook is firing"
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,17 @@ def examples(text: str) -> list[Example]:
         elif verb is None:
             found.append(Example(line, code))
         else:
-            raise ValueError(f"line {line}: '{verb}: {what}', expected 'run: 2 ranks' or 'skip: reason'")
+            raise ValueError(
+                f"line {line}: '{verb}: {what}', expected 'run: 2 ranks' or 'skip: reason'"
+            )
     return found
 
 
 def run(example: Example, folder: Path) -> None:
     """Run an example in `folder`; fail with its output if it fails or takes too long."""
     script = folder / "example.py"
-    script.write_text("\n" * (example.line - 1) + example.code)  # a traceback names the README's line
+    # a traceback names the README's line
+    script.write_text("\n" * (example.line - 1) + example.code)
     command = [sys.executable, str(script)]
     if example.ranks:
         launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -83,9 +91,15 @@ def run(example: Example, folder: Path) -> None:
 def execute(page: str, example: Example, folder: str) -> None:
     """The work of torchrun without its processes: every group of the example meets in a file."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # nobody leaves while another still connects: that one would fail, and we would wait for it
+    # nobody leaves while another still connects: that one would fail, and we would wait for it
+    dist.barrier()
     dist.destroy_process_group()
-    told = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+    told = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "ACCELERATE_USE_CPU": "true",
+    }
     os.environ |= told if example.ranks else {}
     torchs, place = dist.init_process_group, f"file://{folder}/rendezvous"
     dist.init_process_group = partial(torchs, init_method=place, rank=rank, world_size=size)
@@ -98,8 +112,9 @@ def execute(page: str, example: Example, folder: str) -> None:
             warnings.filterwarnings("ignore", HARMLESS)
             exec(compile("\n" * (example.line - 1) + example.code, f"docs/{page}", "exec"), names)
     finally:
-        # DDP's reducer, freed with the example's names, takes Gloo's group along and waits for the group's threads without
-        # letting go of the interpreter; one of them may need it to free the last collective's tensors. Let that one go first.
+        # DDP's reducer, freed with the example's names, takes Gloo's group along and waits for the
+        # group's threads without letting go of the interpreter; one of them may need it to free the
+        # last collective's tensors. Let that one go first.
         time.sleep(0.05)
         names.clear()
         os.chdir(before)
@@ -128,10 +143,15 @@ def test_example(example, pool, tmp_path):
 
 # ---------------------------------------------------------------- docs/
 
-PAGES = {path.name: examples(path.read_text()) for path in sorted((sources.ROOT / "docs").glob("*.md"))}
+PAGES = {
+    path.name: examples(path.read_text()) for path in sorted((sources.ROOT / "docs").glob("*.md"))
+}
 RUN = [
     pytest.param(
-        page, example, id=f"{page}-{example.line}", marks=[pytest.mark.slow] if "transformers" in example.code else []
+        page,
+        example,
+        id=f"{page}-{example.line}",
+        marks=[pytest.mark.slow] if "transformers" in example.code else [],
     )
     for page in PAGES
     for example in PAGES[page]
@@ -141,7 +161,16 @@ RUN = [
 
 def test_every_integration_has_a_page_that_runs():
     running = {page for page, found in PAGES.items() if any(example.ranks for example in found)}
-    assert running >= {"index.md", "ddp.md", "fsdp.md", "trainer.md", "backend.md", "store.md", "offload.md", "observe.md"}
+    assert running >= {
+        "index.md",
+        "ddp.md",
+        "fsdp.md",
+        "trainer.md",
+        "backend.md",
+        "store.md",
+        "offload.md",
+        "observe.md",
+    }
 
 
 @pytest.mark.parametrize(("page", "example"), RUN)
@@ -149,12 +178,15 @@ def test_page(page, example, pool, tmp_path):
     if "transformers" in example.code:
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
-        return run(example, tmp_path)  # the Trainer makes the group itself and leaves much behind: a launch of its own
+        # the Trainer makes the group itself and leaves much behind: a launch of its own
+        return run(example, tmp_path)
     pool.run(execute, page, example, str(tmp_path), size=example.ranks)
 
 
 def test_a_warning_of_an_example_is_an_error(pool, tmp_path):
-    warns = Example(3, "import warnings\nwarnings.warn('torch will remove this', FutureWarning)\n", ranks=1)
+    warns = Example(
+        3, "import warnings\nwarnings.warn('torch will remove this', FutureWarning)\n", ranks=1
+    )
     with pytest.raises(FutureWarning, match="torch will remove this"):
         pool.run(execute, "page.md", warns, str(tmp_path), size=1)
     with pytest.raises(AssertionError, match="FutureWarning"):
@@ -199,5 +231,8 @@ def test_a_failing_example_fails(tmp_path):
 
 @pytest.mark.slow  # as the first block of the README is run
 def test_ranks_run_together(tmp_path):
-    code = "import torch.distributed as d\nd.init_process_group('gloo')\nassert d.get_world_size() == 2\nd.barrier()\n"
+    code = (
+        "import torch.distributed as d\nd.init_process_group('gloo')\nassert "
+        "d.get_world_size() == 2\nd.barrier()\n"
+    )
     run(Example(1, code + "d.destroy_process_group()\n", ranks=2), tmp_path)

@@ -1,4 +1,5 @@
-"""Groups of which somebody else names the members, as torch 2.14 and later let a manager do; refused clearly before."""
+"""Groups of which somebody else names the members, as torch 2.14 and later let a manager do;
+refused clearly before."""
 
 import os
 import signal
@@ -17,7 +18,9 @@ from commpress.integrations.process_group.group import ProcessGroup
 from commpress.torch_private import RECONFIGURES
 from ranks import caught
 
-needs_reconfigure = pytest.mark.skipif(not RECONFIGURES, reason="torch can give a group other ranks from 2.14 on")
+needs_reconfigure = pytest.mark.skipif(
+    not RECONFIGURES, reason="torch can give a group other ranks from 2.14 on"
+)
 LAST = 2  # of three
 SECONDS = 20.0
 
@@ -29,9 +32,13 @@ class Manager:
         self.rank = dist.get_rank()
         dist.destroy_process_group()
         dist.init_process_group(
-            "commpress", init_method=f"file://{folder}/unused", rank=self.rank, world_size=3,
-            timeout=timedelta(seconds=SECONDS), enable_reconfigure=True,
-        )  # fmt: skip
+            "commpress",
+            init_method=f"file://{folder}/unused",
+            rank=self.rank,
+            world_size=3,
+            timeout=timedelta(seconds=SECONDS),
+            enable_reconfigure=True,
+        )
         self.notes = dist.FileStore(f"{folder}/notes", -1)
         self.tell("handle", dist._get_reconfigure_handle())
 
@@ -45,7 +52,9 @@ class Manager:
         return [self.hear("handle", rank) for rank in ranks]
 
     def form(self, uuid, ranks, *, kind=list, seconds=SECONDS):
-        work = dist._reconfigure(uuid, kind(self.handles(ranks)), timeout=timedelta(seconds=seconds))
+        work = dist._reconfigure(
+            uuid, kind(self.handles(ranks)), timeout=timedelta(seconds=seconds)
+        )
         assert work.wait()
         assert work.is_completed()
         assert dist.get_world_size() == len(ranks)
@@ -74,19 +83,25 @@ def shrink_and_grow(folder):
         assert group.change.sources == (0, 1)
         assert group.change.lost == (LAST,)
         assert (state.channel.size, summed()) == (2, 3)
-        assert "as of the group of now" in str(caught(dist._reconfigure, 12, manager.handles([0, 1])))
+        assert "as of the group of now" in str(
+            caught(dist._reconfigure, 12, manager.handles([0, 1]))
+        )
         assert summed() == 3, "what is refused leaves the group as it is"
         model(torch.ones(1, 64)).sum().backward()
         manager.tell("shrunk", "")
     else:
         for other in (0, 1):
             manager.hear("shrunk", other)
-        assert isinstance(caught(dist.all_reduce, torch.ones(1)), CommunicationError), "the others have gone on"
+        assert isinstance(caught(dist.all_reduce, torch.ones(1)), CommunicationError), (
+            "the others have gone on"
+        )
     manager.form(13, [2, 1, 0], kind=set)
     assert group.change.sources == (0, 1, None), "a set leaves survivors before newcomers"
     assert (dist.get_rank(), summed(), state.channel.size) == (rank, 6, 3)
     manager.form(14, [2, 0, 1])
-    assert (dist.get_rank(), group.change.sources) == ([1, 2, 0][rank], (2, None, None)), "a list is in its order"
+    assert (dist.get_rank(), group.change.sources) == ([1, 2, 0][rank], (2, None, None)), (
+        "a list is in its order"
+    )
     assert summed() == 6
     model.zero_grad()
     model(torch.ones(1, 64)).sum().backward()
@@ -105,8 +120,10 @@ def who_is_missing(folder):
     manager = Manager(folder)
     own = dist._get_reconfigure_handle()
     for handles, what in (
-        (["nonsense"], "handles has 'nonsense'"), ([], "lacks this member's own"), ([own, own], "each member once"),
-    ):  # fmt: skip
+        (["nonsense"], "handles has 'nonsense'"),
+        ([], "lacks this member's own"),
+        ([own, own], "each member once"),
+    ):
         error = caught(dist._reconfigure, 20, handles)
         assert isinstance(error, InvalidArgument)
         assert what in str(error)
@@ -154,7 +171,10 @@ def test_a_member_that_does_not_come_is_named_in_time(mortal, tmp_path):
 def test_torch_before_is_refused_clearly():
     group = ProcessGroup(dist.HashStore(), 0, 1)
     assert group.supports_reconfigure is False
-    for call in (lambda: group.reconfigure(SimpleNamespace(handles=[])), group.get_reconfigure_handle):
+    for call in (
+        lambda: group.reconfigure(SimpleNamespace(handles=[])),
+        group.get_reconfigure_handle,
+    ):
         error = caught(call)
         assert isinstance(error, InvalidArgument)
         assert "needs torch 2.14 or later" in str(error)

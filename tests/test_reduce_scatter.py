@@ -1,4 +1,5 @@
-"""The compressed reduce-scatter and the all-gather of quantised shards, on simulated ranks: every oracle, odd lengths."""
+"""The compressed reduce-scatter and the all-gather of quantised shards, on simulated ranks: every
+oracle, odd lengths."""
 
 import itertools
 
@@ -18,11 +19,13 @@ from commpress.collectives.transports.loopback import Loopback, Recorded, simula
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.reference import row_bytes
 
-SHAPES = {"embed": (33, 8), "fc": (16, 24), "bias": (5,), "one": (1, 3)}  # first dimension is dealt out
+# first dimension is dealt out
+SHAPES = {"embed": (33, 8), "fc": (16, 24), "bias": (5,), "one": (1, 3)}
 
 
 def layout(shapes, ranks):
-    """Parts as FSDP2 lays them out: each rank ⌈first dimension / ranks⌉ slices of every parameter."""
+    """Parts as FSDP2 lays them out: each rank ⌈first dimension / ranks⌉ slices of every
+    parameter."""
     parts, at = [], 0
     for name, shape in shapes.items():
         width = -(-shape[0] // ranks) * int(np.prod(shape[1:], dtype=int))
@@ -32,7 +35,8 @@ def layout(shapes, ranks):
 
 
 def flatten(tensors, parts, ranks):
-    """The buffer that FSDP2 hands over: row r holds slice r of every parameter, zeros where there is none."""
+    """The buffer that FSDP2 hands over: row r holds slice r of every parameter, zeros where there
+    is none."""
     rows = torch.zeros(ranks, parts[-1].at + parts[-1].width)
     for tensor, part in zip(tensors, parts, strict=True):
         padded = torch.zeros(ranks * part.width)
@@ -49,10 +53,14 @@ class World:
     def __init__(self, ranks, codec, shapes=SHAPES, *, feedback=True):
         self.ranks, self.parts = ranks, layout(shapes, ranks)
         self.plans = [
-            deals(self.parts, policy_of(codec), rank=r, ranks=ranks, feedback=feedback) for r in range(ranks)
+            deals(self.parts, policy_of(codec), rank=r, ranks=ranks, feedback=feedback)
+            for r in range(ranks)
         ]
         self.feedbacks = [
-            [ErrorFeedback.zeros(d.every.pieces) if d.every.pieces.residual_numel else None for d in plan]
+            [
+                ErrorFeedback.zeros(d.every.pieces) if d.every.pieces.residual_numel else None
+                for d in plan
+            ]
             for plan in self.plans
         ]
         self.workspaces = [Workspace(checksum=True) for _ in range(ranks)]
@@ -61,19 +69,31 @@ class World:
 
     def inputs(self, seed):
         generator = torch.Generator().manual_seed(seed)
-        return [[torch.randn(p.numel, generator=generator) for p in self.parts] for _ in range(self.ranks)]
+        return [
+            [torch.randn(p.numel, generator=generator) for p in self.parts]
+            for _ in range(self.ranks)
+        ]
 
     def reduce(self, inputs, gain=1.0):
         """Means by parameter, put together from what each rank owns."""
         stride = self.parts[-1].at + self.parts[-1].width
         outs = [torch.zeros(stride) for _ in range(self.ranks)]
-        outcomes = simulate([
-            reduce_rows(
-                flatten(inputs[r], self.parts, self.ranks), outs[r], self.feedbacks[r], plan=self.plans[r],
-                transport=self.transports[r], workspace=self.workspaces[r], sequence=self.step * 100, key=self.step, gain=gain,
-            )
-            for r in range(self.ranks)
-        ])  # fmt: skip
+        outcomes = simulate(
+            [
+                reduce_rows(
+                    flatten(inputs[r], self.parts, self.ranks),
+                    outs[r],
+                    self.feedbacks[r],
+                    plan=self.plans[r],
+                    transport=self.transports[r],
+                    workspace=self.workspaces[r],
+                    sequence=self.step * 100,
+                    key=self.step,
+                    gain=gain,
+                )
+                for r in range(self.ranks)
+            ]
+        )
         self.step += 1
         self.finite = [all(o.finite for o in rank) for rank in outcomes]
         for outcome in (o for rank in outcomes for o in rank):
@@ -85,13 +105,20 @@ class World:
 
     def gather(self, rows, bases=None):
         outs = [torch.zeros(self.ranks * len(rows[0])) for _ in range(self.ranks)]
-        simulate([
-            gather_rows(
-                rows[r], outs[r], plan=self.plans[r], transport=self.transports[r], workspace=self.workspaces[r],
-                sequence=self.step * 100, base=bases and bases[r],
-            )
-            for r in range(self.ranks)
-        ])  # fmt: skip
+        simulate(
+            [
+                gather_rows(
+                    rows[r],
+                    outs[r],
+                    plan=self.plans[r],
+                    transport=self.transports[r],
+                    workspace=self.workspaces[r],
+                    sequence=self.step * 100,
+                    base=bases and bases[r],
+                )
+                for r in range(self.ranks)
+            ]
+        )
         self.step += 1
         return outs
 
@@ -104,9 +131,13 @@ class World:
                 if feedback is None:
                     continue
                 feedback.settle(deal.every.pieces)
-                for (name, offset), line in zip(deal.every.keys, deal.every.pieces.table, strict=True):
+                for (name, offset), line in zip(
+                    deal.every.keys, deal.every.pieces.table, strict=True
+                ):
                     if line[7] >= 0:
-                        part = feedback.sent[line[7] : line[7] + line[1]].double().numpy() / self.ranks
+                        part = (
+                            feedback.sent[line[7] : line[7] + line[1]].double().numpy() / self.ranks
+                        )
                         total[index[name]][offset : offset + line[1]] += part
         return total
 
@@ -141,7 +172,8 @@ def test_nothing_is_lost(ranks, codec, monkeypatch):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "bf16"])
 def test_feedback_beats_none_and_the_error_is_that_of_the_codec(codec):
-    """One bit > four > eight > bf16 > 0: proof that the codec ran; the sum over steps stays close only with feedback."""
+    """One bit > four > eight > bf16 > 0: proof that the codec ran; the sum over steps stays close
+    only with feedback."""
     with_, without = World(4, codec), World(4, codec, feedback=False)
     drift = [0.0, 0.0]
     inputs = with_.inputs(3)
@@ -152,15 +184,21 @@ def test_feedback_beats_none_and_the_error_is_that_of_the_codec(codec):
             for t, out in zip(total, world.reduce(inputs), strict=True):
                 t += out
     for i, total in enumerate(sums):
-        drift[i] = sum(float((t / 30 - e).square().sum()) for t, e in zip(total, exact, strict=True)) ** 0.5
+        drift[i] = (
+            sum(float((t / 30 - e).square().sum()) for t, e in zip(total, exact, strict=True))
+            ** 0.5
+        )
     assert 0 < drift[0] < 0.3 * drift[1]
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    ranks=st.integers(1, 9), codec=st.sampled_from(sorted(NAMES)), first=st.integers(1, 40), rest=st.integers(1, 40),
+    ranks=st.integers(1, 9),
+    codec=st.sampled_from(sorted(NAMES)),
+    first=st.integers(1, 40),
+    rest=st.integers(1, 40),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_any_shape(ranks, codec, first, rest, seed):
     world = World(ranks, codec, {"w": (first, rest), "b": (first,)})
     inputs = world.inputs(seed)
@@ -180,14 +218,17 @@ def test_gathered_weights_are_the_same_bits_on_every_rank(ranks, codec):
         assert torch.equal(out, outs[0])
     got = unflatten(outs[0].view(ranks, -1), world.parts)
     for name, a, b in zip(SHAPES, got, tensors, strict=True):
-        bound = {"none": 0.0, "bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2**-4}[codec]
+        bound = {"none": 0.0, "bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2**-4}[
+            codec
+        ]
         assert float((a - b).abs().max()) <= bound * float(b.abs().max()) * 1.0001, name
         if codec == "none":
             assert torch.equal(a, b)
 
 
 def test_bfloat16_gives_what_float32_and_a_cast_give(monkeypatch):
-    """Rows and outputs of half the width, added to or not, and rows that are kept: in several messages."""
+    """Rows and outputs of half the width, added to or not, and rows that are kept: in several
+    messages."""
     monkeypatch.setattr(reduce_scatter, "PIECE", 40)
     monkeypatch.setattr(reduce_scatter, "MESSAGE", 600)
     world = World(3, "int4", feedback=False)
@@ -195,15 +236,27 @@ def test_bfloat16_gives_what_float32_and_a_cast_give(monkeypatch):
     narrow = flatten(world.inputs(0)[0], world.parts, 3).bfloat16().view(3, -1)
     (out, *_) = world.gather(list(narrow.float()))
     held = torch.randn(out.numel(), generator=torch.Generator().manual_seed(1)).bfloat16()
-    outs, sums, kept = [torch.zeros(out.numel()).bfloat16() for _ in range(3)], [held.clone() for _ in range(3)], [[], [], []]
+    outs, sums, kept = (
+        [torch.zeros(out.numel()).bfloat16() for _ in range(3)],
+        [held.clone() for _ in range(3)],
+        [[], [], []],
+    )
     for targets, options in ((outs, {}), (sums, {"add": True})):
-        simulate([
-            gather_rows(
-                narrow[r], targets[r], plan=world.plans[r], transport=world.transports[r], workspace=world.workspaces[r],
-                sequence=1000 + 100 * len(options), kept=kept[r], **options,
-            )
-            for r in range(3)
-        ])  # fmt: skip
+        simulate(
+            [
+                gather_rows(
+                    narrow[r],
+                    targets[r],
+                    plan=world.plans[r],
+                    transport=world.transports[r],
+                    workspace=world.workspaces[r],
+                    sequence=1000 + 100 * len(options),
+                    kept=kept[r],
+                    **options,
+                )
+                for r in range(3)
+            ]
+        )
     for r in range(3):
         again = torch.zeros(out.numel())
         decode_rows(kept[r], again, plan=world.plans[r], workspace=world.workspaces[r])
@@ -280,14 +333,24 @@ def test_two_hops_with_the_codec_none_equal_one(nodes, local):
         first = deals(parts, policy_of("none"), rank=place, ranks=local, stride=stride, bases=bases)
         middle, out = torch.zeros(nodes * stride), torch.zeros(stride)
         yield from reduce_rows(
-            flatten(inputs[rank], parts, ranks), middle, [None] * len(first), plan=first,
-            transport=switches[node].transport(place), workspace=Workspace(), sequence=0,
-        )  # fmt: skip
+            flatten(inputs[rank], parts, ranks),
+            middle,
+            [None] * len(first),
+            plan=first,
+            transport=switches[node].transport(place),
+            workspace=Workspace(),
+            sequence=0,
+        )
         second = reduce_scatter.second_hop(parts, policy_of("none"), bases[place], rank=node)
         yield from reduce_rows(
-            middle, out, [None] * len(second), plan=second, transport=between[place].transport(node),
-            workspace=Workspace(), sequence=1,
-        )  # fmt: skip
+            middle,
+            out,
+            [None] * len(second),
+            plan=second,
+            transport=between[place].transport(node),
+            workspace=Workspace(),
+            sequence=1,
+        )
         return out
 
     outs = simulate([rank_steps(rank) for rank in range(ranks)])

@@ -1,4 +1,5 @@
-"""Groups of the backend "commpress" that lose ranks, gain some, and go on in the same processes with the same objects."""
+"""Groups of the backend "commpress" that lose ranks, gain some, and go on in the same processes
+with the same objects."""
 
 import gc
 import json
@@ -54,7 +55,9 @@ def everything_works(expected_sources):
     assert functional.all_reduce(torch.ones(2), "sum", world()).tolist() == [size] * 2
     model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
     model(torch.full((1, 4), float(rank))).sum().backward()
-    assert model.module.weight.grad.tolist() == [[(size - 1) / 2] * 4], "C++ must divide by the ranks of now"
+    assert model.module.weight.grad.tolist() == [[(size - 1) / 2] * 4], (
+        "C++ must divide by the ranks of now"
+    )
     norm = DistributedDataParallel(torch.nn.BatchNorm1d(4))
     norm(torch.randn(8, 4) + rank).sum().backward()
     norm(torch.randn(8, 4) + rank)
@@ -87,12 +90,21 @@ def lose_one(file):
         assert "group.reform() goes on with those who are left" in str(again)
         change = group.reform(say=bytes([dist.get_rank()]))
         assert change == group.change
-        assert (change.epoch, change.sources, change.lost, change.said) == (1, (0, 1), (LAST,), (b"\0", b"\1"))
+        assert (change.epoch, change.sources, change.lost, change.said) == (
+            1,
+            (0, 1),
+            (LAST,),
+            (b"\0", b"\1"),
+        )
         for old in [some] if pair is dist.GroupMember.NON_GROUP_MEMBER else [pair, some]:
-            assert isinstance(caught(dist.all_reduce, torch.ones(1), group=old), (CommunicationError, ValueError))
+            assert isinstance(
+                caught(dist.all_reduce, torch.ones(1), group=old), (CommunicationError, ValueError)
+            )
         everything_works(change.sources)
         assert (channel.rank, channel.size, channel.take()) == (dist.get_rank(), 2, 0)
-        told = channel.run(gathered([float(channel.rank)], transport=channel.transport, sequence=0, device="cpu"))
+        told = channel.run(
+            gathered([float(channel.rank)], transport=channel.transport, sequence=0, device="cpu")
+        )
         assert told[:, 0].tolist() == [0.0, 1.0]
         model.zero_grad()
         model(torch.ones(1, 64)).sum().backward()
@@ -111,15 +123,19 @@ def test_survivors_go_on_with_the_same_group(mortal, tmp_path):
 
 
 def come_and_go(folder, rounds):
-    """Ranks 0 and 1 begin, the last one is alone and joins them; then they reform again and again."""
+    """Ranks 0 and 1 begin, the last one is alone and joins them; then they reform again and
+    again."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/members", -1)
     alone = rank == LAST
     dist.init_process_group(
-        "commpress", store=dist.HashStore() if alone else dist.FileStore(f"{folder}/first", 2),
-        rank=0 if alone else rank, world_size=1 if alone else 2, timeout=timedelta(seconds=SECONDS),
-    )  # fmt: skip
+        "commpress",
+        store=dist.HashStore() if alone else dist.FileStore(f"{folder}/first", 2),
+        rank=0 if alone else rank,
+        world_size=1 if alone else 2,
+        timeout=timedelta(seconds=SECONDS),
+    )
     group = world()
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     state = commpress.compress(model, "sign", min_numel=1)
@@ -159,13 +175,20 @@ def any_waits(group):
 
 
 def threads_and_files():
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), threading.active_count()
+    return (
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+    )
 
 
 def test_a_newcomer_becomes_a_member_and_reforms_leave_nothing_behind(mortal, tmp_path):
     for size, before, after in mortal.run(come_and_go, str(tmp_path), 6, size=3):
         assert size == 3
-        assert all(later <= earlier + 8 for earlier, later in zip(before, after, strict=True)), (before, after)
+        assert all(later <= earlier + 8 for earlier, later in zip(before, after, strict=True)), (
+            before,
+            after,
+        )
 
 
 def keep_out(folder):
@@ -175,7 +198,9 @@ def keep_out(folder):
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/{rank // 2}", -1)
     limit = timedelta(seconds=SECONDS)
-    dist.init_process_group("commpress", store=store, rank=rank % 2, world_size=1 if rank == 2 else 2, timeout=limit)
+    dist.init_process_group(
+        "commpress", store=store, rank=rank % 2, world_size=1 if rank == 2 else 2, timeout=limit
+    )
     group = world()
     if rank == 2:
         while not (contact.exists() and contact.read_text()):
@@ -196,14 +221,17 @@ def test_newcomers_wait_where_they_are_not_admitted(pool, tmp_path):
 
 
 def lose_hosts(folder):
-    """The host of the first store dies, then that of the next epoch's; a second store has always known the members."""
+    """The host of the first store dies, then that of the next epoch's; a second store has always
+    known the members."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     notes, members = dist.FileStore(f"{folder}/notes", -1), dist.FileStore(f"{folder}/members", -1)
     port = 0 if rank == 0 else int(notes.get("port"))
     hosted = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     notes.set("port", str(hosted.port))
-    dist.init_process_group("commpress", store=hosted, rank=rank, world_size=3, timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(
+        "commpress", store=hosted, rank=rank, world_size=3, timeout=timedelta(seconds=SECONDS)
+    )
     group = world()
     group.announce(members)
     dist.barrier()
@@ -237,7 +265,11 @@ def stop_one(folder):
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group(
-        "commpress", init_method=f"file://{folder}/first", rank=rank, world_size=3, timeout=timedelta(seconds=5)
+        "commpress",
+        init_method=f"file://{folder}/first",
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=5),
     )
     group = world()
     notes = dist.FileStore(f"{folder}/notes", -1)
@@ -255,7 +287,9 @@ def stop_one(folder):
         waits = dist.all_reduce(torch.ones(1), group=plain, async_op=True)
         del plain
         assert group.reform(age=4).lost == (LAST,)
-        assert not waits.is_completed(), "no reform waits for calls of Gloo, which nothing ends before their time"
+        assert not waits.is_completed(), (
+            "no reform waits for calls of Gloo, which nothing ends before their time"
+        )
         if rank == 0:
             os.kill(int(notes.get("pid")), signal.SIGCONT)
         while not any_waits(group):
@@ -274,10 +308,15 @@ def test_one_that_was_stopped_is_refused_and_may_join_again(mortal, tmp_path):
 def refuse():
     group = world()
     for wrong, what in (
-        ({"timeout": 3}, "timeout"), ({"say": "words"}, "say"), ({"age": -1}, "age"),
-        ({"yields": 1}, "yields"), ({"minimum": None}, "minimum"),
-        ({"admit": 1}, "admit"), ({"join": "10.0.0.1:80"}, "join"), ({"join": "10.0.0.1:80#" + "z" * 32}, "join"),
-    ):  # fmt: skip
+        ({"timeout": 3}, "timeout"),
+        ({"say": "words"}, "say"),
+        ({"age": -1}, "age"),
+        ({"yields": 1}, "yields"),
+        ({"minimum": None}, "minimum"),
+        ({"admit": 1}, "admit"),
+        ({"join": "10.0.0.1:80"}, "join"),
+        ({"join": "10.0.0.1:80#" + "z" * 32}, "join"),
+    ):
         error = caught(group.reform, **wrong)
         assert isinstance(error, InvalidArgument), error
         assert str(error).startswith(what)
@@ -295,5 +334,8 @@ def test_what_cannot_be_is_refused_before_anything_is_stopped(pool, tmp_path):
 def test_over_mpi_a_group_keeps_its_ranks():
     """Open MPI ends the whole job with a rank unless it was started to survive that."""
     group = SimpleNamespace(communicator=object())
-    with pytest.raises(InvalidArgument, match=r"MPI ends the whole job.*mpirun --with-ft ulfm.*use the backend 'commpress'"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"MPI ends the whole job.*mpirun --with-ft ulfm.*use the backend 'commpress'",
+    ):
         check_reform(group, None, b"", 0, 1, None)

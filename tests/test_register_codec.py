@@ -1,4 +1,5 @@
-"""Codecs of users in plain torch: under every integration that takes a codec, with feedback and real bytes."""
+"""Codecs of users in plain torch: under every integration that takes a codec, with feedback and
+real bytes."""
 
 from datetime import timedelta
 
@@ -33,7 +34,10 @@ def test_what_is_not_finite_is_said_and_changes_nothing():
     buffers = [torch.ones(100), torch.ones(100)]
     buffers[1][70] = torch.nan
     jobs = zip(buffers, feedbacks, Loopback(2).transports(), strict=True)
-    assert simulate([compressed_allreduce(b, f, codec=codec, transport=t) for b, f, t in jobs]) == [False, False]
+    assert simulate([compressed_allreduce(b, f, codec=codec, transport=t) for b, f, t in jobs]) == [
+        False,
+        False,
+    ]
     assert torch.equal(buffers[0], torch.ones(100))
     assert not any(f.sent.any() or f.reduced.any() for f in feedbacks)
 
@@ -46,14 +50,24 @@ def test_the_outputs_and_what_is_owed_are_the_inputs(numel, ranks, seed):
     codec = codec_named(NAME)
     pieces = one_message(numel, codec, ranks).pieces
     feedbacks = [ErrorFeedback.zeros(pieces) for _ in range(ranks)]
-    inputs, outputs = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    inputs, outputs = (
+        torch.zeros(numel, dtype=torch.float64),
+        torch.zeros(numel, dtype=torch.float64),
+    )
     for step in range(4):
-        given_ = [torch.from_numpy(draws.standard_normal(numel).astype(np.float32)) for _ in range(ranks)]
+        given_ = [
+            torch.from_numpy(draws.standard_normal(numel).astype(np.float32)) for _ in range(ranks)
+        ]
         inputs += torch.stack(given_).double().mean(0)
         buffers = [x.clone() for x in given_]
         jobs = zip(buffers, feedbacks, Loopback(ranks).transports(), strict=True)
         assert all(
-            simulate([compressed_allreduce(b, f, codec=codec, transport=t, sequence=step) for b, f, t in jobs])
+            simulate(
+                [
+                    compressed_allreduce(b, f, codec=codec, transport=t, sequence=step)
+                    for b, f, t in jobs
+                ]
+            )
         )
         assert all(torch.equal(b, buffers[0]) for b in buffers)
         outputs += buffers[0].double()
@@ -91,7 +105,11 @@ def under_ddp():
 def under_a_topology():
     ddp = DistributedDataParallel(net())
     state = commpress.compress(ddp, NAME, topology="2,1")
-    return losses(ddp, torch.optim.Adam(ddp.parameters(), 1e-2)), state.counters.ratio, state.counters.compressed_elements
+    return (
+        losses(ddp, torch.optim.Adam(ddp.parameters(), 1e-2)),
+        state.counters.ratio,
+        state.counters.compressed_elements,
+    )
 
 
 def under_fsdp():
@@ -106,7 +124,9 @@ def under_fsdp():
 def under(kind, **options):
     def train():
         model = net()
-        optimizer = getattr(commpress, kind)(model.parameters(), lr=1e-2, codec=NAME, min_numel=0, **options)
+        optimizer = getattr(commpress, kind)(
+            model.parameters(), lr=1e-2, codec=NAME, min_numel=0, **options
+        )
         fell = losses(model, optimizer)
         return fell, optimizer.counters.ratio, optimizer.counters.compressed_rounds
 

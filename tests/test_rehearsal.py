@@ -1,4 +1,5 @@
-"""Ranks that wait for others do their first steps beforehand, and undo them, whoever dies meanwhile."""
+"""Ranks that wait for others do their first steps beforehand, and undo them, whoever dies
+meanwhile."""
 
 import os
 import signal
@@ -25,7 +26,13 @@ def joined(folder: str, rank: int, size: int) -> None:
     dist.destroy_process_group()
     assert commpress.backend
     torch.manual_seed(rank)
-    dist.init_process_group("commpress", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=WITHIN)
+    dist.init_process_group(
+        "commpress",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=WITHIN,
+    )
 
 
 # ---------------------------------------------------------------- as if nothing had been
@@ -33,20 +40,36 @@ def joined(folder: str, rank: int, size: int) -> None:
 
 def owed_of(owner) -> float:
     """Sum of |residual|, whatever keeps them."""
-    stores = [owner.residuals] if hasattr(owner, "residuals") else [owner.full.residuals, owner.quantized.residuals]
-    return sum(float(kept.abs().sum()) for store in stores for every in store.every().values() for kept in every)
+    stores = (
+        [owner.residuals]
+        if hasattr(owner, "residuals")
+        else [owner.full.residuals, owner.quantized.residuals]
+    )
+    return sum(
+        float(kept.abs().sum())
+        for store in stores
+        for every in store.every().values()
+        for kept in every
+    )
 
 
-KINDS = {"sign": {"codec": "sign"}, "low-rank": {"codec": "powersgd-2"}, "ef21": {"codec": "topk-4", "error_feedback": "ef21"}}
+KINDS = {
+    "sign": {"codec": "sign"},
+    "low-rank": {"codec": "powersgd-2"},
+    "ef21": {"codec": "topk-4", "error_feedback": "ef21"},
+}
 
 
 def wait_in_vain(folder: str, kind: str, loaded: bool) -> list[tuple]:
-    """State of a rank before and after the steps that it does while it waits, and what it owed meanwhile."""
+    """State of a rank before and after the steps that it does while it waits, and what it owed
+    meanwhile."""
     rank = dist.get_rank()
     joined(folder, rank, 2)
     if kind == "onebit":
         ddp = DistributedDataParallel(elastic_script.net(norm=True))
-        owner = optimizer = commpress.OneBitAdam(ddp.module.named_parameters(), lr=1e-3, warmup_steps=1)
+        owner = optimizer = commpress.OneBitAdam(
+            ddp.module.named_parameters(), lr=1e-3, warmup_steps=1
+        )
         commpress.overlap(ddp, optimizer)
     else:
         ddp = DistributedDataParallel(elastic_script.net(norm=True), static_graph=True)
@@ -63,11 +86,19 @@ def wait_in_vain(folder: str, kind: str, loaded: bool) -> list[tuple]:
     if loaded:  # residuals of a checkpoint, which are to stay
         train_step()
         owed.clear()
-    run = commpress.elastic(train_step, {"model": ddp, "optimizer": optimizer}, steps=5, minimum=3, patience=0.2)
+    run = commpress.elastic(
+        train_step, {"model": ddp, "optimizer": optimizer}, steps=5, minimum=3, patience=0.2
+    )
 
     def now() -> tuple:
         steps = owner.steps_done if kind == "onebit" else owner.step
-        return owed_of(owner), steps, run.state_hash(), torch.get_rng_state().sum().item(), len(optimizer.state)
+        return (
+            owed_of(owner),
+            steps,
+            run.state_hash(),
+            torch.get_rng_state().sum().item(),
+            len(optimizer.state),
+        )
 
     before = now()
     with pytest.raises(NoQuorum):
@@ -91,7 +122,8 @@ def test_steps_before_others_come_leave_nothing_behind(pool, tmp_path, kind, loa
 
 
 def train(folder: str, early: bool) -> int:
-    """Ranks 0 and 1 wait for a third, and 1 dies in its second step; 2 and 3 join then, or 2 is there a little earlier."""
+    """Ranks 0 and 1 wait for a third, and 1 dies in its second step; 2 and 3 join then, or 2 is
+    there a little earlier."""
     rank, file, ready = dist.get_rank(), Path(folder, "contact"), Path(folder, "ready")
     dist.barrier()
     calls = []
@@ -113,12 +145,21 @@ def train(folder: str, early: bool) -> int:
         torch.manual_seed(rank)
         wait_for(lambda: file.exists() and file.read_text())
         if rank == 3 or not early:
-            wait_for(lambda: any(line["kind"] == "fault" for line in lines(Path(folder, "events-0"))))
-        dist.init_process_group("commpress", store=dist.HashStore(), rank=0, world_size=1, timeout=WITHIN)
+            wait_for(
+                lambda: any(line["kind"] == "fault" for line in lines(Path(folder, "events-0")))
+            )
+        dist.init_process_group(
+            "commpress", store=dist.HashStore(), rank=0, world_size=1, timeout=WITHIN
+        )
     run = elastic_script.run_of(
-        "hook", events=f"{folder}/events-{rank}", steps=10, hash_every=1, minimum=3, before=before,
+        "hook",
+        events=f"{folder}/events-{rank}",
+        steps=10,
+        hash_every=1,
+        minimum=3,
+        before=before,
         join=file.read_text() if rank > 1 else None,
-    )  # fmt: skip
+    )
     if rank == 0:
         file.write_text(run.contact)
     list(run)

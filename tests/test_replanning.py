@@ -1,4 +1,5 @@
-"""replan_every: a codec for every layer from fresh gradients, alike on all ranks, kept by checkpoints."""
+"""replan_every: a codec for every layer from fresh gradients, alike on all ranks, kept by
+checkpoints."""
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ QUIET, LOUD = "0.weight", "1.weight"
 
 
 class Session:
-    """Two layers; gradients of one are a thousand times larger from step ``swap`` on those of the other."""
+    """Two layers; gradients of one are a thousand times larger from step ``swap`` on those of the
+    other."""
 
     def __init__(self, **options):
         torch.manual_seed(0)
@@ -44,7 +46,11 @@ def replanned(topology):
         session.steps(count, loud)
         seen.append(session.rules())
     policy = session.state.policy
-    return seen, session.state.counters.choice, [policy.choose(name, 4096).row_bytes(4096) for name in (QUIET, LOUD)]
+    return (
+        seen,
+        session.state.counters.choice,
+        [policy.choose(name, 4096).row_bytes(4096) for name in (QUIET, LOUD)],
+    )
 
 
 @pytest.mark.parametrize(("size", "topology"), [(2, None), (4, "2x2")])
@@ -84,7 +90,10 @@ def resumed():
     same = again.rules() == session.rules() != {} and isinstance(again.state.policy, Ruled)
     for one in (session, again):
         one.steps(2)
-    equal = all(torch.equal(a.grad, b.grad) for a, b in zip(session.model.parameters(), again.model.parameters(), strict=True))
+    equal = all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(session.model.parameters(), again.model.parameters(), strict=True)
+    )
     return same, equal
 
 
@@ -94,7 +103,10 @@ def test_a_resumed_run_goes_on_with_the_same_codecs(pool):
 
 def test_errors_of_all_ranks_bound_the_choice(compiled):
     draws = torch.Generator().manual_seed(0)
-    gradients = {name: scale * torch.randn(5000, generator=draws) for name, scale in (("a", 1.0), ("b", 1e-3))}
+    gradients = {
+        name: scale * torch.randn(5000, generator=draws)
+        for name, scale in (("a", 1.0), ("b", 1e-3))
+    }
     errors = {name: errors_of(g, OPTIONS) for name, g in gradients.items()}
     found = assign_by(errors, dict.fromkeys(gradients, 5000), OPTIONS, ranks=2, uniform="int4")
     assert found.error <= found.uniform_error

@@ -1,4 +1,5 @@
-"""The SLURM example without SLURM: signals make it save the same step on all ranks, end with 85, and go on bit for bit."""
+"""The SLURM example without SLURM: signals make it save the same step on all ranks, end with 85,
+and go on bit for bit."""
 
 import os
 import re
@@ -24,7 +25,10 @@ exit 3
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_the_batch_script_passes_the_warning_on_and_requeues(number, tmp_path):
-    for name, text in {"srun": SRUN.format(folder=tmp_path), "scontrol": f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n'}.items():
+    for name, text in {
+        "srun": SRUN.format(folder=tmp_path),
+        "scontrol": f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n',
+    }.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
@@ -41,14 +45,28 @@ def test_the_batch_script_passes_the_warning_on_and_requeues(number, tmp_path):
 
 
 def ranks(size, folder, steps, warn=None):
-    """Output of rank 0 and all exit statuses; rank 1 alone is warned once ``warn`` steps were printed."""
+    """Output of rank 0 and all exit statuses; rank 1 alone is warned once ``warn`` steps were
+    printed."""
     port, running = str(free_port()), []
     for rank in range(size):
         env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        command = [sys.executable, EXAMPLES / "slurm_requeue.py", "--checkpoints", folder, "--steps", str(steps)]
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            sys.executable,
+            EXAMPLES / "slurm_requeue.py",
+            "--checkpoints",
+            folder,
+            "--steps",
+            str(steps),
+        ]
         running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     lines = []
     for line in running[0].stdout:
@@ -70,5 +88,8 @@ def test_a_run_in_two_jobs_is_the_run_in_one(tmp_path):
     assert again[0] == f"goes on from step {step}\n"
     whole, statuses = ranks(2, tmp_path / "b", more)
     assert statuses == [0, 0]
-    assert re.findall(r"step.*loss.*", "".join(whole))[-2:] == re.findall(r"step.*loss.*", "".join(again))[-2:]
+    assert (
+        re.findall(r"step.*loss.*", "".join(whole))[-2:]
+        == re.findall(r"step.*loss.*", "".join(again))[-2:]
+    )
     torch.load(folder / "model.pt", weights_only=True)

@@ -1,4 +1,5 @@
-"""Resuming: at the same number of ranks as if nothing had happened, at another without losing what is owed."""
+"""Resuming: at the same number of ranks as if nothing had happened, at another without losing what
+is owed."""
 
 import os
 import random
@@ -76,12 +77,16 @@ def go_on(plan, folder, astray=0):
 def resume(pool, folder, plan, at, size=2, **changed):
     """Steps 0 … at − 1, then the others by new objects."""
     pool.run(begin, replace(plan, steps=at), str(folder), size=size)
-    return pool.run(go_on, replace(plan, first=at, steps=plan.steps - at, **changed), str(folder), size=size)
+    return pool.run(
+        go_on, replace(plan, first=at, steps=plan.steps - at, **changed), str(folder), size=size
+    )
 
 
 def test_killed_and_resumed_equals_uninterrupted(pool, mortal, tmp_path):
     """Other processes, DDP's buckets as at their first step again: not a bit differs."""
-    codec = ByName({"left": LAZY, "right": NAMES["ternary"], "norm": NAMES["int8"]}, Same(NAMES["sign"]))
+    codec = ByName(
+        {"left": LAZY, "right": NAMES["ternary"], "norm": NAMES["int8"]}, Same(NAMES["sign"])
+    )
     plan = Plan(codec, steps=9, ddp=SMALL_BUCKETS, state=EVERYTHING)
     with pytest.raises(SilentRank, match="exit code -9"):
         mortal.run(begin, replace(plan, steps=4), str(tmp_path), signal.SIGKILL, size=3)
@@ -91,13 +96,17 @@ def test_killed_and_resumed_equals_uninterrupted(pool, mortal, tmp_path):
     assert all(len(trained.losses) == 9 for trained in resumed)
 
 
-@pytest.mark.parametrize("codec", first(2, ["sign", "ternary", LAZY]), ids=["sign", "ternary", "lazy"])
+@pytest.mark.parametrize(
+    "codec", first(2, ["sign", "ternary", LAZY]), ids=["sign", "ternary", "lazy"]
+)
 def test_three_ranks_resume(pool, tmp_path, codec):
     plan = Plan(codec, ddp=SMALL_BUCKETS)
     assert_equal(resume(pool, tmp_path, plan, at=4, size=3), twin(plan, 3))
 
 
-@pytest.mark.parametrize("codec", first(4, [name for name in NAMES if name not in ("sign", "ternary")]))
+@pytest.mark.parametrize(
+    "codec", first(4, [name for name in NAMES if name not in ("sign", "ternary")])
+)
 def test_every_codec_resumes(pool, tmp_path, codec):
     plan = Plan(codec)
     assert_equal(resume(pool, tmp_path, plan, at=3), twin(plan, 2))
@@ -142,7 +151,8 @@ def test_a_state_that_trained_astray_takes_the_loaded_one_over(pool, tmp_path):
 
 
 def test_resuming_without_names(pool, tmp_path):
-    """Parameters are numbered as DDP brings them, which is the same in every run with the same buckets."""
+    """Parameters are numbered as DDP brings them, which is the same in every run with the same
+    buckets."""
     plan = Plan(LAZY, named=False)
     assert_equal(resume(pool, tmp_path, plan, at=3), pool.run(train, plan))
 
@@ -170,7 +180,9 @@ def test_what_is_left_out_makes_a_difference(pool, tmp_path):
             residual["sent"].zero_()
         torch.save(state, tmp_path / f"{rank}.pt")
     resumed = pool.run(go_on, replace(plan, first=3, steps=3), str(tmp_path))
-    assert not torch.equal(resumed[0].parameters["head.weight"], twin(plan, 2)[0].parameters["head.weight"])
+    assert not torch.equal(
+        resumed[0].parameters["head.weight"], twin(plan, 2)[0].parameters["head.weight"]
+    )
 
 
 # ---------------------------------------------------------------- elastic
@@ -181,7 +193,8 @@ def add(total, gradient):
 
 
 def phase(plan, folder, files):
-    """Load all parts if there are any, train, save this rank's part; what went in, what came out, what is left."""
+    """Load all parts if there are any, train, save this rank's part; what went in, what came out,
+    what is left."""
     session = Session(plan)
     if files:
         session.model.load_state_dict(torch.load(f"{folder}/model.pt", weights_only=True))
@@ -191,7 +204,10 @@ def phase(plan, folder, files):
     loaded = session.trained().residuals
     given, taken = {}, {}
     for name, parameter in session.model.named_parameters():
-        given[name], taken[name] = torch.zeros(parameter.numel()).double(), torch.zeros(parameter.numel()).double()
+        given[name], taken[name] = (
+            torch.zeros(parameter.numel()).double(),
+            torch.zeros(parameter.numel()).double(),
+        )
         parameter.register_hook(partial(add, given[name]))
     for step in steps_of(plan):
         session.backward(step)
@@ -203,7 +219,13 @@ def phase(plan, folder, files):
     torch.save(elastic, f"{folder}/{dist.get_world_size()}-{session.rank}.pt")
     if session.rank == 0:
         torch.save(session.model.state_dict(), f"{folder}/model.pt")
-    return given, taken, loaded, session.trained(), sum(s["values"].numel() for s in elastic["shards"].values())
+    return (
+        given,
+        taken,
+        loaded,
+        session.trained(),
+        sum(s["values"].numel() for s in elastic["shards"].values()),
+    )
 
 
 def total_residual(residuals, name, numel):
@@ -211,13 +233,17 @@ def total_residual(residuals, name, numel):
     size = len(residuals)
     width = width_of(numel, size)
     sent = np.mean([r[name, 0][0].double().numpy() for r in residuals], axis=0)
-    rows = [r[name, 0][1].double().numpy()[: max(min(width, numel - i * width), 0)] for i, r in enumerate(residuals)]
+    rows = [
+        r[name, 0][1].double().numpy()[: max(min(width, numel - i * width), 0)]
+        for i, r in enumerate(residuals)
+    ]
     return sent + np.concatenate(rows)
 
 
 @pytest.mark.parametrize("codec", first(2, [LAZY, "int4", "sign"]), ids=["lazy", "int4", "sign"])
 def test_elastic_resume_owes_what_was_owed(pool, tmp_path, codec):
-    """4 → 2 → 3 ranks: R is unchanged to rounding each time, and Σ outputs + R = Σ mean inputs over all three runs."""
+    """4 → 2 → 3 ranks: R is unchanged to rounding each time, and Σ outputs + R = Σ mean inputs over
+    all three runs."""
     numels = {name: p.numel() for name, p in Net().named_parameters()}
     inputs, outputs = ({name: np.zeros(numel) for name, numel in numels.items()} for _ in range(2))
     before, files, first, steps = None, [], 0, 5
@@ -226,12 +252,15 @@ def test_elastic_resume_owes_what_was_owed(pool, tmp_path, codec):
         plan = Plan(codec, first=first, steps=steps, state=EVERYTHING, ddp=SMALL_BUCKETS)
         results = pool.run(phase, plan, str(tmp_path), files, size=size)
         loaded, trained = [r[2] for r in results], [r[3].residuals for r in results]
-        peak = {name: max(1.0, *(t[name, 0][0].abs().max().item() for t in trained)) for name in numels}
+        peak = {
+            name: max(1.0, *(t[name, 0][0].abs().max().item() for t in trained)) for name in numels
+        }
         for name, numel in numels.items():
             if before is not None:
                 assert all(torch.equal(part[name, 0][0], loaded[0][name, 0][0]) for part in loaded)
                 error = np.abs(total_residual(loaded, name, numel) - before[name]).max()
-                assert error <= 8 * eps * peak[name], name  # one sum over the ranks and one division in float32
+                # one sum over the ranks and one division in float32
+                assert error <= 8 * eps * peak[name], name
             inputs[name] += np.mean([given[name].numpy() for given, *_ in results], axis=0)
             outputs[name] += results[0][1][name].numpy()
             assert all(torch.equal(taken[name], results[0][1][name]) for _, taken, *_ in results)
@@ -246,9 +275,12 @@ def test_elastic_resume_owes_what_was_owed(pool, tmp_path, codec):
 
 
 def test_what_one_rank_owes_waits_for_a_second(pool, tmp_path):
-    """2 → 1 → 2 ranks: a single rank passes gradients through and hands the residuals on, bit for bit."""
+    """2 → 1 → 2 ranks: a single rank passes gradients through and hands the residuals on, bit for
+    bit."""
     first = pool.run(phase, Plan(LAZY, steps=4), str(tmp_path), [], size=2)
-    alone = pool.run(phase, Plan(LAZY, first=4, steps=2), str(tmp_path), ["2-0.pt", "2-1.pt"], size=1)
+    alone = pool.run(
+        phase, Plan(LAZY, first=4, steps=2), str(tmp_path), ["2-0.pt", "2-1.pt"], size=1
+    )
     again = pool.run(phase, Plan(LAZY, first=6, steps=0), str(tmp_path), ["1-0.pt"], size=2)
     assert first[0][3].residuals.keys() == alone[0][3].residuals.keys() == again[0][2].keys()
     for key, (sent, _) in alone[0][2].items():
@@ -273,8 +305,11 @@ def test_elastic_at_the_same_size(pool):
     results = pool.run(elastic_at_the_same_size, Plan("sign", state=EVERYTHING), size=3)
     for (name, _), (sent, _) in results[0][1].items():
         before = total_residual([r[0] for r in results], name, sent.numel())
-        np.testing.assert_allclose(sent.numpy(), before, atol=1e-6)  # float32 rounding of values below 1
-        assert all(torch.equal(r[1][name, 0][0], sent) and not r[1][name, 0][1].any() for r in results)
+        # float32 rounding of values below 1
+        np.testing.assert_allclose(sent.numpy(), before, atol=1e-6)
+        assert all(
+            torch.equal(r[1][name, 0][0], sent) and not r[1][name, 0][1].any() for r in results
+        )
     assert [r[2] for r in results] == [6] * 3
 
 
@@ -292,7 +327,9 @@ def loaded_from(plan, states):
     return session.trained().residuals, session.state.step
 
 
-@pytest.mark.parametrize(("sizes", "feedback"), few([(3, 2), (2, 3), (2, 2), (2, 1)], [True, "ef21"]), ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "feedback"), few([(3, 2), (2, 3), (2, 2), (2, 1)], [True, "ef21"]), ids=str
+)
 def test_the_exact_states_of_all_ranks_go_on_at_any_size(pool, sizes, feedback):
     before, after = sizes
     """At another size as the elastic ones, of which they hold all; at the same size each rank takes its own."""
@@ -311,7 +348,8 @@ def test_the_exact_states_of_all_ranks_go_on_at_any_size(pool, sizes, feedback):
                 assert torch.equal(tensors[1], kept["reduced"])
             else:
                 for one, other in zip(tensors, expected[key], strict=True):
-                    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # float32 rounding of values below 1
+                    # float32 rounding of values below 1
+                    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------- states that do not belong
@@ -375,10 +413,17 @@ def nothing(own, parts):
 
 SAYS = {
     other_name: "the state has a residual of 'nobody.weight', but the model has no such parameter",
-    other_length: "the state has 7 residuals of 'head.weight' from element 0 on, but that parameter has 384 elements",
-    other_shard: "the reduced residual of parameter 'head.weight' at offset 0 has 7 elements, expected 192",
+    other_length: (
+        "the state has 7 residuals of 'head.weight' from element 0 on, but that "
+        "parameter has 384 elements"
+    ),
+    other_shard: (
+        "the reduced residual of parameter 'head.weight' at offset 0 has 7 elements, expected 192"
+    ),
     other_rank: "of 2, this is rank ",
-    other_size: "load each rank's own file, or to change the world size those of all ranks on every rank",
+    other_size: (
+        "load each rank's own file, or to change the world size those of all ranks on every rank"
+    ),
     two_exact: "needs all 2 parts of one step, got those of ranks [",
     part_missing: "needs all 2 parts of one step, got those of ranks [0]",
     part_twice: "needs all 2 parts of one step, got those of ranks [0, 0]",

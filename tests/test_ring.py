@@ -11,7 +11,9 @@ SIZES = [1, 2, 5, 7, 21, 64, 1000, 4099, 700_001, 3_000_000]
 
 
 def part_of(rank, numel, dtype):
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(numel + rank)) * 50).to(dtype)
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(numel + rank)) * 50).to(
+        dtype
+    )
 
 
 def parts_of(numel, dtype, size):
@@ -31,7 +33,9 @@ def gloo_sums(dtype):
     return found
 
 
-@pytest.mark.parametrize(("size", "dtype"), few([3, 4], [torch.float32, torch.bfloat16, torch.float16]), ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"), few([3, 4], [torch.float32, torch.bfloat16, torch.float16]), ids=str
+)
 def test_the_fold_has_the_bits_of_gloo(pool, dtype, size):
     found = pool.run(gloo_sums, dtype, size=size)
     for i, numel in enumerate(SIZES):

@@ -14,23 +14,34 @@ NEWER = Epoch(6, 66, 1, ("a", "b"))
 
 def report(place, epoch=OLD, ready=None, *, began=(), linked=()):
     ready = None if ready is None else asdict(ready)
-    return {"place": place, "epoch": asdict(epoch), "ready": ready, "began": list(began), "linked": list(linked)}
+    return {
+        "place": place,
+        "epoch": asdict(epoch),
+        "ready": ready,
+        "began": list(began),
+        "linked": list(linked),
+    }
 
 
 @pytest.mark.parametrize(
     ("members", "base"),
     [
         ([report("a"), report("b"), report("c")], OLD),
-        ([report("a", ready=NEW), report("b", ready=NEW), report("c", ready=NEW)], NEW),  # the dead leader may have said so
+        # the dead leader may have said so
+        ([report("a", ready=NEW), report("b", ready=NEW), report("c", ready=NEW)], NEW),
         ([report("a", ready=NEW), report("b", ready=NEW), report("d")], NEW),  # d was none of it
-        ([report("a", ready=NEW), report("b", ready=NEW), report("c")], OLD),  # c was not ready: nobody was told it is complete
+        # c was not ready: nobody was told it is complete
+        ([report("a", ready=NEW), report("b", ready=NEW), report("c")], OLD),
         ([report("a"), report("b", ready=NEW), report("c", ready=NEW)], OLD),
         ([report("a", ready=NEWER), report("b", ready=NEW), report("c", ready=NEW)], OLD),
         ([report("a", NEW), report("b", ready=NEW), report("c", ready=NEW)], NEW),  # a has heard it
         ([report("a", NEWER), report("b", ready=NEW)], NEWER),
-        ([report("a", NEW, ready=NEWER), report("b", NEW, ready=NEWER), report("c", ready=NEW)], NEWER),
+        (
+            [report("a", NEW, ready=NEWER), report("b", NEW, ready=NEWER), report("c", ready=NEW)],
+            NEWER,
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_epoch_in_doubt_counts_where_all_of_it_were_ready(members, base):
     for order in (members, members[::-1]):
         assert base_of(order) == (base, base.key)
@@ -44,13 +55,14 @@ def test_an_epoch_in_doubt_counts_where_all_of_it_were_ready(members, base):
         ([report("c"), report("d")], [], [], False),
         ([report("c"), report("d")], ["a"], [], False),  # b may be with others
         ([report("d")], ["a", "b", "c"], [], True),
-        ([report("d", began=["b"])], ["a", "b", "c"], [], False),  # b may have led others, who went on with it
+        # b may have led others, who went on with it
+        ([report("d", began=["b"])], ["a", "b", "c"], [], False),
         ([report("d", began=["b"])], ["a", "b", "c"], ["b"], True),  # it has agreed with this one
         ([report("d", began=["b"], linked=["b"])], ["a", "b", "c"], [], True),
         ([report("c", linked=["b"]), report("d", began=["b"])], ["a", "b"], [], True),
         ([report("c", began=["a"], linked=["b"]), report("d")], ["a", "b"], [], False),
         ([report("d", began=["d"])], ["a", "b", "c"], [], True),
     ],
-)  # fmt: skip
+)
 def test_few_go_on_only_where_nobody_else_can(members, dead, linked, goes_on):
     assert may_go_on(OLD, members, dead, linked) is goes_on

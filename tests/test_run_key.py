@@ -1,4 +1,5 @@
-"""Processes of a run with a key know each other by it; whoever has read the store and lacks the key gets nowhere."""
+"""Processes of a run with a key know each other by it; whoever has read the store and lacks the key
+gets nowhere."""
 
 import contextlib
 import logging
@@ -23,7 +24,14 @@ from commpress.collectives.transports.meeting import (
     answers,
     knock,
 )
-from commpress.collectives.transports.run_key import FILE, NONCE, PROOF, VARIABLE, new_run_key, run_key
+from commpress.collectives.transports.run_key import (
+    FILE,
+    NONCE,
+    PROOF,
+    VARIABLE,
+    new_run_key,
+    run_key,
+)
 from commpress.errors import InvalidArgument, PeerFailure
 from test_agreement import alone, assert_agree, close, group, together
 from test_meeting import assert_connected, greeting, meetings_of, on_all
@@ -86,9 +94,11 @@ def whole(connection, count):
 
 @contextlib.contextmanager
 def by_way_of(door, *, listener=None, step=0, change=lambda number, words: words):
-    """The end of a line to a door on which somebody hears, and may ``change``, each of its four parts; what he has heard.
+    """The end of a line to a door on which somebody hears, and may ``change``, each of its four
+    parts; what he has heard.
 
-    The line is one that is there, or the next connection to ``listener``. ``step``: bytes at a time.
+    The line is one that is there, or the next connection to ``listener``. ``step``: bytes at a
+    time.
     """
     near, far = socket.socketpair() if listener is None else (None, None)
     heard = []
@@ -120,12 +130,16 @@ def test_a_key_comes_from_the_environment_or_a_file(monkeypatch, tmp_path):
     file = tmp_path / "key"
     file.write_text(f"{OTHER}\n")
     monkeypatch.setenv(FILE, str(file))
-    with pytest.raises(InvalidArgument, match=r"COMMPRESS_RUN_KEY and COMMPRESS_RUN_KEY_FILE are both set"):
+    with pytest.raises(
+        InvalidArgument, match=r"COMMPRESS_RUN_KEY and COMMPRESS_RUN_KEY_FILE are both set"
+    ):
         run_key()
     monkeypatch.delenv(VARIABLE)
     assert run_key() == OTHER.encode()
     monkeypatch.setenv(FILE, str(tmp_path / "none"))
-    with pytest.raises(InvalidArgument, match="none', expected a file that holds the key of the run"):
+    with pytest.raises(
+        InvalidArgument, match="none', expected a file that holds the key of the run"
+    ):
         run_key()
     monkeypatch.delenv(FILE)
     assert run_key() is None
@@ -134,7 +148,9 @@ def test_a_key_comes_from_the_environment_or_a_file(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text", ["", "secret-words", " " * 40, "x" * 5000])
 def test_a_key_that_is_too_short_or_long_is_refused_and_not_told(monkeypatch, tmp_path, text):
     monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(InvalidArgument, match=r"COMMPRESS_RUN_KEY has \d+ bytes, expected 32 to 4,096: make one") as error:
+    with pytest.raises(
+        InvalidArgument, match=r"COMMPRESS_RUN_KEY has \d+ bytes, expected 32 to 4,096: make one"
+    ) as error:
         Door("127.0.0.1", socket.AF_INET, 2)
     assert not text.strip() or text not in str(error.value)
     (tmp_path / "key").write_text(text)
@@ -149,7 +165,12 @@ def test_a_key_that_is_too_short_or_long_is_refused_and_not_told(monkeypatch, tm
 
 def test_ranks_with_the_key_meet_among_strangers():
     made = meetings_of(3)
-    words = [b"", b"GET / HTTP/1.0", greeting(HELLO, made[0].door.token, 1), greeting(HELLO | meetings.KEYED, bytes(16), 1)]
+    words = [
+        b"",
+        b"GET / HTTP/1.0",
+        greeting(HELLO, made[0].door.token, 1),
+        greeting(HELLO | meetings.KEYED, bytes(16), 1),
+    ]
     strangers = [connect(each.door) for each in made for _ in words]
     for number, stranger in enumerate(strangers):
         stranger.sendall(words[number % len(words)])
@@ -168,7 +189,10 @@ def test_a_greeting_and_a_proof_may_come_in_parts():
 def test_what_follows_a_greeting_travels_as_it_is():
     """A key keeps strangers out; it hides nothing from who is on the way, and signs no message."""
     made = meetings_of(2)
-    (one,), (two,) = (tuple(each.values()) for each in on_all(lambda each: each.connect_all(time.monotonic() + 60), made))
+    (one,), (two,) = (
+        tuple(each.values())
+        for each in on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
+    )
     two.setblocking(True)
     one.sendall(b"weights")
     assert whole(two, 7) == b"weights"
@@ -178,16 +202,22 @@ def test_what_follows_a_greeting_travels_as_it_is():
 
 def test_members_and_newcomers_with_the_key_agree():
     *members, newcomer = [*group("", ""), *group("")]
-    together([*members, newcomer], [Terms(minimum=3), Terms(), Terms(contacts=lambda: [members[0].door.here])])
+    together(
+        [*members, newcomer],
+        [Terms(minimum=3), Terms(), Terms(contacts=lambda: [members[0].door.here])],
+    )
     assert_agree([*members, newcomer])
     close([*members, newcomer])
 
 
 def test_who_is_asked_answers_and_a_silent_one_holds_up_no_others():
-    """The silent one is asked first: the others' doors would have hung up by the time that it is given up."""
+    """The silent one is asked first: the others' doors would have hung up by the time that it is
+    given up."""
     doors = [Door("127.0.0.1", socket.AF_INET, 4) for _ in range(3)]
     with attended(doors[1]), attended(doors[2]):
-        asked = {number: knock(door.here, PING, 0, (0, 0), 5.0) for number, door in enumerate(doors)}
+        asked = {
+            number: knock(door.here, PING, 0, (0, 0), 5.0) for number, door in enumerate(doors)
+        }
         assert answers(asked, 2.5) == {1: WELCOME, 2: WELCOME}
     beat = Heartbeat(doors[0].here, lambda: (0, 0))
     with attended(doors[0]):
@@ -203,9 +233,13 @@ def test_who_is_asked_answers_and_a_silent_one_holds_up_no_others():
 
 @pytest.mark.parametrize("kind", [HELLO, PING, ENLIST, JOIN])
 @pytest.mark.parametrize(
-    ("door", "caller"), [(KEY, None), (None, KEY), (KEY, OTHER)], ids=["no key", "a door without", "another key"]
+    ("door", "caller"),
+    [(KEY, None), (None, KEY), (KEY, OTHER)],
+    ids=["no key", "a door without", "another key"],
 )
-def test_whoever_has_only_the_token_is_told_so_and_not_let_in(monkeypatch, caplog, kind, door, caller):
+def test_whoever_has_only_the_token_is_told_so_and_not_let_in(
+    monkeypatch, caplog, kind, door, caller
+):
     there, caplog_at = door_of(monkeypatch, door), caplog.at_level(logging.WARNING, "commpress")
     if caller is None:
         monkeypatch.delenv(VARIABLE)
@@ -277,7 +311,9 @@ def impostor(words):
     return listener
 
 
-@pytest.mark.parametrize("words", [(WELCOME,), (bytes(NONCE), WELCOME + bytes(PROOF)), (WELCOME * (NONCE + 1 + PROOF),)])
+@pytest.mark.parametrize(
+    "words", [(WELCOME,), (bytes(NONCE), WELCOME + bytes(PROOF)), (WELCOME * (NONCE + 1 + PROOF),)]
+)
 def test_a_door_that_cannot_prove_the_key_is_not_believed(words):
     """Its address stands in the store in place of a rank's, with that rank's token."""
     made, false = meetings_of(2), impostor(words)
@@ -287,7 +323,9 @@ def test_a_door_that_cannot_prove_the_key_is_not_believed(words):
         with pytest.raises(PeerFailure, match=r"ranks \[0\] did not connect in time"):
             made[1].connect_all(time.monotonic() + 0.5)
     else:
-        with pytest.raises(PeerFailure, match=r"rank 1 and rank 0 at 127\.0\.0\.1 port \d+ are not of one run") as error:
+        with pytest.raises(
+            PeerFailure, match=r"rank 1 and rank 0 at 127\.0\.0\.1 port \d+ are not of one run"
+        ) as error:
             made[1].connect_all(time.monotonic() + 60)
         assert error.value.ranks == (0,)
     false.close()
@@ -295,12 +333,18 @@ def test_a_door_that_cannot_prove_the_key_is_not_believed(words):
 
 
 def test_a_call_that_somebody_passes_on_is_refused():
-    """A stranger has put an address of its own into the store, and passes all on to the door that was meant."""
+    """A stranger has put an address of its own into the store, and passes all on to the door that
+    was meant."""
     door = Door("127.0.0.1", socket.AF_INET, 4)
     host, _, token = door.here.split(" ")
     relay = socket.create_server(("127.0.0.1", 0))
     place = f"{host} {relay.getsockname()[1]} {token}"
-    with relay, attended(door) as came, by_way_of(door, listener=relay), knock(place, JOIN, 0, (0, 0), 20.0) as call:
+    with (
+        relay,
+        attended(door) as came,
+        by_way_of(door, listener=relay),
+        knock(place, JOIN, 0, (0, 0), 20.0) as call,
+    ):
         assert call.look() == DIFFERS
     assert came == []
 
@@ -326,7 +370,10 @@ def test_a_newcomer_without_the_key_is_told_so_by_name(monkeypatch):
     member.membership.attend()
     newcomer.agree(Terms(contacts=lambda: [member.door.here]), 20.0)
     assert isinstance(newcomer.outcome, InvalidArgument)
-    assert "are not of one run: only one has the key of a run, or they have two. Set COMMPRESS_RUN_KEY" in str(newcomer.outcome)
+    assert (
+        "are not of one run: only one has the key of a run, or they have two. Set COMMPRESS_RUN_KEY"
+        in str(newcomer.outcome)
+    )
     assert member.membership.waiting == 0
     member.membership.close()
     close([newcomer])

@@ -17,7 +17,10 @@ OTHERS = "ffffffffffff" + 20 * "0"
 def meet(odd, way):
     digest = OTHERS if dist.get_rank() == odd else 32 * "0"
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    with mock.patch.dict(os.environ, COMMPRESS_TRANSPORT=way), mock.patch.object(factory, "digest", return_value=digest):
+    with (
+        mock.patch.dict(os.environ, COMMPRESS_TRANSPORT=way),
+        mock.patch.object(factory, "digest", return_value=digest),
+    ):
         try:
             commpress.compress(model)
         except Mismatch as error:

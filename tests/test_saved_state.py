@@ -1,4 +1,5 @@
-"""``torch.save`` of a hook's state, as torch documents it for hooks that have one, and of a DDP model with its hook."""
+"""``torch.save`` of a hook's state, as torch documents it for hooks that have one, and of a DDP
+model with its hook."""
 
 import copy
 import io
@@ -53,12 +54,15 @@ def what_is_left(state):
 
 
 def resumed(how, options, way):
-    """Weights, residuals and counters of a run that was saved and loaded in the middle, and of one that was not."""
+    """Weights, residuals and counters of a run that was saved and loaded in the middle, and of one
+    that was not."""
     ddp = wrapped()
     state = made(ddp, how, options)
     train(ddp, FIRST)
     if way == "state":
-        saved = through_a_file({"model": ddp.state_dict(), "hook": commpress.compressed_allreduce_hook, "state": state})
+        saved = through_a_file(
+            {"model": ddp.state_dict(), "hook": commpress.compressed_allreduce_hook, "state": state}
+        )
         other = wrapped(seed=1)
         other.load_state_dict(saved["model"])
         hook, loaded = saved["hook"], saved["state"]
@@ -66,14 +70,28 @@ def resumed(how, options, way):
         other = through_a_file(ddp)
         ((hook, loaded),) = other._comm_hooks
     else:
-        other, hook, loaded = wrapped(seed=1), commpress.compressed_allreduce_hook, copy.deepcopy(state)
+        other, hook, loaded = (
+            wrapped(seed=1),
+            commpress.compressed_allreduce_hook,
+            copy.deepcopy(state),
+        )
         other.load_state_dict(ddp.state_dict())
-    assert loaded.state_dict()["residuals"].keys() == state.state_dict()["residuals"].keys()  # before a word to anybody
+    # before a word to anybody
+    assert loaded.state_dict()["residuals"].keys() == state.state_dict()["residuals"].keys()
     other.register_comm_hook(loaded, hook)
     train(other, ALL[4:])
     train(ddp, ALL[4:])
-    one, two = (torch.cat([p.detach().view(-1) for p in each.parameters()]) for each in (ddp, other))
-    return one, two, what_is_left(state), what_is_left(loaded), state.counters.steps, loaded.counters.steps
+    one, two = (
+        torch.cat([p.detach().view(-1) for p in each.parameters()]) for each in (ddp, other)
+    )
+    return (
+        one,
+        two,
+        what_is_left(state),
+        what_is_left(loaded),
+        state.counters.steps,
+        loaded.counters.steps,
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +127,11 @@ def with_a_scaler():
     with pytest.raises(InvalidArgument) as refused:
         train(other, FIRST)
     loaded.reconnect(grad_scaler=scaler, named_parameters=other.module.named_parameters())
-    return str(refused.value), loaded.grad_scaler is scaler, what_is_left(loaded).keys() == what_is_left(state).keys()
+    return (
+        str(refused.value),
+        loaded.grad_scaler is scaler,
+        what_is_left(loaded).keys() == what_is_left(state).keys(),
+    )
 
 
 def test_what_cannot_be_saved_must_be_given_again(pool):
@@ -158,12 +180,16 @@ def test_a_state_saved_before_its_first_backward(pool):
 def of_an_optimizer():
     """Overlap again, with the optimizer of the loaded model."""
     ddp = wrapped()
-    optimizer = commpress.overlap(ddp, commpress.OneBitAdam(ddp.parameters(), lr=1e-3, warmup_steps=2))
+    optimizer = commpress.overlap(
+        ddp, commpress.OneBitAdam(ddp.parameters(), lr=1e-3, warmup_steps=2)
+    )
     for _ in range(3):
         ddp(torch.ones(2, 24)).square().mean().backward()
         optimizer.step()
     other = through_a_file(ddp)
-    again = commpress.overlap(other, commpress.OneBitAdam(other.parameters(), lr=1e-3, warmup_steps=2))
+    again = commpress.overlap(
+        other, commpress.OneBitAdam(other.parameters(), lr=1e-3, warmup_steps=2)
+    )
     other(torch.ones(2, 24)).square().mean().backward()
     again.step()
     return again.steps_done

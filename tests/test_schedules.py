@@ -41,12 +41,27 @@ def test_variance_updates_of_the_definition():
 
 def test_intervals_double_every_period():
     schedule = DoublingIntervals(start=10, period=5, longest=16)
-    assert [schedule.interval(s, 1.0, Facts()) for s in (0, 9, 10, 14, 15, 20, 25, 30, 1000)] == [1, 1, 2, 2, 4, 8, 16, 16, 16]
+    assert [schedule.interval(s, 1.0, Facts()) for s in (0, 9, 10, 14, 15, 20, 25, 30, 1000)] == [
+        1,
+        1,
+        2,
+        2,
+        4,
+        8,
+        16,
+        16,
+        16,
+    ]
 
 
 def test_quadratic_intervals_follow_the_inverse_square_of_the_rate():
     """H = max(H_base, ⌊(α/γ)²⌋) on a cosine schedule, windows laid end to end."""
-    facts, schedule, total, peak = Facts(), Quadratic(alpha=0.02, shortest=2, longest=1000), 500, 0.01
+    facts, schedule, total, peak = (
+        Facts(),
+        Quadratic(alpha=0.02, shortest=2, longest=1000),
+        500,
+        0.01,
+    )
     facts.see(0, peak)
     step, windows = 2, []
     while step < total:
@@ -62,12 +77,17 @@ def test_quadratic_intervals_follow_the_inverse_square_of_the_rate():
 
 @pytest.mark.parametrize("rule", ["line", "cosine", "inverse root"])
 def test_the_rates_of_a_linear_window_add_up_to_its_peak_at_most(rule):
-    """And those of one more step at the rate that it began with would not; windows laid end to end."""
+    """And those of one more step at the rate that it began with would not; windows laid end to
+    end."""
     facts, schedule, total, peak, step = Facts(peak_lr=0.01), Linear(), 500, 0.01, 2
-    rates = peak * {
-        "line": 1 - np.arange(total) / total, "cosine": (1 + np.cos(np.pi * np.arange(total) / total)) / 2,
-        "inverse root": (1 + np.arange(total)) ** -0.5,
-    }[rule]  # fmt: skip
+    rates = (
+        peak
+        * {
+            "line": 1 - np.arange(total) / total,
+            "cosine": (1 + np.cos(np.pi * np.arange(total) / total)) / 2,
+            "inverse root": (1 + np.arange(total)) ** -0.5,
+        }[rule]
+    )
     lengths = []
     while step < total:
         length = schedule.interval(step, rates[step], facts)

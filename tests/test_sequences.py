@@ -1,4 +1,5 @@
-"""Sequences divided among ranks against one process: rings and exchanges to the last bit, attention up to rounding."""
+"""Sequences divided among ranks against one process: rings and exchanges to the last bit, attention
+up to rounding."""
 
 import runpy
 
@@ -31,7 +32,9 @@ def places(size, seed=0, wrap=lambda transport: transport):
     lengths = torch.randint(1, 6, (size,), generator=generator).tolist()
     if size > 2:
         lengths[1] = 0
-    return [SequencePlace(wrap(transport), tuple(lengths)) for transport in Loopback(size).transports()]
+    return [
+        SequencePlace(wrap(transport), tuple(lengths)) for transport in Loopback(size).transports()
+    ]
 
 
 def parts(x, place, dim=-2):
@@ -40,7 +43,10 @@ def parts(x, place, dim=-2):
 
 def tensors(lengths, count, seed=1, heads=2, dim=8, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(heads, sum(lengths), dim, generator=generator, dtype=dtype) for _ in range(count)]
+    return [
+        torch.randn(heads, sum(lengths), dim, generator=generator, dtype=dtype)
+        for _ in range(count)
+    ]
 
 
 def plain(q, k, v, causal):
@@ -64,47 +70,78 @@ def test_a_ring_brings_every_part_round(size):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_ring_attention_is_that_of_one_process(size, causal):
-    """Output and gradients, float64 up to its rounding; with int8 all ranks attend to the same decoded keys and values."""
+    """Output and gradients, float64 up to its rounding; with int8 all ranks attend to the same
+    decoded keys and values."""
     every = places(size)
     q, k, v, gradient = tensors(every[0].lengths, 4)
     mine = [parts(x, every[0]) for x in (q, k, v, gradient)]
-    found = simulate([
-        attend(*(x[p.rank] for x in mine[:3]), p, causal=causal, codec=None, sequence=0) for p in every
-    ])  # fmt: skip
+    found = simulate(
+        [
+            attend(*(x[p.rank] for x in mine[:3]), p, causal=causal, codec=None, sequence=0)
+            for p in every
+        ]
+    )
     for x in (q, k, v):
         x.requires_grad_()
     truth = plain(q, k, v, causal)
     truth.backward(gradient)
     assert torch.allclose(torch.cat([out for out, _ in found], -2), truth, atol=1e-12)
-    back = simulate([
-        attend_back(
-            mine[3][p.rank], *(x[p.rank].detach() for x in mine[:3]), *found[p.rank], p, causal=causal, codec=None,
-            gradient_codec=None, sequence=100,
-        )
-        for p in every
-    ])  # fmt: skip
+    back = simulate(
+        [
+            attend_back(
+                mine[3][p.rank],
+                *(x[p.rank].detach() for x in mine[:3]),
+                *found[p.rank],
+                p,
+                causal=causal,
+                codec=None,
+                gradient_codec=None,
+                sequence=100,
+            )
+            for p in every
+        ]
+    )
     for i, x in enumerate((q, k, v)):
         assert torch.allclose(torch.cat([each[i] for each in back], -2), x.grad, atol=1e-12)
 
 
 def test_coded_rings_do_not_add_up_errors():
-    """Keys and values are encoded once: over 5 ranks as attending to what one process decodes; fewer bytes by the codec."""
+    """Keys and values are encoded once: over 5 ranks as attending to what one process decodes;
+    fewer bytes by the codec."""
     size, codec = 5, edge_codec("int8")
     recorded = {}
 
     def run(with_codec):
         every = places(size, wrap=Recorded)
         q, k, v = tensors(every[0].lengths, 3, heads=8, dim=64, dtype=torch.float32)
-        found = simulate([
-            attend(*(parts(x, p)[p.rank] for x in (q, k, v)), p, causal=False, codec=with_codec, sequence=0) for p in every
-        ])  # fmt: skip
-        recorded[with_codec] = sum(p.transport.sent_bytes - 64 * p.transport.messages for p in every)
+        found = simulate(
+            [
+                attend(
+                    *(parts(x, p)[p.rank] for x in (q, k, v)),
+                    p,
+                    causal=False,
+                    codec=with_codec,
+                    sequence=0,
+                )
+                for p in every
+            ]
+        )
+        recorded[with_codec] = sum(
+            p.transport.sent_bytes - 64 * p.transport.messages for p in every
+        )
         return torch.cat([out for out, _ in found], -2), q, k, v, every[0]
 
     run(None)
     out, q, k, v, place = run(codec)
+
     def coded(x):
-        return torch.cat([crossed(part.contiguous(), codec) if part.numel() else part for part in parts(x, place)], -2)
+        return torch.cat(
+            [
+                crossed(part.contiguous(), codec) if part.numel() else part
+                for part in parts(x, place)
+            ],
+            -2,
+        )
 
     seen = coded(k), coded(v)
     assert torch.allclose(out, plain(q, *seen, False), atol=1e-5)
@@ -117,7 +154,12 @@ def test_a_causal_ring_sends_half():
     for causal in (False, True):
         every = [SequencePlace(Recorded(t), (4,) * 8) for t in Loopback(8).transports()]
         q = torch.randn(1, 32, 8)
-        simulate([attend(*[parts(q, p)[p.rank]] * 3, p, causal=causal, codec=None, sequence=0) for p in every])
+        simulate(
+            [
+                attend(*[parts(q, p)[p.rank]] * 3, p, causal=causal, codec=None, sequence=0)
+                for p in every
+            ]
+        )
         sent.append(sum(p.transport.messages for p in every))
     assert sent == [56, 28]
 
@@ -134,7 +176,9 @@ def test_heads_for_positions_is_a_permutation(size, heads):
     there = simulate([to_heads(mine[p.rank], p, way, codec=none, sequence=0) for p in every])
     for got, expected in zip(there, x.split(shares(heads, size), 2), strict=True):
         assert torch.equal(got, expected)
-    back = simulate([to_positions(there[p.rank], heads, p, way, codec=none, sequence=1) for p in every])
+    back = simulate(
+        [to_positions(there[p.rank], heads, p, way, codec=none, sequence=1) for p in every]
+    )
     assert all(torch.equal(a, b) for a, b in zip(back, mine, strict=True))
 
 
@@ -142,9 +186,15 @@ def test_heads_for_positions_is_a_permutation(size, heads):
 def test_states_are_passed_on(size):
     """The decayed sum of all states before, and its transpose for gradients."""
     every = places(size)
-    states, gradients = torch.randn(2, size, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
-    decays = torch.rand(size, 3, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = simulate([prefix(states[p.rank], decays[p.rank], p, codec=None, sequence=0) for p in every])
+    states, gradients = torch.randn(
+        2, size, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).unbind(0)
+    decays = torch.rand(
+        size, 3, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    found = simulate(
+        [prefix(states[p.rank], decays[p.rank], p, codec=None, sequence=0) for p in every]
+    )
     states.requires_grad_()
     before, truth = torch.zeros_like(states[0]), []
     for r in range(size):
@@ -152,14 +202,17 @@ def test_states_are_passed_on(size):
         before = before * decays[r] + states[r]
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
     (torch.stack(truth) + 0 * states).backward(gradients)
-    back = simulate([prefix_back(gradients[p.rank], decays[p.rank], p, codec=None, sequence=0) for p in every])
+    back = simulate(
+        [prefix_back(gradients[p.rank], decays[p.rank], p, codec=None, sequence=0) for p in every]
+    )
     assert torch.allclose(torch.stack(back), states.grad, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.integers(1, 17))
 def test_sequences_are_divided_among_groups(lengths, ranks):
-    """Each once, where it has room, groups at multiples of their size; never later than all in one group after another."""
+    """Each once, where it has room, groups at multiples of their size; never later than all in one
+    group after another."""
     most = -(-max(lengths) // (1 << ranks.bit_length() - 1))
     found = divide_sequences(lengths, ranks, most)
     assert sorted(i for share in found for i in share.sequences) == list(range(len(lengths)))
@@ -183,7 +236,8 @@ def test_long_sequences_get_many_ranks():
 
 
 def trained(kind):
-    """Gradients of this rank's part of x through a small attention of one kind, by autograd, on real ranks."""
+    """Gradients of this rank's part of x through a small attention of one kind, by autograd, on
+    real ranks."""
     rank, lengths = dist.get_rank(), [5, 3]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 4, 8, 8, generator=generator)  # batch, heads, positions, dim
@@ -194,7 +248,9 @@ def trained(kind):
         out = ranks.ring_attention(mine, 2 * mine, mine.cos())
     else:
         wide = ranks.to_heads(mine.transpose(1, 2)).transpose(1, 2)
-        out = ranks.to_positions(plain(wide, 2 * wide, wide.cos(), True).transpose(1, 2), 4).transpose(1, 2)
+        out = ranks.to_positions(
+            plain(wide, 2 * wide, wide.cos(), True).transpose(1, 2), 4
+        ).transpose(1, 2)
     out.square().sum().backward()
     try:
         ranks.ring_attention(x, x, x)
@@ -222,7 +278,9 @@ def flexible():
     for i in mine:
         length = [8, 4][i] // ranks.channel.size
         ranks.divide(length)
-        x = torch.arange(float([8, 4][i])).view(1, -1, 1, 1)[:, ranks.channel.rank * length :][:, :length]
+        x = torch.arange(float([8, 4][i])).view(1, -1, 1, 1)[:, ranks.channel.rank * length :][
+            :, :length
+        ]
         wide = ranks.to_heads(x.expand(1, length, 2, 1).contiguous())
         sums[i] = float(wide[:, :, :1].square().sum())
     return rank, ranks.channel.size, sums
@@ -238,7 +296,9 @@ def example(way, codec):
     """Losses of some steps of the example, on these ranks and in one process."""
     names = runpy.run_path(str(sources.ROOT / "examples" / "long_sequence.py"))
     ranks = SequenceGroups(codec) if way == "groups" else SequenceParallel(codec)
-    return names["train"](way, ranks, 8), names["train"](way, None, 8) if dist.get_rank() == 0 else None
+    return names["train"](way, ranks, 8), names["train"](
+        way, None, 8
+    ) if dist.get_rank() == 0 else None
 
 
 @pytest.mark.parametrize("way", first(2, ["ring", "groups", "heads", "state"]))

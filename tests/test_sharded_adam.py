@@ -12,9 +12,16 @@ BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
 
 def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
     options = {
-        "lr": LR, "betas": (BETA1, BETA2), "weight_decay": DECAY, "warmup_steps": 4, "min_numel": 0, "variance_floor": 0.0,
-    } | options  # fmt: skip
-    return Replicas(lambda p, t: ShardedOneBitAdam(p, transport=t, **options), size, shapes, dtype=dtype)
+        "lr": LR,
+        "betas": (BETA1, BETA2),
+        "weight_decay": DECAY,
+        "warmup_steps": 4,
+        "min_numel": 0,
+        "variance_floor": 0.0,
+    } | options
+    return Replicas(
+        lambda p, t: ShardedOneBitAdam(p, transport=t, **options), size, shapes, dtype=dtype
+    )
 
 
 def together(group, name):
@@ -27,9 +34,15 @@ def together(group, name):
 
 
 def steady(size, step, shapes=SHAPES):
-    """Gradients of which no element is far below the others: no variance is floored, and nothing is cut."""
-    return [[c.sign() * (1 + c.abs()) + 0.3 * g for c, g in zip(start(shapes, 1000 + step), mine, strict=True)]
-            for mine in noise(size, step, shapes)]  # fmt: skip
+    """Gradients of which no element is far below the others: no variance is floored, and nothing is
+    cut."""
+    return [
+        [
+            c.sign() * (1 + c.abs()) + 0.3 * g
+            for c, g in zip(start(shapes, 1000 + step), mine, strict=True)
+        ]
+        for mine in noise(size, step, shapes)
+    ]
 
 
 def divisors(group):
@@ -40,7 +53,9 @@ def divisors(group):
 
 def agree(group):
     return all(
-        torch.equal(a, b) for mine in group.parameters[1:] for a, b in zip(group.parameters[0], mine, strict=True)
+        torch.equal(a, b)
+        for mine in group.parameters[1:]
+        for a, b in zip(group.parameters[0], mine, strict=True)
     )
 
 
@@ -62,7 +77,11 @@ def test_with_an_exact_codec_it_is_momentum_under_a_frozen_variance():
     group = replicas(codec="none")
     for step in range(4):
         group.step(steady(3, step))
-    x, m, v = flat(group.parameters[0]), together(group, "momentum"), together(group, "variance") / (1 - BETA2**4)
+    x, m, v = (
+        flat(group.parameters[0]),
+        together(group, "momentum"),
+        together(group, "variance") / (1 - BETA2**4),
+    )
     for step in range(4, 12):
         gradients = steady(3, step)
         group.step(gradients)
@@ -73,8 +92,8 @@ def test_with_an_exact_codec_it_is_momentum_under_a_frozen_variance():
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_momentum_telescopes_and_parameters_follow_the_master_weights(size):
-    """With the exact momentum m*: d_t = β1·d_{t−1} − (R_t − R_{t−1}), so (1 − β1)·Σ d + β1·d_T = −R_T; and x is w but for
-    a gap that the next step sends."""
+    """With the exact momentum m*: d_t = β1·d_{t−1} − (R_t − R_{t−1}), so (1 − β1)·Σ d + β1·d_T =
+    −R_T; and x is w but for a gap that the next step sends."""
     group = replicas(size)
     for step in range(4):
         group.step(steady(size, step))
@@ -105,8 +124,12 @@ def test_bytes_are_those_of_one_bit_each_way():
     group = replicas(4, shapes, warmup_steps=8)
     for step in range(10):
         group.step(noise(4, step, shapes))
-    assert group.optimizers[0].counters.compressed_bytes == pytest.approx(2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05)
-    assert group.optimizers[0].counters.exact_bytes == pytest.approx((8 * 2 * 4 + 2) * 3 / 4 * (1 << 16), rel=0.01)
+    assert group.optimizers[0].counters.compressed_bytes == pytest.approx(
+        2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05
+    )
+    assert group.optimizers[0].counters.exact_bytes == pytest.approx(
+        (8 * 2 * 4 + 2) * 3 / 4 * (1 << 16), rel=0.01
+    )
 
 
 def test_a_bad_gradient_skips_the_step_on_all_ranks():

@@ -1,8 +1,9 @@
-"""Sharded optimizers on DTensors of tensor parallelism: elastic states go to other meshes, moments in every bit.
+"""Sharded optimizers on DTensors of tensor parallelism: elastic states go to other meshes, moments
+in every bit.
 
-Each rank owns a part of its shard; those of all ranks are joined to whole parameters and cut as other meshes cut them.
+Each rank owns a part of its shard; those of all ranks are joined to whole parameters and cut as
+other meshes cut them.
 """
-
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from ranks import caught
 from variants import first, seldom
 
 SHARDED = ("master", "momentum", "variance")
-NAMES, ALIKE = (*SHAPES, "one"), ("tall", "norm")  # rows of the latter have the same blocks however they are cut
+# rows of the latter have the same blocks however they are cut
+NAMES, ALIKE = (*SHAPES, "one"), ("tall", "norm")
 BLOCKS = {"variance_floor": 0.0, "spiky_codec": None}  # and nothing is asked of them as a whole
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
@@ -63,7 +65,9 @@ def joined(optimizer, parts, params, mesh):
     for (name, p), part in zip(params.items(), parts, strict=True):
         dist.all_reduce(part, group=None if mesh is None else mesh["dp"].get_group())
         if isinstance(p, DTensor):
-            part = DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+            part = DTensor.from_local(
+                part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+            )
         found[name] = whole(part)
     return found
 
@@ -94,14 +98,23 @@ def went_on(make, shape, names, options, states, weights, steps):
     before = seen(optimizer, params, mesh)
     move(optimizer, params, mesh, steps)
     ends = {name: whole(p) for name, p in params.items()}
-    return optimizer.elastic_state_dict(), before, seen(optimizer, params, mesh), ends, optimizer.steps_done
+    return (
+        optimizer.elastic_state_dict(),
+        before,
+        seen(optimizer, params, mesh),
+        ends,
+        optimizer.steps_done,
+    )
 
 
 def chain(pool, make, names, options, steps):
-    """Saved on 2 × 2 after these steps, carried to 4 × 1 and 1 × 2: what each of the three has seen."""
+    """Saved on 2 × 2 after these steps, carried to 4 × 1 and 1 × 2: what each of the three has
+    seen."""
     ways, states, weights = [], [], None
     for shape, some in (((2, 2), steps), ((4, 1), ()), ((1, 2), ())):
-        every = pool.run(went_on, make, shape, names, options, states, weights, some, size=shape[0] * shape[1])
+        every = pool.run(
+            went_on, make, shape, names, options, states, weights, some, size=shape[0] * shape[1]
+        )
         states, weights = [each[0] for each in every], every[0][3]
         ways.append(every)
     return ways, states, weights
@@ -110,24 +123,33 @@ def chain(pool, make, names, options, steps):
 @pytest.mark.parametrize("steps", [seldom(2), 6])
 @pytest.mark.parametrize("make", first(1, ["0/1", "1-bit"]))
 def test_states_go_from_mesh_to_mesh(pool, make, steps):
-    """2 × 2 → 4 × 1 → 1 × 2 → two ranks with whole parameters: masters and moments in every bit, R up to rounding its sum."""
+    """2 × 2 → 4 × 1 → 1 × 2 → two ranks with whole parameters: masters and moments in every bit, R
+    up to rounding its sum."""
     ways, states, weights = chain(pool, make, NAMES, {}, range(steps))
     ways.append(pool.run(went_on, make, None, NAMES, {}, states, weights, (), size=2))
     _, _, (moments, owed, frozen), ends, done = ways[0][0]
-    assert (max(float(each.abs().max()) for each in owed.values()) > 0) == (steps == 6)  # all of 2 steps are exact
+    # all of 2 steps are exact
+    assert (max(float(each.abs().max()) for each in owed.values()) > 0) == (steps == 6)
     assert make == "0/1" or max(frozen) == (3 if steps == 6 else 0)
     for every in ways[1:]:
         for _, (found, left, at), _, arrived, count in every:
             assert apart(found, moments) == apart(arrived, ends) == 0.0
             assert apart(left, owed) < 1e-6
             assert (at, count) == (frozen, done)
-    assert {tuple(t.shape) for t in moments.values()} == {(64, 128), (48, 64), (5, 64), (16, 16), (64,), (1, 64)}
+    assert {tuple(t.shape) for t in moments.values()} == {
+        (64, 128),
+        (48, 64),
+        (5, 64),
+        (16, 16),
+        (64,),
+        (1, 64),
+    }
 
 
 @pytest.mark.parametrize("make", ["1-bit", seldom("0/1")])
 def test_meshes_and_whole_parameters_go_on_alike_in_every_bit(pool, make):
-    """Steps in one bit after the same state, where blocks are the same: on whole parameters from the first mesh's state and
-    from the third's, and on 2 × 2."""
+    """Steps in one bit after the same state, where blocks are the same: on whole parameters from
+    the first mesh's state and from the third's, and on 2 × 2."""
     ways, states, weights = chain(pool, make, ALIKE, BLOCKS, range(6))
     first = [each[0] for each in ways[0]]
     ends = [
@@ -135,19 +157,29 @@ def test_meshes_and_whole_parameters_go_on_alike_in_every_bit(pool, make):
         for shape, size, found in ((None, 2, first), (None, 2, states), ((2, 2), 4, states))
     ]
     for _, _, (moments, owed, _), found, _ in ends[1:]:
-        assert apart(found, ends[0][3]) == apart(moments, ends[0][2][0]) == apart(owed, ends[0][2][1]) == 0.0
+        assert (
+            apart(found, ends[0][3])
+            == apart(moments, ends[0][2][0])
+            == apart(owed, ends[0][2][1])
+            == 0.0
+        )
     assert apart(ends[0][3], weights) > 1e-3
 
 
-@pytest.mark.parametrize(("make", "twin"), [seldom("1-bit", "1-bit"), ("1-bit", "unsharded"), seldom("0/1", "0/1")])
+@pytest.mark.parametrize(
+    ("make", "twin"), [seldom("1-bit", "1-bit"), ("1-bit", "unsharded"), seldom("0/1", "0/1")]
+)
 def test_a_carried_run_is_one_of_whole_parameters(pool, make, twin):
-    """Exact messages, so that nothing but rounding is between them: three meshes, then whole parameters; and a run of whole
-    ones that nobody saved, of the same optimizer or of the one that has all state on every rank. The rate is 0.01, and what is
-    far beyond √v is cut at 20 of it, which sharded ranks know in bfloat16 (2⁻⁹)."""
+    """Exact messages, so that nothing but rounding is between them: three meshes, then whole
+    parameters; and a run of whole ones that nobody saved, of the same optimizer or of the one that
+    has all state on every rank. The rate is 0.01, and what is far beyond √v is cut at 20 of it,
+    which sharded ranks know in bfloat16 (2⁻⁹)."""
     names, options = tuple(SHAPES), {"codec": "none", "min_numel": 0} | BLOCKS
     _, states, weights = chain(pool, make, names, options, range(6))
     expected = pool.run(unbroken, twin, names, options, size=2)[0]
-    _, _, (moments, _, _), found, _ = pool.run(went_on, make, None, names, options, states, weights, range(6, 9), size=2)[0]
+    _, _, (moments, _, _), found, _ = pool.run(
+        went_on, make, None, names, options, states, weights, range(6, 9), size=2
+    )[0]
     if twin == "unsharded":  # parameters follow the masters at bounded steps
         found = {name: moments[f"master {name}"] for name in found}
     assert apart(found, expected) < (20 * 0.01 * 2**-9 if twin == "unsharded" else 5e-6)
@@ -166,7 +198,9 @@ def test_states_come_from_a_mesh_whose_replicas_are_turned(pool, make):
     saved = pool.run(went_on, make, "turned", NAMES, {}, [], None, range(6), size=4)
     _, _, (moments, owed, _), ends, _ = saved[0]
     states = [each[0] for each in saved]
-    for _, (found, left, _), _, arrived, _ in pool.run(went_on, make, (2, 2), NAMES, {}, states, ends, (), size=4):
+    for _, (found, left, _), _, arrived, _ in pool.run(
+        went_on, make, (2, 2), NAMES, {}, states, ends, (), size=4
+    ):
         assert apart(found, moments) == apart(arrived, ends) == 0.0
         assert apart(left, owed) < 1e-6
 
@@ -186,19 +220,36 @@ def refused_state(make, states):
     before = {name: whole(p) for name, p in params.items()}
     error = caught(optimizer.load_state_dict, *states)
     assert isinstance(error, StateMismatch)
-    assert optimizer.steps_done == apart(before, {name: whole(p) for name, p in params.items()}) == 0
+    assert (
+        optimizer.steps_done == apart(before, {name: whole(p) for name, p in params.items()}) == 0
+    )
     assert not optimizer.momentum.any()
     return str(error)
 
 
 def test_states_that_do_not_fit_are_refused_with_the_cure(pool):
-    states = [each[0] for each in pool.run(went_on, "1-bit", (2, 2), NAMES, {}, [], None, range(4), size=4)]
+    states = [
+        each[0]
+        for each in pool.run(went_on, "1-bit", (2, 2), NAMES, {}, [], None, range(4), size=4)
+    ]
     window = pool.run(inside_a_window, size=4)
     for given, make, said in (
-        (states[::2], "1-bit", "4096 of the 8192 elements of parameter 'tall': pass those of all ranks"),
-        (states[:3], "1-bit", "of 2 ranks with the same shards 1 states were given: pass those of all ranks"),
+        (
+            states[::2],
+            "1-bit",
+            "4096 of the 8192 elements of parameter 'tall': pass those of all ranks",
+        ),
+        (
+            states[:3],
+            "1-bit",
+            "of 2 ranks with the same shards 1 states were given: pass those of all ranks",
+        ),
         (states, "0/1", "the state is of ShardedOneBitAdam, this is a ShardedZeroOneAdam"),
-        (window, "0/1", "steps into a window: call optimizer.synchronize() before elastic_state_dict()"),
+        (
+            window,
+            "0/1",
+            "steps into a window: call optimizer.synchronize() before elastic_state_dict()",
+        ),
     ):
         for found in pool.run(refused_state, make, given, size=4):
             assert said in found

@@ -1,4 +1,5 @@
-"""Options that the sharded optimizers have in common with the whole ones: groups, clipping, codecs, warm-up, frozen tensors."""
+"""Options that the sharded optimizers have in common with the whole ones: groups, clipping, codecs,
+warm-up, frozen tensors."""
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from optim_twin import SHAPES, Replicas, check_a_bad_gradient_raises, flat, mean
 from test_sharded_adam import agree, replicas, together
 
 KINDS = {
-    "onebit": lambda p, t, **options: ShardedOneBitAdam(p, transport=t, **{"warmup_steps": 4, "min_numel": 0} | options),
+    "onebit": lambda p, t, **options: ShardedOneBitAdam(
+        p, transport=t, **{"warmup_steps": 4, "min_numel": 0} | options
+    ),
     "zero-one": lambda p, t, **options: ShardedZeroOneAdam(
         p, transport=t, **{"variance_updates": 2, "sync": "every", "min_numel": 0} | options
     ),
@@ -33,11 +36,16 @@ def test_an_empty_group_and_an_empty_parameter_change_nothing(kind, size):
         gradients = noise(size, step)
         group.step([[torch.zeros(0, 5), *mine, torch.zeros(0)] for mine in gradients])
         plain.step(gradients)
-    assert torch.equal(torch.tensor(flat(group.parameters[0])), torch.tensor(flat(plain.parameters[0])))
+    assert torch.equal(
+        torch.tensor(flat(group.parameters[0])), torch.tensor(flat(plain.parameters[0]))
+    )
 
 
 def test_exact_steps_clip_as_torch_does():
-    group, twin = replicas(warmup_steps=100, max_grad_norm=0.5), [torch.nn.Parameter(p) for p in start()]
+    group, twin = (
+        replicas(warmup_steps=100, max_grad_norm=0.5),
+        [torch.nn.Parameter(p) for p in start()],
+    )
     adam = torch.optim.AdamW(twin, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     for step in range(5):
         gradients = noise(3, step)
@@ -97,7 +105,10 @@ def test_spiky_tensors_travel_in_eight_bits():
             mine[1][4:] *= 1e-3
         group.step(gradients)
     states = group.optimizers[0].tensors
-    assert [states.choose(name, 4096).spec.split("/")[0] for name in states.flat.names] == ["sign", "fp8"]
+    assert [states.choose(name, 4096).spec.split("/")[0] for name in states.flat.names] == [
+        "sign",
+        "fp8",
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +134,9 @@ def test_a_late_tensor_moves_as_under_adam(kind):
                 mine[0] = None
         before = [p.detach().clone() for p in group.parameters[0]]
         group.step(gradients)
-        moves = [float((p - q).abs().max()) for p, q in zip(group.parameters[0], before, strict=True)]
+        moves = [
+            float((p - q).abs().max()) for p, q in zip(group.parameters[0], before, strict=True)
+        ]
         assert max(moves) < 20e-3, step
     assert bool((group.parameters[0][0] != start()[0]).all())
     assert agree(group)

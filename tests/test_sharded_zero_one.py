@@ -1,4 +1,5 @@
-"""The sharded 0/1 Adam against torch's Adam, against its equations in float64 and against its invariants."""
+"""The sharded 0/1 Adam against torch's Adam, against its equations in float64 and against its
+invariants."""
 
 import numpy as np
 import pytest
@@ -15,10 +16,17 @@ BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
 
 def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
     options = {
-        "lr": LR, "betas": (BETA1, BETA2), "weight_decay": DECAY, "variance_updates": Early(4), "sync": Fixed(4),
-        "min_numel": 0, "variance_floor": 0.0,
-    } | options  # fmt: skip
-    return Replicas(lambda p, t: ShardedZeroOneAdam(p, transport=t, **options), size, shapes, dtype=dtype)
+        "lr": LR,
+        "betas": (BETA1, BETA2),
+        "weight_decay": DECAY,
+        "variance_updates": Early(4),
+        "sync": Fixed(4),
+        "min_numel": 0,
+        "variance_floor": 0.0,
+    } | options
+    return Replicas(
+        lambda p, t: ShardedZeroOneAdam(p, transport=t, **options), size, shapes, dtype=dtype
+    )
 
 
 def test_exact_steps_are_adams():
@@ -30,15 +38,19 @@ def test_exact_steps_are_adams():
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_with_an_exact_codec_a_window_is_what_the_equations_say(window):
-    """Every gradient at the parameters of the window's begin; exact steps at 0, 1, 3 and after the windows of 7 and 15;
-    rates that change inside the window."""
+    """Every gradient at the parameters of the window's begin; exact steps at 0, 1, 3 and after the
+    windows of 7 and 15; rates that change inside the window."""
     group = replicas(2, codec="none", sync=Fixed(window), variance_updates=1)
     rates = [LR * (1 + 0.1 * s) for s in range(60)]
     x, m, v, updates, updated_at, step = flat(start()), 0.0, 0.0, 0, -1, 0
     while step < 20:
         exact = any((s + 1) & s == 0 for s in range(updated_at + 1, step + 1))
         if exact:
-            v, updates, updated_at = BETA2 * v + (1 - BETA2) * flat(mean(steady(2, step))) ** 2, updates + 1, step
+            v, updates, updated_at = (
+                BETA2 * v + (1 - BETA2) * flat(mean(steady(2, step))) ** 2,
+                updates + 1,
+                step,
+            )
             root = np.sqrt(v / (1 - BETA2**updates)) + 1e-8
         u, kept, total = 0.0, 1.0, 0.0
         for _ in range(window if step >= 4 and not exact else 1):
@@ -57,13 +69,18 @@ def test_with_an_exact_codec_a_window_is_what_the_equations_say(window):
 
 
 def test_an_exact_step_after_windows_divides_by_the_variance_that_it_has_just_seen():
-    """Elements below the floor too, where gradients have grown tenfold since ranks last heard of the variance."""
+    """Elements below the floor too, where gradients have grown tenfold since ranks last heard of
+    the variance."""
     floor = 0.5
     group = replicas(2, sync="every", variance_updates=1, variance_floor=floor, weight_decay=0.0)
     for step in range(8):
         before = together(group, "master")
         group.step([[10 * g if step == 7 else g for g in mine] for mine in noise(2, step)])
-    v, m, after = together(group, "variance") / (1 - BETA2**4), together(group, "momentum"), together(group, "master")
+    v, m, after = (
+        together(group, "variance") / (1 - BETA2**4),
+        together(group, "momentum"),
+        together(group, "master"),
+    )
     first, lifted = 0, 0
     for p in group.parameters[0]:
         at = slice(first, first + p.numel())
@@ -76,7 +93,9 @@ def test_an_exact_step_after_windows_divides_by_the_variance_that_it_has_just_se
     assert agree(group)
 
 
-def test_a_constant_rate_is_said_to_allow_no_local_step_with_the_cure_of_windows_that_stand_still(caplog):
+def test_a_constant_rate_is_said_to_allow_no_local_step_with_the_cure_of_windows_that_stand_still(
+    caplog,
+):
     group = replicas(2, sync="linear", check_every=0)
     for step in range(6):
         group.step(noise(2, step))
@@ -86,8 +105,15 @@ def test_a_constant_rate_is_said_to_allow_no_local_step_with_the_cure_of_windows
 
 
 def widest(cls, curvature, **options):
-    """Largest |x| in the first 20 and the last 180 of 200 steps on curvature·x²/2, with s = 1 and a rate that falls to 0."""
-    options = {"lr": LR, "betas": (BETA1, BETA2), "variance_updates": Early(4), "codec": "none", "min_numel": 0} | options
+    """Largest |x| in the first 20 and the last 180 of 200 steps on curvature·x²/2, with s = 1 and a
+    rate that falls to 0."""
+    options = {
+        "lr": LR,
+        "betas": (BETA1, BETA2),
+        "variance_updates": Early(4),
+        "codec": "none",
+        "min_numel": 0,
+    } | options
     group = Replicas(lambda p, t: cls(p, transport=t, **options), 2, ((4,),))
     for step in range(4):
         group.step([[torch.full((4,), (-1.0) ** step)]] * 2)
@@ -95,14 +121,20 @@ def widest(cls, curvature, **options):
     for step in range(200):
         for o in group.optimizers:
             o.param_groups[0]["lr"] = LR * (1 - step / 200)
-        group.step([[curvature * (x.detach() - torch.tensor(center, dtype=torch.float32))] for (x,) in group.parameters])
+        group.step(
+            [
+                [curvature * (x.detach() - torch.tensor(center, dtype=torch.float32))]
+                for (x,) in group.parameters
+            ]
+        )
         far.append(np.abs(flat(group.parameters[0]) - center).max())
     return max(far[:20]), max(far[20:])
 
 
 def test_a_window_takes_no_step_that_is_longer_than_momentum_can_bear():
-    """On a parabola with a frozen variance, where steps at the peak bear a curvature of 2·(1 + β1)/((1 − β1)·γ) = 38/γ.
-    Parameters that stand still bear 4/γ if windows grow as they may where ranks move, and 18/γ with the default."""
+    """On a parabola with a frozen variance, where steps at the peak bear a curvature of 2·(1 +
+    β1)/((1 − β1)·γ) = 38/γ. Parameters that stand still bear 4/γ if windows grow as they may where
+    ranks move, and 18/γ with the default."""
     first, later = widest(ShardedZeroOneAdam, 8 / LR)
     assert later < first
     first, later = widest(ShardedZeroOneAdam, 8 / LR, sync="qsr")
@@ -117,7 +149,9 @@ def test_a_long_step_at_the_end_of_a_window_is_warned_of(caplog):
     for step in range(16):
         caplog.clear()
         group.step(noise(2, step))
-        assert ("window of 4 steps, and at its end go up to 4.0 times as far" in caplog.text) == (step == 4)
+        assert ("window of 4 steps, and at its end go up to 4.0 times as far" in caplog.text) == (
+            step == 4
+        )
     for step in range(24):
         for o in falling.optimizers:
             o.param_groups[0]["lr"] = LR * 0.9**step
@@ -127,7 +161,8 @@ def test_a_long_step_at_the_end_of_a_window_is_warned_of(caplog):
 
 
 def test_what_is_sent_and_what_is_owed_add_up():
-    """Σ over windows of what the owners got + mean residual = Σ of the means of s_i, and x is w but for a bounded gap."""
+    """Σ over windows of what the owners got + mean residual = Σ of the means of s_i, and x is w but
+    for a bounded gap."""
     group, got, given, gaps = replicas(3, weight_decay=0.0), 0.0, 0.0, []
     for step in range(4):
         group.step(steady(3, step))
@@ -167,11 +202,14 @@ def test_bytes_are_those_of_one_bit_each_way():
     group = replicas(4, shapes, variance_updates=Early(8), sync=Fixed(4, start=8))
     for step in range(16):
         group.step(noise(4, step, shapes))
-    assert group.optimizers[0].counters.compressed_bytes == pytest.approx(2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05)
+    assert group.optimizers[0].counters.compressed_bytes == pytest.approx(
+        2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05
+    )
 
 
 def test_bad_gradients_are_left_out():
-    """At a synchronisation all ranks skip and go on; inside a window the rank's gradient counts as zero."""
+    """At a synchronisation all ranks skip and go on; inside a window the rank's gradient counts as
+    zero."""
     group = replicas(3)
     for step in range(24):
         if step in (2, 7, 13):
@@ -182,7 +220,10 @@ def test_bad_gradients_are_left_out():
         group.step(noise(3, step))
     assert all(torch.isfinite(p).all() for p in group.parameters[0])
     assert agree(group)
-    assert group.optimizers[1].counters.ignored_gradients + group.optimizers[1].counters.skipped_steps == 3
+    assert (
+        group.optimizers[1].counters.ignored_gradients + group.optimizers[1].counters.skipped_steps
+        == 3
+    )
 
 
 @pytest.mark.parametrize("at", [3, 4, 6, 7, 8, 13])
@@ -194,7 +235,10 @@ def test_resuming_at_any_step_of_a_window(at, size, tmp_path):
         group.step(noise(3, step))
     carried_over(group, other, tmp_path)
     for name in ("innovation", "pending"):
-        means = [np.mean([getattr(o, name).numpy() for o in g.optimizers], axis=0) for g in (group, other)]
+        means = [
+            np.mean([getattr(o, name).numpy() for o in g.optimizers], axis=0)
+            for g in (group, other)
+        ]
         np.testing.assert_allclose(*means, atol=1e-7)
     for step in range(at, at + 8):
         assert all(other.step(noise(size, step)))
@@ -207,7 +251,8 @@ def test_resuming_at_any_step_of_a_window(at, size, tmp_path):
 
 @pytest.mark.slow
 def test_bytes_and_rounds_of_the_published_schedule():
-    """As of the undivided optimizer: at most 46 % of the steps communicate, and one bit each way when they do."""
+    """As of the undivided optimizer: at most 46 % of the steps communicate, and one bit each way
+    when they do."""
     shapes, total = ((1 << 12,),), 5900
     sync = DoublingIntervals(start=total * 125 // 1180, period=total * 327 // 1180, longest=16)
     group = replicas(2, shapes, sync=sync, variance_updates=1)

@@ -1,4 +1,5 @@
-"""The simulator against the real collectives (bytes), closed forms (seconds) and itself (one rank for many)."""
+"""The simulator against the real collectives (bytes), closed forms (seconds) and itself (one rank
+for many)."""
 
 import inspect
 from dataclasses import replace
@@ -41,7 +42,7 @@ def of(nodes, ranks, nic=1e8, **options):
     return cluster((Node(ranks, nic, inside=1e9), nodes), **options)
 
 
-# ---------------------------------------------------------------- bytes: those of the real collective, on real data
+# ------------------------------------------------ bytes: those of the real collective, on real data
 
 
 @pytest.mark.parametrize("codec", ["none", "sign", "int4", "topk-64", "bits3"])
@@ -52,7 +53,12 @@ def test_bytes_are_those_of_the_real_all_reduce(compiled, size, codec):
     simulate(
         [
             reduce_bucket(
-                torch.ones(NUMEL), [None] * len(cut), messages=cut, transport=t, workspace=Workspace(), sequence=0
+                torch.ones(NUMEL),
+                [None] * len(cut),
+                messages=cut,
+                transport=t,
+                workspace=Workspace(),
+                sequence=0,
             )
             for t in transports
         ]
@@ -74,7 +80,12 @@ def test_bytes_are_those_of_the_real_hierarchy(compiled, nodes, ranks):
         plan = routes([Span("x", 0, NUMEL)], policy_of("int8"), own, feedback=False)
         steps.append(
             reduce_routes(
-                torch.ones(NUMEL), [{}] * len(plan), plan=plan, hierarchy=own, workspace=Workspace(), sequence=0
+                torch.ones(NUMEL),
+                [{}] * len(plan),
+                plan=plan,
+                hierarchy=own,
+                workspace=Workspace(),
+                sequence=0,
             )
         )
     simulate(steps)
@@ -95,7 +106,14 @@ def test_bytes_are_those_of_real_low_rank(compiled):
     for t in transports:
         plan = plan_matrices(matrices, 4, {}, device=torch.device("cpu"))
         steps.append(
-            reduce_matrices(torch.randn(bucket.numel), None, plan=plan, transport=t, workspace=Workspace(), sequence=1)
+            reduce_matrices(
+                torch.randn(bucket.numel),
+                None,
+                plan=plan,
+                transport=t,
+                workspace=Workspace(),
+                sequence=1,
+            )
         )
     simulate(steps)
     rest = recorded_rest(bucket, {span.name for span, _ in matrices}, policy)
@@ -111,7 +129,12 @@ def recorded_rest(bucket: ModelBucket, taken, policy):
     simulate(
         [
             reduce_bucket(
-                torch.ones(bucket.numel), [None] * len(cut), messages=cut, transport=t, workspace=Workspace(), sequence=0
+                torch.ones(bucket.numel),
+                [None] * len(cut),
+                messages=cut,
+                transport=t,
+                workspace=Workspace(),
+                sequence=0,
             )
             for t in transports
         ]
@@ -120,8 +143,9 @@ def recorded_rest(bucket: ModelBucket, taken, policy):
 
 
 # ---------------------------------------------------------------- one rank for many
-# Note: posts on a line. Ranks that share a link are served one after the other if each is simulated, so the first may go on
-# while the others wait; as one class they all end together, as with connections that share a link fairly.
+# Note: posts on a line. Ranks that share a link are served one after the other if each is
+# simulated, so the first may go on while the others wait; as one class they all end together, as
+# with connections that share a link fairly.
 
 
 @pytest.mark.parametrize("way", ["plain", "sign", "int8"])
@@ -137,10 +161,14 @@ def recorded_rest(bucket: ModelBucket, taken, policy):
     ids=["flat", "nodes", "racks", "slow NIC", "straggler"],
 )
 def test_one_rank_of_a_class_stands_for_all(shape, way):
-    if (way == "plain" and len(set(shape.kinds)) > 1) or (way == "plain" and shape.topology.layered):
+    if (way == "plain" and len(set(shape.kinds)) > 1) or (
+        way == "plain" and shape.topology.layered
+    ):
         pytest.skip("a ring counts the mean of a node's ranks, and the ends of a kind")
     build = buffer_by(way, NUMEL, COSTS)
-    one, every = (simulate_calls(shape, COSTS, build, NUMEL, alike=alike) for alike in (True, False))
+    one, every = (
+        simulate_calls(shape, COSTS, build, NUMEL, alike=alike) for alike in (True, False)
+    )
     assert one.classes < every.classes == shape.size
     assert one.traffic == every.traffic
     assert 0.98 * every.seconds < one.seconds < 1.15 * every.seconds  # Note: posts on a line
@@ -149,7 +177,9 @@ def test_one_rank_of_a_class_stands_for_all(shape, way):
 def test_one_rank_of_a_class_stands_for_all_in_two_levels():
     build = buffer_by("int8", NUMEL, COSTS, layered=True)
     for shape in (of(3, 2), cluster((Node(4, 1e8, 1e9), 2), (Node(2, 1e8, 1e9), 1))):
-        one, every = (simulate_calls(shape, COSTS, build, NUMEL, alike=alike) for alike in (True, False))
+        one, every = (
+            simulate_calls(shape, COSTS, build, NUMEL, alike=alike) for alike in (True, False)
+        )
         assert one.traffic.between == every.traffic.between
         assert 0.98 * every.seconds < one.seconds < 1.2 * every.seconds
 
@@ -165,7 +195,8 @@ def test_two_exchanges_take_two_latencies_and_their_bytes(size, numel):
 
 
 def test_a_ring_takes_its_bytes_and_hides_latencies_behind_them():
-    """Two parts are under way: while one waits, the other passes the line; only the last of each half waits in vain."""
+    """Two parts are under way: while one waits, the other passes the line; only the last of each
+    half waits in vain."""
     found = simulate_calls(of(4, 1, nic=1e7), FREE, buffer_by("plain", 10**6, FREE), 10**6)
     assert found.seconds == pytest.approx(2e-3 + 6 * 10**6 / 1e7, rel=1e-6)
     assert found.traffic.nbytes == 6 * 10**6
@@ -187,16 +218,19 @@ def test_a_long_ring_of_few_turns_takes_as_long_as_one_of_all_its_parts(monkeypa
 
 def test_ranks_of_a_node_share_its_link():
     lone, shared = (
-        simulate_calls(of(4 // r, r, nic=1e7), FREE, buffer_by("int8", NUMEL, FREE), NUMEL) for r in (1, 2)
+        simulate_calls(of(4 // r, r, nic=1e7), FREE, buffer_by("int8", NUMEL, FREE), NUMEL)
+        for r in (1, 2)
     )
-    assert shared.traffic.between == pytest.approx(lone.traffic.between * 2 / 3, rel=1e-3)  # two of three peers are outside
+    # two of three peers are outside
+    assert shared.traffic.between == pytest.approx(lone.traffic.between * 2 / 3, rel=1e-3)
     assert shared.seconds - 2e-3 == pytest.approx(2 * (lone.seconds - 2e-3) * 2 / 3, rel=1e-2)
 
 
 def test_an_oversubscribed_uplink_slows_what_crosses_it():
     build = buffer_by("int8", NUMEL, FREE)
     full, half = (
-        simulate_calls(of(4, 1, nic=1e7, rack=2, oversubscription=f), FREE, build, NUMEL).seconds for f in (1.0, 3.0)
+        simulate_calls(of(4, 1, nic=1e7, rack=2, oversubscription=f), FREE, build, NUMEL).seconds
+        for f in (1.0, 3.0)
     )
     # of three peers two are beyond the switch: their bytes pass at a third of the rate
     assert (half - 2e-3) / (full - 2e-3) == pytest.approx(2, rel=0.01)
@@ -214,12 +248,17 @@ def test_cores_of_one_machine_are_shared():
     slow = Costs({0: Cost(1e-6, 0.0, 0.0)}, 0.0, 0.0, 0.0)
     build = buffer_by("sign", NUMEL, slow)
     alone = simulate_calls(of(4, 1, nic=1e15, latency=0.0), slow, build, NUMEL).seconds
-    shared = simulate_calls(of(4, 1, nic=1e15, latency=0.0, machine_cores=2), slow, build, NUMEL).seconds
+    shared = simulate_calls(
+        of(4, 1, nic=1e15, latency=0.0, machine_cores=2), slow, build, NUMEL
+    ).seconds
     assert shared == pytest.approx(2 * alone, rel=1e-6)
 
 
 def test_a_straggler_holds_up_everybody():
-    model, training = transformer(300_000), Training(0.1, 0.2, 0.01, transformer(300_000).shares(0.5))
+    model, training = (
+        transformer(300_000),
+        Training(0.1, 0.2, 0.01, transformer(300_000).shares(0.5)),
+    )
     build = step_by("sign", model, FREE, bucket_mb=0.5)
     most = widest(model.buckets(0.5))
     usual = simulate_step(of(4, 1), FREE, build, most, training)
@@ -233,10 +272,13 @@ def test_backward_hides_what_it_can():
     model = transformer(300_000)
     training = Training(0.1, 0.2, 0.0, model.shares(0.5))
     build, most = step_by("plain", model, FREE, bucket_mb=0.5), widest(model.buckets(0.5))
-    fast, slow = (simulate_step(of(4, 1, nic=nic), FREE, build, most, training) for nic in (1e9, 1e6))
+    fast, slow = (
+        simulate_step(of(4, 1, nic=nic), FREE, build, most, training) for nic in (1e9, 1e6)
+    )
     assert fast.compute_seconds == slow.compute_seconds == pytest.approx(0.3)
     assert fast.exposed_seconds < 0.02
-    assert slow.seconds > slow.traffic.nbytes / 1e6 > slow.exposed_seconds > 1  # part of it lies below the backward
+    # part of it lies below the backward
+    assert slow.seconds > slow.traffic.nbytes / 1e6 > slow.exposed_seconds > 1
 
 
 def test_thousands_of_ranks_take_seconds():
@@ -254,7 +296,9 @@ def test_a_line_carries_in_order_and_cores_are_shared_fairly():
     line, cores, ended = TokenBucket(clock, 10.0), Cores(clock, 2.0), []
     assert [line.carry(5), line.carry(10)] == [0.5, 1.5]
     for seconds, threads in ((1.0, 1.0), (2.0, 3.0)):
-        cores.work(seconds, threads).then(lambda seconds=seconds: ended.append((seconds, clock.now)))
+        cores.work(seconds, threads).then(
+            lambda seconds=seconds: ended.append((seconds, clock.now))
+        )
     clock.run()
     # at half speed until the first has had its second, then three threads on two cores
     assert ended == [(1.0, pytest.approx(2.0)), (2.0, pytest.approx(3.5))]
@@ -275,10 +319,13 @@ def test_a_model_of_a_count_has_about_that_many_parameters():
 
 
 def test_what_was_probed_comes_out_again():
-    """The shortest exchange and the library's shortest all-reduce take what they took when they were measured."""
+    """The shortest exchange and the library's shortest all-reduce take what they took when they
+    were measured."""
     wire = Link(1e-3, 1e8, 1e8)
     for ranks, cores in ((2, 0), (4, 2)):
-        stack = Stack(exchange=2e-3, message=1e-4, byte=1e-10, ring=1.2e-3, cores=cores, reduce=6e-3)
+        stack = Stack(
+            exchange=2e-3, message=1e-4, byte=1e-10, ring=1.2e-3, cores=cores, reduce=6e-3
+        )
         machines = measured_cluster(Links(Topology.of(*[1] * ranks), None, wire, stack))
         assert machines.machine_cores == cores
 
@@ -291,11 +338,16 @@ def test_what_was_probed_comes_out_again():
         for way, seconds in (("plain", 1.2e-3), ("none", 6e-3)):
             least = simulate_calls(machines, COSTS, buffer_by(way, 64, COSTS), 64).seconds
             assert least == pytest.approx(seconds, rel=0.02)
-    for ranks, cores, message in ((2, 2, 2e-4), (4, 2, 1e-4), (4, 2, 3e-4), (8, 2, 1e-4)):  # the third leaves no core idle
+    # the third leaves no core idle
+    for ranks, cores, message in ((2, 2, 2e-4), (4, 2, 1e-4), (4, 2, 3e-4), (8, 2, 1e-4)):
         seconds = 1.05 * 4 * (ranks - 1) * message * max(ranks / cores, 1)
-        stack = Stack(2e-3, 1e-4, 1e-10, seconds, cores, reduce=6e-3, ring_message=message, reduce_core=3e-3)
+        stack = Stack(
+            2e-3, 1e-4, 1e-10, seconds, cores, reduce=6e-3, ring_message=message, reduce_core=3e-3
+        )
         machines = measured_cluster(Links(Topology.of(*[1] * ranks), None, wire, stack))
-        assert simulate_calls(machines, FREE, buffer_by("plain", 64, FREE), 64).seconds == pytest.approx(seconds, rel=0.01)
+        assert simulate_calls(
+            machines, FREE, buffer_by("plain", 64, FREE), 64
+        ).seconds == pytest.approx(seconds, rel=0.01)
         least = simulate_calls(machines, COSTS, buffer_by("none", 64, COSTS), 64).seconds
         assert least == pytest.approx(2 * machines.latency + 3e-3 * max(ranks / cores, 1), rel=0.02)
     old = measured_cluster(Links(Topology.of(2, 2), wire, wire))
@@ -305,7 +357,9 @@ def test_what_was_probed_comes_out_again():
 def test_the_librarys_ring_costs_the_processor_time_that_was_probed():
     """Of one core for two ranks: every byte that either sends, both ends and the sum."""
     wire, numel = Link(1e-9, 1e15, 1e15), 1 << 20
-    stack = Stack(exchange=0.0, message=0.0, byte=1e-7, ring=0.0, cores=1, ring_byte=2e-9, half_byte=3e-9)
+    stack = Stack(
+        exchange=0.0, message=0.0, byte=1e-7, ring=0.0, cores=1, ring_byte=2e-9, half_byte=3e-9
+    )
     machines = measured_cluster(Links(Topology.of(1, 1), None, wire, stack))
     for way, byte, size in (("plain", 2e-9, 4), ("bf16-ring", 3e-9, 2)):
         found = simulate_calls(machines, FREE, buffer_by(way, numel, FREE), numel)
@@ -316,14 +370,22 @@ def test_the_first_bytes_of_a_message_cost_what_was_probed():
     """Of one core for two ranks that send each other a row: twice, both ends."""
     wire, numel = Link(1e-9, 1e15, 1e15), 1 << 20
     stack = Stack(exchange=0.0, message=0.0, byte=1e-9, ring=0.0, cores=1, first=1e-2)
-    machines = replace(measured_cluster(Links(Topology.of(1, 1), None, wire, stack)), post_seconds=0.0)
-    for row, seconds in ((FIRST // 2, 5e-3), (FIRST, 1e-2), (1 << 20, 1e-2 + ((1 << 20) - FIRST) * 1e-9)):
+    machines = replace(
+        measured_cluster(Links(Topology.of(1, 1), None, wire, stack)), post_seconds=0.0
+    )
+    for row, seconds in (
+        (FIRST // 2, 5e-3),
+        (FIRST, 1e-2),
+        (1 << 20, 1e-2 + ((1 << 20) - FIRST) * 1e-9),
+    ):
 
         def exchange(transport, workspace, buffer, row=row):
             rows = torch.zeros(2, transport.size, row, dtype=torch.uint8)
             return [iter([transport.all_to_all(rows[0], rows[1], 0)])]
 
-        assert simulate_calls(machines, FREE, exchange, numel).seconds == pytest.approx(2 * 2 * seconds, rel=0.01)
+        assert simulate_calls(machines, FREE, exchange, numel).seconds == pytest.approx(
+            2 * 2 * seconds, rel=0.01
+        )
 
 
 def test_cores_that_all_share_are_not_taken_for_a_slow_link():
@@ -338,8 +400,11 @@ def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():
     slow, numel = Costs({0: Cost(1e-6, 0.0, 0.0)}, 0.0, 0.0, 0.0), 10_000
     build = buffer_by("sign", numel, slow)
     alike = of(3, 1, nic=1e15, latency=1e-3, machine_cores=2)
-    straggler = cluster((Node(1, 1e15, slowdown=3.0), 2), (Node(1, 1e15), 1), latency=1e-3, machine_cores=2)
-    for shape, late in ((alike, False), (straggler, True)):  # two that still encode leave no core to the third
+    straggler = cluster(
+        (Node(1, 1e15, slowdown=3.0), 2), (Node(1, 1e15), 1), latency=1e-3, machine_cores=2
+    )
+    # two that still encode leave no core to the third
+    for shape, late in ((alike, False), (straggler, True)):
         usual = simulate_calls(shape, slow, build, numel).seconds
         busy = simulate_calls(replace(shape, busy_latency=0.5), slow, build, numel).seconds
         assert (busy > usual + 0.4) == late
@@ -347,10 +412,12 @@ def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():
 
 @settings(deadline=None)
 @given(
-    burst=st.integers(0, 500), sends=st.lists(st.tuples(st.integers(0, 10), st.integers(1, 400)), min_size=1, max_size=30),
-)  # fmt: skip
+    burst=st.integers(0, 500),
+    sends=st.lists(st.tuples(st.integers(0, 10), st.integers(1, 400)), min_size=1, max_size=30),
+)
 def test_a_line_lets_a_burst_pass_at_once_after_a_rest(burst, sends):
-    """A bucket of tokens: in any stretch no more bytes have passed than its length allows and one burst."""
+    """A bucket of tokens: in any stretch no more bytes have passed than its length allows and one
+    burst."""
     clock, rate = Clock(), 100.0
     line, ended, start = TokenBucket(clock, rate, burst), [], []
     for pause, nbytes in sends:
@@ -374,12 +441,16 @@ def test_what_a_shaper_lets_pass_at_once_shortens_short_calls():
     shape = of(4, 1, nic=nic, latency=1e-4)
     rested = replace(shape, kinds=((replace(shape.kinds[0][0], burst=14_000), 4),))
     for way, saved in (("sign", 2 * 14_000), ("none", 2 * 14_000)):
-        usual, soon = (simulate_calls(c, FREE, buffer_by(way, numel, FREE), numel).seconds for c in (shape, rested))
+        usual, soon = (
+            simulate_calls(c, FREE, buffer_by(way, numel, FREE), numel).seconds
+            for c in (shape, rested)
+        )
         assert 0 < usual - soon <= saved / nic + 1e-9
 
 
 def test_kernels_wait_for_the_last_rank_where_cores_are_shared_unevenly():
-    """Half as long again until the last is done; not while every core has something else to do as well."""
+    """Half as long again until the last is done; not while every core has something else to do as
+    well."""
     slow, numel = Costs({0: Cost(1e-6, 0.0, 0.0)}, 0.0, 0.0, 0.0), 10_000
     wire, stack = Link(1e-4, 1e15, 1e15), Stack(0.0, 0.0, 0.0, 0.0, 2, uneven=1.5)
     build = buffer_by("sign", numel, slow)
@@ -390,21 +461,32 @@ def test_kernels_wait_for_the_last_rank_where_cores_are_shared_unevenly():
             for s in (replace(stack, uneven=0.0), stack)
         )
         assert uneven == pytest.approx(1.5 * fair, rel=0.01)
-    training = Training(0.0, 1.0, 0.0, (0.0, 1.0))  # the first bucket is full at once, the second when backward ends
+    # the first bucket is full at once, the second when backward ends
+    training = Training(0.0, 1.0, 0.0, (0.0, 1.0))
     shape = measured_cluster(links)
     every = [ModelBucket((Span(str(i), 0, n),), ((n,),)) for i, n in enumerate((numel, 8))]
     buckets = buckets_by("sign", every, slow, min_numel=0)
     while_computing, fair = (
-        simulate_step(replace(shape, uneven=u), slow, buckets, numel + 8, training).seconds for u in (1.5, 1.0)
+        simulate_step(replace(shape, uneven=u), slow, buckets, numel + 8, training).seconds
+        for u in (1.5, 1.0)
     )
     assert while_computing == pytest.approx(fair, rel=0.01)
 
 
-@pytest.mark.parametrize(("kernels", "name"), [
-    *((row_codec, name) for name in ("encode", "serve", "decode", "decode_mean", "settle")),
-    *((low_rank, name) for name in ("project", "fold", "expand", "orthonormalize_left", "orthonormalize_right")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [
+        *((row_codec, name) for name in ("encode", "serve", "decode", "decode_mean", "settle")),
+        *(
+            (low_rank, name)
+            for name in ("project", "fold", "expand", "orthonormalize_left", "orthonormalize_right")
+        ),
+    ],
+)
 def test_simulated_kernels_take_the_arguments_of_real_ones(kernels, name):
-    real, simulated = inspect.signature(getattr(kernels, name)), inspect.signature(getattr(SizedKernels, name))
+    real, simulated = (
+        inspect.signature(getattr(kernels, name)),
+        inspect.signature(getattr(SizedKernels, name)),
+    )
     named = [p.name for p in real.parameters.values() if p.kind is p.KEYWORD_ONLY]
     simulated.bind(None, *[None] * (len(real.parameters) - len(named)), **dict.fromkeys(named))

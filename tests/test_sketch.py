@@ -20,7 +20,9 @@ def sparse(numel, count, seed):
     draw = torch.Generator().manual_seed(seed)
     x = torch.zeros(numel)
     places = torch.randperm(numel, generator=draw)[:count]
-    x[places] = torch.randint(1, 1000, (count,), generator=draw).float() * (1 - 2 * (places % 2)).float()
+    x[places] = (
+        torch.randint(1, 1000, (count,), generator=draw).float() * (1 - 2 * (places % 2)).float()
+    )
     return x
 
 
@@ -67,25 +69,40 @@ class Ranks:
     """Several ranks in one process that sketch the same two tensors, of unlike magnitude."""
 
     def __init__(self, ranks, numel, codec):
-        spans = [Span("a", 0, numel // 3), Span("exact", numel // 3, 0), Span("b", numel // 3, numel - numel // 3)]
+        spans = [
+            Span("a", 0, numel // 3),
+            Span("exact", numel // 3, 0),
+            Span("b", numel // 3, numel - numel // 3),
+        ]
         self.quanta = [{} for _ in range(ranks)]
-        self.plans = [plan_sketches(spans, policy_of(codec), ranks, quanta)[0] for quanta in self.quanta]
+        self.plans = [
+            plan_sketches(spans, policy_of(codec), ranks, quanta)[0] for quanta in self.quanta
+        ]
         self.feedbacks = [ErrorFeedback.zeros(plan.message.pieces) for plan in self.plans]
         self.workspaces = [Workspace() for _ in range(ranks)]
 
     def reduce(self, inputs, step, gain=1.0):
-        transports, buffers = [Recorded(t) for t in Loopback(len(inputs)).transports()], [x.clone() for x in inputs]
+        transports, buffers = (
+            [Recorded(t) for t in Loopback(len(inputs)).transports()],
+            [x.clone() for x in inputs],
+        )
         outcomes = simulate(
             [
                 reduce_sketch(
-                    buffer, feedback, plan=plan, transport=transport, workspace=workspace, gain=gain, key=step,
+                    buffer,
+                    feedback,
+                    plan=plan,
+                    transport=transport,
+                    workspace=workspace,
+                    gain=gain,
+                    key=step,
                     sequence=SketchPlan.MESSAGES * step,
                 )
                 for buffer, feedback, plan, transport, workspace in zip(
                     buffers, self.feedbacks, self.plans, transports, self.workspaces, strict=True
                 )
             ]
-        )  # fmt: skip
+        )
         for outcome in outcomes:
             outcome.commit() if outcome.finite else outcome.discard()
         return buffers, [outcome.finite for outcome in outcomes], transports[0].sent_bytes
@@ -113,7 +130,9 @@ def test_nothing_is_lost(ranks):
         assert all(torch.equal(outputs[0], other) for other in outputs)
         sent += outputs[0]
         wanted += torch.stack(inputs).double().mean(0)
-        assert ranks == 1 or group.dense[0] > before or count < 0.3 * 8 * numel * (ranks - 1) / ranks
+        assert (
+            ranks == 1 or group.dense[0] > before or count < 0.3 * 8 * numel * (ranks - 1) / ranks
+        )
     owed = torch.stack([f.sent for f in group.feedbacks]).double().mean(0)
     assert float((sent + owed - wanted).abs().max()) < 1e-4
     assert group.dense[0] in (1, 2, 3)
@@ -124,19 +143,25 @@ def test_nothing_is_lost(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_cells_say_what_a_dense_exchange_says(ranks):
-    """Whole multiples of quanta: both ways give the same bits, so it is of no matter who shares cells with whom."""
+    """Whole multiples of quanta: both ways give the same bits, so it is of no matter who shares
+    cells with whom."""
     numel = 5000
     cells, dense = Ranks(ranks, numel, "sketch-32"), Ranks(ranks, numel, "sketch-32")
     for plan in dense.plans:
-        plan.cells = plan_sketches([Span("a", 0, 300)], policy_of("sketch-32"), ranks, {})[0].cells  # far too few
+        # far too few
+        plan.cells = plan_sketches([Span("a", 0, 300)], policy_of("sketch-32"), ranks, {})[0].cells
     for step in range(5):
-        one, two = cells.reduce(inputs_of(ranks, numel, step), step)[0], dense.reduce(inputs_of(ranks, numel, step), step)[0]
+        one, two = (
+            cells.reduce(inputs_of(ranks, numel, step), step)[0],
+            dense.reduce(inputs_of(ranks, numel, step), step)[0],
+        )
         assert torch.equal(one[0], two[0])
     assert cells.dense[0] < dense.dense[0] == 5
 
 
 def test_what_one_rank_has_alone_arrives_whole():
-    """A mean of 16 ranks is a sixteenth of it: values cut off near the last mean would give ever smaller means."""
+    """A mean of 16 ranks is a sixteenth of it: values cut off near the last mean would give ever
+    smaller means."""
     ranks, numel = 16, 2048
     group, inputs = Ranks(ranks, numel, "sketch-16"), list(torch.zeros(ranks, numel))
     for rank, x in enumerate(inputs):
@@ -150,7 +175,8 @@ def test_what_one_rank_has_alone_arrives_whole():
 
 
 def test_values_that_outgrow_their_quantum_go_densely_and_whole():
-    """Opposite values, of which the mean tells nothing, and a leap: both ranks learn of it in the same bits."""
+    """Opposite values, of which the mean tells nothing, and a leap: both ranks learn of it in the
+    same bits."""
     group = Ranks(2, 3000, "sketch-4")
     quiet = [torch.full((3000,), 1e-6), torch.full((3000,), 1e-6)]
     group.reduce(quiet, 0)
@@ -173,7 +199,10 @@ def test_a_loss_scale_changes_nothing():
     plain, scaled = Ranks(2, 3000, "sketch-16"), Ranks(2, 3000, "sketch-16")
     for step in range(4):
         inputs = inputs_of(2, 3000, step)
-        one, other = plain.reduce(inputs, step)[0], scaled.reduce([64 * x for x in inputs], step, gain=1 / 64)[0]
+        one, other = (
+            plain.reduce(inputs, step)[0],
+            scaled.reduce([64 * x for x in inputs], step, gain=1 / 64)[0],
+        )
         assert torch.equal(one[0], other[0] / 64)
 
 
@@ -198,7 +227,10 @@ def test_tensors_of_other_codecs_are_left_alone():
     spans = [Span("body", 0, 500), Span("head", 500, 100), Span("tail", 600, 200)]
     (plan,) = plan_sketches(spans, policy, 2, {})
     assert plan.names == ("body", "tail")
-    assert [tuple(run) for run in plan.message.pieces.residual_runs] == [(0, 500, 0), (600, 200, 500)]
+    assert [tuple(run) for run in plan.message.pieces.residual_runs] == [
+        (0, 500, 0),
+        (600, 200, 500),
+    ]
 
 
 def test_too_few_cells_and_other_mistakes_are_refused():

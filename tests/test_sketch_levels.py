@@ -1,4 +1,5 @@
-"""Sketches in two levels: a node is a worker that has the sum of its ranks, alone or with estimates (EF21)."""
+"""Sketches in two levels: a node is a worker that has the sum of its ranks, alone or with estimates
+(EF21)."""
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ LOSSY = {span.name: span.numel for span in SPANS if span.name != "exact"}
 
 
 class Group:
-    """Ranks in one process, each with the exchange that an integration would use: ``nodes`` are a topology or a number."""
+    """Ranks in one process, each with the exchange that an integration would use: ``nodes`` are a
+    topology or a number."""
 
     def __init__(self, nodes, codec="sketch-8", *, ef21=False, spans=SPANS):
         self.spans, self.step = spans, 0
@@ -30,14 +32,23 @@ class Group:
             for channel in self.channels:
                 channel.levels = Levels(hierarchy_of(nodes, channel.inner))
         policy = ByName({"exact": "none"}, policy_of(codec))
-        self.exchanges = [Exchanges(policy, size, c.workspace, levels=c.levels, ef21=ef21) for c in self.channels]
+        self.exchanges = [
+            Exchanges(policy, size, c.workspace, levels=c.levels, ef21=ef21) for c in self.channels
+        ]
 
     def reduce(self, inputs, gain=1.0):
-        buffers, where = [x.clone() for x in inputs], (self.spans, [(span.numel,) for span in self.spans])
-        outcomes = simulate([
-            e.of(("all",), lambda: where, CPU).steps(c, x, sequence=10 * self.step, key=self.step, gain=gain)
-            for e, c, x in zip(self.exchanges, self.channels, buffers, strict=True)
-        ])  # fmt: skip
+        buffers, where = (
+            [x.clone() for x in inputs],
+            (self.spans, [(span.numel,) for span in self.spans]),
+        )
+        outcomes = simulate(
+            [
+                e.of(("all",), lambda: where, CPU).steps(
+                    c, x, sequence=10 * self.step, key=self.step, gain=gain
+                )
+                for e, c, x in zip(self.exchanges, self.channels, buffers, strict=True)
+            ]
+        )
         self.step += 1
         finite = [all(outcome.finite for outcome in each) for each in outcomes]
         assert len(set(finite)) == 1, "some ranks would skip this step, others would not"
@@ -52,11 +63,18 @@ class Group:
         parts = []
         for e, channel in zip(self.exchanges, self.channels, strict=True):
             levels = channel.levels
-            parts.append(levels.parts(e.residuals, LOSSY) if levels else flat_parts(e.residuals, channel.transport))
+            parts.append(
+                levels.parts(e.residuals, LOSSY)
+                if levels
+                else flat_parts(e.residuals, channel.transport)
+            )
         return {name: torch.stack([each[name, 0] for each in parts]).mean(0) for name in LOSSY}
 
     def kept(self):
-        return [{k: [t.clone() for t in every] for k, every in e.residuals.every().items()} for e in self.exchanges]
+        return [
+            {k: [t.clone() for t in every] for k, every in e.residuals.every().items()}
+            for e in self.exchanges
+        ]
 
     @property
     def dense(self):
@@ -94,11 +112,15 @@ def test_a_node_of_one_rank_is_that_rank(ranks, ef21):
 @changes
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 4)], ids=str)
 def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(sizes, ef21):
-    """In every bit the sketch of so many ranks as there are nodes, where slices end where blocks do."""
+    """In every bit the sketch of so many ranks as there are nodes, where slices end where blocks
+    do."""
     nodes, k = len(sizes), sizes[0]
     spans = [Span("a", 0, 2048 * nodes * k), Span("b", 2048 * nodes * k, 4096 * nodes * k)]
     numel = sum(span.numel for span in spans)
-    levels, flat = Group(Topology.of(*sizes), ef21=ef21, spans=spans), Group(nodes, ef21=ef21, spans=spans)
+    levels, flat = (
+        Group(Topology.of(*sizes), ef21=ef21, spans=spans),
+        Group(nodes, ef21=ef21, spans=spans),
+    )
     for step in range(5):
         inputs = inputs_of(nodes * k, step, numel)
         of_nodes = [sum(inputs[i * k + 1 : i * k + k], inputs[i * k]) / k for i in range(nodes)]
@@ -117,7 +139,9 @@ def test_nothing_is_lost(topology):
         inputs = inputs_of(topology.size, step)
         mean = torch.stack(inputs).double().mean(0)
         output = group.reduce(inputs)
-        torch.testing.assert_close(output[5000:5040].double(), mean[5000:5040], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            output[5000:5040].double(), mean[5000:5040], atol=1e-6, rtol=1e-6
+        )
         sent += output
         wanted += mean
     owed = group.owed()
@@ -144,7 +168,9 @@ def test_what_rows_owed_is_sent_when_a_sketch_takes_their_place(codec):
     for span in SPANS:
         if span.name in LOSSY:
             at = slice(span.source, span.source + span.numel)
-            torch.testing.assert_close(sent[at] + group.owed()[span.name], wanted[at], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                sent[at] + group.owed()[span.name], wanted[at], atol=1e-5, rtol=1e-5
+            )
 
 
 @changes
@@ -180,14 +206,18 @@ def test_nodes_send_no_more_than_one_rank_of_the_flat_sketch():
     before = [sum(c.between_bytes for c in levels.channels[:4]), flat.channels[0].sent_bytes]
     levels.reduce(inputs_of(8, 1, 65536))
     flat.reduce(inputs_of(2, 1, 65536))
-    node, worker = sum(c.between_bytes for c in levels.channels[:4]) - before[0], flat.channels[0].sent_bytes - before[1]
+    node, worker = (
+        sum(c.between_bytes for c in levels.channels[:4]) - before[0],
+        flat.channels[0].sent_bytes - before[1],
+    )
     assert worker < node < 1.1 * worker
     assert levels.dense == [1] * 8
 
 
 @pytest.mark.parametrize("where", [1, 4999])
 def test_one_slice_may_go_densely_while_others_do_not(where):
-    """A leap in one slice: only its owners send densely, and every rank ends up with the same bits."""
+    """A leap in one slice: only its owners send densely, and every rank ends up with the same
+    bits."""
     group = Group(Topology.of(3, 1))
     for step in range(2):
         group.reduce(inputs_of(4, step))

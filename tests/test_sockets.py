@@ -44,20 +44,29 @@ def on_all(function, items):
 
 
 def row(numel, *, sender, receiver, tag):
-    return torch.from_numpy(np.random.default_rng([sender, receiver, tag]).integers(0, 256, numel, dtype=np.uint8))
+    return torch.from_numpy(
+        np.random.default_rng([sender, receiver, tag]).integers(0, 256, numel, dtype=np.uint8)
+    )
 
 
 def post(transport, tag, numels, lengths=None):
-    """Rank a sends ``numels[a][b]`` bytes to rank b, None: no message; what comes, and the work to wait for.
+    """Rank a sends ``numels[a][b]`` bytes to rank b, None: no message; what comes, and the work to
+    wait for.
 
     ``lengths`` is what this rank expects instead.
     """
     rank, size = transport.rank, transport.size
     expected = lengths or [numels[r][rank] for r in range(size)]
     out = {r: torch.zeros(n, dtype=torch.uint8) for r, n in enumerate(expected) if n is not None}
-    inp = {r: row(n, sender=rank, receiver=r, tag=tag) for r, n in enumerate(numels[rank]) if n is not None}
+    inp = {
+        r: row(n, sender=rank, receiver=r, tag=tag)
+        for r, n in enumerate(numels[rank])
+        if n is not None
+    }
     header = pack_rows(dict.fromkeys(range(size), Frame(3, size, "none", 1, tag)), size)
-    return out, transport.exchange(Rows(torch.zeros_like(header), out), Rows(header, inp), header, tag)
+    return out, transport.exchange(
+        Rows(torch.zeros_like(header), out), Rows(header, inp), header, tag
+    )
 
 
 def assert_came(rank, tag, out):
@@ -68,11 +77,18 @@ def assert_came(rank, tag, out):
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 4), st.integers(0, 2**32), st.sampled_from([100, 30_000, 3_000_000]))
 def test_exchanges_in_any_order(size, seed, top):
-    """Every rank posts and waits in an order of its own, as often as not before its peers have posted."""
+    """Every rank posts and waits in an order of its own, as often as not before its peers have
+    posted."""
     chance = random.Random(seed)
     lengths = [lambda: None, lambda: 0, lambda: chance.randrange(top)]
-    numels = {tag: [[chance.choice(lengths)() for _ in range(size)] for _ in range(size)] for tag in range(6)}
-    orders = [(chance.sample(range(6), 6), chance.sample(range(6), 6), chance.random() * 0.01) for _ in range(size)]
+    numels = {
+        tag: [[chance.choice(lengths)() for _ in range(size)] for _ in range(size)]
+        for tag in range(6)
+    }
+    orders = [
+        (chance.sample(range(6), 6), chance.sample(range(6), 6), chance.random() * 0.01)
+        for _ in range(size)
+    ]
 
     def play(transport):
         posts, waits, pause = orders[transport.rank]
@@ -88,7 +104,8 @@ def test_exchanges_in_any_order(size, seed, top):
 
 
 def test_what_comes_early_is_bounded_and_nothing_is_stuck_behind_it(monkeypatch):
-    """Rank 0 sends 20 MB that nobody has asked for yet; at most one message more than the bound is read aside."""
+    """Rank 0 sends 20 MB that nobody has asked for yet; at most one message more than the bound is
+    read aside."""
     monkeypatch.setattr(engine, "EARLY", 3_000_000)
     one, two = transports(2)
     tags = range(20)
@@ -98,7 +115,9 @@ def test_what_comes_early_is_bounded_and_nothing_is_stuck_behind_it(monkeypatch)
     out, work = post(two, 19, numels)  # the last of them: all others lie before it
     work.wait()
     assert_came(1, 19, out)
-    assert two.mesh.engine._early_bytes >= 19_000_000, "what is due is read for whatever lies before it"
+    assert two.mesh.engine._early_bytes >= 19_000_000, (
+        "what is due is read for whatever lies before it"
+    )
     for tag in reversed(range(19)):
         out, work = post(two, tag, numels)
         work.wait()
@@ -125,7 +144,8 @@ def test_a_crowded_rank_reads_only_what_is_due(monkeypatch):
 
 
 def test_bytes_move_when_their_rank_waits_elsewhere():
-    """40 MB are more than the kernel takes: rank 1, which never waits for them, has to read them."""
+    """40 MB are more than the kernel takes: rank 1, which never waits for them, has to read
+    them."""
     one, two = transports(2)
     numels = [[None, 40_000_000], [None, None]]
     out, _ = post(two, 0, numels)
@@ -161,7 +181,8 @@ def test_a_length_that_cannot_be_takes_no_memory(length):
 
 
 def test_damage_is_named_by_an_exchange_that_waits_for_somebody_else():
-    """Rank 1 has sent its row, then noise; its row is taken, and rank 2 is what the exchange waits for."""
+    """Rank 1 has sent its row, then noise; its row is taken, and rank 2 is what the exchange waits
+    for."""
     one, two, three = transports(3)
     numels = [[None] * 3, [8, None, None], [8, None, None]]
     out, work = post(one, 0, numels)
@@ -200,11 +221,14 @@ def test_last_words_are_heard():
 def test_silent_and_deaf_ranks_are_told_apart():
     seconds = timedelta(seconds=0.5)
     one, *others = transports(3, seconds)
-    with pytest.raises(PeerFailure, match=r"rank 0: rank 1 was silent for 0\.\d s; rank 2 was silent") as caught:
+    with pytest.raises(
+        PeerFailure, match=r"rank 0: rank 1 was silent for 0\.\d s; rank 2 was silent"
+    ) as caught:
         post(one, 0, [[8] * 3] * 3)[1].wait()
     assert caught.value.ranks == (1, 2)
     one, *others = transports(2, seconds)
-    with pytest.raises(PeerFailure, match=r"rank 1 took nothing for 0\.\d s") as caught:  # more than the kernel takes
+    # more than the kernel takes
+    with pytest.raises(PeerFailure, match=r"rank 1 took nothing for 0\.\d s") as caught:
         post(one, 0, [[None, 90_000_000], [None, None]])[1].wait()
     assert caught.value.ranks == (1,), others
 
@@ -239,25 +263,38 @@ class OnCard(torch.Tensor):
 
 
 def staged_exchange(transport):
-    """Rows of all three operations as a GPU would send them, and plain ones; the bytes that came."""
+    """Rows of all three operations as a GPU would send them, and plain ones; the bytes that
+    came."""
     came, rank, size = [], transport.rank, transport.size
     for tag, kind in enumerate((OnCard, torch.Tensor)):
         header = pack_rows(dict.fromkeys(range(size), Frame(3, size, "none", 1, tag)), size)
-        sent = torch.cat([header, torch.stack([row(100, sender=rank, receiver=r, tag=0) for r in range(size)])], 1)
+        sent = torch.cat(
+            [header, torch.stack([row(100, sender=rank, receiver=r, tag=0) for r in range(size)])],
+            1,
+        )
         outs = [torch.zeros_like(sent).as_subclass(kind) for _ in range(3)]
         transport.all_to_all(outs[0], sent.as_subclass(kind), 4 * tag).wait()
         transport.all_gather(outs[1], sent[:1].as_subclass(kind), 4 * tag + 1).wait()
-        heads, payloads = header.as_subclass(kind), {r: sent[r, HEADER:].clone().as_subclass(kind) for r in range(size)}
-        into = Rows(outs[2][:, :HEADER].clone(), {r: torch.zeros(100, dtype=torch.uint8).as_subclass(kind) for r in payloads})
+        heads, payloads = (
+            header.as_subclass(kind),
+            {r: sent[r, HEADER:].clone().as_subclass(kind) for r in range(size)},
+        )
+        into = Rows(
+            outs[2][:, :HEADER].clone(),
+            {r: torch.zeros(100, dtype=torch.uint8).as_subclass(kind) for r in payloads},
+        )
         transport.exchange(into, Rows(heads, payloads), heads, 4 * tag + 2).wait()
-        came.append([x.as_subclass(torch.Tensor) for x in (outs[0], outs[1], *into.payloads.values())])
+        came.append(
+            [x.as_subclass(torch.Tensor) for x in (outs[0], outs[1], *into.payloads.values())]
+        )
     return came
 
 
 def test_rows_on_cuda_go_by_way_of_the_host():
     for on_card, plain in on_all(staged_exchange, transports(3)):
         assert all(map(torch.equal, on_card[2:], plain[2:]))
-        for one, other in zip(on_card[:2], plain[:2], strict=True):  # their headers have other numbers
+        # their headers have other numbers
+        for one, other in zip(on_card[:2], plain[:2], strict=True):
             assert torch.equal(one[:, HEADER:], other[:, HEADER:])
             assert other[:, HEADER:].any()
 
@@ -265,7 +302,9 @@ def test_rows_on_cuda_go_by_way_of_the_host():
 def test_rows_on_a_device_are_refused():
     for transport in transports(2):
         rows = torch.empty(2, HEADER, dtype=torch.uint8, device="meta")
-        with pytest.raises(InvalidArgument, match="rows are on meta: expected tensors on the CPU, or on CUDA"):
+        with pytest.raises(
+            InvalidArgument, match="rows are on meta: expected tensors on the CPU, or on CUDA"
+        ):
             transport.all_to_all(rows, rows, 0)
 
 
@@ -280,4 +319,6 @@ def test_headers_of_strided_rows():
         return table
 
     for table in on_all(gather, ranks):
-        assert torch.equal(table, torch.tensor([[1], [2], [3]], dtype=torch.uint8).expand(3, HEADER + 5))
+        assert torch.equal(
+            table, torch.tensor([[1], [2], [3]], dtype=torch.uint8).expand(3, HEADER + 5)
+        )

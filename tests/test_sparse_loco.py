@@ -1,5 +1,5 @@
-"""SparseLoCo: its codec and its outer step against their equations in float64, its bytes, and a peer that is wild."""
-
+"""SparseLoCo: its codec and its outer step against their equations in float64, its bytes, and a
+peer that is wild."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,9 @@ def noise(size, step):
 
 
 def sparse(size=3, **options):
-    return Ranks(size, start=drawn(0), **{"codec": CODEC, "outer": SparseLoCo(), "every": 2} | options)
+    return Ranks(
+        size, start=drawn(0), **{"codec": CODEC, "outer": SparseLoCo(), "every": 2} | options
+    )
 
 
 def owed(local):
@@ -50,7 +52,9 @@ def blocks_of(x, kept=64, bits=2, block=4096):
         places = np.sort(np.argsort(-np.abs(part), kind="stable")[: -(-len(part) * kept // block)])
         values = part[places].astype(np.float64)
         if len(values) > 1 << bits:
-            edges = values.mean() + 6 * values.std() / (1 << bits) * (np.arange(1, 1 << bits) - (1 << bits) / 2)
+            edges = values.mean() + 6 * values.std() / (1 << bits) * (
+                np.arange(1, 1 << bits) - (1 << bits) / 2
+            )
             codes = (values[:, None] >= edges).sum(1)
             values = np.array([values[codes == code].mean() for code in codes])
         yield start + places, values
@@ -64,7 +68,9 @@ def twin(x, **options):
 
 
 @pytest.mark.parametrize("numel", [1, 7, 64, 65, 300, 4095, 4096, 4097, 9001])
-@pytest.mark.parametrize(("name", "kept", "bits"), [(CODEC, 64, 2), ("topk-2+bits4", 2048, 4), ("topk-4096+bits1", 1, 1)])
+@pytest.mark.parametrize(
+    ("name", "kept", "bits"), [(CODEC, 64, 2), ("topk-2+bits4", 2048, 4), ("topk-4096+bits1", 1, 1)]
+)
 def test_the_codec_is_what_the_equations_say(name, kept, bits, numel):
     x = np.random.default_rng(numel).standard_t(3, numel).astype(np.float32)
     code = codec_named(name).arithmetic
@@ -93,12 +99,20 @@ def test_its_row_takes_three_sixteenths_of_a_bit_and_a_little():
 def test_in_the_all_reduce_too_nothing_is_lost_only_late(ranks):
     codec, numel = codec_named(CODEC), 9001
     feedbacks = [ErrorFeedback.zeros(one_message(numel, codec, ranks).pieces) for _ in range(ranks)]
-    inputs, outputs = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    inputs, outputs = (
+        torch.zeros(numel, dtype=torch.float64),
+        torch.zeros(numel, dtype=torch.float64),
+    )
     for step in range(3):
-        buffers = [torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(ranks)]
+        buffers = [
+            torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + r))
+            for r in range(ranks)
+        ]
         inputs += torch.stack(buffers).double().mean(0)
         jobs = zip(buffers, feedbacks, Loopback(ranks).transports(), strict=True)
-        assert all(simulate([compressed_allreduce(b, f, codec=codec, transport=t) for b, f, t in jobs]))
+        assert all(
+            simulate([compressed_allreduce(b, f, codec=codec, transport=t) for b, f, t in jobs])
+        )
         assert all(torch.equal(b, buffers[0]) for b in buffers)
         outputs += buffers[0].double()
     owed = torch.stack([f.sent for f in feedbacks]).double().mean(0)
@@ -121,7 +135,12 @@ class Twin:
     def __init__(self, size, *, beta=0.95, lr=1.0, clip=True):
         self.shared = flat(drawn(0))
         self.owed = [np.zeros_like(self.shared) for _ in range(size)]
-        self.theta, self.beta, self.lr, self.clip = [self.shared.copy() for _ in range(size)], beta, lr, clip
+        self.theta, self.beta, self.lr, self.clip = (
+            [self.shared.copy() for _ in range(size)],
+            beta,
+            lr,
+            clip,
+        )
 
     def inner(self, gradients):
         for theta, g in zip(self.theta, gradients, strict=True):
@@ -149,7 +168,10 @@ class Twin:
         self.theta = [self.shared.copy() for _ in self.theta]
 
 
-@pytest.mark.parametrize(("size", "clip"), [(1, True), (2, True), (2, False), (3, True), (3, False), (8, True), (64, True)])
+@pytest.mark.parametrize(
+    ("size", "clip"),
+    [(1, True), (2, True), (2, False), (3, True), (3, False), (8, True), (64, True)],
+)
 def test_it_is_what_the_equations_say(size, clip):
     ranks = sparse(size, outer=SparseLoCo(lr=0.8, clip=clip), weight="tokens")
     paper, tokens = Twin(size, lr=0.8, clip=clip), [2 * (1 + r % 3) for r in range(size)]
@@ -186,7 +208,8 @@ def test_a_rank_that_is_not_finite_is_left_out_and_goes_on_owing():
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_wild_peer_moves_nobody_further_than_the_median_allows(size):
-    """One rank's change is a million times too long: no block of Θ moves further than the longest honest one is."""
+    """One rank's change is a million times too long: no block of Θ moves further than the longest
+    honest one is."""
     ranks, paper = sparse(size, every=1), Twin(size)
     for step in range(2):
         gradients = noise(size, step)
@@ -206,20 +229,27 @@ def test_a_wild_peer_moves_nobody_further_than_the_median_allows(size):
 
 def _longest(paper):
     """Of each block the longest values that an honest rank is about to say."""
-    honest = [paper.beta * owed + paper.shared - theta for owed, theta in zip(paper.owed[1:], paper.theta[1:], strict=True)]
+    honest = [
+        paper.beta * owed + paper.shared - theta
+        for owed, theta in zip(paper.owed[1:], paper.theta[1:], strict=True)
+    ]
     said = [[values for _, values in blocks_of(each)] for each in honest]
     return [max(block, key=np.linalg.norm) for block in zip(*said, strict=True)]
 
 
 def test_who_says_nothing_has_no_say_in_the_median():
     """Two of three ranks never trained on these: what the third says is not clipped to nothing."""
-    norms = torch.tensor([[0.0, 3.0, 1.0, 0.0], [0.0, 0.0, 2.0, 0.0], [5.0, 1.0, 8.0, 0.0]], dtype=torch.float64)
+    norms = torch.tensor(
+        [[0.0, 3.0, 1.0, 0.0], [0.0, 0.0, 2.0, 0.0], [5.0, 1.0, 8.0, 0.0]], dtype=torch.float64
+    )
     factors = all_gather_mean.within_median(norms)
     assert factors.tolist() == [[1, 1 / 3, 1, 1], [1, 1, 1, 1], [1, 1, 1 / 4, 1]]
 
 
 @pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("shapes", [[(300, 341), (77,)], [(129,)] * 801 + [(1,)] * 9], ids=["two", "many"])
+@pytest.mark.parametrize(
+    "shapes", [[(300, 341), (77,)], [(129,)] * 801 + [(1,)] * 9], ids=["two", "many"]
+)
 def test_bytes_on_the_wire_of_a_round(size, shapes):
     """At most (K − 1)·N/4 bits a rank, headers, votes, short blocks and small tensors included."""
     switch = Loopback(size)
@@ -230,7 +260,9 @@ def test_bytes_on_the_wire_of_a_round(size, shapes):
         for p in parameters:
             p.grad = torch.rand_like(p)
         inner = torch.optim.SGD(parameters, lr=0.1)
-        locals_.append(LocalUpdates(inner, every=1, outer=SparseLoCo(), codec=CODEC, transport=transport))
+        locals_.append(
+            LocalUpdates(inner, every=1, outer=SparseLoCo(), codec=CODEC, transport=transport)
+        )
         inner.step()
     numel = sum(p.numel() for p in parameters)
     assert numel >= 100_000
@@ -242,10 +274,17 @@ def test_bytes_on_the_wire_of_a_round(size, shapes):
 
 def test_several_messages_give_the_bits_of_one(monkeypatch):
     def trained():
-        ranks = Ranks(2, start=[torch.ones(9000), torch.ones(3000)], codec=CODEC, outer=SparseLoCo(), every=1)
+        ranks = Ranks(
+            2, start=[torch.ones(9000), torch.ones(3000)], codec=CODEC, outer=SparseLoCo(), every=1
+        )
         for step in range(3):
             draw = torch.Generator().manual_seed(step)
-            ranks.step([[torch.randn(9000, generator=draw), torch.randn(3000, generator=draw)] for _ in range(2)])
+            ranks.step(
+                [
+                    [torch.randn(9000, generator=draw), torch.randn(3000, generator=draw)]
+                    for _ in range(2)
+                ]
+            )
         assert ranks.agree()
         return ranks.shared()
 
@@ -266,7 +305,10 @@ def test_resumes_in_every_bit_also_in_the_middle_of_an_overlap(at):
     for step in range(at, 10):
         two.step(noise(3, step))
     assert [local.digest() for local in one.local] == [local.digest() for local in two.local]
-    assert all(np.array_equal(flat(a), flat(b)) for a, b in zip(one.parameters, two.parameters, strict=True))
+    assert all(
+        np.array_equal(flat(a), flat(b))
+        for a, b in zip(one.parameters, two.parameters, strict=True)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -274,7 +316,13 @@ def test_on_another_number_of_ranks_nothing_is_lost(size):
     ranks = sparse(3)
     for step in range(5):
         ranks.step(noise(3, step))
-    due = np.mean([flat(mine) - owed(local) for mine, local in zip(ranks.parameters, ranks.local, strict=True)], 0)
+    due = np.mean(
+        [
+            flat(mine) - owed(local)
+            for mine, local in zip(ranks.parameters, ranks.local, strict=True)
+        ],
+        0,
+    )
     states = simulate([local.saving_elastically() for local in ranks.local])
     other = sparse(size)
     for local in other.local:
@@ -288,7 +336,8 @@ def test_on_another_number_of_ranks_nothing_is_lost(size):
 
 
 def test_what_two_phases_left_behind_is_sent_on():
-    """Residuals of owners of rows, from a run with another outer step, become part of what is owed: nothing is lost."""
+    """Residuals of owners of rows, from a run with another outer step, become part of what is owed:
+    nothing is lost."""
     other = sparse(3, outer=Average(), feedback_decay=1.0, min_numel=0)
     for step in range(2):
         other.step(noise(3, step))
@@ -324,4 +373,10 @@ def test_what_two_phases_left_behind_is_sent_on():
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_makes_no_sense_is_refused(options, words, size):
     with pytest.raises(InvalidArgument, match=words):
-        sparse(size, **{name: SparseLoCo(*value) if name == "outer" else value for name, value in options.items()})
+        sparse(
+            size,
+            **{
+                name: SparseLoCo(*value) if name == "outer" else value
+                for name, value in options.items()
+            },
+        )

@@ -1,4 +1,5 @@
-"""States as safetensors files: they come back in every bit, other readers see them, and what is no such file is refused."""
+"""States as safetensors files: they come back in every bit, other readers see them, and what is no
+such file is refused."""
 
 import json
 
@@ -11,10 +12,17 @@ import commpress
 from commpress.errors import CommpressError, InvalidArgument, StateMismatch
 
 STATE = {
-    "step": 3, "ratio": 0.5, "codec": "int8", "none": None, "yes": True, 7: {"exp_avg": torch.arange(6.0).view(2, 3).t()},
-    "parts": [torch.ones((), dtype=torch.bfloat16), (torch.zeros(0), "x")], "a/b": torch.ones(2, dtype=torch.uint8),
-    "a": {"b": torch.zeros(3, dtype=torch.int64)}, "infinite": float("inf"),
-}  # fmt: skip
+    "step": 3,
+    "ratio": 0.5,
+    "codec": "int8",
+    "none": None,
+    "yes": True,
+    7: {"exp_avg": torch.arange(6.0).view(2, 3).t()},
+    "parts": [torch.ones((), dtype=torch.bfloat16), (torch.zeros(0), "x")],
+    "a/b": torch.ones(2, dtype=torch.uint8),
+    "a": {"b": torch.zeros(3, dtype=torch.int64)},
+    "infinite": float("inf"),
+}
 
 
 def same(one, other):

@@ -1,4 +1,5 @@
-"""Strangers who reach the network of a run: what they can do, and what not, as SECURITY.md says it."""
+"""Strangers who reach the network of a run: what they can do, and what not, as SECURITY.md says
+it."""
 
 import os
 import socket
@@ -45,7 +46,9 @@ def between_strangers(folder, keyed):
     if keyed:
         os.environ[VARIABLE] = KEY
     port = 0 if rank == 0 else int(notes.get("port"))
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=SECONDS)
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=SECONDS
+    )
     notes.set("port", str(store.port))
     group, weights = begin(store, rank, 2), WEIGHTS.clone()
     notes.set("begun", "")
@@ -63,7 +66,13 @@ def between_strangers(folder, keyed):
 
 def as_a_stranger(notes, done):
     notes.get("begun")
-    store = dist.TCPStore("127.0.0.1", int(notes.get("port")), is_master=False, wait_for_workers=False, timeout=SECONDS)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        int(notes.get("port")),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=SECONDS,
+    )
     keys, found = store.list_keys(), contacts_of(store)
     group, weights = begin(dist.HashStore(), 0, 1), torch.full_like(WEIGHTS, 666.0)
     older = caught(group.reform, join=found[0], age=10**9)
@@ -74,8 +83,12 @@ def as_a_stranger(notes, done):
     return older, error, weights, any("cpu" in key for key in keys)
 
 
-def test_without_a_key_whoever_reads_the_store_joins_and_gets_the_weights_and_does_not_win_by_age(mortal, tmp_path):
-    one, two, (older, error, weights, _) = mortal.run(between_strangers, str(tmp_path), False, size=3)
+def test_without_a_key_whoever_reads_the_store_joins_and_gets_the_weights_and_does_not_win_by_age(
+    mortal, tmp_path
+):
+    one, two, (older, error, weights, _) = mortal.run(
+        between_strangers, str(tmp_path), False, size=3
+    )
     assert isinstance(older, InvalidArgument)
     assert "this group has trained for 1000000000 steps and the members for 5" in str(older)
     assert "yields=True" in str(older)
@@ -87,7 +100,9 @@ def test_without_a_key_whoever_reads_the_store_joins_and_gets_the_weights_and_do
 
 def test_with_a_key_whoever_reads_the_store_is_refused_at_the_door(mortal, tmp_path):
     """Gloo's addresses stand in that store too, and Gloo knows no key."""
-    one, two, (older, error, weights, gloo) = mortal.run(between_strangers, str(tmp_path), True, size=3)
+    one, two, (older, error, weights, gloo) = mortal.run(
+        between_strangers, str(tmp_path), True, size=3
+    )
     for refusal in (older, error):
         assert isinstance(refusal, InvalidArgument)
         assert "not of one run" in str(refusal)
@@ -100,7 +115,11 @@ def test_with_a_key_whoever_reads_the_store_is_refused_at_the_door(mortal, tmp_p
 def listeners():
     """Hosts at which this process listens."""
     found = set()
-    files = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and os.path.lexists(each)}
+    files = {
+        os.readlink(each)
+        for each in Path("/proc/self/fd").iterdir()
+        if each.is_symlink() and os.path.lexists(each)
+    }
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
@@ -124,5 +143,3 @@ def test_a_group_that_has_reformed_listens_at_the_address_of_its_doors_alone(mor
     for host, found in mortal.run(reform_and_look, str(tmp_path), size=3):
         assert found == {host}
         assert host not in ("0.0.0.0", "::")
-
-

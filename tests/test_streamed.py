@@ -85,7 +85,10 @@ def test_what_is_kept_may_be_read_from_anywhere(store):
     net, wanted = Reader(), None
     wanted = net(ids)
     streamed = commpress.stream(net, store=store)
-    with pytest.raises(InvalidArgument, match=r"'table.weight' of table \(Embedding\) is read by the model \(Reader\)"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"'table.weight' of table \(Embedding\) is read by the model \(Reader\)",
+    ):
         net(ids)
     streamed.close()
     torch.manual_seed(0)
@@ -130,7 +133,8 @@ def test_goes_on_from_the_last_commit(tmp_path):
 
 
 def test_bytes_and_memory_of_a_step(tmp_path):
-    """float32, AdamW, 12 bytes written per parameter and 4 more per backward; in memory no more than two blocks."""
+    """float32, AdamW, 12 bytes written per parameter and 4 more per backward; in memory no more
+    than two blocks."""
     with open_store(tmp_path / "store", host="1MiB") as store:
         net = made(layers=8)
         streamed = commpress.stream(net, store=store, chunk_mb=0.02)
@@ -148,7 +152,8 @@ def test_bytes_and_memory_of_a_step(tmp_path):
         written = store.wear.written
         train(net, optimizer, 2, 4)
         pages = sum(-(-4 * chunk.numel // 4096) * 4096 for chunk in optimizer.chunks)
-        wanted = pages * (3 + 2)  # weights and moments, and the gradient after each of two backward passes
+        # weights and moments, and the gradient after each of two backward passes
+        wanted = pages * (3 + 2)
         assert (store.wear.written - written) / 2 == pytest.approx(wanted, rel=0.05)
         assert most <= 2 * max(unit.nbytes for unit in streamed.groups)
 
@@ -169,7 +174,9 @@ def test_a_file_that_plain_pytorch_loads(store, tmp_path):
     loaded.load(tmp_path / "weights.safetensors")
     check(loaded, other)
     with pytest.raises(StateMismatch, match="same model"):
-        commpress.stream(made(width=32), store=store, prefix="more").load(tmp_path / "weights.safetensors")
+        commpress.stream(made(width=32), store=store, prefix="more").load(
+            tmp_path / "weights.safetensors"
+        )
 
 
 def test_without_gradients_nothing_stays(store):
@@ -192,7 +199,8 @@ def test_what_cannot_work_is_refused(store):
 
 
 def test_state_dict_of_the_model_and_of_its_modules_is_that_of_the_plain_one(store):
-    """Also in half precision, of tied weights, after streaming has ended; ``keep_vars`` gives the parameters themselves."""
+    """Also in half precision, of tied weights, after streaming has ended; ``keep_vars`` gives the
+    parameters themselves."""
     for prefix, dtype in (("single", torch.float32), ("half", torch.bfloat16)):
         net, other = made().to(dtype), made().to(dtype)
         streamed = commpress.stream(net, store=store, chunk_mb=0.01, prefix=prefix)
@@ -200,7 +208,9 @@ def test_state_dict_of_the_model_and_of_its_modules_is_that_of_the_plain_one(sto
             equal_states(one.state_dict(prefix="x."), twin.state_dict(prefix="x."))
         state = net.state_dict()
         assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
-        assert {id(p) for p in net.state_dict(keep_vars=True).values()} == {id(p) for p in net.parameters()}
+        assert {id(p) for p in net.state_dict(keep_vars=True).values()} == {
+            id(p) for p in net.parameters()
+        }
         streamed.close()
         equal_states(net.state_dict(), other.state_dict())
         assert not any(unit.present for unit in streamed.groups)
@@ -215,9 +225,13 @@ def equal_states(state, wanted):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loaded_values_are_trained_on(store, tmp_path, dtype):
-    """Through the model, a part of it, or a file, after the optimizer was made: in half precision its masters follow."""
+    """Through the model, a part of it, or a file, after the optimizer was made: in half precision
+    its masters follow."""
     torch.manual_seed(8)
-    new = {name: value + torch.randn_like(value) for name, value in made().to(dtype).state_dict().items()}
+    new = {
+        name: value + torch.randn_like(value)
+        for name, value in made().to(dtype).state_dict().items()
+    }
     new["head.weight"] = new["tokens.weight"]
     net = made().to(dtype)
     streamed = commpress.stream(net, store=store, chunk_mb=0.01, keep=["norm"])
@@ -256,7 +270,9 @@ def test_copies_and_pickles_of_a_streamed_model_are_refused(store):
     streamed = commpress.stream(net, store=store)
     for thing in (net, net.layers, net.layers[0].qkv, net.tokens, streamed):
         for copied in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(InvalidArgument, match=r"cannot be copied or pickled.* save streamed\.state_dict"):
+            with pytest.raises(
+                InvalidArgument, match=r"cannot be copied or pickled.* save streamed\.state_dict"
+            ):
                 copied(thing)
 
 
@@ -265,7 +281,9 @@ def states_over_ranks():
         net, new = made(), made(seed=6).state_dict()
         streamed = commpress.stream(net, store=store, chunk_mb=0.01)
         for module in (net, net.layers[0]):
-            with pytest.raises(InvalidArgument, match=r"over 2 ranks.*streamed\.state_dict\(\).*on every rank"):
+            with pytest.raises(
+                InvalidArgument, match=r"over 2 ranks.*streamed\.state_dict\(\).*on every rank"
+            ):
                 module.state_dict()
         net.load_state_dict(new)
         state = streamed.state_dict()
@@ -304,7 +322,11 @@ def with_ddp(steps):
             net.zero_grad()
             loss = loss_of(ddp, step, part, rank)
             loss.backward()
-            sums = {p: sums[p] + p.grad if p in sums else p.grad.clone() for p in net.parameters() if p.grad is not None}
+            sums = {
+                p: sums[p] + p.grad if p in sums else p.grad.clone()
+                for p in net.parameters()
+                if p.grad is not None
+            }
         losses.append(loss.item())
         for p in net.parameters():
             p.grad = sums.get(p)
@@ -322,8 +344,10 @@ def test_sharded_over_ranks_equals_ddp(pool, tmp_path, ranks, steps):
         assert all(torch.equal(state[name], other[name]) for name in other)
         assert rows < sum(p.numel() for p in made().parameters()) / ranks + 9 * 64
 
+
 def with_errors(folder, at):
-    """``at``: steps before which a backward ends with an error in its middle, and counts for nothing."""
+    """``at``: steps before which a backward ends with an error in its middle, and counts for
+    nothing."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
 
@@ -351,7 +375,9 @@ def with_errors(folder, at):
 @pytest.mark.parametrize("ranks", first(1, [2, 1]))
 def test_a_backward_that_ended_with_an_error_leaves_nothing_behind(pool, tmp_path, ranks):
     wanted = pool.run(with_errors, str(tmp_path), (), size=ranks)
-    for state, other in zip(pool.run(with_errors, str(tmp_path), (1, 2), size=ranks), wanted, strict=True):
+    for state, other in zip(
+        pool.run(with_errors, str(tmp_path), (1, 2), size=ranks), wanted, strict=True
+    ):
         equal_states(state, other)
 
 
@@ -368,12 +394,16 @@ def test_parameters_that_somebody_has_changed_after_stream_are_refused(store, ke
     net(torch.ones(1, 4))
     change(net)
     for _ in range(2):
-        with pytest.raises(InvalidArgument, match=r"'0.weight', now torch.float(16|32) .* convert and move the model before"):
+        with pytest.raises(
+            InvalidArgument,
+            match=r"'0.weight', now torch.float(16|32) .* convert and move the model before",
+        ):
             net(torch.ones(1, 4))
 
 
 def test_buffers_from_the_meta_device_have_values_in_every_run(tmp_path):
-    """No store has them: a run that goes on makes them anew, and keeps the parameters of the store."""
+    """No store has them: a run that goes on makes them anew, and keeps the parameters of the
+    store."""
     for weight in (2.0, 3.0):
         with torch.device("meta"):
             net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
@@ -384,7 +414,9 @@ def test_buffers_from_the_meta_device_have_values_in_every_run(tmp_path):
             assert torch.equal(state["1.running_mean"], torch.zeros(3))
             assert state["1.num_batches_tracked"] == 0
             assert torch.equal(state["1.weight"], torch.full((3,), weight - 1))
-            net.load_state_dict({name: torch.full_like(value, 2.0) for name, value in state.items()})
+            net.load_state_dict(
+                {name: torch.full_like(value, 2.0) for name, value in state.items()}
+            )
             store.commit()
 
 
@@ -396,7 +428,9 @@ def test_a_buffer_that_nobody_gives_values_is_refused(store):
 
     with torch.device("meta"):
         net = torch.nn.Sequential(Scaled())
-    with pytest.raises(InvalidArgument, match=r"buffer 'factor' of module '0' \(Scaled\).*let it do so, or build"):
+    with pytest.raises(
+        InvalidArgument, match=r"buffer 'factor' of module '0' \(Scaled\).*let it do so, or build"
+    ):
         commpress.stream(net, store=store)
 
 
@@ -404,12 +438,16 @@ def test_nothing_is_written_on_parameters(store):
     net = made()
     commpress.stream(net, store=store)
     assert not any(vars(p) for p in net.parameters())
-    with pytest.raises(InvalidArgument, match=r"streamed, its values lie in a store: train it with commpress\.Offloaded"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"streamed, its values lie in a store: train it with commpress\.Offloaded",
+    ):
         commpress.Partitioned(net.parameters(), torch.optim.AdamW)
 
 
 class Borrows(torch.nn.Module):
-    """Computes with the weight of a table that lies elsewhere and is not called, as DeBERTa does."""
+    """Computes with the weight of a table that lies elsewhere and is not called, as DeBERTa
+    does."""
 
     def __init__(self, table=None):
         super().__init__()
@@ -437,7 +475,10 @@ def test_a_parameter_that_another_module_reads_is_named(tmp_path):
         plain = copy.deepcopy(net)
         streamed = commpress.stream(net, store=store)
         for _ in range(2):
-            with pytest.raises(InvalidArgument, match=r"'table.weight' of table \(Embedding\) is read by blocks.0 \(Borrows\)"):
+            with pytest.raises(
+                InvalidArgument,
+                match=r"'table.weight' of table \(Embedding\) is read by blocks.0 \(Borrows\)",
+            ):
                 net(torch.ones(2, 8))
         streamed.close()
         again = commpress.stream(plain, store=store, prefix="again", keep=["table"])

@@ -1,5 +1,5 @@
-"""Tensors, rows and elements whose first gradient comes after the freeze, against exact Adam; what all ranks agree on then;
-what ``state`` holds, and what torch's own tools and AdamW make of it."""
+"""Tensors, rows and elements whose first gradient comes after the freeze, against exact Adam; what
+all ranks agree on then; what ``state`` holds, and what torch's own tools and AdamW make of it."""
 
 import copy
 import logging
@@ -7,10 +7,20 @@ import logging
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam, tensor_states, windows
+from commpress.optim import (
+    OneBitAdam,
+    OneBitLamb,
+    ShardedOneBitAdam,
+    ZeroOneAdam,
+    tensor_states,
+    windows,
+)
 from optim_twin import Replicas, equal, flat, mean, noise, owed, reload, start, state_of
 from variants import few
 
@@ -18,17 +28,25 @@ LR, WARMUP, LATE = 1e-3, 20, 40
 SHAPES = ((32, 64), (24, 64), (600,), (48, 48))
 MAKERS = {
     "adam": lambda p, t, **o: OneBitAdam(p, lr=LR, warmup_steps=WARMUP, transport=t, **o),
-    "int8": lambda p, t, **o: OneBitAdam(p, lr=LR, warmup_steps=WARMUP, transport=t, codec="int8", **o),
-    "pure": lambda p, t, **o: OneBitAdam(p, lr=LR, warmup_steps=WARMUP, transport=t, spiky_codec=None, **o),
+    "int8": lambda p, t, **o: OneBitAdam(
+        p, lr=LR, warmup_steps=WARMUP, transport=t, codec="int8", **o
+    ),
+    "pure": lambda p, t, **o: OneBitAdam(
+        p, lr=LR, warmup_steps=WARMUP, transport=t, spiky_codec=None, **o
+    ),
     "lamb": lambda p, t, **o: OneBitLamb(p, lr=LR, warmup_steps=WARMUP, transport=t, **o),
-    "lamb, frozen rates": lambda p, t, **o: OneBitLamb(p, lr=LR, warmup_steps=WARMUP, rates="frozen", transport=t, **o),
-    "zero-one": lambda p, t, **o: ZeroOneAdam(p, lr=LR, warmup_steps=WARMUP, sync="every", transport=t, **o),
+    "lamb, frozen rates": lambda p, t, **o: OneBitLamb(
+        p, lr=LR, warmup_steps=WARMUP, rates="frozen", transport=t, **o
+    ),
+    "zero-one": lambda p, t, **o: ZeroOneAdam(
+        p, lr=LR, warmup_steps=WARMUP, sync="every", transport=t, **o
+    ),
 }
 
 
 def sleeping(step, size=2, shapes=SHAPES):
-    """Before LATE nothing for the second and third tensor, for half of the first one's rows and for a few elements of the last;
-    for some more of those the noise of float32."""
+    """Before LATE nothing for the second and third tensor, for half of the first one's rows and for
+    a few elements of the last; for some more of those the noise of float32."""
     gradients = noise(size, step, shapes)
     for mine in gradients if step < LATE else []:
         mine[0][16:], mine[1], mine[2] = 0.0, None, torch.zeros(600)
@@ -38,23 +56,32 @@ def sleeping(step, size=2, shapes=SHAPES):
 
 
 class Exact:
-    """AdamW, or LAMB on one rank, with the mean gradients: the largest move of each tensor so far."""
+    """AdamW, or LAMB on one rank, with the mean gradients: the largest move of each tensor so
+    far."""
 
     def __init__(self, lamb):
         self.parameters = [torch.nn.Parameter(p) for p in start(SHAPES)]
         alone = Loopback(1).transport(0)
-        kind = (lambda p: OneBitLamb(p, lr=LR, transport=alone)) if lamb else (
-            lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0)
-        )  # fmt: skip
+        kind = (
+            (lambda p: OneBitLamb(p, lr=LR, transport=alone))
+            if lamb
+            else (lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0))
+        )
         self.optimizer, self.largest = kind(self.parameters), [0.0] * len(SHAPES)
 
     def step(self, gradients):
-        filled = [[torch.zeros(s) if g is None else g for g, s in zip(mine, SHAPES, strict=True)] for mine in gradients]
+        filled = [
+            [torch.zeros(s) if g is None else g for g, s in zip(mine, SHAPES, strict=True)]
+            for mine in gradients
+        ]
         before = [p.detach().clone() for p in self.parameters]
         for p, g in zip(self.parameters, mean(filled), strict=True):
             p.grad = g
         self.optimizer.step()
-        moves = [float((p.detach() - b).abs().max()) for p, b in zip(self.parameters, before, strict=True)]
+        moves = [
+            float((p.detach() - b).abs().max())
+            for p, b in zip(self.parameters, before, strict=True)
+        ]
         self.largest = [max(pair) for pair in zip(self.largest, moves, strict=True)]
 
 
@@ -71,28 +98,45 @@ def test_what_wakes_up_after_the_freeze_moves_as_under_the_exact_optimizer(name)
             bound = 8 * max(most, LR / (1 - 0.9 ** (step + 1)))
             assert float((p.detach() - b).abs().max()) <= bound, f"step {step}"
     assert group.agree()
-    parts = [(0, slice(16, None)), (1, slice(None)), (2, slice(None)), (3, (slice(None), 5)), (3, (slice(None), 7))]
+    parts = [
+        (0, slice(16, None)),
+        (1, slice(None)),
+        (2, slice(None)),
+        (3, (slice(None), 5)),
+        (3, (slice(None), 7)),
+    ]
     for i, part in parts:
         mine = group.parameters[0][i].detach()[part] - asleep[i][part]
         wanted = exact.parameters[i].detach()[part] - theirs[i][part]
         ratio = float(mine.norm() / wanted.norm())
         assert 1 / 8 < ratio < 8, f"tensor {i}, {part}: {ratio:.3g} of the distance"
-        assert float((mine * wanted).sum() / (mine.norm() * wanted.norm())) > 0.5, f"tensor {i}, {part}: another direction"
+        assert float((mine * wanted).sum() / (mine.norm() * wanted.norm())) > 0.5, (
+            f"tensor {i}, {part}: another direction"
+        )
 
 
 def test_a_live_tensor_takes_the_steps_of_adam():
-    """Sent as it is, in every bit: first gradients, rows that come and go, and what was live all along."""
+    """Sent as it is, in every bit: first gradients, rows that come and go, and what was live all
+    along."""
     twin = [torch.nn.Parameter(p) for p in start(SHAPES)]
     adam = torch.optim.AdamW(twin, lr=LR, weight_decay=0.0, fused=True)
     group = Replicas(MAKERS["pure"], 2, SHAPES)
     for step in range(LATE + 10):
         gradients = sleeping(step)
         group.step(gradients)
-        filled = [[torch.zeros(s) if g is None else g for g, s in zip(mine, SHAPES, strict=True)] for mine in gradients]
+        filled = [
+            [torch.zeros(s) if g is None else g for g, s in zip(mine, SHAPES, strict=True)]
+            for mine in gradients
+        ]
         for p, g in zip(twin, mean(filled), strict=True):
             p.grad = g
         adam.step()
-    assert [int(at) > 0 for at in group.optimizers[0].tensors.frozen_at] == [False, False, False, True]
+    assert [int(at) > 0 for at in group.optimizers[0].tensors.frozen_at] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert all(torch.equal(p, q) for p, q in zip(group.parameters[0][:3], twin, strict=False))
 
 
@@ -125,7 +169,9 @@ def grown(step, size=2, by=1.0, only=None):
     return gradients
 
 
-@pytest.mark.parametrize(("name", "only"), [("adam", None), ("adam", 1), ("lamb", 1), ("zero-one", 1)])
+@pytest.mark.parametrize(
+    ("name", "only"), [("adam", None), ("adam", 1), ("lamb", 1), ("zero-one", 1)]
+)
 def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, caplog):
     group = Replicas(MAKERS[name], 2, SHAPES)
     named = [["embed", "gate", "bias", "out"]] * 2
@@ -135,7 +181,10 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
     operations = []
     with caplog.at_level(logging.WARNING, "commpress"):
         for step in range(LATE + 12):
-            before, moved = len(group.optimizers[0].channel.inner.operations), group.parameters[0][1].detach().clone()
+            before, moved = (
+                len(group.optimizers[0].channel.inner.operations),
+                group.parameters[0][1].detach().clone(),
+            )
             assert group.step(grown(step, only=only)) == [True] * 2
             operations.append(len(group.optimizers[0].channel.inner.operations) - before)
             bound = 20 * LR / (1 - 0.9 ** (step + 1)) if name != "lamb" else 1.0
@@ -143,7 +192,8 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
             assert group.agree()
     talks = [step for step in range(WARMUP, LATE + 12) if operations[step] > 2 and step % 1000]
     assert len(talks) == 1, "one talk, in one step"
-    assert LATE + tensor_states.PATIENCE <= talks[0] < LATE + tensor_states.PATIENCE + 5  # 0/1 Adam has exact steps in between
+    # 0/1 Adam has exact steps in between
+    assert LATE + tensor_states.PATIENCE <= talks[0] < LATE + tensor_states.PATIENCE + 5
     assert "'gate" in caplog.text or " gate (24, 64)" in caplog.text
     assert "embed" not in caplog.text
     assert "out" not in caplog.text.replace("without", "")
@@ -166,7 +216,9 @@ def test_what_was_owed_is_in_the_momentum_of_a_tensor_that_thaws():
     with torch.no_grad():
         simulate([o.wake([1]) for o in group.optimizers])
     bound = np.asarray(s.view(-1).double()) * first.tensors.bound(1)
-    wanted = (m.double().view(-1).numpy() + s.double().view(-1).numpy() * before[at]).clip(-bound, bound)
+    wanted = (m.double().view(-1).numpy() + s.double().view(-1).numpy() * before[at]).clip(
+        -bound, bound
+    )
     np.testing.assert_allclose(first._momenta[1].view(-1).numpy(), wanted, rtol=1e-4, atol=1e-6)
     assert np.abs(before[at]).max() > 0.1
     after = owed(group.optimizers)
@@ -251,8 +303,14 @@ class Two(torch.nn.Module):
 def trained(steps, make=None):
     """Two replicas, their optimizers, and the loss of the last steps."""
     models = [Two(), Two()]
-    make = make or (lambda p, t: OneBitAdam(p, lr=3e-3, warmup_steps=30, min_numel=0, spiky_codec=None, transport=t))
-    optimizers = [make(m.named_parameters(), t) for m, t in zip(models, Loopback(2).transports(), strict=True)]
+    make = make or (
+        lambda p, t: OneBitAdam(
+            p, lr=3e-3, warmup_steps=30, min_numel=0, spiky_codec=None, transport=t
+        )
+    )
+    optimizers = [
+        make(m.named_parameters(), t) for m, t in zip(models, Loopback(2).transports(), strict=True)
+    ]
     return models, optimizers, run(models, optimizers, range(steps))
 
 
@@ -282,7 +340,9 @@ def test_adamw_goes_on_from_the_state_without_a_jump(name, carried):
     """The parameters move on as far in each step as they did before, and the loss does not rise."""
     makers = {
         "adam": None,
-        "zero-one": lambda p, t: ZeroOneAdam(p, lr=3e-3, warmup_steps=30, sync="every", min_numel=0, transport=t),
+        "zero-one": lambda p, t: ZeroOneAdam(
+            p, lr=3e-3, warmup_steps=30, sync="every", min_numel=0, transport=t
+        ),
     }
     models, optimizers, losses = trained(80, makers[name])
     model = copy.deepcopy(models[0])
@@ -304,18 +364,23 @@ def test_adamw_goes_on_from_the_state_without_a_jump(name, carried):
 @pytest.mark.parametrize("name", ["adam", "lamb", "zero-one"])
 def test_what_torchs_tools_carry_tells_a_resumed_run_what_is_frozen(name):
     """All but residuals: the next exact-codec step has the same bits."""
+
     def make(p, t):
         o = MAKERS[name](p, t, codec="none", min_numel=0)
         return o
 
     shapes = ((40, 40), (40,), (10, 40), (10,))
     models = [Two(), Two()]
-    optimizers = [make(m.named_parameters(), t) for m, t in zip(models, Loopback(2).transports(), strict=True)]
+    optimizers = [
+        make(m.named_parameters(), t) for m, t in zip(models, Loopback(2).transports(), strict=True)
+    ]
     run(models, optimizers, range(60))
     frozen = optimizers[0].tensors.frozen.tolist()
     assert any(frozen)
     others = copy.deepcopy(models)
-    resumed = [make(m.named_parameters(), t) for m, t in zip(others, Loopback(2).transports(), strict=True)]
+    resumed = [
+        make(m.named_parameters(), t) for m, t in zip(others, Loopback(2).transports(), strict=True)
+    ]
     for model, o, theirs, twin in zip(others, resumed, optimizers, models, strict=True):
         set_optimizer_state_dict(model, o, get_optimizer_state_dict(twin, theirs))
     assert resumed[0].tensors.frozen.tolist() == frozen
@@ -326,7 +391,10 @@ def test_what_torchs_tools_carry_tells_a_resumed_run_what_is_frozen(name):
         assert resumed[0].frozen_at == optimizers[0].frozen_at == WARMUP
     run(models, optimizers, range(60, 64))
     run(others, resumed, range(60, 64))
-    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), others[0].parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(models[0].parameters(), others[0].parameters(), strict=True)
+    )
     assert len(shapes) == len(frozen)
 
 
@@ -336,7 +404,9 @@ def test_a_state_that_adamw_moved_on_is_taken_as_adams():
     adam = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
     set_optimizer_state_dict(model, adam, get_optimizer_state_dict(models[0], optimizers[0]))
     run([model], [adam], range(60, 160))
-    back = OneBitAdam(model.named_parameters(), warmup_steps=300, min_numel=0, transport=Loopback(2).transport(0))
+    back = OneBitAdam(
+        model.named_parameters(), warmup_steps=300, min_numel=0, transport=Loopback(2).transport(0)
+    )
     back.load_state_dict(adam.state_dict())
     assert not back.tensors.frozen.any()
     assert back.tensors.variance_steps.tolist() == [160] * 4
@@ -344,7 +414,9 @@ def test_a_state_that_adamw_moved_on_is_taken_as_adams():
 
 
 @pytest.mark.parametrize(
-    ("name", "at"), few(["adam", "lamb", "lamb, frozen rates", "zero-one"], [LATE - 3, LATE + 2, LATE + 9]), ids=str
+    ("name", "at"),
+    few(["adam", "lamb", "lamb, frozen rates", "zero-one"], [LATE - 3, LATE + 2, LATE + 9]),
+    ids=str,
 )
 def test_resuming_frozen_and_thawed_tensors_continues_in_every_bit(name, at, tmp_path):
     """Before anything wakes up, while trips are being counted, and after the thaw."""
@@ -356,23 +428,32 @@ def test_resuming_frozen_and_thawed_tensors_continues_in_every_bit(name, at, tmp
         group.step(grown(step, only=0))
         other.step(grown(step, only=0))
         assert equal(state_of(group), state_of(other)), f"step {step}"
-    assert group.optimizers[0].counters.woken_tensors + other.optimizers[0].counters.woken_tensors >= 1
+    assert (
+        group.optimizers[0].counters.woken_tensors + other.optimizers[0].counters.woken_tensors >= 1
+    )
 
 
 def loud(step):
     """Gradients of the first tensor are a hundred times as large at first."""
-    return [[g * (100.0 if step < 4 and i == 0 else 1.0) for i, g in enumerate(mine)] for mine in noise(2, step)]
+    return [
+        [g * (100.0 if step < 4 and i == 0 else 1.0) for i, g in enumerate(mine)]
+        for mine in noise(2, step)
+    ]
 
 
 @pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ShardedOneBitAdam])
 def test_a_warm_up_in_which_gradients_change_in_size_is_warned_of(make, caplog):
     for gradients, warns in ((loud, True), (lambda step: noise(2, step), False)):
         caplog.clear()
-        group = Replicas(lambda p, t: make(p, transport=t, warmup_steps=12, min_numel=64, betas=(0.9, 0.99)), 2)
+        group = Replicas(
+            lambda p, t: make(p, transport=t, warmup_steps=12, min_numel=64, betas=(0.9, 0.99)), 2
+        )
         for step in range(16):
             group.step(gradients(step))
         assert group.optimizers[0].tensors.frozen.tolist() == [True, True, False]
-        said = [r.getMessage() for r in caplog.records if "the variance freezes, but" in r.getMessage()]
+        said = [
+            r.getMessage() for r in caplog.records if "the variance freezes, but" in r.getMessage()
+        ]
         assert len(said) == (2 if warns else 0), "once on each rank"
         assert all("(40, 50)" in line and "(700,)" not in line for line in said)
 

@@ -1,7 +1,9 @@
-"""Tensor-parallel columns whose own tensors wake up at different times: weights that both hold stay the same in every bit.
+"""Tensor-parallel columns whose own tensors wake up at different times: weights that both hold stay
+the same in every bit.
 
-Two columns of two ranks each, which reduce apart and agree over all four. Parameters are a weight that all hold, another that
-all hold and that has no gradient for a while, and a shard of which each column has its own.
+Two columns of two ranks each, which reduce apart and agree over all four. Parameters are a weight
+that all hold, another that all hold and that has no gradient for a while, and a shard of which each
+column has its own.
 """
 
 import pytest
@@ -9,12 +11,19 @@ import torch
 
 from commpress.collectives.consensus import Consensus
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.optim import (
+    OneBitAdam,
+    OneBitLamb,
+    ShardedOneBitAdam,
+    ShardedZeroOneAdam,
+    ZeroOneAdam,
+)
 from commpress.schedules import DoublingIntervals
 from optim_twin import start
 
 SHAPES = ((40, 32), (30, 16), (24, 40))
-LATE, JUMP = 14, 20  # the steps from which on the late one has gradients, and those of all are far larger
+# the steps from which on the late one has gradients, and those of all are far larger
+LATE, JUMP = 14, 20
 WINDOWS = {"sync": DoublingIntervals(4, 100, longest=2), "variance_updates": 2}
 WARM = {"warmup_steps": 6}
 
@@ -29,7 +38,13 @@ class Columns:
                 weights[2] *= 1 + column
                 parameters = [torch.nn.Parameter(w) for w in weights]
                 optimizer = make(
-                    parameters, transport=transport, lr=1e-2, betas=(0.9, 0.99), min_numel=64, spiky_codec=None, **options
+                    parameters,
+                    transport=transport,
+                    lr=1e-2,
+                    betas=(0.9, 0.99),
+                    min_numel=64,
+                    spiky_codec=None,
+                    **options,
                 )
                 optimizer.consensus = Consensus(everybody[len(self.optimizers)])
                 self.parameters.append(parameters)
@@ -38,7 +53,8 @@ class Columns:
     def step(self, number):
         for rank, parameters in enumerate(self.parameters):
             column, replica = divmod(rank, 2)
-            jumps = number >= JUMP - (column == 0), number >= JUMP  # the shard of the first column a step before all others
+            # the shard of the first column a step before all others
+            jumps = number >= JUMP - (column == 0), number >= JUMP
             own, late, shard = start(SHAPES, 100 * number + replica)
             parameters[0].grad = own * (1e4 if jumps[1] else 1)
             parameters[1].grad = late if number >= LATE else torch.zeros_like(late)
@@ -48,12 +64,22 @@ class Columns:
 
     def equal(self):
         first = self.parameters[0][:2]
-        return all(torch.equal(p, q) for mine in self.parameters[1:] for p, q in zip(mine[:2], first, strict=True))
+        return all(
+            torch.equal(p, q)
+            for mine in self.parameters[1:]
+            for p, q in zip(mine[:2], first, strict=True)
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(OneBitAdam, WARM), (OneBitLamb, WARM), (ShardedOneBitAdam, WARM), (ZeroOneAdam, WINDOWS), (ShardedZeroOneAdam, WINDOWS)],
+    [
+        (OneBitAdam, WARM),
+        (OneBitLamb, WARM),
+        (ShardedOneBitAdam, WARM),
+        (ZeroOneAdam, WINDOWS),
+        (ShardedZeroOneAdam, WINDOWS),
+    ],
     ids=lambda made: getattr(made, "__name__", ""),
 )
 def test_weights_of_all_columns_stay_the_same(make, options):

@@ -1,4 +1,5 @@
-"""Linear layers cut into tiles: the plain layer's values, and no more than a tile of it in memory when streamed."""
+"""Linear layers cut into tiles: the plain layer's values, and no more than a tile of it in memory
+when streamed."""
 
 import pytest
 import torch
@@ -49,11 +50,17 @@ def test_plain_and_tiled_load_each_other():
     other = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 5))
     cut.load_state_dict(other.state_dict())
     plain.load_state_dict(cut.state_dict())
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(value, other.state_dict()[name]) for name, value in plain.state_dict().items()
+    )
     with pytest.raises(RuntimeError, match="size mismatch"):
-        cut.load_state_dict(nn.Sequential(nn.Linear(24, 41), nn.Tanh(), nn.Linear(40, 5)).state_dict())
+        cut.load_state_dict(
+            nn.Sequential(nn.Linear(24, 41), nn.Tanh(), nn.Linear(40, 5)).state_dict()
+        )
     with pytest.raises(RuntimeError, match="Missing key"):
-        cut.load_state_dict({name: value for name, value in other.state_dict().items() if name != "0.weight"})
+        cut.load_state_dict(
+            {name: value for name, value in other.state_dict().items() if name != "0.weight"}
+        )
 
 
 def test_first_values_of_a_tiled_model_on_the_meta_device(tmp_path):
@@ -68,7 +75,8 @@ def test_first_values_of_a_tiled_model_on_the_meta_device(tmp_path):
 
 
 def test_streamed_tiles_train_as_the_plain_model(tmp_path):
-    """Rounding differs in the last bits of a sum; what is in memory at once is a tile and the rest of its layer."""
+    """Rounding differs in the last bits of a sum; what is in memory at once is a tile and the rest
+    of its layer."""
     safetensors = pytest.importorskip("safetensors.torch")
     cut, plain, again = commpress.tile(made(), tile_mb=0.002), made(), made(seed=6)
     sizes = [4 * tile.weight.numel() for tile in cut.modules() if isinstance(tile, Tile)]

@@ -32,7 +32,8 @@ def flights(events, name=""):
 
 
 def check_format(events):
-    """The format's demands hold: spans of one track nest or follow each other; events are in order of time."""
+    """The format's demands hold: spans of one track nest or follow each other; events are in order
+    of time."""
     times = [e["ts"] for e in events if e["ph"] != "M"]
     assert times == sorted(times)
     for event in events:
@@ -41,7 +42,9 @@ def check_format(events):
         assert event.get("dur", 0) >= 0
     tracks = {}
     for event in complete(events):
-        tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        tracks.setdefault((event["pid"], event["tid"]), []).append(
+            (event["ts"], event["ts"] + event["dur"])
+        )
     for spans in tracks.values():
         open_until = []
         for start, end in sorted(spans, key=lambda s: (s[0], -s[1])):
@@ -62,13 +65,17 @@ def test_spans_nest_and_flights_overlap(tmp_path):
             second = time.perf_counter()
         timeline.flight("wire", first, what={"bytes": 7})
     timeline.flight("wire", second)
-    other = threading.Thread(target=lambda: timeline.span("elsewhere", time.perf_counter()), name="other")
+    other = threading.Thread(
+        target=lambda: timeline.span("elsewhere", time.perf_counter()), name="other"
+    )
     other.start()
     other.join()
     timeline.save(tmp_path / "trace.json")
     events = read(tmp_path / "trace.json")
     check_format(events)
-    (outer,), (inner,), (elsewhere,) = (complete(events, name) for name in ("outer", "inner", "elsewhere"))
+    (outer,), (inner,), (elsewhere,) = (
+        complete(events, name) for name in ("outer", "inner", "elsewhere")
+    )
     assert outer["ts"] <= inner["ts"]
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert elsewhere["tid"] != outer["tid"]
@@ -104,11 +111,15 @@ def test_ranks_in_one_file(tmp_path):
 
 def train(folder, rank_file):
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    )
     state = commpress.compress(model, codec="sign", min_numel=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     timeline = Timeline(dist.get_rank())
-    store = commpress.TieredStore.open(f"{folder}/store{dist.get_rank()}", host="1MiB", engine="threads")
+    store = commpress.TieredStore.open(
+        f"{folder}/store{dist.get_rank()}", host="1MiB", engine="threads"
+    )
     for i in range(2):
         store.put(f"t{i}", torch.zeros(150_000))  # one of them fits into memory
     with store, commpress.watch(timeline, state, store=store, model=model, optimizer=optimizer):
@@ -133,15 +144,29 @@ def test_encode_wire_decode_disk_and_compute_on_one_timeline(pool, tmp_path):
     traffic = pool.run(train, str(tmp_path), "{}.json", size=2)
     events = read(tmp_path / "0.json")
     check_format(events)
-    for name in ("encode", "decode", "compute: forward", "compute: backward", "compute: optimizer", "stall"):
+    for name in (
+        "encode",
+        "decode",
+        "compute: forward",
+        "compute: backward",
+        "compute: optimizer",
+        "stall",
+    ):
         assert complete(events, name), name
-    assert len(complete(events, "compute: forward")) == len(complete(events, "compute: backward")) == 3
+    assert (
+        len(complete(events, "compute: forward")) == len(complete(events, "compute: backward")) == 3
+    )
     gathers, scatters = flights(events, "wire: all-gather"), flights(events, "wire: all-to-all")
     assert len(gathers) == len(scatters) >= 3
     assert all(begin["args"]["bytes"] > 0 for begin, _ in gathers)
     scattered = {begin["args"]["sequence"]: end["ts"] for begin, end in scatters}
-    assert all(scattered[begin["args"]["sequence"]] <= begin["ts"] for begin, _ in gathers), "phase two after phase one"
-    encode, step = min(complete(events, "encode"), key=lambda e: e["ts"]), complete(events, "step")[0]
+    assert all(scattered[begin["args"]["sequence"]] <= begin["ts"] for begin, _ in gathers), (
+        "phase two after phase one"
+    )
+    encode, step = (
+        min(complete(events, "encode"), key=lambda e: e["ts"]),
+        complete(events, "step")[0],
+    )
     assert step["ts"] <= encode["ts"] <= step["ts"] + step["dur"]
     assert encode["tid"] != step["tid"], "in the background"
     backward = complete(events, "compute: backward")[0]

@@ -1,4 +1,5 @@
-"""The timeout that a group was made with holds for all that works for its ranks, unless another is given."""
+"""The timeout that a group was made with holds for all that works for its ranks, unless another is
+given."""
 
 import os
 import signal
@@ -62,9 +63,14 @@ def sharded():
 def sharded_flat():
     """Weights stay whole: gathering them is torch's own."""
     model = FullyShardedDataParallel(
-        net(), device_id=torch.device("cpu"), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD
+        net(),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
     )
-    model.register_comm_hook(commpress.FlatShardState("int8"), commpress.compressed_reduce_scatter_hook)
+    model.register_comm_hook(
+        commpress.FlatShardState("int8"), commpress.compressed_reduce_scatter_hook
+    )
     return partial(backward, model)
 
 
@@ -87,7 +93,9 @@ def exchanged():
 def offloaded():
     """Gradients stay from here on: what FSDP2 sends in a backward is torch's own."""
     model, store = fully_shard(net()), commpress.TieredStore.open(tempfile.mkdtemp(), host="64MiB")
-    optimizer = commpress.Offloaded(model.parameters(), torch.optim.AdamW, store=store, max_grad_norm=1.0, lr=1e-3)
+    optimizer = commpress.Offloaded(
+        model.parameters(), torch.optim.AdamW, store=store, max_grad_norm=1.0, lr=1e-3
+    )
     backward(model)
     return optimizer.step
 
@@ -138,7 +146,11 @@ def lose_the_peer(backend):
 
 
 def in_groups_of(seconds, file, backend, function, *args):
-    options = commpress.GroupOptions("int8", min_numel=8, only="everything") if backend == "commpress" else None
+    options = (
+        commpress.GroupOptions("int8", min_numel=8, only="everything")
+        if backend == "commpress"
+        else None
+    )
     return as_world(backend, file, function, *args, pg_options=options, seconds=seconds)
 
 
@@ -161,7 +173,12 @@ def timeouts():
     mesh = init_device_mesh("cpu", (2, 1)).get_group(0)
     transports = [
         own_transport(group, timeout=timeout)
-        for group, timeout in ((None, None), (given, None), (mesh, None), (given, timedelta(seconds=5)))
+        for group, timeout in (
+            (None, None),
+            (given, None),
+            (mesh, None),
+            (given, timedelta(seconds=5)),
+        )
     ]
     return [t.timeout.total_seconds() for t in transports] + [timeout_of(given).total_seconds()]
 

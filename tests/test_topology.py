@@ -1,4 +1,5 @@
-"""Ranks that share a node: from every launcher's variables, from the caller, and agreed by all ranks or refused by all."""
+"""Ranks that share a node: from every launcher's variables, from the caller, and agreed by all
+ranks or refused by all."""
 
 import socket
 from contextlib import suppress
@@ -10,7 +11,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commpress.collectives.topology import PLACE, Place, Topology, agree, place, slurm_tasks, topology_of
+from commpress.collectives.topology import (
+    PLACE,
+    Place,
+    Topology,
+    agree,
+    place,
+    slurm_tasks,
+    topology_of,
+)
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
@@ -22,13 +31,23 @@ HOST = socket.gethostname()
 
 
 def torchrun(group: int, local: int, count: int = 2) -> dict[str, str]:
-    return {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": str(group), "RANK": "7"}
+    return {
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": str(group),
+        "RANK": "7",
+    }
 
 
 def agreed(environments, topologies=None):
     transports = Loopback(len(environments)).transports()
     given = topologies or [None] * len(environments)
-    return simulate([agree(t, g, environment=e) for t, g, e in zip(transports, given, environments, strict=True)])
+    return simulate(
+        [
+            agree(t, g, environment=e)
+            for t, g, e in zip(transports, given, environments, strict=True)
+        ]
+    )
 
 
 # ---------------------------------------------------------------- a topology
@@ -53,7 +72,12 @@ def test_order_does_not_matter(ranks, cuts):
 
 
 def test_what_is_to_be_gained():
-    assert [Topology.of(*s).layered for s in ((4,), (1, 1), (2, 1), (2, 2))] == [False, False, True, True]
+    assert [Topology.of(*s).layered for s in ((4,), (1, 1), (2, 1), (2, 2))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert (Topology.of(2, 3).size, Topology.of(2, 3).widest) == (5, 3)
 
 
@@ -86,15 +110,30 @@ def test_what_is_no_topology_is_refused(make):
     [
         (torchrun(1, 0), Place("torchrun", "1", 0, 2)),
         (
-            {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "SLURM_PROCID": "0"},
+            {
+                "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+                "SLURM_PROCID": "0",
+            },
             Place("Open MPI", HOST, 3, 4),
         ),
-        ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "5"}, Place("MPI", HOST, 1, 2)),
         (
-            {"SLURM_PROCID": "6", "SLURM_NODEID": "3", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "2(x3),1"},
+            {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "5"},
+            Place("MPI", HOST, 1, 2),
+        ),
+        (
+            {
+                "SLURM_PROCID": "6",
+                "SLURM_NODEID": "3",
+                "SLURM_LOCALID": "0",
+                "SLURM_TASKS_PER_NODE": "2(x3),1",
+            },
             Place("SLURM", "3", 0, 1),
         ),
-        ({"SLURM_PROCID": "6", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"}, Place("SLURM", "3", 0, -1)),
+        (
+            {"SLURM_PROCID": "6", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"},
+            Place("SLURM", "3", 0, -1),
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, Place("host name", HOST)),
     ],
 )
@@ -132,7 +171,9 @@ def test_a_group_may_have_some_of_a_nodes_ranks():
 
 def test_a_given_topology_must_be_the_same_everywhere():
     assert agreed([{}] * 4, [Topology.of(2, 2)] * 4) == [Topology.of(2, 2)] * 4
-    with pytest.raises(Mismatch, match=r"rank 0 has topology= '0 1\|2 3', rank 2 has topology= '0\|1\|2 3'") as error:
+    with pytest.raises(
+        Mismatch, match=r"rank 0 has topology= '0 1\|2 3', rank 2 has topology= '0\|1\|2 3'"
+    ) as error:
         agreed([{}] * 4, [Topology.of(2, 2)] * 2 + [Topology.of(1, 1, 2)] * 2)
     assert error.value.ranks == (2, 3)
     with pytest.raises(Mismatch, match="rank 1 has torchrun"):
@@ -148,7 +189,10 @@ def test_ranks_of_different_launchers_are_named():
 
 def test_two_nodes_of_one_name_are_found():
     mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    with pytest.raises(Mismatch, match=r"has ranks \[0, 1\] with local ranks \[0, 0\] of \[1\] according to Open MPI"):
+    with pytest.raises(
+        Mismatch,
+        match=r"has ranks \[0, 1\] with local ranks \[0, 0\] of \[1\] according to Open MPI",
+    ):
         agreed([mpi, mpi])
     with pytest.raises(Mismatch, match="two nodes seem to have one name"):
         topology_of([Place("SLURM", "0", 0, 1), Place("SLURM", "0", 1, 2)])
@@ -189,7 +233,10 @@ def subsets(way):
     even, odd = transport.subset([0, 2]), transport.subset([3, 1])
     assert (even is None) != (odd is None)
     mine = even or odd
-    out, row = torch.zeros(2, 72, dtype=torch.uint8), torch.full((1, 72), dist.get_rank(), dtype=torch.uint8)
+    out, row = (
+        torch.zeros(2, 72, dtype=torch.uint8),
+        torch.full((1, 72), dist.get_rank(), dtype=torch.uint8),
+    )
     mine.all_gather(out, row, 0).wait()
     return mine.rank, mine.size, out[:, -1].tolist(), mine.peer(0)
 
@@ -198,5 +245,8 @@ def subsets(way):
 def test_subsets_of_a_group(pool, way):
     odd = "rank 0 (global rank 1)"
     assert pool.run(subsets, way, size=4) == [
-        (0, 2, [0, 2], "rank 0"), (0, 2, [1, 3], odd), (1, 2, [0, 2], "rank 0"), (1, 2, [1, 3], odd),
-    ]  # fmt: skip
+        (0, 2, [0, 2], "rank 0"),
+        (0, 2, [1, 3], odd),
+        (1, 2, [0, 2], "rank 0"),
+        (1, 2, [1, 3], odd),
+    ]

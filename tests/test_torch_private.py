@@ -1,4 +1,5 @@
-"""Every use of torch beyond its promises does what its entry in ``commpress.torch_private`` says, on this version."""
+"""Every use of torch beyond its promises does what its entry in ``commpress.torch_private`` says,
+on this version."""
 
 import dataclasses
 import inspect
@@ -36,9 +37,22 @@ def test_adam_steps_as_the_optimizers_of_torch(decoupled):
         twin.grad = gradient.clone()
         optimizer.step()
         torch_private.adam(
-            [ours], [gradient.clone()], [m], [v], [], [count], fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=0.1,
-            weight_decay=0.3, eps=1e-8, maximize=False, decoupled_weight_decay=decoupled,
-        )  # fmt: skip
+            [ours],
+            [gradient.clone()],
+            [m],
+            [v],
+            [],
+            [count],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=0.1,
+            weight_decay=0.3,
+            eps=1e-8,
+            maximize=False,
+            decoupled_weight_decay=decoupled,
+        )
     assert torch.equal(ours, twin.detach())
 
 
@@ -84,7 +98,11 @@ def _hook_or_none():
     file = io.BytesIO()
     torch.save(ddp, file)
     file.seek(0)
-    return before, torch_private.hook_of(ddp), torch_private.hook_of(torch.load(file, weights_only=False))
+    return (
+        before,
+        torch_private.hook_of(ddp),
+        torch_private.hook_of(torch.load(file, weights_only=False)),
+    )
 
 
 def test_a_backend_numbers_its_calls_without_a_warning(capfd):
@@ -125,7 +143,10 @@ def test_fsdp2_of_old_is_refused():
 @pytest.mark.skipif(not FSDP2, reason="FSDP2 takes communication of others' from torch 2.9 on")
 def test_fsdp2_hands_buffers_over_as_ours_take_them():
     gather, scatter = torch_private.fsdp_communication()
-    for kind, needed in ((gather, ["output_tensor", "input_tensor", "group"]), (scatter, ["output_tensor", "op"])):
+    for kind, needed in (
+        (gather, ["output_tensor", "input_tensor", "group"]),
+        (scatter, ["output_tensor", "op"]),
+    ):
         taken = inspect.signature(kind.__call__).parameters
         assert set(needed) | {"async_op"} <= set(taken)
         assert {"size", "dtype", "device"} <= set(inspect.signature(kind.allocate).parameters)
@@ -144,7 +165,8 @@ def _units():
     names = {id(p): name for name, p in model.named_parameters()}
     groups = torch_private.fsdp_groups(model)
     found = [[names[id(p.sharded_param)] for p in group.fsdp_params] for group in groups]
-    shapes = [[tuple(shape) for shape in torch_private.fsdp_shapes(group)] for group in groups]  # of whole parameters
+    # of whole parameters
+    shapes = [[tuple(shape) for shape in torch_private.fsdp_shapes(group)] for group in groups]
     return found, shapes, [torch_private.fsdp_mesh(group) == mesh for group in groups]
 
 
@@ -171,34 +193,49 @@ def test_asking_mpi_for_reconfiguration_is_refused():
 
 
 def test_expert_exchanges_are_token_switches():
-    """With every parameter that torch's calls have, in their order; ours may have defaults where torch's have none."""
+    """With every parameter that torch's calls have, in their order; ours may have defaults where
+    torch's have none."""
     switch = torch_private.TokenSwitch
     assert issubclass(commpress.ExpertExchange, switch)
-    assert (switch.__module__ == "torch.distributed._token_switch") == (torch_private.RELEASE >= (2, 15))
+    assert (switch.__module__ == "torch.distributed._token_switch") == (
+        torch_private.RELEASE >= (2, 15)
+    )
     fields = [field.name for field in dataclasses.fields(torch_private.Routing)]
     assert fields == ["handle", "topk_idx", "layout"]
-    for name in ("create_routing", "dispatch", "combine") if switch.__module__.startswith("torch") else ():
-        theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (switch, commpress.ExpertExchange))
-        assert [(p.name, p.kind) for p in theirs.values()] == [(p.name, p.kind) for p in ours.values()]
+    for name in (
+        ("create_routing", "dispatch", "combine") if switch.__module__.startswith("torch") else ()
+    ):
+        theirs, ours = (
+            inspect.signature(getattr(of, name)).parameters
+            for of in (switch, commpress.ExpertExchange)
+        )
+        assert [(p.name, p.kind) for p in theirs.values()] == [
+            (p.name, p.kind) for p in ours.values()
+        ]
     assert not getattr(commpress.ExpertExchange, "__abstractmethods__", ())
 
 
 @pytest.mark.skipif(not FSDP2, reason="DTensor of this torch remembers other things")
 def _moved_shard():
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    parameter = nn.Parameter(
+        DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    )
     flat = torch.zeros(4)
     with torch.no_grad():
         before = parameter.to_local()
         torch_private.set_shard(parameter, flat[1:3])
         flat += 5
-        versions = parameter._version, parameter.to_local()._version  # not those of the memory's other users
+        # not those of the memory's other users
+        versions = parameter._version, parameter.to_local()._version
         parameter += 1
     (parameter * 3).sum().full_tensor().backward()
     return before.tolist(), flat.tolist(), parameter.grad.to_local().tolist(), versions
 
 
 def test_a_shard_lies_where_it_was_put(pool):
-    assert pool.run(_moved_shard, size=1) == [([1.0, 1.0], [5.0, 6.0, 6.0, 5.0], [3.0, 3.0], (0, 0))]
+    assert pool.run(_moved_shard, size=1) == [
+        ([1.0, 1.0], [5.0, 6.0, 6.0, 5.0], [3.0, 3.0], (0, 0))
+    ]
 
 
 def test_shards_after_ranks_have_changed_are_those_of_the_new_coordinate():
@@ -206,13 +243,16 @@ def test_shards_after_ranks_have_changed_are_those_of_the_new_coordinate():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         try:
             mesh = init_device_mesh("cpu", (2,))
-            whole = DTensor.from_local(torch.zeros(2 - rank), mesh, [Shard(0)], shape=torch.Size([3]), stride=(1,))
+            whole = DTensor.from_local(
+                torch.zeros(2 - rank), mesh, [Shard(0)], shape=torch.Size([3]), stride=(1,)
+            )
             return len(whole.view(3).to_local())
         finally:
             dist.destroy_process_group()
 
     assert viewed(0) == 2
-    with pytest.raises(RuntimeError, match="invalid for input"):  # torch's fault; where it is mended, so may be ours
+    # torch's fault; where it is mended, so may be ours
+    with pytest.raises(RuntimeError, match="invalid for input"):
         viewed(1)
     torch_private.forget_meshes()
     assert viewed(1) == 1

@@ -1,4 +1,5 @@
-"""`torchrun --nnodes 2:3`: agents come and go, workers start again at another size from their checkpoint."""
+"""`torchrun --nnodes 2:3`: agents come and go, workers start again at another size from their
+checkpoint."""
 
 import os
 import signal
@@ -15,7 +16,8 @@ SCRIPT = Path(__file__).with_name("torchrun_script.py")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 QUICK = "last_call_timeout=3"  # seconds that a round stays open when there are enough
 
-# With a store that agents share with workers, torch 2.13 lets a node that joins later wait for an address that nobody writes.
+# With a store that agents share with workers, torch 2.13 lets a node that joins later wait for an
+# address that nobody writes.
 NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -39,14 +41,34 @@ def until(what, agents, seconds=120):
 def test_nodes_join_and_leave_between_two_and_three(tmp_path):
     def lives():
         file = tmp_path / "lives"
-        return [tuple(map(int, line.split())) for line in file.read_text().splitlines()] if file.exists() else []
+        return (
+            [tuple(map(int, line.split())) for line in file.read_text().splitlines()]
+            if file.exists()
+            else []
+        )
 
     def agent(number):
         command = [
-            TORCHRUN, "--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d",
-            "--rdzv-id", "9", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", QUICK, "--local-addr", "127.0.0.1",
-            SCRIPT, tmp_path,
-        ]  # fmt: skip
+            TORCHRUN,
+            "--nnodes",
+            "2:3",
+            "--nproc-per-node",
+            "1",
+            "--max-restarts",
+            "9",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-id",
+            "9",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv-conf",
+            QUICK,
+            "--local-addr",
+            "127.0.0.1",
+            SCRIPT,
+            tmp_path,
+        ]
         with open(tmp_path / f"agent{number}.log", "w") as log:
             return subprocess.Popen(
                 command, env=os.environ | NETWORK, stdout=log, stderr=log, start_new_session=True

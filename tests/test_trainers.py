@@ -14,13 +14,17 @@ TINY = ["--steps", "10", "--width", "32", "--layers", "1", "--length", "16"]
 def test_hugging_face(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    assert "all is well" in scripts.run(HERE / "foreign" / "hf_script.py", tmp_path, folder=tmp_path)
+    assert "all is well" in scripts.run(
+        HERE / "foreign" / "hf_script.py", tmp_path, folder=tmp_path
+    )
 
 
 def test_local_updates_in_trainers_of_others(scripts, tmp_path):
     for package in ("transformers", "accelerate", "lightning"):
         pytest.importorskip(package)
-    assert "all is well" in scripts.run(HERE / "foreign" / "local_script.py", tmp_path, folder=tmp_path)
+    assert "all is well" in scripts.run(
+        HERE / "foreign" / "local_script.py", tmp_path, folder=tmp_path
+    )
 
 
 def test_accelerate(scripts, tmp_path):
@@ -35,10 +39,13 @@ def test_lightning(scripts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["onebit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-one", "lamb"))]
+    "optimizer",
+    ["onebit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-one", "lamb"))],
 )
 def test_the_gpt_example(scripts, tmp_path, optimizer):
-    assert "times fewer" in scripts.run(EXAMPLES / "ddp_gpt.py", *TINY, "--optimizer", optimizer, folder=tmp_path)
+    assert "times fewer" in scripts.run(
+        EXAMPLES / "ddp_gpt.py", *TINY, "--optimizer", optimizer, folder=tmp_path
+    )
 
 
 NOISE = "Warning|unrecognized|deprecated"  # of other packages, about how an example calls them
@@ -46,7 +53,16 @@ NOISE = "Warning|unrecognized|deprecated"  # of other packages, about how an exa
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_example_of_experts_trains_on_any_number_of_ranks(scripts, tmp_path, ranks):
-    said = scripts.run(EXAMPLES / "moe_gpt.py", *TINY, "--steps", "30", "--codec", "int8", folder=tmp_path, ranks=ranks)
+    said = scripts.run(
+        EXAMPLES / "moe_gpt.py",
+        *TINY,
+        "--steps",
+        "30",
+        "--codec",
+        "int8",
+        folder=tmp_path,
+        ranks=ranks,
+    )
     losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] - 1
     assert float(re.search(r"held-out loss ([\d.]+)", said)[1]) < losses[0]
@@ -61,12 +77,28 @@ def test_the_example_of_two_machines(scripts, tmp_path):
     scripts.run(script, "--steps", "6", *options, "--checkpoints", "twice", folder=tmp_path)
     again = scripts.run(script, "--steps", "9", *options, "--checkpoints", "twice", folder=tmp_path)
     assert "machine 1 goes on from step 5" in again
-    assert re.search(r"shared weights (\w+)", first)[1] == re.search(r"shared weights (\w+)", again)[1]
-    hidden = scripts.run(script, "--steps", "9", *TINY[2:], "--batch", "2", "--checkpoints", "hidden", folder=tmp_path)
-    assert re.search(r"9 steps, .* now of \d+ steps, \d+ of them beside an exchange", hidden), hidden
+    assert (
+        re.search(r"shared weights (\w+)", first)[1] == re.search(r"shared weights (\w+)", again)[1]
+    )
+    hidden = scripts.run(
+        script,
+        "--steps",
+        "9",
+        *TINY[2:],
+        "--batch",
+        "2",
+        "--checkpoints",
+        "hidden",
+        folder=tmp_path,
+    )
+    assert re.search(r"9 steps, .* now of \d+ steps, \d+ of them beside an exchange", hidden), (
+        hidden
+    )
 
 
-@pytest.mark.parametrize(("example", "says"), [("fsdp2_gpt.py", "gradients"), ("lora.py", "times fewer")])
+@pytest.mark.parametrize(
+    ("example", "says"), [("fsdp2_gpt.py", "gradients"), ("lora.py", "times fewer")]
+)
 def test_examples_that_shard_and_adapt(scripts, tmp_path, example, says):
     pytest.importorskip("peft")
     said = scripts.run(EXAMPLES / example, *TINY, folder=tmp_path)
@@ -85,11 +117,15 @@ def test_the_trainer_example(scripts, tmp_path):
 def test_the_trainer_takes_each_optimizer_on_our_backend(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    assert "all is well" in scripts.run(HERE / "foreign" / "every_optimizer_script.py", tmp_path, folder=tmp_path)
+    assert "all is well" in scripts.run(
+        HERE / "foreign" / "every_optimizer_script.py", tmp_path, folder=tmp_path
+    )
 
 
 def test_hugging_face_with_a_store(scripts, tmp_path):
     """In one process, which is no rank."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    assert "all is well" in scripts.run(HERE / "foreign" / "hf_offloaded_script.py", tmp_path, folder=tmp_path, ranks=0)
+    assert "all is well" in scripts.run(
+        HERE / "foreign" / "hf_offloaded_script.py", tmp_path, folder=tmp_path, ranks=0
+    )

@@ -28,7 +28,9 @@ def tried(trial, seconds_of):
 
 def test_every_way_has_its_turns_and_the_fastest_stays():
     every = (*WAYS, "sign")
-    ways, (chosen, why) = tried(trial_of("auto", "sign"), {"plain": 1.0, "int8": 0.5, "int4": 0.3, "sign": 0.2})
+    ways, (chosen, why) = tried(
+        trial_of("auto", "sign"), {"plain": 1.0, "int8": 0.5, "int4": 0.3, "sign": 0.2}
+    )
     assert {way: ways[UNTIMED:].count(way) for way in every} == dict.fromkeys(every, 12)
     assert chosen == "sign"
     assert "plain 1000 ms" in why
@@ -58,7 +60,13 @@ def test_what_to_try_can_be_said():
     assert trial_of("auto:int8, sign").ways == ("plain", "int8", "sign")
     assert trial_of("sign") is None
     assert trial_of("auto").ways == ("plain", "int8", "int4"), "nothing that may change a loss"
-    assert trial_of("auto", allow=("sign", "int8", "powersgd-4")).ways == ("plain", "int8", "int4", "sign", "powersgd-4")
+    assert trial_of("auto", allow=("sign", "int8", "powersgd-4")).ways == (
+        "plain",
+        "int8",
+        "int4",
+        "sign",
+        "powersgd-4",
+    )
     with pytest.raises(InvalidArgument, match="leave allow out"):
         trial_of("auto:int8", allow="sign")
     with pytest.raises(InvalidArgument, match="it is for codec='auto'"):
@@ -108,12 +116,19 @@ def test_nobody_judges_what_was_asked_for():
 
 def test_one_late_look_is_none():
     probation = Probation(LOW_RANK, "int4")
-    assert [probation.judge(late) for late in (0.1, 3.0, 0.1, 3.0, 3.0)] == [False, False, False, False, True]
+    assert [probation.judge(late) for late in (0.1, 3.0, 0.1, 3.0, 3.0)] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
     assert [step for step in range(250) if probation.due(step)] == [EVERY - 1, 2 * EVERY - 1]
 
 
 def late_of(codec, steps):
-    """Lateness as it is measured, and from the definition: what all gradients were together, less what was sent."""
+    """Lateness as it is measured, and from the definition: what all gradients were together, less
+    what was sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Linear(96, 80, bias=False))
@@ -146,7 +161,12 @@ def fallen_behind(late):
     usual = lateness.LATE, lateness.EVERY
     lateness.LATE, lateness.EVERY = late, 5
     try:
-        state, weights = train("auto", Trial((*WAYS, LOW_RANK)).steps + 25, topology=None, decides=lambda trial: LOW_RANK)
+        state, weights = train(
+            "auto",
+            Trial((*WAYS, LOW_RANK)).steps + 25,
+            topology=None,
+            decides=lambda trial: LOW_RANK,
+        )
     finally:
         lateness.LATE, lateness.EVERY = usual
     every = [torch.zeros_like(weights) for _ in range(dist.get_world_size())]
@@ -180,7 +200,10 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"no json", b"[]", b'{"format": "commpress plan", "version": 2, "codec": "int8"}', b"[" * 100_000,
+        b"no json",
+        b"[]",
+        b'{"format": "commpress plan", "version": 2, "codec": "int8"}',
+        b"[" * 100_000,
         b'{"format": "commpress plan", "version": 1}',
         b'{"format": "commpress plan", "version": 1, "codec": "sine"}',
         b'{"format": "commpress plan", "version": 1, "codec": "int8", "rules": {"a": 1}}',
@@ -189,7 +212,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
         b'{"format": "commpress plan", "version": 1, "codec": "plain", "rules": {"a": "int8"}}',
         b" " * (1 << 22) + b"{}",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_plan_is_refused(tmp_path, content):
     file = tmp_path / "plan.json"
     file.write_bytes(content)
@@ -209,7 +232,10 @@ def train(codec, steps, decides=None, **options):
     state = commpress.compress(ddp, codec, measure_every=0, **options)
     if decides is not None:
         trial = state._trial
-        trial.decide = lambda seconds: (setattr(trial, "instead", "int8"), (decides(trial), "told"))[1]
+        trial.decide = lambda seconds: (
+            setattr(trial, "instead", "int8"),
+            (decides(trial), "told"),
+        )[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     draws = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
@@ -223,7 +249,12 @@ def tried_behind_the_hook():
     state, weights = train("auto:int8,sign", Trial(("plain", "int8", "sign")).steps + 4)
     every = [torch.zeros_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(every, weights)
-    return state.counters.choice, state.counters.summary(), all(torch.equal(w, weights) for w in every), state.counters.steps
+    return (
+        state.counters.choice,
+        state.counters.summary(),
+        all(torch.equal(w, weights) for w in every),
+        state.counters.steps,
+    )
 
 
 def test_all_ranks_choose_alike_and_stay_equal(pool):
@@ -260,7 +291,11 @@ def paid(topology):
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
     lost = float((total - steps * mean.double()).norm() / (steps * mean.norm()))
-    return lost, state.counters.plain_steps, torch.allclose(ddp.module.weight.grad, mean, rtol=1e-5, atol=1e-6)
+    return (
+        lost,
+        state.counters.plain_steps,
+        torch.allclose(ddp.module.weight.grad, mean, rtol=1e-5, atol=1e-6),
+    )
 
 
 @pytest.mark.parametrize(("size", "topology"), [(2, None), (3, "2,1"), (4, "2x2")])
@@ -274,11 +309,18 @@ def test_nothing_is_lost_when_a_trial_ends_without_compression(pool, size, topol
 
 def planned(path):
     state, weights = train("sign", 3, plan=path)
-    return state.counters.compressed_elements, state.counters.plain_steps, state.counters.choice, weights
+    return (
+        state.counters.compressed_elements,
+        state.counters.plain_steps,
+        state.counters.choice,
+        weights,
+    )
 
 
 def test_the_hook_follows_a_plan(pool, tmp_path):
-    Planned("int8", {"module.0.weight": "none", "0.weight": "none"}, why="tested").save(tmp_path / "some.json")
+    Planned("int8", {"module.0.weight": "none", "0.weight": "none"}, why="tested").save(
+        tmp_path / "some.json"
+    )
     Planned("plain", why="too fast a link").save(tmp_path / "none.json")
     (some, plain_steps, choice, _), _ = pool.run(planned, tmp_path / "some.json", size=2)
     assert (some, plain_steps) == (3 * 64 * 64, 0)

@@ -1,4 +1,5 @@
-"""The hierarchical all-reduce on simulated ranks: every oracle, even and uneven nodes, worlds to 64."""
+"""The hierarchical all-reduce on simulated ranks: every oracle, even and uneven nodes, worlds to
+64."""
 
 import numpy as np
 import pytest
@@ -44,7 +45,10 @@ EVEN = [
     (2,) * 32,
 ]
 UNEVEN = [(2, 1), (1, 3), (3, 2, 3), (5, 1, 4), (8, 1), (4, 3), (5, 3), (16, 7, 16, 2), (60, 4)]
-TOPOLOGIES = [Topology.of(*sizes) for sizes in EVEN + UNEVEN] + [Topology.parse("0 3|1 2"), Topology.parse("1 4|0 2 3")]
+TOPOLOGIES = [Topology.of(*sizes) for sizes in EVEN + UNEVEN] + [
+    Topology.parse("0 3|1 2"),
+    Topology.parse("1 4|0 2 3"),
+]
 
 
 class Group:
@@ -61,15 +65,20 @@ class Group:
 
     def reduce(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         buffers = [x.clone() for x in inputs]
-        self.finite = simulate([
-            hierarchical_allreduce(b, f, codec=self.codec, hierarchy=h, sequence=1000 * self.step)
-            for b, f, h in zip(buffers, self.feedbacks, self.hierarchies, strict=True)
-        ])  # fmt: skip
+        self.finite = simulate(
+            [
+                hierarchical_allreduce(
+                    b, f, codec=self.codec, hierarchy=h, sequence=1000 * self.step
+                )
+                for b, f, h in zip(buffers, self.feedbacks, self.hierarchies, strict=True)
+            ]
+        )
         self.step += 1
         return buffers
 
     def total_residual(self) -> np.ndarray:
-        """R, slice by slice: Σ over the nodes of the sent residuals / divisor + the reduced ones side by side."""
+        """R, slice by slice: Σ over the nodes of the sent residuals / divisor + the reduced ones
+        side by side."""
         total = np.zeros(self.numel)
         for h, feedbacks in zip(self.hierarchies, self.feedbacks, strict=True):
             plan = routes([Span("", 0, self.numel)], two_level.policy_of(self.codec), h)
@@ -110,7 +119,12 @@ def integers(size: int, numel: int, seed: int) -> list[torch.Tensor]:
 def flat(inputs: list[torch.Tensor]) -> torch.Tensor:
     buffers = [x.clone() for x in inputs]
     transports = Loopback(len(inputs)).transports()
-    simulate([compressed_allreduce(b, codec="none", transport=t) for b, t in zip(buffers, transports, strict=True)])
+    simulate(
+        [
+            compressed_allreduce(b, codec="none", transport=t)
+            for b, t in zip(buffers, transports, strict=True)
+        ]
+    )
     return buffers[0]
 
 
@@ -132,14 +146,21 @@ def test_exact_sums_give_the_bits_of_the_flat_all_reduce(topology):
 
 
 @settings(max_examples=40, deadline=None)
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), numel=st.integers(1, 3000), seed=st.integers(0, 99))
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    numel=st.integers(1, 3000),
+    seed=st.integers(0, 99),
+)
 def test_any_sums_equal_the_flat_ones_to_rounding(sizes, numel, seed):
-    """The order of sums differs: P − 1 additions and a division, each off by at most half a unit of Σ |x|."""
+    """The order of sums differs: P − 1 additions and a division, each off by at most half a unit of
+    Σ |x|."""
     topology = Topology.of(*sizes)
     xs = gradients(topology.size, numel, seed)
     results = Group(topology, numel, "none").reduce(xs)
     assert_all_equal(results)
-    bound = np.finfo(np.float32).eps * topology.size * sum(x.abs().double() for x in xs) / topology.size
+    bound = (
+        np.finfo(np.float32).eps * topology.size * sum(x.abs().double() for x in xs) / topology.size
+    )
     assert ((results[0].double() - flat(xs).double()).abs() <= bound + 1e-45).all()
 
 
@@ -164,7 +185,13 @@ def check_telescoping(topology, numel, codec, steps):
         assert all(group.finite)
         outputs += results[0].double().numpy()
         inputs += np.mean([x.double().numpy() for x in xs], axis=0)
-        sents = [f.sent for fs in group.feedbacks for route in fs for f in route.values() if f is not None]
+        sents = [
+            f.sent
+            for fs in group.feedbacks
+            for route in fs
+            for f in route.values()
+            if f is not None
+        ]
         peak = max(peak, *(s.abs().max().item() for s in sents if s.numel()), 4.0)
     error = np.abs(outputs + group.total_residual() - inputs).max()
     assert error <= 8 * steps * np.finfo(np.float32).eps * 2 * peak
@@ -172,7 +199,9 @@ def check_telescoping(topology, numel, codec, steps):
 
 
 @pytest.mark.parametrize("topology", every_second(TOPOLOGIES), ids=str)
-@pytest.mark.parametrize("codec", ["sign", pytest.param(SignCodec("l1", 0), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "codec", ["sign", pytest.param(SignCodec("l1", 0), marks=pytest.mark.slow)], ids=str
+)
 def test_telescoping_on_every_topology(topology, codec):
     check_telescoping(topology, 1000 + topology.size, codec, steps=6)
 
@@ -206,14 +235,20 @@ def test_residuals_are_a_share_of_the_flat_ones():
 
 
 def test_compression_acts_on_averages_of_nodes():
-    """Equal ranks in a node are one rank: the result is that of the flat all-reduce among the nodes."""
+    """Equal ranks in a node are one rank: the result is that of the flat all-reduce among the
+    nodes."""
     numel, xs = 4096 * 6, gradients(2, 4096 * 6, 1)
     group = Group(Topology.of(2, 2), numel, SignCodec(block=256))
     results = group.reduce([xs[0], xs[0], xs[1], xs[1]])
     buffers = [x.clone() for x in xs]
     transports = Loopback(2).transports()
     codec = SignCodec(block=256)
-    simulate([compressed_allreduce(b, codec=codec, transport=t) for b, t in zip(buffers, transports, strict=True)])
+    simulate(
+        [
+            compressed_allreduce(b, codec=codec, transport=t)
+            for b, t in zip(buffers, transports, strict=True)
+        ]
+    )
     assert torch.equal(results[0], buffers[0])
 
 
@@ -227,9 +262,13 @@ def test_error_order_proves_that_codecs_ran():
 
 
 def test_messages_in_a_pipeline_change_nothing(monkeypatch):
-    """Many small messages give the bits of few large ones: what a piece is decides, not what travels with it."""
+    """Many small messages give the bits of few large ones: what a piece is decides, not what
+    travels with it."""
     monkeypatch.setattr(two_level, "PIECE", 1000)
-    topology, spans = Topology.of(2, 3), [Span("a", 0, 2500), Span("b", 2500, 37), Span("c", 2537, 900)]
+    topology, spans = (
+        Topology.of(2, 3),
+        [Span("a", 0, 2500), Span("b", 2500, 37), Span("c", 2537, 900)],
+    )
     policy = ByName({"b": EXACT}, "sign")
     results = []
     for step in range(2):
@@ -242,7 +281,12 @@ def test_messages_in_a_pipeline_change_nothing(monkeypatch):
             assert len(plan) == 4
             ranks.append(
                 reduce_routes(
-                    buffer, [r.zeros() for r in plan], plan=plan, hierarchy=h, workspace=Workspace(), sequence=0
+                    buffer,
+                    [r.zeros() for r in plan],
+                    plan=plan,
+                    hierarchy=h,
+                    workspace=Workspace(),
+                    sequence=0,
                 )
             )
         simulate(ranks)
@@ -255,7 +299,12 @@ def test_messages_in_a_pipeline_change_nothing(monkeypatch):
                 plan = routes([span._replace(source=0)], policy, h)
                 ranks.append(
                     reduce_routes(
-                        buffer, [r.zeros() for r in plan], plan=plan, hierarchy=h, workspace=Workspace(), sequence=0
+                        buffer,
+                        [r.zeros() for r in plan],
+                        plan=plan,
+                        hierarchy=h,
+                        workspace=Workspace(),
+                        sequence=0,
                     )
                 )
             simulate(ranks)
@@ -272,19 +321,24 @@ def test_a_transport_that_cannot_be_divided_gives_the_same_bits(topology):
     for step in range(3):
         xs = gradients(topology.size, numel, step)
         buffers = [x.clone() for x in xs]
-        simulate([
-            hierarchical_allreduce(b, f, codec="sign", hierarchy=h, sequence=step)
-            for b, f, h in zip(buffers, feedbacks, hierarchies, strict=True)
-        ])  # fmt: skip
+        simulate(
+            [
+                hierarchical_allreduce(b, f, codec="sign", hierarchy=h, sequence=step)
+                for b, f, h in zip(buffers, feedbacks, hierarchies, strict=True)
+            ]
+        )
         for result, buffer in zip(group.reduce(xs), buffers, strict=True):
             assert torch.equal(result, buffer)
     assert {op for t in transports for op in t.operations} == {"exchange"}
 
 
-@pytest.mark.parametrize("topology", [Topology.of(2, 2), Topology.of(4, 4, 4), Topology.of(3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology.of(2, 2), Topology.of(4, 4, 4), Topology.of(3, 2)], ids=str
+)
 @pytest.mark.parametrize(("codec", "bits"), [("none", 32), (SignCodec(block=0), 1)], ids=str)
 def test_bytes_between_nodes_are_those_of_the_formula(topology, codec, bits):
-    """A node sends 2·(m − 1) rows of each slice: 2·(m − 1)/m · N · bits/8 in all, plus headers and scales."""
+    """A node sends 2·(m − 1) rows of each slice: 2·(m − 1)/m · N · bits/8 in all, plus headers and
+    scales."""
     nodes, slices = len(topology.nodes), topology.widest
     numel = 8 * nodes * slices * 512
     group = Group(topology, numel, codec)
@@ -293,18 +347,38 @@ def test_bytes_between_nodes_are_those_of_the_formula(topology, codec, bits):
     for node in topology.nodes:
         sent = sum(group.between_bytes[r] for r in node)
         assert sent == slices * 2 * (nodes - 1) * row
-        assert sent < 2 * (nodes - 1) / nodes * numel * bits / 8 + slices * 2 * (nodes - 1) * (HEADER + 8) + 1
+        assert (
+            sent
+            < 2 * (nodes - 1) / nodes * numel * bits / 8
+            + slices * 2 * (nodes - 1) * (HEADER + 8)
+            + 1
+        )
 
 
 def test_a_smaller_node_shares_its_slices_out():
     topology = Topology.of(5, 2, 1)
-    assert [owners(topology, i) for i in range(5)] == [[0, 5, 7], [1, 5, 7], [2, 5, 7], [3, 6, 7], [4, 6, 7]]
+    assert [owners(topology, i) for i in range(5)] == [
+        [0, 5, 7],
+        [1, 5, 7],
+        [2, 5, 7],
+        [3, 6, 7],
+        [4, 6, 7],
+    ]
     assert [sorted(h.between) for h in Group(topology, 1, "none").hierarchies] == [
-        [0], [1], [2], [3], [4], [0, 1, 2], [3, 4], [0, 1, 2, 3, 4],
-    ]  # fmt: skip
+        [0],
+        [1],
+        [2],
+        [3],
+        [4],
+        [0, 1, 2],
+        [3, 4],
+        [0, 1, 2, 3, 4],
+    ]
 
 
-@pytest.mark.parametrize("topology", [Topology.of(2, 2), Topology.of(3, 1), Topology.of(5, 3)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology.of(2, 2), Topology.of(3, 1), Topology.of(5, 3)], ids=str
+)
 @pytest.mark.parametrize("codec", ["sign", "none", "int8"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", [0, 1, 999])
@@ -333,7 +407,9 @@ def test_a_sum_that_overflows_is_seen_by_all():
 def test_another_codec_on_one_rank_is_named():
     topology = Topology.of(2, 2)
     ranks = [
-        hierarchical_allreduce(torch.ones(100), codec="int8" if r == 3 else "sign", hierarchy=hierarchy_of(topology, t))
+        hierarchical_allreduce(
+            torch.ones(100), codec="int8" if r == 3 else "sign", hierarchy=hierarchy_of(topology, t)
+        )
         for r, t in enumerate(Loopback(4).transports())
     ]
     with pytest.raises(Mismatch, match="int8"):

@@ -11,17 +11,24 @@ from commpress.plan.uneven import shares, stages
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_division_of_a_batch_ends_earlier(seed):
-    """Against all of them: random speeds, links that take some time of their own, and memory that allows so much."""
+    """Against all of them: random speeds, links that take some time of their own, and memory that
+    allows so much."""
     rng = np.random.default_rng(seed)
     speeds, fixed = rng.uniform(0.2, 2, 3), rng.uniform(0, 3, 3) * (seed % 2)
     most = rng.integers(4, 9, 3).tolist() if seed % 3 == 0 else None
     total = 10
 
     def ends(division):
-        return max(late + n / speed for late, n, speed in zip(fixed, division, speeds, strict=True) if n)
+        return max(
+            late + n / speed for late, n, speed in zip(fixed, division, speeds, strict=True) if n
+        )
 
     every = [division for division in product(range(total + 1), repeat=3) if sum(division) == total]
-    every = [division for division in every if all(n <= m for n, m in zip(division, most or division, strict=True))]
+    every = [
+        division
+        for division in every
+        if all(n <= m for n, m in zip(division, most or division, strict=True))
+    ]
     found = shares(total, speeds, fixed=fixed, most=most)
     assert sum(found) == total
     assert most is None or all(n <= m for n, m in zip(found, most, strict=True))
@@ -36,7 +43,10 @@ def test_no_cut_of_the_layers_ends_earlier(seed):
 
     def ends(sizes):
         cuts = np.cumsum([0, *sizes])
-        return max(f + costs[a:b].sum() / s for f, a, b, s in zip(fixed, cuts, cuts[1:], speeds, strict=False))
+        return max(
+            f + costs[a:b].sum() / s
+            for f, a, b, s in zip(fixed, cuts, cuts[1:], speeds, strict=False)
+        )
 
     every = [(a, b - a, 8 - b) for a, b in combinations(range(1, 8), 2)]
     found = stages(costs, speeds, fixed=fixed)
@@ -46,9 +56,13 @@ def test_no_cut_of_the_layers_ends_earlier(seed):
 
 
 def test_parameters_of_a_sharded_model_follow_speed_and_memory():
-    """A billion elements in no time: twice as fast, twice as many; a full rank hands its rest on."""
+    """A billion elements in no time: twice as fast, twice as many; a full rank hands its rest
+    on."""
     assert shares(3_000_000_000, [1e9, 2e9]) == [1_000_000_000, 2_000_000_000]
-    assert shares(3_000_000_000, [1e9, 2e9], most=[3_000_000_000, 500_000_000]) == [2_500_000_000, 500_000_000]
+    assert shares(3_000_000_000, [1e9, 2e9], most=[3_000_000_000, 500_000_000]) == [
+        2_500_000_000,
+        500_000_000,
+    ]
     assert shares(7, [1, 1, 1]) in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
     assert shares(4, [1, 1e-9, 1], least=1)[1] == 1
 

@@ -1,4 +1,5 @@
-"""The way of one call through the package: files entered and lines of the functions run, printed (``-s``) and kept short."""
+"""The way of one call through the package: files entered and lines of the functions run, printed
+(``-s``) and kept short."""
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from small_store import open_store
 from walks import table, walking
 
 
-@pytest.mark.parametrize(("engine", "files", "lines"), [("threads", 11, 420), ("io_uring", 10, 550)])
+@pytest.mark.parametrize(
+    ("engine", "files", "lines"), [("threads", 11, 420), ("io_uring", 10, 550)]
+)
 def test_a_borrow_that_misses(tmp_path, engine, files, lines):
     """From the call to the bytes in memory and back, on all threads of the store."""
     if missing := engines.available(FileLayer())[engine]:
@@ -27,7 +30,11 @@ def test_a_borrow_that_misses(tmp_path, engine, files, lines):
         found = walk.of(borrow)
     print("\n" + table(found))
     assert store.counters.misses == 1
-    assert {"tiered_mem/store.py", "tiered_mem/disk.py", "tiered_mem/engines/transfer.py"} <= found.keys(), "on all threads"
+    assert {
+        "tiered_mem/store.py",
+        "tiered_mem/disk.py",
+        "tiered_mem/engines/transfer.py",
+    } <= found.keys(), "on all threads"
     assert len(found) <= files
     assert sum(map(len, found.values())) <= lines
 
@@ -49,7 +56,11 @@ def bucket():
 def test_a_bucket_under_ddp(pool):
     found, _ = pool.run(bucket)
     print("\n" + table(found))
-    assert {"integrations/ddp/hook.py", "collectives/allreduce.py", "collectives/transports/sockets.py"} <= found.keys()
+    assert {
+        "integrations/ddp/hook.py",
+        "collectives/allreduce.py",
+        "collectives/transports/sockets.py",
+    } <= found.keys()
     assert len(found) <= 23
     assert sum(map(len, found.values())) <= 1200
 
@@ -75,4 +86,5 @@ def test_a_compressed_step_of_zero_one_adam(pool):
     print("\n" + table(found))
     assert {"commpress/optim/zero_one_adam.py", "collectives/allreduce.py"} <= found.keys()
     assert len(found) <= 38  # one more since some ranks may hold parameters alone (held.py)
-    assert sum(map(len, found.values())) <= 1730  # headers that are checked on the device have a way of their own
+    # headers that are checked on the device have a way of their own
+    assert sum(map(len, found.values())) <= 1730

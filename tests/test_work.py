@@ -55,7 +55,13 @@ def failing(error):
 def test_run_waits_for_each_work_before_it_goes_on():
     log = []
     assert run(counting(log, "a", 2)) == "a"
-    assert log == [("step", "a", 0), ("wait", ("a", 0)), ("step", "a", 1), ("wait", ("a", 1)), ("end", "a")]
+    assert log == [
+        ("step", "a", 0),
+        ("wait", ("a", 0)),
+        ("step", "a", 1),
+        ("wait", ("a", 1)),
+        ("end", "a"),
+    ]
 
 
 def test_run_of_an_algorithm_without_waits():
@@ -77,7 +83,9 @@ def test_run_raises_what_the_work_raises_inside_the_caller():
 def test_overlapped_order_is_fixed():
     """Written out once: two at a time, the oldest wait next, a new job started when one ends."""
     log = []
-    assert run(overlapped([counting(log, n, w) for n, w in (("a", 1), ("b", 2), ("c", 1))], limit=2)) == ["a", "b", "c"]
+    assert run(
+        overlapped([counting(log, n, w) for n, w in (("a", 1), ("b", 2), ("c", 1))], limit=2)
+    ) == ["a", "b", "c"]
     assert log == [
         ("step", "a", 0),
         ("step", "b", 0),
@@ -106,14 +114,21 @@ def test_overlapped_returns_all_results_in_order_and_keeps_the_limit(waits, limi
             under_way.discard(name)
         most = max(most, len(under_way))
     assert most <= limit
-    assert [name for what, name, *i in log if what == "step" and i == [0]] == [n for n, w in enumerate(waits) if w]
+    assert [name for what, name, *i in log if what == "step" and i == [0]] == [
+        n for n, w in enumerate(waits) if w
+    ]
     assert sum(what == "wait" for what, *_ in log) == sum(waits)
 
 
 def test_overlapped_raises_the_first_error_and_stops():
     log = []
     with pytest.raises(ValueError, match="third"):
-        run(overlapped([counting(log, "a", 9), failing(ValueError("third")), counting(log, "c", 1)], limit=2))
+        run(
+            overlapped(
+                [counting(log, "a", 9), failing(ValueError("third")), counting(log, "c", 1)],
+                limit=2,
+            )
+        )
     assert ("step", "c", 0) not in log
 
 
@@ -161,7 +176,8 @@ def test_worker_with_limit_one_ends_a_job_before_the_next_starts(worker):
 
 @pytest.mark.parametrize("worker", [3], indirect=True)
 def test_worker_starts_as_many_as_the_limit_in_order_of_submission(worker):
-    """The first job holds the thread until all five are submitted, so the order below does not depend on timing."""
+    """The first job holds the thread until all five are submitted, so the order below does not
+    depend on timing."""
     started, doors, hold = [], [Gate() for _ in range(5)], threading.Event()
 
     def job(n):
@@ -193,7 +209,11 @@ def test_after_an_exception_every_job_gets_it(worker):
         yield Done()
         raise error
 
-    futures = [worker.submit(bad()), worker.submit(counting(log, "under way", 5)), worker.submit(counting(log, "c", 1))]
+    futures = [
+        worker.submit(bad()),
+        worker.submit(counting(log, "under way", 5)),
+        worker.submit(counting(log, "c", 1)),
+    ]
     hold.set()
     for future in futures:
         with pytest.raises(ValueError, match="cause"):
@@ -228,14 +248,16 @@ def test_a_job_for_a_closed_worker_is_refused(worker):
         worker.submit(counting([], "a", 0))
 
 
-# ---------------------------------------------------------------- ranks whose jobs come at different times
+# --------------------------------------------------------- ranks whose jobs come at different times
 
 
 class Meeting:
     """A message of everybody to everybody: ``wait`` returns when all ranks have posted it."""
 
     def __init__(self, posts: dict, name: object, size: int) -> None:
-        self.posted, self.all_posted = posts.setdefault(name, (queue.SimpleQueue(), threading.Event()))
+        self.posted, self.all_posted = posts.setdefault(
+            name, (queue.SimpleQueue(), threading.Event())
+        )
         self.posted.put(None)
         if self.posted.qsize() == size:
             self.all_posted.set()
@@ -270,7 +292,11 @@ def test_ranks_never_wait_for_each_other_in_a_circle(told, waits, limit, size, s
         futures = []
         for job, count in enumerate(waits):
             time.sleep(delays[r][job])
-            futures.append(workers[r].submit(meetings(posts, size, job, count, logs[r]), waits=count if told else None))
+            futures.append(
+                workers[r].submit(
+                    meetings(posts, size, job, count, logs[r]), waits=count if told else None
+                )
+            )
         logs[r].append([future.wait() for future in futures])
 
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(size)]
@@ -310,8 +336,13 @@ def test_a_job_at_its_last_wait_is_overtaken(worker):
     for future in futures:
         future.wait()
     assert [entry for entry in log if entry[0] != "step"] == [
-        ("wait", ("a", 0)), ("wait", ("b", 0)), ("wait", ("a", 1)), ("end", "a"), ("wait", ("b", 1)), ("end", "b"),
-    ]  # fmt: skip
+        ("wait", ("a", 0)),
+        ("wait", ("b", 0)),
+        ("wait", ("a", 1)),
+        ("end", "a"),
+        ("wait", ("b", 1)),
+        ("end", "b"),
+    ]
 
 
 def test_a_job_that_waits_more_often_than_it_said_fails(worker):
@@ -320,7 +351,8 @@ def test_a_job_that_waits_more_often_than_it_said_fails(worker):
 
 
 def test_a_worker_that_has_failed_holds_nothing_of_its_jobs(worker):
-    """It keeps the error, for jobs that come later; who let go of what the job worked on must be rid of it."""
+    """It keeps the error, for jobs that come later; who let go of what the job worked on must be
+    rid of it."""
 
     class Held:
         pass
@@ -338,7 +370,7 @@ def test_a_worker_that_has_failed_holds_nothing_of_its_jobs(worker):
     assert gone() is None
 
 
-# ---------------------------------------------------------------- on a GPU, with stand-ins for its streams
+# --------------------------------------------------------- on a GPU, with stand-ins for its streams
 
 
 class Card:
@@ -399,15 +431,22 @@ def test_a_job_on_a_card_runs_between_what_its_caller_queued_before_and_after(ca
     assert future.wait() == "a"
     side = ("tested", "goes to", "side 0")
     assert card.log == [
-        ("side 0", "waits for", "caller"), ("memory", "is in use by", "side 0"), side, side,
+        ("side 0", "waits for", "caller"),
+        ("memory", "is in use by", "side 0"),
+        side,
+        side,
         ("caller", "waits for", "end of side 0"),
-    ]  # fmt: skip
+    ]
 
 
 def test_each_card_has_a_stream_of_its_own_and_the_processor_none(card, worker):
     for tensor in (OnCard(card, 0), OnCard(card, 1), OnCard(card, 0), torch.ones(1)):
         worker.submit(counting([], "a", 0), tensor).wait()
-    assert [stream for who, what, stream in card.log if what == "goes to"] == ["side 0", "side 1", "side 0"]
+    assert [stream for who, what, stream in card.log if what == "goes to"] == [
+        "side 0",
+        "side 1",
+        "side 0",
+    ]
 
 
 def test_tensors_that_a_job_made_stay_until_whoever_waited_has_used_them(card, worker, monkeypatch):
@@ -420,7 +459,8 @@ def test_tensors_that_a_job_made_stay_until_whoever_waited_has_used_them(card, w
 
     assert worker.submit(making(), OnCard(card)).wait() is made
     assert card.log[-1] == ("memory", "is in use by", "caller")
-    assert card.log.count(("memory", "is in use by", "caller")) == 1  # the other one is on another card
+    # the other one is on another card
+    assert card.log.count(("memory", "is in use by", "caller")) == 1
 
 
 def test_nothing_is_submitted_while_a_graph_is_captured(card, worker):

@@ -1,4 +1,5 @@
-"""0/1 Adam against torch's Adam, against its own equations in float64, and against its invariants."""
+"""0/1 Adam against torch's Adam, against its own equations in float64, and against its
+invariants."""
 
 import numpy as np
 import pytest
@@ -10,7 +11,19 @@ from commpress.optim import OneBitAdam, ZeroOneAdam
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.windows import Windows
 from commpress.schedules import DoublingIntervals, Facts
-from optim_twin import SHAPES, Replicas, beside_adam, boundless, equal, flat, mean, noise, reload, start, state_of
+from optim_twin import (
+    SHAPES,
+    Replicas,
+    beside_adam,
+    boundless,
+    equal,
+    flat,
+    mean,
+    noise,
+    reload,
+    start,
+    state_of,
+)
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
 
@@ -37,8 +50,13 @@ class Early:
 
 def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
     options = {
-        "lr": LR, "betas": (BETA1, BETA2), "variance_updates": Early(4), "sync": Fixed(4), "min_numel": 0, "spiky_codec": None,
-    } | options  # fmt: skip
+        "lr": LR,
+        "betas": (BETA1, BETA2),
+        "variance_updates": Early(4),
+        "sync": Fixed(4),
+        "min_numel": 0,
+        "spiky_codec": None,
+    } | options
     return Replicas(lambda p, t: ZeroOneAdam(p, transport=t, **options), size, shapes, dtype=dtype)
 
 
@@ -72,16 +90,26 @@ def test_on_one_rank_it_is_adam_in_every_bit():
 def test_with_an_exact_codec_a_window_is_what_the_equations_say(window, correct):
     """x = D·a − mean(u)/(√v + ε) and m = mean(u)/Γ, with rates that change inside the window."""
     group = replicas(
-        2, codec="none", sync=Fixed(window), weight_decay=DECAY, bias_correction=correct, variance_floor=0.0,
+        2,
+        codec="none",
+        sync=Fixed(window),
+        weight_decay=DECAY,
+        bias_correction=correct,
+        variance_floor=0.0,
         variance_updates=1,
-    )  # fmt: skip
+    )
     rates = [LR * (1 + 0.1 * s) for s in range(60)]
     x, m, v, updates, updated_at, step = flat(start()), 0.0, 0.0, 0, -1, 0
     while step < 20:
         us, ms, anchor, kept, total = [0.0, 0.0], [m, m], x, 1.0, 0.0
-        exact = any((s + 1) & s == 0 for s in range(updated_at + 1, step + 1))  # variance_updates=1: 0, 1, 3, 7, 15
+        # variance_updates=1: 0, 1, 3, 7, 15
+        exact = any((s + 1) & s == 0 for s in range(updated_at + 1, step + 1))
         if exact:
-            v, updates, updated_at = BETA2 * v + (1 - BETA2) * flat(mean(noise(2, step))) ** 2, updates + 1, step
+            v, updates, updated_at = (
+                BETA2 * v + (1 - BETA2) * flat(mean(noise(2, step))) ** 2,
+                updates + 1,
+                step,
+            )
             root = np.sqrt(v / (1 - BETA2**updates) if correct else v) + 1e-8
         for _ in range(window if step >= 4 and not exact else 1):
             rate = rates[step] / (1 - BETA1 ** (step + 1)) if correct else rates[step]
@@ -106,7 +134,9 @@ def test_with_an_exact_codec_a_window_is_what_the_equations_say(window, correct)
 def test_constant_gradients_are_a_fixed_point_for_every_window():
     """With g = m on all ranks the window's mean momentum is m again."""
     for window in (1, 3, 8):
-        group = replicas(2, codec="none", sync=Fixed(window, start=1), bias_correction=False, variance_floor=0.0)
+        group = replicas(
+            2, codec="none", sync=Fixed(window, start=1), bias_correction=False, variance_floor=0.0
+        )
         gradients = noise(1, 0) * 2
         for _ in range(150):
             group.step(gradients)
@@ -115,7 +145,8 @@ def test_constant_gradients_are_a_fixed_point_for_every_window():
 
 @boundless
 def test_what_is_sent_and_what_is_owed_add_up():
-    """Σ d + R = Σ mean(u_i/s): with zero learning rates elsewhere, u is a known multiple of the momenta."""
+    """Σ d + R = Σ mean(u_i/s): with zero learning rates elsewhere, u is a known multiple of the
+    momenta."""
     group = replicas(3, sync=Fixed(4), bias_correction=False, variance_floor=0.0)
     for step in range(4):
         group.step(noise(3, step))
@@ -138,7 +169,8 @@ def test_what_is_sent_and_what_is_owed_add_up():
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_elements_of_very_different_size_in_one_block_move_alike(window):
-    """Adam moves them alike; one magnitude for a block of u would move the small ones a thousand times as far."""
+    """Adam moves them alike; one magnitude for a block of u would move the small ones a thousand
+    times as far."""
     group = replicas(2, shapes=((1000, 2),), sync=Fixed(window), variance_floor=0.0)
     size = torch.tensor([1.0, 1e-3])
     for step in range(4):
@@ -213,7 +245,11 @@ def test_elastic_states_keep_a_window_and_what_is_owed(size, at):
 
     def pending(replicas):
         held = replicas.optimizers[0].held
-        us = [flat(o.flat.views(o.accumulated)) for o in replicas.optimizers] if held else [np.zeros(1)]
+        us = (
+            [flat(o.flat.views(o.accumulated)) for o in replicas.optimizers]
+            if held
+            else [np.zeros(1)]
+        )
         return np.mean(us, axis=0) / replicas.divisor() + replicas.owed()
 
     np.testing.assert_allclose(pending(other), pending(group), atol=1e-7)
@@ -318,17 +354,28 @@ def test_low_precision_parameters_follow_their_float32_weights():
 
 @pytest.mark.slow
 def test_bytes_and_rounds_of_the_published_schedule():
-    """The published run, 118 thousand steps, shortened 20 times: at least 87 % fewer bytes than 1-bit Adam with 16-bit
-    exact rounds, and at least 54 % fewer rounds. Counted on the wire, headers included; of 1-bit Adam, whose rounds are all
-    alike, a hundredth is run.
+    """The published run, 118 thousand steps, shortened 20 times: at least 87 % fewer bytes than
+    1-bit Adam with 16-bit exact rounds, and at least 54 % fewer rounds. Counted on the wire,
+    headers included; of 1-bit Adam, whose rounds are all alike, a hundredth is run.
 
-    The published model has 110 million parameters, so headers of 64 bytes were nothing. Of a message for 128 Ki elements they
-    are 0.7 %; for 32 Ki, where they are 3 %, the bytes are 86.9 % fewer."""
+    The published model has 110 million parameters, so headers of 64 bytes were nothing. Of a
+    message for 128 Ki elements they are 0.7 %; for 32 Ki, where they are 3 %, the bytes are 86.9 %
+    fewer."""
     shapes, total, size = ((1 << 17,),), 5900, 2
-    common = {"check_every": 0, "exact_codec": "fp16", "spiky_codec": None, "lr": LR, "betas": (BETA1, BETA2)}
+    common = {
+        "check_every": 0,
+        "exact_codec": "fp16",
+        "spiky_codec": None,
+        "lr": LR,
+        "betas": (BETA1, BETA2),
+    }
     one = Replicas(lambda p, t: OneBitAdam(p, transport=t, warmup_steps=8, **common), size, shapes)
     sync = DoublingIntervals(start=total * 125 // 1180, period=total * 327 // 1180, longest=16)
-    zero_one = Replicas(lambda p, t: ZeroOneAdam(p, transport=t, sync=sync, variance_updates=1, **common), size, shapes)
+    zero_one = Replicas(
+        lambda p, t: ZeroOneAdam(p, transport=t, sync=sync, variance_updates=1, **common),
+        size,
+        shapes,
+    )
     gradients = noise(size, 0, shapes)
     for _ in range(total // 100):
         one.step(gradients)

@@ -8,7 +8,8 @@ from commpress.collectives.transports.loopback import Loopback
 from commpress.tiered_mem import Options
 
 WIDTH = 16
-BLOCK = 4 * 896  # bytes of an expert's weights in the store: two of 16 · 24 elements and two of at most 64
+# bytes of an expert's weights in the store: two of 16 · 24 elements and two of at most 64
+BLOCK = 4 * 896
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 SMALL = Options(chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10, segment_bytes=4 << 20)
 
@@ -39,7 +40,9 @@ class Net(torch.nn.Module):
         self.remember = remember
         self.layers = torch.nn.ModuleList(
             commpress.moe.Experts(
-                [e.to(dtype) for e in one], commpress.ExpertExchange(experts, transport=transport), **options
+                [e.to(dtype) for e in one],
+                commpress.ExpertExchange(experts, transport=transport),
+                **options,
             )
             for one in lists
         )
@@ -57,11 +60,25 @@ class Net(torch.nn.Module):
         return rows
 
 
-def tiered(folder, *, resident=2, host="1MiB", clip=None, prefetch=True, optimizer=torch.optim.AdamW, options=OPTIONS, **more):
+def tiered(
+    folder,
+    *,
+    resident=2,
+    host="1MiB",
+    clip=None,
+    prefetch=True,
+    optimizer=torch.optim.AdamW,
+    options=OPTIONS,
+    **more,
+):
     """A net in a store, its optimizer and the store."""
     store = open_store(folder, host)
     net = Net(store=commpress.moe.ExpertTiers(store, resident, prefetch=prefetch), **more)
-    return net, commpress.moe.ExpertOptimizer(net.parameters(), optimizer, max_grad_norm=clip, **options), store
+    return (
+        net,
+        commpress.moe.ExpertOptimizer(net.parameters(), optimizer, max_grad_norm=clip, **options),
+        store,
+    )
 
 
 def in_memory(optimizer=torch.optim.AdamW, options=OPTIONS, **more):
@@ -85,7 +102,14 @@ def train(net, optimizer, first, last, parts=2, clip=None):
             losses.append(loss.item())
         if clip:
             parameters = list(net.parameters())
-            total = sum(float(p.grad.norm(dtype=torch.float64)) ** 2 for p in parameters if p.grad is not None) ** 0.5
+            total = (
+                sum(
+                    float(p.grad.norm(dtype=torch.float64)) ** 2
+                    for p in parameters
+                    if p.grad is not None
+                )
+                ** 0.5
+            )
             factor = torch.clamp(clip / (torch.tensor(total, dtype=torch.float32) + 1e-6), max=1.0)
             for p in parameters:
                 if p.grad is not None:

@@ -1,5 +1,6 @@
-"""A process that trains 64 experts with 8 in memory and prints, in MiB: what it had before, what the formula adds, its peak,
-and what all experts with gradients and moments would take; then what the system cleared for it in the last backward."""
+"""A process that trains 64 experts with 8 in memory and prints, in MiB: what it had before, what
+the formula adds, its peak, and what all experts with gradients and moments would take; then what
+the system cleared for it in the last backward."""
 
 import resource
 import tempfile
@@ -15,7 +16,10 @@ WIDTH, HIDDEN, EXPERTS, RESIDENT, ROWS = 256, 1024, 64, 8, 128
 class Expert(torch.nn.Module):
     def __init__(self, hidden=HIDDEN):
         super().__init__()
-        self.up, self.down = torch.nn.Linear(WIDTH, hidden, bias=False), torch.nn.Linear(hidden, WIDTH, bias=False)
+        self.up, self.down = (
+            torch.nn.Linear(WIDTH, hidden, bias=False),
+            torch.nn.Linear(hidden, WIDTH, bias=False),
+        )
 
     def forward(self, rows):
         return self.down(torch.nn.functional.silu(self.up(rows)))
@@ -26,7 +30,9 @@ def layer_of(experts, resident, host, hidden):
     exchange = commpress.ExpertExchange(experts, transport=Loopback(1).transport(0))
     made = (Expert(hidden) for _ in range(experts))
     layer = commpress.moe.Experts(made, exchange, store=store, resident=resident)
-    return layer, commpress.moe.ExpertOptimizer(layer.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    return layer, commpress.moe.ExpertOptimizer(
+        layer.parameters(), torch.optim.AdamW, lr=1e-3, fused=True
+    )
 
 
 def train(layer, optimizer, experts, steps):
@@ -35,7 +41,11 @@ def train(layer, optimizer, experts, steps):
     for step in range(steps):
         draw = torch.Generator().manual_seed(step)
         chosen = torch.stack([torch.randperm(experts, generator=draw)[:2] for _ in range(ROWS)])
-        loss = layer(torch.randn(ROWS, WIDTH, generator=draw), chosen, torch.ones(ROWS, 2)).square().mean()
+        loss = (
+            layer(torch.randn(ROWS, WIDTH, generator=draw), chosen, torch.ones(ROWS, 2))
+            .square()
+            .mean()
+        )
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         loss.backward()
         pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -55,4 +65,6 @@ if __name__ == "__main__":
     before, host = peak() - 8, RESIDENT * 4 * expert + (1 << 20)
     cleared = train(*layer_of(EXPERTS, RESIDENT, host, HIDDEN), EXPERTS, 3)
     saved = 2 * ROWS * 4 * (3 * HIDDEN + 3 * WIDTH)  # activations
-    print(before, (host + 2 * expert + saved) / 2**20, peak(), EXPERTS * 4 * expert / 2**20, cleared)
+    print(
+        before, (host + 2 * expert + saved) / 2**20, peak(), EXPERTS * 4 * expert / 2**20, cleared
+    )

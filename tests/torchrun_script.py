@@ -1,6 +1,8 @@
-"""Run by `torchrun --nnodes 2:3`: DDP with the hook over the backend "commpress", from its last checkpoint on. Gets a folder.
+"""Run by `torchrun --nnodes 2:3`: DDP with the hook over the backend "commpress", from its last
+checkpoint on. Gets a folder.
 
-Every life of a worker writes a line `SIZE STEP` when it begins; who finds a file `stop` after a step ends.
+Every life of a worker writes a line `SIZE STEP` when it begins; who finds a file `stop` after a
+step ends.
 """
 
 import sys

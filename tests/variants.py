@@ -11,13 +11,16 @@ seldom = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def few(*axes: Iterable[Any]) -> list[Any]:
-    """The product of the axes, of which only so many variants run always that each value of each axis is in one."""
+    """The product of the axes, of which only so many variants run always that each value of each
+    axis is in one."""
     every = [list(axis) for axis in axes]
     longest = max(map(len, every))
     often = {tuple(i % len(axis) for axis in every) for i in range(longest)}
     places = product(*(range(len(axis)) for axis in every))
     chosen = ((place, [axis[i] for axis, i in zip(every, place, strict=True)]) for place in places)
-    return [pytest.param(*values) if place in often else seldom(*values) for place, values in chosen]
+    return [
+        pytest.param(*values) if place in often else seldom(*values) for place, values in chosen
+    ]
 
 
 def first(count: int, values: Sequence[Any]) -> list[Any]:

@@ -1,5 +1,5 @@
-"""Walks through the package: the files that one call enters, and the lines of the functions it runs there, in all threads that
-began while somebody looked."""
+"""Walks through the package: the files that one call enters, and the lines of the functions it runs
+there, in all threads that began while somebody looked."""
 
 import sys
 import threading
@@ -12,7 +12,8 @@ import sources
 
 
 class Walk:
-    """``of`` one call: file of the package → numbers of the lines of its functions that were entered meanwhile."""
+    """``of`` one call: file of the package → numbers of the lines of its functions that were
+    entered meanwhile."""
 
     def __init__(self) -> None:
         self._entered: set[CodeType] | None = None

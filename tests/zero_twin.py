@@ -1,4 +1,5 @@
-"""A model trained by ``Partitioned`` on real ranks, and by DistributedDataParallel with the plain optimizer beside it."""
+"""A model trained by ``Partitioned`` on real ranks, and by DistributedDataParallel with the plain
+optimizer beside it."""
 
 import gc
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ class Net(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(19, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.middle = nn.Sequential(nn.Linear(WIDTH, 33), nn.LayerNorm(33), nn.Linear(33, WIDTH, bias=False))
+        self.middle = nn.Sequential(
+            nn.Linear(WIDTH, 33), nn.LayerNorm(33), nn.Linear(33, WIDTH, bias=False)
+        )
         self.unused = nn.Parameter(torch.zeros(5))
         self.head = nn.Linear(WIDTH, 19)
         self.head.weight = self.tokens.weight
@@ -56,7 +59,10 @@ def made(plan: Plan) -> Net:
 def groups(model: Net) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     plain = [p for name, p in named if name.endswith("bias")]
-    return [{"params": [p for name, p in named if not name.endswith("bias")]}, {"params": plain, "weight_decay": 0.0}]
+    return [
+        {"params": [p for name, p in named if not name.endswith("bias")]},
+        {"params": plain, "weight_decay": 0.0},
+    ]
 
 
 def loss_of(model: nn.Module, net: Net, rank: int, step: int, part: int) -> torch.Tensor:
@@ -95,12 +101,18 @@ def with_ddp(plan: Plan) -> tuple[list[torch.Tensor], dict[str, Any], list[float
 
 
 def partitioned(plan: Plan, net: Net, **options: Any) -> commpress.Partitioned:
-    return commpress.Partitioned(groups(net), plan.optimizer, **{**plan.options, **plan.partitioned, **options})
+    return commpress.Partitioned(
+        groups(net), plan.optimizer, **{**plan.options, **plan.partitioned, **options}
+    )
 
 
 def with_partitioned(plan: Plan, **options: Any) -> tuple[Net, commpress.Partitioned, list[float]]:
     rank, model = dist.get_rank(), made(plan)
-    scaler = torch.amp.GradScaler("cpu", init_scale=plan.scale, growth_interval=2) if plan.scale else None
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=plan.scale, growth_interval=2)
+        if plan.scale
+        else None
+    )
     optimizer = partitioned(plan, model, grad_scaler=scaler, **options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, plan.decay)
     losses = []
@@ -136,7 +148,8 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def without_older_objects() -> Iterator[None]:
-    """Hide objects that are there from gc, which would walk through all of torch at each look at the few that come now."""
+    """Hide objects that are there from gc, which would walk through all of torch at each look at
+    the few that come now."""
     gc.collect()
     gc.freeze()
     try:

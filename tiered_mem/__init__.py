@@ -5,4 +5,14 @@ from commpress.tiered_mem.layer import FileLayer
 from commpress.tiered_mem.store import FileRange, Info, Options, TieredStore, Usage
 from commpress.units import parse_bytes, show_bytes
 
-__all__ = ["FileLayer", "FileRange", "Info", "Options", "Pending", "TieredStore", "Usage", "parse_bytes", "show_bytes"]
+__all__ = [
+    "FileLayer",
+    "FileRange",
+    "Info",
+    "Options",
+    "Pending",
+    "TieredStore",
+    "Usage",
+    "parse_bytes",
+    "show_bytes",
+]

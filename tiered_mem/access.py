@@ -1,5 +1,5 @@
-"""Access to tensors: they come to the tier that is asked for, stay while somebody has them, and go to disk when they are not
-needed."""
+"""Access to tensors: they come to the tier that is asked for, stay while somebody has them, and go
+to disk when they are not needed."""
 
 import asyncio
 import os
@@ -27,7 +27,8 @@ Tier = Literal["host", "device"]
 
 @dataclass
 class AccessCounters:
-    """``hits`` found their tensor in memory, ``misses`` waited for it; ``prefetched`` blocks were read ahead."""
+    """``hits`` found their tensor in memory, ``misses`` waited for it; ``prefetched`` blocks were
+    read ahead."""
 
     hits: int = 0
     misses: int = 0
@@ -50,15 +51,20 @@ class Background:
         if self.closed:
             raise StorageError("the store is closed: open it again")
         if os.getpid() != self._pid:
-            raise StorageError("the store was opened by the parent process: a fork has no part in it")
+            raise StorageError(
+                "the store was opened by the parent process: a fork has no part in it"
+            )
 
     def spawn(self, call: Callable[[], None]) -> None:
-        """In a thread of its own: one that has ended its last call, or a new one, for such calls may wait for each other."""
+        """In a thread of its own: one that has ended its last call, or a new one, for such calls
+        may wait for each other."""
         with self._lock:
             self.check()
             self._calls.put(call)
             if not self._idle.acquire(blocking=False):
-                self._threads.append(threading.Thread(target=self._serve, name="store", daemon=True))
+                self._threads.append(
+                    threading.Thread(target=self._serve, name="store", daemon=True)
+                )
                 self._threads[-1].start()
 
     def in_order(self, call: Callable[[], None]) -> None:
@@ -93,12 +99,15 @@ class Access:
     def borrow(self, name: str, on: Tier = "host", *, write: bool = True) -> "Borrow":
         return Borrow(self, name, on, write)
 
-    def acquire(self, name: str, on: Tier, *, write: bool, who: object, pin: bool = False) -> torch.Tensor:
+    def acquire(
+        self, name: str, on: Tier, *, write: bool, who: object, pin: bool = False
+    ) -> torch.Tensor:
         self.background.check()
         arena = self._residency.host if on == "host" else self._residency.device
         if arena is None or on not in ("host", "device"):
             raise InvalidArgument(
-                f"on is {on!r}, expected 'host'{', or open the store with device=' * (on == 'device')}"
+                f"on is {on!r}, expected "
+                f"'host'{', or open the store with device=' * (on == 'device')}"
             )
         begin = perf_counter()
         with self._catalog.changed:
@@ -137,21 +146,26 @@ class Access:
             self._catalog.changed.notify_all()
 
     def _ready(self, name: str, arena: Arena, write: bool, who: object) -> tuple[Block, bool]:
-        """Wait until the tensor lies in ``arena`` and may be used; whether it had to come from elsewhere."""
+        """Wait until the tensor lies in ``arena`` and may be used; whether it had to come from
+        elsewhere."""
         changed, missed = self._catalog.changed, False
         while True:
             block = self._catalog.block(name)
             use = block.uses.setdefault(name, Use())
             if use.writer is not None or (write and use.readers):
                 if who in use.holders():
-                    raise InvalidArgument(f"{name!r} is borrowed here already: leave that context first")
+                    raise InvalidArgument(
+                        f"{name!r} is borrowed here already: leave that context first"
+                    )
             elif write and (block.frozen or block.flushing or self._catalog.barred(who)):
                 pass
             elif block.arena is arena and (not block.moving or block.flushing):
                 return block, missed
             elif block.slot is not None and block.arena is not arena and block.used:
                 if who in {h for u in block.uses.values() for h in u.holders()}:
-                    raise InvalidArgument(f"{name!r} lies beside a tensor that is borrowed here on the other tier")
+                    raise InvalidArgument(
+                        f"{name!r} lies beside a tensor that is borrowed here on the other tier"
+                    )
             elif not block.moving:
                 missed = missed or block.slot is None
                 self._residency.bring(block, arena, who)
@@ -192,13 +206,19 @@ class Access:
             for block in blocks:
                 if block.used:
                     held = next(name for name, use in block.uses.items() if use)
-                    raise InvalidArgument(f"{held!r} is borrowed and cannot be evicted: leave its context first")
+                    raise InvalidArgument(
+                        f"{held!r} is borrowed and cannot be evicted: leave its context first"
+                    )
         return self._write_back(blocks, leave=True)
 
     def flush(self, names: Iterable[str] | None) -> Pending[None]:
         self.background.check()
         with self._catalog.changed:
-            blocks = list(self._catalog.blocks.values()) if names is None else self._catalog.blocks_of(names)
+            blocks = (
+                list(self._catalog.blocks.values())
+                if names is None
+                else self._catalog.blocks_of(names)
+            )
         return self._write_back(blocks, leave=False)
 
     def read_ahead(self) -> None:
@@ -223,7 +243,13 @@ class Access:
         with self._catalog.changed:
             try:
                 for block in blocks:
-                    if block.slot or block.moving or block.damage or not block.entries or self.background.closed:
+                    if (
+                        block.slot
+                        or block.moving
+                        or block.damage
+                        or not block.entries
+                        or self.background.closed
+                    ):
                         continue
                     if not r.bring(block, r.host, caller(), before=before):
                         break
@@ -253,8 +279,11 @@ class Access:
                 block.failure = None
                 if not block.moving and (block.dirty or (leave and block.slot)):
                     self._begin_write(block, leave)
-            for block in reversed(blocks):  # who waits for the last is woken once, and the disk's threads are left alone
-                while block.entries and (block.dirty or (leave and block.slot)) and not block.failure:
+            # who waits for the last is woken once, and the disk's threads are left alone
+            for block in reversed(blocks):
+                while (
+                    block.entries and (block.dirty or (leave and block.slot)) and not block.failure
+                ):
                     if block.moving:
                         self._moved(block.moving)
                     elif self.background.closed or not self._begin_write(block, leave):
@@ -291,7 +320,9 @@ class Borrow:
     def __enter__(self) -> torch.Tensor:
         return self._begin(caller())
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
 
     async def __aenter__(self) -> torch.Tensor:
@@ -300,10 +331,14 @@ class Borrow:
         try:
             return await asyncio.shield(pending)
         except asyncio.CancelledError:
-            pending.future.add_done_callback(lambda future: None if future.exception() else self._end())
+            pending.future.add_done_callback(
+                lambda future: None if future.exception() else self._end()
+            )
             raise
 
-    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
 
     def _begin(self, who: object) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Memory tiers: arenas allocated at the start, from which tensors get contiguous, page-aligned slots.
+"""Memory tiers: arenas allocated at the start, from which tensors get contiguous, page-aligned
+slots.
 
 The free ranges are those of files too.
 """
@@ -15,7 +16,8 @@ from commpress.tiered_mem.layer import PAGE
 
 
 class Extents:
-    """Free space as ranges: best fit, neighbours merge. Not thread-safe. Callers keep to multiples of one unit."""
+    """Free space as ranges: best fit, neighbours merge. Not thread-safe. Callers keep to multiples
+    of one unit."""
 
     def __init__(self, size: int) -> None:
         self.size, self.free = size, 0
@@ -30,7 +32,8 @@ class Extents:
         return self._sorted[-1][0] if self._sorted else 0
 
     def take(self, length: int) -> int | None:
-        """The offset of ``length`` free bytes, now taken, or None. The smallest range that fits is cut."""
+        """The offset of ``length`` free bytes, now taken, or None. The smallest range that fits is
+        cut."""
         at = bisect_left(self._sorted, (length, 0))
         if at == len(self._sorted):
             return None
@@ -87,7 +90,8 @@ class Slot:
 
 
 class Arena:
-    """``capacity`` bytes in host memory (huge pages where the kernel has them) or on a device. Not thread-safe."""
+    """``capacity`` bytes in host memory (huge pages where the kernel has them) or on a device. Not
+    thread-safe."""
 
     def __init__(self, capacity: int, device: torch.device | None = None) -> None:
         self.device = device
@@ -99,7 +103,10 @@ class Arena:
             self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
             self._view: memoryview | None = memoryview(self._memory)
         else:
-            self.bytes, self._view = torch.empty(self.capacity, dtype=torch.uint8, device=device), None
+            self.bytes, self._view = (
+                torch.empty(self.capacity, dtype=torch.uint8, device=device),
+                None,
+            )
 
     @property
     def used(self) -> int:
@@ -123,7 +130,9 @@ class Arena:
         assert self._view is not None
         return self._view
 
-    def tensor(self, slot: Slot, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, slot: Slot, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         begin = slot.offset + start
         return self.bytes[begin : begin + nbytes].view(dtype).view(shape)
 
@@ -131,12 +140,14 @@ class Arena:
         return self.bytes[slot.offset : slot.offset + slot.length]
 
     def touch(self) -> None:
-        """Have the kernel back every page now: no surprise later, and no page fault on a hot path."""
+        """Have the kernel back every page now: no surprise later, and no page fault on a hot
+        path."""
         if self._view is not None:
             self.bytes.zero_()
 
     def pin(self) -> None:
-        """Register the arena with CUDA, once, so that copies to and from the device are asynchronous and fast."""
+        """Register the arena with CUDA, once, so that copies to and from the device are
+        asynchronous and fast."""
         status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.capacity, 0)
         if int(status):
             raise InvalidArgument(
@@ -152,8 +163,9 @@ class Arena:
 
 
 def mapped(nbytes: int) -> mmap.mmap:
-    """Anonymous memory in huge pages, which the kernel gives private memory only: disks read a quarter more per second into
-    them. A forked child gets none of it: nothing is copied, and no read under way lands in a page that is the child's now."""
+    """Anonymous memory in huge pages, which the kernel gives private memory only: disks read a
+    quarter more per second into them. A forked child gets none of it: nothing is copied, and no
+    read under way lands in a page that is the child's now."""
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except AttributeError:  # not a Unix

@@ -1,5 +1,5 @@
-"""Blocks: tensors that lie side by side, move together and share chunks. One large tensor, or a pack of small ones. The catalog
-holds all of them, and the one lock that guards them."""
+"""Blocks: tensors that lie side by side, move together and share chunks. One large tensor, or a
+pack of small ones. The catalog holds all of them, and the one lock that guards them."""
 
 import asyncio
 import threading
@@ -13,13 +13,22 @@ import torch
 
 from commpress.errors import Damaged, InvalidArgument
 from commpress.tiered_mem.arena import Arena, Slot
-from commpress.tiered_mem.manifest import DTYPES, LONGEST_NAME, Chunk, Entry, Extent, ManifestRow, strides_fit
+from commpress.tiered_mem.manifest import (
+    DTYPES,
+    LONGEST_NAME,
+    Chunk,
+    Entry,
+    Extent,
+    ManifestRow,
+    strides_fit,
+)
 
 T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """Either way of waiting gives the result or raises the error. Nobody needs to wait: the work goes on by itself."""
+    """Either way of waiting gives the result or raises the error. Nobody needs to wait: the work
+    goes on by itself."""
 
     def __init__(self) -> None:
         self.future: Future[T] = Future()
@@ -74,7 +83,8 @@ class Use:
 
 @dataclass(eq=False)
 class Block:
-    """Everything here is guarded by the store's lock, but for the bytes: those belong to whoever borrows or moves them."""
+    """Everything here is guarded by the store's lock, but for the bytes: those belong to whoever
+    borrows or moves them."""
 
     number: int
     size: int = 0  # bytes in use
@@ -124,8 +134,9 @@ class Block:
 
 
 class Catalog:
-    """Blocks by number, tensors by name. ``changed`` is the store's lock, and the condition on which everybody waits and that
-    every change notifies. It is held whenever a method here is called, and never while bytes move."""
+    """Blocks by number, tensors by name. ``changed`` is the store's lock, and the condition on
+    which everybody waits and that every change notifies. It is held whenever a method here is
+    called, and never while bytes move."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.Lock())
@@ -148,18 +159,25 @@ class Catalog:
         try:
             return self.names[name]
         except (KeyError, TypeError):
-            raise InvalidArgument(f"no tensor {name!r:.200} in the store; it holds {len(self.names)}") from None
+            raise InvalidArgument(
+                f"no tensor {name!r:.200} in the store; it holds {len(self.names)}"
+            ) from None
 
     def blocks_of(self, names: str | Iterable[str]) -> list[Block]:
         """The blocks of these tensors, each once."""
-        return list(dict.fromkeys(self.block(name) for name in ([names] if isinstance(names, str) else names)))
+        return list(
+            dict.fromkeys(
+                self.block(name) for name in ([names] if isinstance(names, str) else names)
+            )
+        )
 
     def extents(self) -> set[Extent]:
         """Places of the current state on disk."""
         return {chunk.extent for block in self.blocks.values() for chunk in block.chunks}
 
     def barred(self, who: object) -> bool:
-        """While a commit waits for writers to finish, only those who write already may write more."""
+        """While a commit waits for writers to finish, only those who write already may write
+        more."""
         return self.cutting and not any(
             use.writer == who for block in self.blocks.values() for use in block.uses.values()
         )
@@ -171,18 +189,29 @@ class Catalog:
 
 def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
     """Description of a tensor that lies at ``start``; refuses what cannot be stored."""
-    if not isinstance(name, str) or not name or len(name.encode(errors="surrogatepass")) > LONGEST_NAME:
-        raise InvalidArgument(f"name is {name!r:.100}, expected a text of 1 to {LONGEST_NAME} bytes")
+    if (
+        not isinstance(name, str)
+        or not name
+        or len(name.encode(errors="surrogatepass")) > LONGEST_NAME
+    ):
+        raise InvalidArgument(
+            f"name is {name!r:.100}, expected a text of 1 to {LONGEST_NAME} bytes"
+        )
     if "\0" in name:
         raise InvalidArgument(f"name is {name!r:.100}, expected a text without the character 0")
     if any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise InvalidArgument(f"name {name!r} holds half a character (a surrogate), which no file can keep")
+        raise InvalidArgument(
+            f"name {name!r} holds half a character (a surrogate), which no file can keep"
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise InvalidArgument(
-            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, expected a dense one of "
+            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, "
+            "expected a dense one of "
             f"{', '.join(DTYPES)}"
         )
     if not strides_fit(tensor.shape):
-        raise InvalidArgument(f"{name!r} has shape {tuple(tensor.shape)}, whose strides are beyond 64 bits")
+        raise InvalidArgument(
+            f"{name!r} has shape {tuple(tensor.shape)}, whose strides are beyond 64 bits"
+        )
     return Entry(name, start, tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape))

@@ -1,5 +1,5 @@
-"""Commits and snapshots: data first, then the manifest, then the old places are free. And what reads them back: verification,
-and copies of snapshots as stores of their own.
+"""Commits and snapshots: data first, then the manifest, then the old places are free. And what
+reads them back: verification, and copies of snapshots as stores of their own.
 """
 
 import threading
@@ -22,10 +22,16 @@ AT_ONCE = 4  # chunks in memory while a snapshot is copied
 
 
 class Commits:
-    """One commit at a time. Between cut and manifest, tensors go on being borrowed: what is written is the cut."""
+    """One commit at a time. Between cut and manifest, tensors go on being borrowed: what is written
+    is the cut."""
 
     def __init__(self, catalog: Catalog, residency: Residency, folders: Folders) -> None:
-        self._catalog, self._residency, self._references, self._folders = catalog, residency, residency.references, folders
+        self._catalog, self._residency, self._references, self._folders = (
+            catalog,
+            residency,
+            residency.references,
+            folders,
+        )
         self._broken: StorageError | None = None
         self._one = threading.Lock()
 
@@ -36,19 +42,27 @@ class Commits:
         changed, references = self._catalog.changed, self._references
         if snapshot is not None and not SNAPSHOT.fullmatch(snapshot_name(snapshot)):
             raise InvalidArgument(
-                f"snapshot is {snapshot!r}, expected up to 100 letters, digits, '.', '_' or '-', not ending in '.tmp'"
+                f"snapshot is {snapshot!r}, expected up to 100 letters, digits, '.', '_' or "
+                "'-', not ending in '.tmp'"
             )
         with self._one:
             if self._broken:
                 raise self._broken
             if snapshot in references.snapshots:
-                raise InvalidArgument(f"there is a snapshot {snapshot!r} already: drop it first, or take another name")
+                raise InvalidArgument(
+                    f"there is a snapshot {snapshot!r} already: drop it first, or take another name"
+                )
             with changed:
                 cut = self._cut()
                 frozen = [block for block in cut if block.dirty]
                 for block in frozen:
                     block.frozen = True
-                references.coming = {chunk.extent for block, row in cut.items() if not block.frozen for chunk in row.chunks}
+                references.coming = {
+                    chunk.extent
+                    for block, row in cut.items()
+                    if not block.frozen
+                    for chunk in row.chunks
+                }
             try:
                 with changed:
                     self._flush(cut, frozen)
@@ -65,12 +79,15 @@ class Commits:
             return references.generation
 
     def _cut(self) -> dict[Block, ManifestRow]:
-        """Wait until nobody writes; then the state of all blocks. Who writes already may go on to borrow more."""
+        """Wait until nobody writes; then the state of all blocks. Who writes already may go on to
+        borrow more."""
         catalog, me = self._catalog, caller()
         blocks = catalog.blocks.values()
         mine = [name for block in blocks for name, use in block.uses.items() if use.writer == me]
         if mine:
-            raise InvalidArgument(f"commit while {mine[0]!r} is borrowed here for writing: leave its context first")
+            raise InvalidArgument(
+                f"commit while {mine[0]!r} is borrowed here for writing: leave its context first"
+            )
         catalog.cutting = True
         try:
             while any(block.written for block in blocks):
@@ -81,7 +98,8 @@ class Commits:
             catalog.changed.notify_all()
 
     def _flush(self, cut: dict[Block, ManifestRow], frozen: list[Block]) -> None:
-        """Write what is dirty. A block thaws as soon as it is written; where it went is kept in ``cut``."""
+        """Write what is dirty. A block thaws as soon as it is written; where it went is kept in
+        ``cut``."""
         for block in frozen:
             block.failure = None
         ahead = iter(frozen)
@@ -107,25 +125,38 @@ class Commits:
         try:
             self._references.disk.sync()
         except StorageError as error:
-            # The system may have forgotten what it could not write, and would call a second attempt a success.
-            self._broken = DiskFailure(f"{error}. Nothing can be committed any more: reopen, at the last commit")
+            # The system may have forgotten what it could not write, and would call a second attempt
+            # a success.
+            self._broken = DiskFailure(
+                f"{error}. Nothing can be committed any more: reopen, at the last commit"
+            )
             raise self._broken from error
 
     def _write(self, cut: dict[Block, ManifestRow], snapshot: str | None) -> None:
         references, wear = self._references, self._residency.wear
         manifest = Manifest(
-            self._folders.store, references.generation + 1, tuple(cut.values()), wear.written, wear.born, dict(wear.days)
+            self._folders.store,
+            references.generation + 1,
+            tuple(cut.values()),
+            wear.written,
+            wear.born,
+            dict(wear.days),
         )
         try:
             wear.count(self._folders.write_manifest(MANIFEST, manifest))
         except OSError as error:
-            # Whether the rename has reached the disk is unknown: the places of both manifests stay untouched.
+            # Whether the rename has reached the disk is unknown: the places of both manifests stay
+            # untouched.
             with self._catalog.changed:
                 references.committed = references.committed | references.coming
             raise named(error) from error
         with self._catalog.changed:
             references.generation += 1
-            old, references.committed, references.coming = references.committed, references.coming, set()
+            old, references.committed, references.coming = (
+                references.committed,
+                references.coming,
+                set(),
+            )
             if snapshot is not None:
                 references.snapshots[snapshot] = references.committed
             self._release(old)
@@ -133,12 +164,14 @@ class Commits:
             try:
                 wear.count(self._folders.write_manifest(snapshot_name(snapshot), manifest))
             except OSError as error:
-                with self._catalog.changed:  # it may be there or not: the places stay untouched, the name is free again
+                # it may be there or not: the places stay untouched, the name is free again
+                with self._catalog.changed:
                     references.lost |= references.snapshots.pop(snapshot)
                 raise named(error) from error
 
     def _release(self, extents: set[Extent]) -> None:
-        """A manifest lists these places no more; those of the current state stay. Called with the lock held."""
+        """A manifest lists these places no more; those of the current state stay. Called with the
+        lock held."""
         self._references.release(extents - self._catalog.extents())
 
     # ---------------------------------------------------------------- snapshots
@@ -150,7 +183,9 @@ class Commits:
         references, layer, folder = self._references, self._folders.layer, self._folders.parts[0].fd
         with self._one:
             if name not in references.snapshots:
-                raise InvalidArgument(f"no snapshot {name!r}; there are {', '.join(self.snapshots()) or 'none'}")
+                raise InvalidArgument(
+                    f"no snapshot {name!r}; there are {', '.join(self.snapshots()) or 'none'}"
+                )
             try:
                 layer.unlink(folder, snapshot_name(name))
                 layer.sync_folder(folder)
@@ -160,11 +195,14 @@ class Commits:
                 self._release(references.snapshots.pop(name))
 
     def copy_snapshot(self, name: str, directory: Paths) -> None:
-        """Every chunk is verified as it is read. The places stay as they are meanwhile, so the snapshot may be dropped."""
+        """Every chunk is verified as it is read. The places stay as they are meanwhile, so the
+        snapshot may be dropped."""
         references, changed = self._references, self._catalog.changed
         with changed:
             if name not in references.snapshots:
-                raise InvalidArgument(f"no snapshot {name!r}; there are {', '.join(self.snapshots()) or 'none'}")
+                raise InvalidArgument(
+                    f"no snapshot {name!r}; there are {', '.join(self.snapshots()) or 'none'}"
+                )
             held = references.hold(references.snapshots[name])
         try:
             with typed():
@@ -172,7 +210,10 @@ class Commits:
                 folders = Folders(directory, self._folders.layer)
                 try:
                     if not folders.fresh:
-                        raise InvalidArgument(f"{folders.parts[0].path} holds a store already: name an empty directory")
+                        raise InvalidArgument(
+                            f"{folders.parts[0].path} holds a store already: name an empty "
+                            "directory"
+                        )
                     folders.settle()  # before the manifest: half a copy is no store
                     self._copy(source, folders)
                 finally:
@@ -185,7 +226,13 @@ class Commits:
         layer = folders.layer
         direct = all(layer.takes_direct(folder.fd) for folder in folders)
         engine = engines.start("threads", layer, AT_ONCE)
-        target = Disk(folders, engine, direct=direct, capacity=None, segment_bytes=self._residency.disk.segment_bytes)
+        target = Disk(
+            folders,
+            engine,
+            direct=direct,
+            capacity=None,
+            segment_bytes=self._residency.disk.segment_bytes,
+        )
         try:
             copied: dict[Chunk, Chunk] = {}
             chunks = [chunk for row in source.rows for chunk in row.chunks]
@@ -193,7 +240,10 @@ class Commits:
                 with self._scratch(sum(chunk.extent.length for chunk in some)) as slot:
                     copied |= dict(zip(some, self._move(some, slot, target), strict=True))
             target.sync()
-            rows = tuple(ManifestRow(row.size, row.entries, tuple(copied[c] for c in row.chunks)) for row in source.rows)
+            rows = tuple(
+                ManifestRow(row.size, row.entries, tuple(copied[c] for c in row.chunks))
+                for row in source.rows
+            )
             folders.write_manifest(MANIFEST, Manifest(folders.store, 0, rows))
         finally:
             target.close()
@@ -208,7 +258,9 @@ class Commits:
         ):
             if error := _error_of(begin):
                 raise error
-        return [replace(chunk, extent=extent) for chunk, extent in zip(chunks, extents, strict=True)]
+        return [
+            replace(chunk, extent=extent) for chunk, extent in zip(chunks, extents, strict=True)
+        ]
 
     # ---------------------------------------------------------------- verification
 
@@ -221,7 +273,10 @@ class Commits:
         with self._scratch(largest) as slot:
             for block, chunks in state:
                 view = self._residency.host.view(slot, 0, slot.length)
-                read = (_error_of(partial(self._residency.disk.read, [c], view[: c.extent.length])) for c in chunks)
+                read = (
+                    _error_of(partial(self._residency.disk.read, [c], view[: c.extent.length]))
+                    for c in chunks
+                )
                 error = block.damage or next(filter(None, read), None)
                 with changed:
                     if error is None or block.chunks != chunks:

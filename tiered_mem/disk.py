@@ -1,7 +1,8 @@
-"""The disk tier: chunks in segment files, striped over folders, never overwritten while a manifest needs them.
+"""The disk tier: chunks in segment files, striped over folders, never overwritten while a manifest
+needs them.
 
-A segment is reserved in full when it is made, so a write into it cannot run out of room. Which parts of it are free
-is known from the manifests alone.
+A segment is reserved in full when it is made, so a write into it cannot run out of room. Which
+parts of it are free is known from the manifests alone.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ class Segment:
 
 
 class Batch:
-    """Transfers that belong together, and what became of them: the checksum of each chunk in order, an error if one failed."""
+    """Transfers that belong together, and what became of them: the checksum of each chunk in order,
+    an error if one failed."""
 
     def __init__(self, left: int, over: Callable[["Batch"], None]) -> None:
         """``over`` is called once, when ``left`` transfers have ended."""
@@ -47,7 +49,8 @@ class Batch:
             over(self)
 
     def ended(self, error: BaseException | None) -> None:
-        """Transfers end in any thread, in any order. A full disk is the error to tell, whatever else failed."""
+        """Transfers end in any thread, in any order. A full disk is the error to tell, whatever
+        else failed."""
         with self._lock:
             if error is not None and (self.error is None or isinstance(error, DiskFull)):
                 self.error = error
@@ -61,7 +64,13 @@ class Disk:
     """Not thread-safe but for ``read``, ``write`` and ``sync``: callers hold the store's lock."""
 
     def __init__(
-        self, folders: Folders, engine: DiskEngine, *, direct: bool, capacity: int | None, segment_bytes: int
+        self,
+        folders: Folders,
+        engine: DiskEngine,
+        *,
+        direct: bool,
+        capacity: int | None,
+        segment_bytes: int,
     ) -> None:
         self.folders, self.engine, self.layer, self.direct = folders, engine, folders.layer, direct
         self.capacity, self.segment_bytes = capacity, segment_bytes
@@ -76,15 +85,19 @@ class Disk:
     # ---------------------------------------------------------------- opening
 
     def adopt(self, extents: set[Extent]) -> dict[Extent, str]:
-        """Open the segments that hold ``extents`` and take those; returns what is damaged. Changes nothing on the disk."""
+        """Open the segments that hold ``extents`` and take those; returns what is damaged. Changes
+        nothing on the disk."""
         damaged: dict[Extent, str] = {}
         wanted = {(e.folder, e.segment) for e in extents}
-        for part, number in wanted:  # a file that is missing keeps its number: a manifest goes on listing it
+        # a file that is missing keeps its number: a manifest goes on listing it
+        for part, number in wanted:
             self._next_number[part] = max(self._next_number[part], number + 1)
         for key, fd in self._files(direct=self.direct):
             if key in wanted:
                 size = self.layer.size(fd)
-                self._segments[key] = Segment(fd, size, Extents(padded(size) if size % 4096 else size))
+                self._segments[key] = Segment(
+                    fd, size, Extents(padded(size) if size % 4096 else size)
+                )
             else:
                 self.layer.close(fd)
         for extent in sorted(extents, key=lambda e: (e.folder, e.segment, e.offset)):
@@ -105,7 +118,8 @@ class Disk:
                 self.layer.unlink(self.folders.parts[part].fd, segment_name(number))
 
     def _files(self, *, direct: bool = False) -> Iterator[tuple[tuple[int, int], int]]:
-        """((part, number), descriptor) of every segment that is there, which the caller closes; refuses what is not ours."""
+        """((part, number), descriptor) of every segment that is there, which the caller closes;
+        refuses what is not ours."""
         for part, folder in enumerate(self.folders.parts):
             for name in self.layer.names(folder.fd):
                 if (number := segment_number(name)) is not None:
@@ -136,11 +150,15 @@ class Disk:
         raise self._full(length)
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
-        """Room for each, side by side where the only folder has it so; if it is not there for one, none is taken."""
+        """Room for each, side by side where the only folder has it so; if it is not there for one,
+        none is taken."""
         lengths = [padded(nbytes) for nbytes in sizes]
         if len(self.folders.parts) == 1 and (whole := self._from_existing(0, sum(lengths))):
             starts = accumulate(lengths, initial=whole.offset)
-            return [Extent(0, whole.segment, start, length) for start, length in zip(starts, lengths, strict=False)]
+            return [
+                Extent(0, whole.segment, start, length)
+                for start, length in zip(starts, lengths, strict=False)
+            ]
         extents: list[Extent] = []
         try:
             for nbytes in sizes:
@@ -184,7 +202,8 @@ class Disk:
         return sum(s.size for (folder, _), s in self._segments.items() if folder == part)
 
     def _grow(self, part: int, length: int, at_most: int | None = None) -> bool:
-        """A new segment: as large as the folder's others together, between bounds, or just large enough if room is short."""
+        """A new segment: as large as the folder's others together, between bounds, or just large
+        enough if room is short."""
         total = self._total(part)
         wished = max(length, min(self.segment_bytes, max(total, SMALLEST_SEGMENT)))
         left = self.capacity - total if self.capacity is not None else wished
@@ -206,7 +225,9 @@ class Disk:
                 self.layer.close(fd)
             if error.errno in NO_ROOM:
                 return False
-            raise DiskFailure(f"cannot reserve {size} bytes in {self.folders.parts[part].path}: {error}") from error
+            raise DiskFailure(
+                f"cannot reserve {size} bytes in {self.folders.parts[part].path}: {error}"
+            ) from error
         self._next_number[part] += 1
         self._segments[part, number] = Segment(fd, size, Extents(size))
         self._new_names.add(part)
@@ -214,10 +235,15 @@ class Disk:
 
     def _full(self, length: int) -> DiskFull:
         room = {str(f.path): self.layer.room(f.fd) for f in self.folders.parts}
-        where = ", ".join(f"{path}: {show_bytes(free)} free on the disk" for path, free in room.items())
-        budget = "" if self.capacity is None else f", budget {show_bytes(self.capacity)} a directory"
+        where = ", ".join(
+            f"{path}: {show_bytes(free)} free on the disk" for path, free in room.items()
+        )
+        budget = (
+            "" if self.capacity is None else f", budget {show_bytes(self.capacity)} a directory"
+        )
         return DiskFull(
-            f"no room for {show_bytes(length)} more ({where}{budget}). What was committed is intact; delete tensors or "
+            f"no room for {show_bytes(length)} more ({where}{budget}). What was committed is "
+            "intact; delete tensors or "
             "snapshots and commit, or give the store more room",
             missing=max(0, length - max(room.values())) or length,
         )
@@ -225,10 +251,14 @@ class Disk:
     # ---------------------------------------------------------------- transfers
 
     def write(
-        self, extents: Sequence[Extent], sizes: Sequence[int], view: memoryview, done: Callable[[Batch], None]
+        self,
+        extents: Sequence[Extent],
+        sizes: Sequence[int],
+        view: memoryview,
+        done: Callable[[Batch], None],
     ) -> None:
-        """Write what lies side by side in ``view``, as many bytes of it as ``sizes`` says; what they are padded with goes
-        to the disk, but not into the checksums."""
+        """Write what lies side by side in ``view``, as many bytes of it as ``sizes`` says; what
+        they are padded with goes to the disk, but not into the checksums."""
 
         def written(batch: Batch) -> None:
             for extent in extents:
@@ -237,22 +267,28 @@ class Disk:
 
         self._transfer(extents, sizes, view, written, write=True)
 
-    def read(self, chunks: Sequence[Chunk], view: memoryview, done: Callable[[Batch], None]) -> None:
-        """Fill ``view`` with chunks side by side; ``error`` is Damaged if the bytes are not those once written."""
+    def read(
+        self, chunks: Sequence[Chunk], view: memoryview, done: Callable[[Batch], None]
+    ) -> None:
+        """Fill ``view`` with chunks side by side; ``error`` is Damaged if the bytes are not those
+        once written."""
 
         def arrived(batch: Batch) -> None:
             for chunk, checksum in zip(chunks, batch.checksums, strict=True):
                 if batch.error is None and checksum != chunk.checksum:
                     extent = chunk.extent
                     batch.error = Damaged(
-                        f"{chunk.nbytes} bytes at {extent.offset} of {self.place(extent)} do not match the checksum of "
+                        f"{chunk.nbytes} bytes at {extent.offset} of {self.place(extent)} do "
+                        "not match the checksum of "
                         f"generation {chunk.generation}",
                         file=self.place(extent),
                         offset=extent.offset,
                     )
             done(batch)
 
-        self._transfer([c.extent for c in chunks], [c.nbytes for c in chunks], view, arrived, write=False)
+        self._transfer(
+            [c.extent for c in chunks], [c.nbytes for c in chunks], view, arrived, write=False
+        )
 
     def _transfer(
         self,
@@ -263,8 +299,9 @@ class Disk:
         *,
         write: bool,
     ) -> None:
-        """Chunks move in pieces, each by itself: the last chunk too has all of the engine's places in the kernel. The
-        engine makes them as it takes them: who submits would hold the interpreter's lock while the disk waits."""
+        """Chunks move in pieces, each by itself: the last chunk too has all of the engine's places
+        in the kernel. The engine makes them as it takes them: who submits would hold the
+        interpreter's lock while the disk waits."""
         files = [self._segments[extent.folder, extent.segment].fd for extent in extents]
         pieces: list[list[Transfer]] = [[] for _ in extents]
 
@@ -272,7 +309,9 @@ class Disk:
             batch.ended(self._typed(error, extent, "write" if write else "read"))
 
         def finish(batch: Batch) -> None:
-            batch.checksums = [joined([transfer.checksum or 0 for transfer in chunk]) for chunk in pieces]
+            batch.checksums = [
+                joined([transfer.checksum or 0 for transfer in chunk]) for chunk in pieces
+            ]
             pieces.clear()  # or they and what they call would hold each other
             over(batch)
 
@@ -281,8 +320,15 @@ class Disk:
             for fd, extent, nbytes, own in zip(files, extents, sizes, pieces, strict=True):
                 done = partial(ended, extent)
                 for at in range(0, extent.length, PIECE):
-                    memory, hashed = view[start + at : start + min(at + PIECE, extent.length)], min(PIECE, nbytes - at)
-                    own.append(Transfer(fd, extent.offset + at, memory, write=write, done=done, hashed=hashed))
+                    memory, hashed = (
+                        view[start + at : start + min(at + PIECE, extent.length)],
+                        min(PIECE, nbytes - at),
+                    )
+                    own.append(
+                        Transfer(
+                            fd, extent.offset + at, memory, write=write, done=done, hashed=hashed
+                        )
+                    )
                     yield own[-1]
                 start += extent.length
 
@@ -291,7 +337,8 @@ class Disk:
         self.engine.submit(made())
 
     def _conclude(self) -> None:
-        """Conclude a batch on a thread of its own, for it wants the store's lock and the engine's is to go on."""
+        """Conclude a batch on a thread of its own, for it wants the store's lock and the engine's
+        is to go on."""
         while over := self._over.get():
             over()
             del over
@@ -305,12 +352,16 @@ class Disk:
                     self.layer.sync(segment.fd)
                 except OSError as error:
                     segment.unsynced = True
-                    raise DiskFailure(f"{self.place(Extent(*key, 0, 0))} could not be synced: {error}") from error
+                    raise DiskFailure(
+                        f"{self.place(Extent(*key, 0, 0))} could not be synced: {error}"
+                    ) from error
         for part in list(self._new_names):
             try:
                 self.layer.sync_folder(self.folders.parts[part].fd)
             except OSError as error:
-                raise DiskFailure(f"{self.folders.parts[part].path} could not be synced: {error}") from error
+                raise DiskFailure(
+                    f"{self.folders.parts[part].path} could not be synced: {error}"
+                ) from error
             self._new_names.discard(part)
 
     def place(self, extent: Extent) -> str:
@@ -324,25 +375,33 @@ class Disk:
             self.layer.close(segment.fd)
         self._segments = {}
 
-    def _typed(self, error: BaseException | None, extent: Extent, verb: str) -> BaseException | None:
+    def _typed(
+        self, error: BaseException | None, extent: Extent, verb: str
+    ) -> BaseException | None:
         if error is None or isinstance(error, StorageError):
             return error
         if isinstance(error, OSError) and error.errno in NO_ROOM:
-            return DiskFull(f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: {error}")
+            return DiskFull(
+                f"cannot {verb} {extent.length} bytes at {extent.offset} of "
+                f"{self.place(extent)}: {error}"
+            )
         if isinstance(error, OSError):
             return DiskFailure(
-                f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: {error}"
+                f"cannot {verb} {extent.length} bytes at {extent.offset} of "
+                f"{self.place(extent)}: {error}"
             )
         return error
 
 
 def joined(pieces: Sequence[int]) -> int:
-    """The checksum of a chunk from those of its pieces of ``PIECE`` bytes, which can be taken in any order by any thread."""
+    """The checksum of a chunk from those of its pieces of ``PIECE`` bytes, which can be taken in
+    any order by any thread."""
     return pieces[0] if len(pieces) == 1 else checksum_of(struct.pack(f"<{len(pieces)}Q", *pieces))
 
 
 class References:
-    """Places on disk that must stay as they are: listed in manifests, or not to be trusted. Guarded by the store's lock."""
+    """Places on disk that must stay as they are: listed in manifests, or not to be trusted. Guarded
+    by the store's lock."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -351,10 +410,12 @@ class References:
         self.coming: set[Extent] = set()  # of the commit under way
         self.snapshots: dict[str, set[Extent]] = {}
         self._held: list[set[Extent]] = []  # being read by somebody who copies them
-        self.lost: set[Extent] = set()  # damaged, or of a manifest that may or may not be there: never free in this run
+        # damaged, or of a manifest that may or may not be there: never free in this run
+        self.lost: set[Extent] = set()
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """The current state needs these places no more; they are free if nothing else refers to them."""
+        """The current state needs these places no more; they are free if nothing else refers to
+        them."""
         referenced = (self.lost, self.committed, self.coming, *self.snapshots.values(), *self._held)
         self.disk.free(set(extents).difference(*referenced))
 
@@ -370,8 +431,9 @@ class References:
 
 @dataclass
 class Wear:
-    """Bytes that the store writes, against what a drive endures and a budget. Counted in the manifest, so it goes on from run
-    to run (what a crashed run wrote after its last commit is lost)."""
+    """Bytes that the store writes, against what a drive endures and a budget. Counted in the
+    manifest, so it goes on from run to run (what a crashed run wrote after its last commit is
+    lost)."""
 
     capacity: int  # bytes of the disks
     per_day: int | None = None  # budget
@@ -380,10 +442,15 @@ class Wear:
     days: dict[str, int] = field(default_factory=dict)  # by UTC date
 
     def allow(self, nbytes: int) -> None:
-        if self.per_day is not None and (today := self.days.get(_today(), 0)) + nbytes > self.per_day:
+        if (
+            self.per_day is not None
+            and (today := self.days.get(_today(), 0)) + nbytes > self.per_day
+        ):
             raise DiskFull(
-                f"the write budget of {show_bytes(self.per_day)} a day is spent ({show_bytes(today)} written today): what "
-                "was committed is intact; raise writes_per_day=, or give more memory so that less is written",
+                f"the write budget of {show_bytes(self.per_day)} a day is spent "
+                f"({show_bytes(today)} written today): what "
+                "was committed is intact; raise writes_per_day=, or give more memory so that "
+                "less is written",
                 missing=today + nbytes - self.per_day,
             )
 
@@ -395,7 +462,8 @@ class Wear:
 
     @property
     def drive_writes_per_day(self) -> float:
-        """Mean over the life of the store, at least an hour; compare with the DWPD of the drive's data sheet."""
+        """Mean over the life of the store, at least an hour; compare with the DWPD of the drive's
+        data sheet."""
         return self.written / self.capacity / (max(3600.0, time.time() - self.born) / DAY)
 
 

@@ -1,5 +1,6 @@
-"""The directories of a store: opened, locked, known by an identity that says which store and which part of it, and the small
-records that lie in them: identities, the manifest of the last commit, and one for each snapshot.
+"""The directories of a store: opened, locked, known by an identity that says which store and which
+part of it, and the small records that lie in them: identities, the manifest of the last commit, and
+one for each snapshot.
 """
 
 import contextlib
@@ -15,7 +16,14 @@ from typing import Any
 import msgpack
 
 from commpress.checksum import checksum_of
-from commpress.errors import Damaged, DirectoryRefused, DiskFailure, DiskFull, InvalidArgument, StorageError
+from commpress.errors import (
+    Damaged,
+    DirectoryRefused,
+    DiskFailure,
+    DiskFull,
+    InvalidArgument,
+    StorageError,
+)
 from commpress.tiered_mem.layer import (
     IDENTITY,
     LOCK,
@@ -44,8 +52,8 @@ LIMIT = 1 << 30  # bytes of a record: a manifest of some ten million chunks
 
 @dataclass(frozen=True)
 class Folder:
-    """One directory, open, and its records: msgpack between a magic word and a checksum, read with limits, replaced
-    atomically."""
+    """One directory, open, and its records: msgpack between a magic word and a checksum, read with
+    limits, replaced atomically."""
 
     layer: FileLayer
     path: Path
@@ -53,7 +61,8 @@ class Folder:
     lock: int
 
     def store(self, name: str, magic: bytes, content: Any) -> int:
-        """When this returns, the record is on the disk under ``name``; before, whatever was there. Returns bytes written."""
+        """When this returns, the record is on the disk under ``name``; before, whatever was there.
+        Returns bytes written."""
         layer, body = self.layer, msgpack.packb(content)
         if len(body) > LIMIT:
             raise ValueError(f"{name} would take {len(body)} bytes, at most {LIMIT} are read back")
@@ -71,33 +80,48 @@ class Folder:
         return HEAD.size + len(body)
 
     def load(self, name: str, magic: bytes, *, limit: int = LIMIT) -> Any:
-        """The content, or FileNotFoundError, or Damaged that says what is wrong. No memory is taken for more than ``limit``
-        bytes, nor for more than the file has. DirectoryRefused for a version that is not known."""
+        """The content, or FileNotFoundError, or Damaged that says what is wrong. No memory is taken
+        for more than ``limit`` bytes, nor for more than the file has. DirectoryRefused for a
+        version that is not known."""
         layer = self.layer
         fd = layer.open(self.fd, name, write=False)
         try:
             size, head = layer.size(fd), read_fully(layer, fd, HEAD.size)
             if len(head) < HEAD.size:
-                raise Damaged(f"{name} has {len(head)} bytes, expected at least {HEAD.size}", file=name)
+                raise Damaged(
+                    f"{name} has {len(head)} bytes, expected at least {HEAD.size}", file=name
+                )
             found, length, checksum = HEAD.unpack(head)
             if found[:-1] != magic[:-1]:
-                raise Damaged(f"{name} begins with {found!r}, expected {magic!r}: it is not ours", file=name)
+                raise Damaged(
+                    f"{name} begins with {found!r}, expected {magic!r}: it is not ours", file=name
+                )
             if found != magic:
                 version, known = found[-1:].decode("latin1"), magic[-1:].decode()
                 raise DirectoryRefused(
-                    f"{self.path / name} is of version {version!r}, expected {known!r}: nothing was changed, open the store "
+                    f"{self.path / name} is of version {version!r}, expected {known!r}: nothing "
+                    "was changed, open the store "
                     "with the release of commpress that wrote it"
                 )
             if length != size - HEAD.size or length > limit:
                 raise Damaged(
-                    f"{name} has {size - HEAD.size} bytes after its head, which promises {length}, at most {limit}", file=name
+                    (
+                        f"{name} has {size - HEAD.size} bytes after its head, which promises "
+                        f"{length}, at most {limit}"
+                    ),
+                    file=name,
                 )
             body = read_fully(layer, fd, length, HEAD.size)
         finally:
             layer.close(fd)
         if checksum_of(body) != checksum:
             raise Damaged(f"{name} does not match its checksum", file=name)
-        limits = {"max_str_len": 1 << 16, "max_bin_len": 1 << 10, "max_ext_len": 0, "max_map_len": 100}
+        limits = {
+            "max_str_len": 1 << 16,
+            "max_bin_len": 1 << 10,
+            "max_ext_len": 0,
+            "max_map_len": 100,
+        }
         try:
             return msgpack.unpackb(body, max_array_len=len(body), strict_map_key=True, **limits)
         except (ValueError, TypeError, MemoryError, msgpack.UnpackException) as error:
@@ -115,7 +139,12 @@ class Identity:
     @staticmethod
     def unpack(content: Any) -> "Identity":
         store, part, count = content
-        if type(store) is not bytes or len(store) != 16 or type(part) is not int or type(count) is not int:
+        if (
+            type(store) is not bytes
+            or len(store) != 16
+            or type(part) is not int
+            or type(count) is not int
+        ):
             raise ValueError("it is not 16 bytes and two numbers")
         if not 0 <= part < count <= MOST:
             raise ValueError(f"it says part {part} of {count}")
@@ -123,16 +152,22 @@ class Identity:
 
 
 class Folders:
-    """The folders in the order of their parts; ``fresh`` if no store is here yet. The first part holds the manifest.
+    """The folders in the order of their parts; ``fresh`` if no store is here yet. The first part
+    holds the manifest.
 
     Looking changes nothing but the lock: what is found is judged first, by whoever opens it.
     """
 
     def __init__(self, directory: Paths, layer: FileLayer) -> None:
-        paths = [Path(p) for p in ([directory] if isinstance(directory, (str, os.PathLike)) else directory)]
+        paths = [
+            Path(p)
+            for p in ([directory] if isinstance(directory, (str, os.PathLike)) else directory)
+        ]
         self.layer, self._open = layer, list[Folder]()
         if len({path.absolute() for path in paths}) != len(paths) or not 0 < len(paths) <= MOST:
-            raise InvalidArgument(f"directories are {[str(p) for p in paths]}, expected 1 to {MOST} different ones")
+            raise InvalidArgument(
+                f"directories are {[str(p) for p in paths]}, expected 1 to {MOST} different ones"
+            )
         try:
             for path in paths:
                 fd = layer.open_folder(path)
@@ -156,15 +191,16 @@ class Folders:
         self._open = []
 
     def settle(self) -> None:
-        """From now on a store is here. The first part says so last: where it does, everything else was there before, a
-        manifest too, and if that is missing later it was lost."""
+        """From now on a store is here. The first part says so last: where it does, everything else
+        was there before, a manifest too, and if that is missing later it was lost."""
         for part, folder in reversed(list(enumerate(self.parts))):
             folder.store(IDENTITY, MAGIC, [self.store, part, len(self.parts)])
         self.fresh = False
 
     def sweep(self) -> None:
-        """Remove what an interrupted run left behind. What it renamed or removed is for good from here on: we build upon what
-        we find, in places that only what was there before still needs, and a power cut must not bring that back."""
+        """Remove what an interrupted run left behind. What it renamed or removed is for good from
+        here on: we build upon what we find, in places that only what was there before still needs,
+        and a power cut must not bring that back."""
         for folder in self.parts:
             for name in self.layer.names(folder.fd):
                 if is_temporary(name):
@@ -179,9 +215,13 @@ class Folders:
         return self.parts[0].store(name, MANIFEST_MAGIC, manifest.pack())
 
     def read_manifest(self, name: str) -> Manifest:
-        manifest = Manifest.unpack(self.parts[0].load(name, MANIFEST_MAGIC), name, folders=len(self.parts))
+        manifest = Manifest.unpack(
+            self.parts[0].load(name, MANIFEST_MAGIC), name, folders=len(self.parts)
+        )
         if manifest.store != self.store:
-            raise Damaged(f"{name} is of store {manifest.store.hex()}, expected {self.store.hex()}", file=name)
+            raise Damaged(
+                f"{name} is of store {manifest.store.hex()}, expected {self.store.hex()}", file=name
+            )
         return manifest
 
     def last_commit(self) -> Manifest:
@@ -189,15 +229,25 @@ class Folders:
         try:
             return self.read_manifest(MANIFEST)
         except (FileNotFoundError, Damaged) as error:
-            what = f"the {MANIFEST} is missing" if isinstance(error, FileNotFoundError) else str(error)
+            what = (
+                f"the {MANIFEST} is missing" if isinstance(error, FileNotFoundError) else str(error)
+            )
             sound = ", ".join(map(repr, self._sound_snapshots()))
             cure = (
-                f"TieredStore.restore(directory, name) makes one of the snapshots {sound} the last commit"
+                (
+                    f"TieredStore.restore(directory, name) makes one of the snapshots {sound} the "
+                    "last commit"
+                )
                 if sound
-                else "there is no snapshot that could be restored: put the file back from a copy, or name another directory"
+                else (
+                    "there is no snapshot that could be restored: put the file back from a "
+                    "copy, or name another directory"
+                )
             )
             path = self.parts[0].path
-            raise Damaged(f"{path}: {what}. Nothing was changed; {cure}", file=str(path / MANIFEST)) from error
+            raise Damaged(
+                f"{path}: {what}. Nothing was changed; {cure}", file=str(path / MANIFEST)
+            ) from error
 
     def snapshots(self) -> dict[str, Manifest]:
         found = {}
@@ -207,22 +257,30 @@ class Folders:
             except Damaged as error:
                 path = self.parts[0].path / snapshot_name(name)
                 raise Damaged(
-                    f"{path}: {error}. Nothing was changed; to go on without this snapshot, move the file away", file=str(path)
+                    (
+                        f"{path}: {error}. Nothing was changed; to go on without this snapshot, "
+                        "move the file away"
+                    ),
+                    file=str(path),
                 ) from error
         return found
 
     def restore(self, name: str) -> None:
-        """Make a snapshot the state that the store opens with, whatever became of the last commit; the snapshot stays."""
+        """Make a snapshot the state that the store opens with, whatever became of the last commit;
+        the snapshot stays."""
         try:
             snapshot = self.read_manifest(snapshot_name(name))
         except FileNotFoundError as error:
             raise InvalidArgument(
-                f"no snapshot {name!r} in {self.parts[0].path}; there are {', '.join(self._snapshot_names()) or 'none'}"
+                f"no snapshot {name!r} in {self.parts[0].path}; there are "
+                f"{', '.join(self._snapshot_names()) or 'none'}"
             ) from error
         now = snapshot
         with contextlib.suppress(FileNotFoundError, Damaged):
             now = self.read_manifest(MANIFEST)
-        restored = Manifest(self.store, now.generation + 1, snapshot.rows, now.written, now.born, now.days)
+        restored = Manifest(
+            self.store, now.generation + 1, snapshot.rows, now.written, now.born, now.days
+        )
         self.write_manifest(MANIFEST, restored)
 
     def _snapshot_names(self) -> list[str]:
@@ -242,11 +300,13 @@ class Folders:
         names = self.layer.names(folder.fd)
         foreign = [n for n in names if n != LOCK and not is_temporary(n) and not holds_state(n)]
         if foreign and IDENTITY not in names:
-            raise DirectoryRefused(f"{folder.path} is neither empty nor a store: it holds {sorted(foreign)[0]!r}")
+            raise DirectoryRefused(
+                f"{folder.path} is neither empty nor a store: it holds {sorted(foreign)[0]!r}"
+            )
 
     def _identify(self) -> tuple[bytes, list[Folder], bool]:
-        """The folders as a whole: a store, nothing yet, or the beginning of one, which has a first manifest and not yet
-        all identities."""
+        """The folders as a whole: a store, nothing yet, or the beginning of one, which has a first
+        manifest and not yet all identities."""
         identities = [self._identity(folder) for folder in self._open]
         known = [identity for identity in identities if identity]
         if not any(identity.part == 0 for identity in known) and (begun := self._begun(identities)):
@@ -256,22 +316,29 @@ class Folders:
         for folder, identity in zip(self._open, identities, strict=True):
             if identity is None or identity.store != first.store:
                 what = "no part of a store" if identity is None else "part of another store"
-                raise DirectoryRefused(f"{folder.path} is {what}, expected a part of store {first.store.hex()}")
+                raise DirectoryRefused(
+                    f"{folder.path} is {what}, expected a part of store {first.store.hex()}"
+                )
             if identity.count != first.count or identity.part in parts:
                 raise DirectoryRefused(
-                    f"{folder.path} says that it is part {identity.part + 1} of {identity.count} of store "
-                    f"{first.store.hex()}, which does not fit the others: was it copied? Name the directories of one store"
+                    f"{folder.path} says that it is part {identity.part + 1} of "
+                    f"{identity.count} of store "
+                    f"{first.store.hex()}, which does not fit the others: was it copied? Name "
+                    "the directories of one store"
                 )
             parts[identity.part] = folder
         if missing := sorted(set(range(first.count)) - parts.keys()):
             raise DirectoryRefused(
-                f"store {first.store.hex()} has {first.count} directories, part {missing[0] + 1} is missing: name all of them"
+                f"store {first.store.hex()} has {first.count} directories, part "
+                f"{missing[0] + 1} is missing: name all of them"
             )
         return first.store, [parts[i] for i in range(first.count)], False
 
-    def _begun(self, identities: Sequence[Identity | None]) -> tuple[bytes, list[Folder], bool] | None:
-        """Folders in which nothing was ever committed; None if that cannot be said. Damaged if there is state whose identity is
-        missing."""
+    def _begun(
+        self, identities: Sequence[Identity | None]
+    ) -> tuple[bytes, list[Folder], bool] | None:
+        """Folders in which nothing was ever committed; None if that cannot be said. Damaged if
+        there is state whose identity is missing."""
         store, first = b"", None
         for folder, identity in zip(self._open, identities, strict=True):
             if identity is not None:
@@ -280,7 +347,8 @@ class Folders:
             found = self._first_manifest(folder) if held == [MANIFEST] else None
             if held and not found:
                 raise Damaged(
-                    f"{folder.path} holds {held[0]!r} but no {IDENTITY!r}, so whose it is cannot be told: nothing was changed. "
+                    f"{folder.path} holds {held[0]!r} but no {IDENTITY!r}, so whose it is "
+                    "cannot be told: nothing was changed. "
                     "Put the file back from a copy, or name another directory",
                     file=str(folder.path / IDENTITY),
                 )
@@ -329,5 +397,11 @@ def typed() -> Iterator[None]:
 
 def named(error: OSError) -> StorageError:
     if error.errno in NO_ROOM:
-        return DiskFull(f"no room to write the manifest: {error}. What was committed before is intact", missing=1)
-    return DiskFailure(f"the files of the store could not be read or written: {error}. What was committed before is intact")
+        return DiskFull(
+            f"no room to write the manifest: {error}. What was committed before is intact",
+            missing=1,
+        )
+    return DiskFailure(
+        f"the files of the store could not be read or written: {error}. What was committed "
+        "before is intact"
+    )

@@ -1,6 +1,8 @@
-"""Every call to the operating system about files, and their names, in one place: tests put faulty disks and power cuts here.
+"""Every call to the operating system about files, and their names, in one place: tests put faulty
+disks and power cuts here.
 
-Files are opened relative to a folder's descriptor, without following symbolic links, and only if they are ours.
+Files are opened relative to a folder's descriptor, without following symbolic links, and only if
+they are ours.
 """
 
 import contextlib
@@ -20,7 +22,8 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# Names of the files of a store. Whatever is named otherwise is not ours: it is never written, moved or removed.
+# Names of the files of a store. Whatever is named otherwise is not ours: it is never written, moved
+# or removed.
 IDENTITY, MANIFEST, LOCK = "identity", "manifest", "lock"
 TEMPORARY = ".tmp"
 SNAPSHOT = re.compile(r"snapshot-(?!.*\.tmp$)([A-Za-z0-9][A-Za-z0-9._-]{0,99})")
@@ -31,10 +34,12 @@ _SEGMENT = re.compile(r"segment-([0-9]{6,9})")
 
 
 class FileLayer:
-    """The system's files as they are. Descriptors are integers; ``folder`` arguments are descriptors of folders."""
+    """The system's files as they are. Descriptors are integers; ``folder`` arguments are
+    descriptors of folders."""
 
     def open_folder(self, path: Path) -> int:
-        """Open a directory, made with mode 0700 if it is not there; refuse links, other owners and open doors."""
+        """Open a directory, made with mode 0700 if it is not there; refuse links, other owners and
+        open doors."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -42,29 +47,38 @@ class FileLayer:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise DirectoryRefused(
-                f"cannot open {path}: {error.strerror}; expected a directory that is not a symbolic link"
+                f"cannot open {path}: {error.strerror}; expected a directory that is not a "
+                "symbolic link"
             ) from error
         found = os.fstat(folder)
         if found.st_uid != os.geteuid():
             os.close(folder)
-            raise DirectoryRefused(f"{path} belongs to user {found.st_uid}, expected {os.geteuid()} who runs this")
+            raise DirectoryRefused(
+                f"{path} belongs to user {found.st_uid}, expected {os.geteuid()} who runs this"
+            )
         if found.st_mode & 0o022:
             os.close(folder)
-            raise DirectoryRefused(f"others may write to {path} (mode {found.st_mode & 0o777:o}): chmod 700 {path}")
+            raise DirectoryRefused(
+                f"others may write to {path} (mode {found.st_mode & 0o777:o}): chmod 700 {path}"
+            )
         return folder
 
     def lock(self, folder: int, path: Path) -> int:
-        """Hold the folder for this process until the returned descriptor is closed, by us or by our death."""
+        """Hold the folder for this process until the returned descriptor is closed, by us or by our
+        death."""
         held = self.open(folder, LOCK, create=True)
         owner = os.pread(held, 200, 0).decode(errors="replace").strip()
         try:
             if owner and not owner.startswith("process "):
-                raise DirectoryRefused(f"{path} holds a file {LOCK!r} that is not ours: choose another folder")
+                raise DirectoryRefused(
+                    f"{path} holds a file {LOCK!r} that is not ours: choose another folder"
+                )
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(held)
             raise DirectoryRefused(
-                f"{path} is in use by {owner or 'a process that has not said its name'}: close that store, or choose another "
+                f"{path} is in use by {owner or 'a process that has not said its name'}: close "
+                "that store, or choose another "
                 "folder"
             ) from error
         except DirectoryRefused:
@@ -72,23 +86,43 @@ class FileLayer:
             raise
         os.ftruncate(held, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.pwrite(held, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        os.pwrite(
+            held, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0
+        )
         return held
 
-    def open(self, folder: int, name: str, *, create: bool = False, direct: bool = False, write: bool = True) -> int:
+    def open(
+        self,
+        folder: int,
+        name: str,
+        *,
+        create: bool = False,
+        direct: bool = False,
+        write: bool = True,
+    ) -> int:
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = os.open(name, flags | (os.O_CREAT if create else 0) | (DIRECT if direct else 0), 0o600, dir_fd=folder)
+            fd = os.open(
+                name,
+                flags | (os.O_CREAT if create else 0) | (DIRECT if direct else 0),
+                0o600,
+                dir_fd=folder,
+            )
         except OSError as error:
             with contextlib.suppress(OSError):
                 if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                    raise DirectoryRefused(f"{name!r} in the store's folder is not a file of ours: remove it") from error
+                    raise DirectoryRefused(
+                        f"{name!r} in the store's folder is not a file of ours: remove it"
+                    ) from error
             raise
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(fd)
-            raise DirectoryRefused(f"{name!r} in the store's folder is not a file of ours: remove it")
-        os.set_blocking(fd, True)  # opening a pipe must not wait for whoever writes to it; a file's reads may
+            raise DirectoryRefused(
+                f"{name!r} in the store's folder is not a file of ours: remove it"
+            )
+        # opening a pipe must not wait for whoever writes to it; a file's reads may
+        os.set_blocking(fd, True)
         return fd
 
     def close(self, fd: int) -> None:
@@ -165,7 +199,8 @@ def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
 
 
 def read_fully(layer: FileLayer, fd: int, length: int, start: int = 0) -> bytes:
-    """``length`` bytes from ``start`` on, or as many as the file has, however short the single reads are."""
+    """``length`` bytes from ``start`` on, or as many as the file has, however short the single
+    reads are."""
     content = memoryview(bytearray(max(min(length, layer.size(fd) - start), 0)))
     done = 0
     while done < len(content) and (got := layer.read(fd, content[done:], start + done)):
@@ -190,7 +225,9 @@ def snapshot_name(name: str) -> str:
 def is_temporary(name: str) -> bool:
     """Left behind by an interrupted run."""
     whole = name.removesuffix(TEMPORARY)
-    return name == PROBE or (whole != name and (whole in (IDENTITY, MANIFEST) or bool(SNAPSHOT.fullmatch(whole))))
+    return name == PROBE or (
+        whole != name and (whole in (IDENTITY, MANIFEST) or bool(SNAPSHOT.fullmatch(whole)))
+    )
 
 
 def holds_state(name: str) -> bool:

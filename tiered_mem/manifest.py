@@ -1,6 +1,8 @@
-"""Manifest, which a commit writes last: every tensor, the chunks it lies in, their checksums and generations.
+"""Manifest, which a commit writes last: every tensor, the chunks it lies in, their checksums and
+generations.
 
-A snapshot is a second manifest under a name of its own: the chunks it lists are not written again while it is there.
+A snapshot is a second manifest under a name of its own: the chunks it lists are not written again
+while it is there.
 """
 
 import math
@@ -22,10 +24,22 @@ DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``nbytes`` at the beginning of an extent, written in ``generation``, the number of the commit that made it last."""
+    """``nbytes`` at the beginning of an extent, written in ``generation``, the number of the commit
+    that made it last."""
 
     extent: Extent
     nbytes: int
@@ -108,47 +123,72 @@ class Manifest:
 
     @staticmethod
     def unpack(content: Any, name: str = MANIFEST, *, folders: int | None = None) -> "Manifest":
-        """From what ``pack`` made, every number checked, against the count of ``folders`` if it is given; Damaged otherwise."""
+        """From what ``pack`` made, every number checked, against the count of ``folders`` if it is
+        given; Damaged otherwise."""
         try:
             store, generation, rows, written, born, days = content
             _require(type(store) is bytes and len(store) == 16, "a store is known by 16 bytes")
             _require(type(rows) is list and type(days) is dict, "there are rows and days")
             _require(type(born) in (int, float) and math.isfinite(born), "it was born at some time")
             parsed = tuple(_row(*row) for row in rows)
-            found = Manifest(store, _natural(generation), parsed, _natural(written), float(born), dict(days))
+            found = Manifest(
+                store, _natural(generation), parsed, _natural(written), float(born), dict(days)
+            )
             for day, count in found.days.items():
-                _require(isinstance(day, str) and DAY.fullmatch(day) is not None, f"{day!r:.100} is a day")
+                _require(
+                    isinstance(day, str) and DAY.fullmatch(day) is not None,
+                    f"{day!r:.100} is a day",
+                )
                 _natural(count)
             extents = [chunk.extent for row in parsed for chunk in row.chunks]
             _require(len(set(extents)) == len(extents), "every chunk has a place of its own")
-            _require(folders is None or all(e.folder < folders for e in extents), f"there are {folders} directories")
+            _require(
+                folders is None or all(e.folder < folders for e in extents),
+                f"there are {folders} directories",
+            )
             names = [entry.name for row in parsed for entry in row.entries]
             _require(len(set(names)) == len(names), "every tensor is listed once")
         except (TypeError, ValueError) as error:
             raise Damaged(
-                f"{name} has a checksum that fits, but not the form of this version: {error}", file=name
+                f"{name} has a checksum that fits, but not the form of this version: {error}",
+                file=name,
             ) from error
         return found
 
 
 def _row(size: Any, entries: Any, chunks: Any) -> ManifestRow:
-    row = ManifestRow(_natural(size), tuple(_entry(*e) for e in entries), tuple(_chunk(*c) for c in chunks))
+    row = ManifestRow(
+        _natural(size), tuple(_entry(*e) for e in entries), tuple(_chunk(*c) for c in chunks)
+    )
     _require(sum(c.nbytes for c in row.chunks) == row.size, "chunks fill their block")
-    _require(all(c.nbytes == c.extent.length for c in row.chunks[:-1]), "chunks but the last are whole pages")
+    _require(
+        all(c.nbytes == c.extent.length for c in row.chunks[:-1]),
+        "chunks but the last are whole pages",
+    )
     filled = sorted((e.start, e.start + e.nbytes) for e in row.entries if e.nbytes)
-    _require(all(e.start + e.nbytes <= row.size for e in row.entries), "tensors lie inside their block")
+    _require(
+        all(e.start + e.nbytes <= row.size for e in row.entries), "tensors lie inside their block"
+    )
     _require(all(one[1] <= other[0] for one, other in pairwise(filled)), "tensors lie side by side")
     return row
 
 
 def _entry(name: Any, start: Any, nbytes: Any, dtype: Any, shape: Any) -> Entry:
-    _require(type(name) is str and 0 < len(name.encode()) <= LONGEST_NAME and "\0" not in name, "tensors have names")
-    _require(type(dtype) is str and dtype in DTYPES, f"{dtype!r:.100} is a dtype that this version knows")
+    _require(
+        type(name) is str and 0 < len(name.encode()) <= LONGEST_NAME and "\0" not in name,
+        "tensors have names",
+    )
+    _require(
+        type(dtype) is str and dtype in DTYPES, f"{dtype!r:.100} is a dtype that this version knows"
+    )
     _require(type(shape) in (list, tuple), "a shape is a row of numbers")
     entry = Entry(name, _natural(start), _natural(nbytes), dtype, tuple(_natural(n) for n in shape))
     itemsize = DTYPES[dtype].itemsize
     _require(strides_fit(entry.shape), f"{name!r:.100} has a shape that can be")
-    _require(itemsize * math.prod(entry.shape) == entry.nbytes, f"{name!r:.100} has as many bytes as its shape")
+    _require(
+        itemsize * math.prod(entry.shape) == entry.nbytes,
+        f"{name!r:.100} has as many bytes as its shape",
+    )
     _require(entry.start % itemsize == 0, f"{name!r:.100} is aligned")
     return entry
 
@@ -158,17 +198,23 @@ def strides_fit(shape: Iterable[int]) -> bool:
     return math.prod(max(n, 1) for n in shape) <= LARGEST
 
 
-def _chunk(folder: Any, segment: Any, offset: Any, length: Any, nbytes: Any, checksum: Any, generation: Any) -> Chunk:
+def _chunk(
+    folder: Any, segment: Any, offset: Any, length: Any, nbytes: Any, checksum: Any, generation: Any
+) -> Chunk:
     extent = Extent(_natural(folder), _natural(segment), _natural(offset), _natural(length))
     chunk = Chunk(extent, _natural(nbytes), _natural(checksum, (1 << 64) - 1), _natural(generation))
-    _require(extent.segment < SEGMENTS // 2, "a segment has a number")  # and after it others can be made
+    # and after it others can be made
+    _require(extent.segment < SEGMENTS // 2, "a segment has a number")
     _require(extent.offset % PAGE == 0 and extent.length % PAGE == 0, "chunks lie on pages")
     _require(0 < chunk.nbytes <= extent.length < chunk.nbytes + PAGE, "a chunk fits its extent")
     return chunk
 
 
 def _natural(value: Any, largest: int = LARGEST) -> int:
-    _require(type(value) is int and 0 <= value <= largest, f"{value!r:.100} is a number from 0 to {largest}")
+    _require(
+        type(value) is int and 0 <= value <= largest,
+        f"{value!r:.100} is a number from 0 to {largest}",
+    )
     return int(value)
 
 

@@ -1,4 +1,5 @@
-"""Packs of small tensors, and blocks of large ones: where new tensors find room, and old ones give it back."""
+"""Packs of small tensors, and blocks of large ones: where new tensors find room, and old ones give
+it back."""
 
 import torch
 
@@ -17,7 +18,9 @@ class Packs:
     Methods take the store's lock themselves; those that begin with ``_`` are called with it held.
     """
 
-    def __init__(self, catalog: Catalog, residency: Residency, access: Access, *, below: int, nbytes: int) -> None:
+    def __init__(
+        self, catalog: Catalog, residency: Residency, access: Access, *, below: int, nbytes: int
+    ) -> None:
         """Tensors ``below`` so many bytes are packed, in packs of ``nbytes``."""
         self._catalog, self._residency, self._access = catalog, residency, access
         self.below, self._nbytes = below, nbytes
@@ -27,7 +30,12 @@ class Packs:
         entry = entry_of(name, tensor)
         with self._catalog.changed:
             known = self._catalog.names.get(name)
-            same = known is not None and not known.damage and known.entries[name].like(entry) and self._at_hand(known)
+            same = (
+                known is not None
+                and not known.damage
+                and known.entries[name].like(entry)
+                and self._at_hand(known)
+            )
         if same:
             with self._access.borrow(name) as place:
                 place.copy_(tensor.detach())
@@ -40,7 +48,8 @@ class Packs:
             self._drop_when_free(name)
 
     def repack(self) -> None:
-        """Move tensors out of packs that are mostly holes, when the holes are more than a fortieth of all."""
+        """Move tensors out of packs that are mostly holes, when the holes are more than a fortieth
+        of all."""
         with self._catalog.changed:
             blocks = self._catalog.blocks.values()
             holes = {b: b.size - b.live for b in blocks if len(b.entries) and b is not self._pack}
@@ -55,17 +64,25 @@ class Packs:
             self._rewrite(name)
 
     def _at_hand(self, block: Block) -> bool:
-        """In memory, or with others that have to be read: what is overwritten as a whole need not be."""
-        return (block.slot is not None and not block.leaving) or block.size < self.below or len(block.entries) > 1
+        """In memory, or with others that have to be read: what is overwritten as a whole need not
+        be."""
+        return (
+            (block.slot is not None and not block.leaving)
+            or block.size < self.below
+            or len(block.entries) > 1
+        )
 
     def _put_anew(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """In place of the tensor that has its name, which is not looked at. Called without the lock."""
+        """In place of the tensor that has its name, which is not looked at. Called without the
+        lock."""
         with self._catalog.changed:
             self._catalog.admit_writer()
             block, entry = self._place(entry)
         try:
             assert block.slot is not None
-            view = self._residency.host.tensor(block.slot, entry.start, entry.nbytes, tensor.dtype, entry.shape)
+            view = self._residency.host.tensor(
+                block.slot, entry.start, entry.nbytes, tensor.dtype, entry.shape
+            )
             view.copy_(tensor.detach())
             with self._catalog.changed:
                 self._install(block, entry)
@@ -100,9 +117,15 @@ class Packs:
         return block, Entry(entry.name, start, entry.nbytes, entry.dtype, entry.shape)
 
     def _install(self, block: Block, entry: Entry) -> None:
-        """From now on this is the tensor of that name. If it takes the place of a whole block, it is that to the schedule."""
+        """From now on this is the tensor of that name. If it takes the place of a whole block, it
+        is that to the schedule."""
         dropped = self._drop_when_free(entry.name)
-        if dropped and dropped.number not in self._catalog.blocks and dropped.size == block.size and not block.entries:
+        if (
+            dropped
+            and dropped.number not in self._catalog.blocks
+            and dropped.size == block.size
+            and not block.entries
+        ):
             self._catalog.renumber(block, dropped.number)
             self._residency.schedule.access(block.number, block.size)
             self._access.read_ahead()
@@ -114,7 +137,8 @@ class Packs:
         self._catalog.changed.notify_all()
 
     def _drop_when_free(self, name: str) -> Block | None:
-        """Remove a tensor, if it is there, as soon as nobody uses it and no commit needs it; the block in which it was."""
+        """Remove a tensor, if it is there, as soon as nobody uses it and no commit needs it; the
+        block in which it was."""
         c = self._catalog
         while block := c.names.get(name):
             use = block.uses.get(name)
@@ -158,6 +182,7 @@ class Packs:
 
 
 def _aligned(start: int, entry: Entry) -> int:
-    """The first place from ``start`` on where a tensor may begin in a pack: packed tightly if it is tiny."""
+    """The first place from ``start`` on where a tensor may begin in a pack: packed tightly if it is
+    tiny."""
     unit = 64 if entry.nbytes >= 4096 else DTYPES[entry.dtype].itemsize
     return -(-start // unit) * unit

@@ -1,6 +1,7 @@
 """Residency of blocks in memory: loading, flushing and making room, never beyond a tier's budget.
 
-The store's lock (``Catalog.changed``) is held whenever a method here is called, and never while bytes move.
+The store's lock (``Catalog.changed``) is held whenever a method here is called, and never while
+bytes move.
 """
 
 import threading
@@ -21,8 +22,8 @@ from commpress.units import show_bytes
 
 @dataclass
 class Crossing:
-    """Bytes copied between host memory and where a model computes: over PCIe, if that is a device. On a processor, which is
-    both, those that would be."""
+    """Bytes copied between host memory and where a model computes: over PCIe, if that is a device.
+    On a processor, which is both, those that would be."""
 
     up: int = 0  # to the model
     down: int = 0  # and from it
@@ -41,7 +42,13 @@ class Residency:
         schedule: Schedule,
     ) -> None:
         self.changed, self.references, self.disk = changed, references, references.disk
-        self.host, self.device, self.chunk_bytes, self.wear, self.schedule = host, device, chunk_bytes, wear, schedule
+        self.host, self.device, self.chunk_bytes, self.wear, self.schedule = (
+            host,
+            device,
+            chunk_bytes,
+            wear,
+            schedule,
+        )
         self.resident: dict[Arena, dict[Block, None]] = {host: {}}  # oldest use first
         if device:
             self.resident[device] = {}
@@ -52,14 +59,19 @@ class Residency:
 
     # ---------------------------------------------------------------- room in memory
 
-    def room(self, arena: Arena, nbytes: int, who: object, *, before: int | None = None) -> Slot | None:
-        """A slot; others leave for it, and ``who`` waits. May let go of the lock. OverBudget if nothing can leave.
+    def room(
+        self, arena: Arena, nbytes: int, who: object, *, before: int | None = None
+    ) -> Slot | None:
+        """A slot; others leave for it, and ``who`` waits. May let go of the lock. OverBudget if
+        nothing can leave.
 
-        With ``before`` it is for a hint: None instead of waiting for users, or if all others are used sooner.
+        With ``before`` it is for a hint: None instead of waiting for users, or if all others are
+        used sooner.
         """
         if padded(nbytes) > arena.capacity:
             raise OverBudget(
-                f"{show_bytes(nbytes)} do not fit into {self._tier(arena)} memory of {show_bytes(arena.capacity)}: "
+                f"{show_bytes(nbytes)} do not fit into {self._tier(arena)} memory of "
+                f"{show_bytes(arena.capacity)}: "
                 "raise its budget, or cut the tensor"
             )
         leaving, tried = dict[Block, None](), set[Block]()
@@ -98,19 +110,26 @@ class Residency:
         return victim
 
     def _refuse_if_stuck(self, arena: Arena, nbytes: int, who: object) -> None:
-        """Nothing can leave. If those who hold it all wait for room themselves, nobody will let go."""
-        holders = {held for b in self.resident[arena] for use in b.uses.values() for held in use.holders()}
+        """Nothing can leave. If those who hold it all wait for room themselves, nobody will let
+        go."""
+        holders = {
+            held for b in self.resident[arena] for use in b.uses.values() for held in use.holders()
+        }
         if not holders - self._waiting - {who}:
-            held = [name for block in self.resident[arena] for name, use in block.uses.items() if use]
+            held = [
+                name for block in self.resident[arena] for name, use in block.uses.items() if use
+            ]
             pinned = sum(b.slot.length for b in self.resident[arena] if b.pinned and b.slot)
             raise OverBudget(
-                f"no room for {show_bytes(nbytes)} in {self._tier(arena)} memory of {show_bytes(arena.capacity)}: "
+                f"no room for {show_bytes(nbytes)} in {self._tier(arena)} memory of "
+                f"{show_bytes(arena.capacity)}: "
                 f"borrowed are {', '.join(map(repr, held[:5])) or 'no tensors'}{' and more' * (len(held) > 5)}, pinned "
                 f"{show_bytes(pinned)}. Borrow fewer at once, or raise the budget"
             )
 
     def expel(self, block: Block, who: object) -> None:
-        """Have an unused block leave its tier: at once if it is clean, else after it is written or copied."""
+        """Have an unused block leave its tier: at once if it is clean, else after it is written or
+        copied."""
         if block.dirty and block.arena is self.device:
             self._move(block, self.host, who)
         elif block.dirty:
@@ -150,7 +169,8 @@ class Residency:
     # ---------------------------------------------------------------- moves
 
     def bring(self, block: Block, arena: Arena, who: object, *, before: int | None = None) -> bool:
-        """Begin to bring a block, that nothing moves, into a tier. May let go of the lock: look again afterwards."""
+        """Begin to bring a block, that nothing moves, into a tier. May let go of the lock: look
+        again afterwards."""
         if block.damage:
             raise block.damage
         if block.slot is not None:
@@ -195,7 +215,8 @@ class Residency:
             self.changed.notify_all()
 
     def flush(self, block: Block, who: object) -> None:
-        """Begin to write a dirty block, that nobody writes to and nothing moves, to new places on the disk.
+        """Begin to write a dirty block, that nobody writes to and nothing moves, to new places on
+        the disk.
 
         From the device it goes through a slot in host memory; then the lock is let go of meanwhile.
         """
@@ -203,7 +224,9 @@ class Residency:
         assert not block.moving
         assert not block.written
         block.failure = None
-        sizes = [min(self.chunk_bytes, block.size - at) for at in range(0, block.size, self.chunk_bytes)]
+        sizes = [
+            min(self.chunk_bytes, block.size - at) for at in range(0, block.size, self.chunk_bytes)
+        ]
         extents: list[Extent] = []
         block.moving, block.flushing = Pending(), True
         try:
@@ -218,7 +241,12 @@ class Residency:
             raise
         slot = staged or block.slot
         view = self.host.view(slot, 0, slot.length)
-        self.disk.write(extents, sizes, view, partial(self._flushed, block, perf_counter(), staged, sizes, extents))
+        self.disk.write(
+            extents,
+            sizes,
+            view,
+            partial(self._flushed, block, perf_counter(), staged, sizes, extents),
+        )
 
     def _copy(self, block: Block, arena: Arena, who: object) -> Slot:
         """The bytes of a block, that nobody changes, in another tier too. Lets go of the lock."""
@@ -239,7 +267,13 @@ class Residency:
         return slot
 
     def _flushed(
-        self, block: Block, begin: float, staged: Slot | None, sizes: list[int], extents: list[Extent], batch: Batch
+        self,
+        block: Block,
+        begin: float,
+        staged: Slot | None,
+        sizes: list[int],
+        extents: list[Extent],
+        batch: Batch,
     ) -> None:
         error = batch.error
         with self.changed:
@@ -248,7 +282,8 @@ class Residency:
             if staged is not None:
                 self.host.give(staged)
             if error is not None:
-                self.references.lost.update(extents)  # the disk refused some of them: none is used again in this run
+                # the disk refused some of them: none is used again in this run
+                self.references.lost.update(extents)
                 block.failure, block.leaving = error, False
                 moving.fail(error)
             else:
@@ -256,7 +291,9 @@ class Residency:
                 old = block.chunks
                 block.chunks = tuple(
                     Chunk(extent, nbytes, checksum, self.references.generation + 1)
-                    for extent, nbytes, checksum in zip(extents, sizes, batch.checksums, strict=True)
+                    for extent, nbytes, checksum in zip(
+                        extents, sizes, batch.checksums, strict=True
+                    )
                 )
                 block.dirty = False
                 self.references.release(chunk.extent for chunk in old)
@@ -270,7 +307,8 @@ class Residency:
             self.changed.notify_all()
 
     def _move(self, block: Block, arena: Arena, who: object) -> None:
-        """Copy an unused block that nothing moves between host and device; the caller does it, without the lock."""
+        """Copy an unused block that nothing moves between host and device; the caller does it,
+        without the lock."""
         assert block.slot is not None
         assert block.arena is not None
         assert not block.moving
@@ -294,4 +332,6 @@ class Residency:
 def damaged(block: Block, error: Damaged) -> Damaged:
     names = tuple(block.entries)
     listed = ", ".join(map(repr, names[:5])) + " and more" * (len(names) > 5)
-    return Damaged(f"{listed} cannot be read: {error}", names=names, file=error.file, offset=error.offset)
+    return Damaged(
+        f"{listed} cannot be read: {error}", names=names, file=error.file, offset=error.offset
+    )

@@ -1,8 +1,10 @@
-"""Record one training step's accesses, then know what comes next: what to read ahead, and what to let go.
+"""Record one training step's accesses, then know what comes next: what to read ahead, and what to
+let go.
 
-Training repeats itself. The recorded trace is taken as a circle; on it the block whose next use is farthest leaves
-(Belady's rule, which no rule can beat for blocks of one size), and a read begins early enough for its bytes to arrive.
-When a step departs from the trace, it is recorded anew, and until it has ended the least recently used block leaves.
+Training repeats itself. The recorded trace is taken as a circle; on it the block whose next use is
+farthest leaves (Belady's rule, which no rule can beat for blocks of one size), and a read begins
+early enough for its bytes to arrive. When a step departs from the trace, it is recorded anew, and
+until it has ended the least recently used block leaves.
 """
 
 import math
@@ -24,16 +26,21 @@ def next_uses(trace: Sequence[int]) -> dict[int, list[int]]:
 
 
 def farthest(trace: Sequence[int], rounds: int = 1) -> "Callable[[Sequence[int], int], int]":
-    """Belady's rule on ``rounds`` repetitions of a trace: (resident, oldest use first; position) → who leaves."""
+    """Belady's rule on ``rounds`` repetitions of a trace: (resident, oldest use first; position) →
+    who leaves."""
     uses, length = next_uses(trace), len(trace)
 
     def choose(resident: Sequence[int], position: int) -> int:
-        return max(resident, key=lambda key: distance(uses, length, key, position, circle=rounds > 1))
+        return max(
+            resident, key=lambda key: distance(uses, length, key, position, circle=rounds > 1)
+        )
 
     return choose
 
 
-def distance(uses: Mapping[int, Sequence[int]], length: int, key: int, position: int, *, circle: bool = True) -> float:
+def distance(
+    uses: Mapping[int, Sequence[int]], length: int, key: int, position: int, *, circle: bool = True
+) -> float:
     """Accesses from ``position`` (itself over) to the next use of ``key``."""
     at = uses.get(key)
     if not at:
@@ -76,8 +83,9 @@ def misses(
 def starts(times: Sequence[float], reads: Sequence[float]) -> list[int]:
     """For each access the position at which its read should begin, if reads come one after another.
 
-    ``times`` are those of the accesses within a step, ``reads`` the seconds each takes to read. Planned backwards: a read
-    ends before its access and before the next read must begin; positions before the step (negative) are of the last one.
+    ``times`` are those of the accesses within a step, ``reads`` the seconds each takes to read.
+    Planned backwards: a read ends before its access and before the next read must begin; positions
+    before the step (negative) are of the last one.
     """
     if not times:
         return []
@@ -106,7 +114,8 @@ class Schedule:
     stalled: float = 0.0  # seconds of waiting in this step: not part of its rhythm
     _uses: dict[int, list[int]] = field(default_factory=dict)
     _new: list[tuple[int, float]] = field(default_factory=list)
-    _order: list[tuple[int, int]] = field(default_factory=list)  # (begin, access), in order of begin
+    # (begin, access), in order of begin
+    _order: list[tuple[int, int]] = field(default_factory=list)
     _at: int = 0
     _began: float = 0.0
 
@@ -126,7 +135,8 @@ class Schedule:
                 self.departures += 1
 
     def end(self, read_seconds: Callable[[int], float]) -> None:
-        """The step is over. ``read_seconds(size)`` is what a read takes here, as measured so far."""
+        """The step is over. ``read_seconds(size)`` is what a read takes here, as measured so
+        far."""
         self.active = False
         if self.planned and self.position == len(self.trace) - 1:
             return
@@ -146,7 +156,8 @@ class Schedule:
         return distance(self._uses, len(self.trace), key, self.position)
 
     def ahead(self) -> list[tuple[int, int]]:
-        """(key, accesses from now) of the reads that should begin now and have not been named in this step."""
+        """(key, accesses from now) of the reads that should begin now and have not been named in
+        this step."""
         if not self.planned or not self.active:
             return []
         due = []
@@ -158,6 +169,9 @@ class Schedule:
         return due
 
     def _better_than_lru(self) -> bool:
-        """Blocks of unequal size can make Belady's rule worse than it should be: then keep to the other one."""
-        planned = misses(self.trace, self.sizes, self.capacity, farthest(self.trace, rounds=2), rounds=3)
+        """Blocks of unequal size can make Belady's rule worse than it should be: then keep to the
+        other one."""
+        planned = misses(
+            self.trace, self.sizes, self.capacity, farthest(self.trace, rounds=2), rounds=3
+        )
         return planned <= misses(self.trace, self.sizes, self.capacity, least_recent, rounds=3)

@@ -33,7 +33,8 @@ from commpress.units import parse_bytes
 
 @dataclass(frozen=True)
 class Options:
-    """``chunk_bytes``: the largest request the disk sees. ``pack_below``: smaller tensors share chunks."""
+    """``chunk_bytes``: the largest request the disk sees. ``pack_below``: smaller tensors share
+    chunks."""
 
     chunk_bytes: int = 4 << 20
     pack_below: int = 256 << 10
@@ -43,10 +44,13 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "pack_bytes", "segment_bytes"):
             if getattr(self, name) < PAGE or getattr(self, name) % PAGE:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}, expected a multiple of {PAGE}")
+                raise InvalidArgument(
+                    f"{name} is {getattr(self, name)}, expected a multiple of {PAGE}"
+                )
         if not 0 <= self.pack_below <= self.pack_bytes <= self.chunk_bytes:
             raise InvalidArgument(
-                f"pack_below {self.pack_below} <= pack_bytes {self.pack_bytes} <= chunk_bytes {self.chunk_bytes} must hold"
+                f"pack_below {self.pack_below} <= pack_bytes {self.pack_bytes} <= chunk_bytes "
+                f"{self.chunk_bytes} must hold"
             )
 
 
@@ -74,7 +78,8 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes by tier. ``fragmentation`` is the share of the bytes taken on disk that no tensor fills."""
+    """Bytes by tier. ``fragmentation`` is the share of the bytes taken on disk that no tensor
+    fills."""
 
     host: int
     host_capacity: int
@@ -87,13 +92,20 @@ class Usage:
 
 
 class TieredStore:
-    """Store of named tensors, thread-safe. Made by ``open``; ``close`` it, or use it as a context. Only what was committed
-    outlives it."""
+    """Store of named tensors, thread-safe. Made by ``open``; ``close`` it, or use it as a context.
+    Only what was committed outlives it."""
 
-    def __init__(self, catalog: Catalog, residency: Residency, folders: Folders, options: Options) -> None:
+    def __init__(
+        self, catalog: Catalog, residency: Residency, folders: Folders, options: Options
+    ) -> None:
         self._catalog, self._residency, self._folders = catalog, residency, folders
-        self._commits, self._access = Commits(catalog, residency, folders), Access(catalog, residency)
-        self._packs = Packs(catalog, residency, self._access, below=options.pack_below, nbytes=options.pack_bytes)
+        self._commits, self._access = (
+            Commits(catalog, residency, folders),
+            Access(catalog, residency),
+        )
+        self._packs = Packs(
+            catalog, residency, self._access, below=options.pack_below, nbytes=options.pack_bytes
+        )
 
     # ---------------------------------------------------------------- opening and closing
 
@@ -116,15 +128,18 @@ class TieredStore:
     ) -> "TieredStore":
         """Open the store in one directory, or striped over several, and make it if there is none.
 
-        ``host``, ``device`` and ``disk`` (in each directory) are budgets that are never exceeded. ``engine`` is measured
-        unless named; ``direct`` goes past the page cache where that works. ``pin`` registers host memory with CUDA.
+        ``host``, ``device`` and ``disk`` (in each directory) are budgets that are never exceeded.
+        ``engine`` is measured unless named; ``direct`` goes past the page cache where that works.
+        ``pin`` registers host memory with CUDA.
         """
         options, layer = options or Options(), layer or FileLayer()
         host_bytes, device_bytes = parse_bytes(host), parse_bytes(device)
         disk_bytes = None if disk is None else parse_bytes(disk)
         per_day = None if writes_per_day is None else parse_bytes(writes_per_day)
         if host_bytes < options.pack_bytes:
-            raise InvalidArgument(f"host is {host_bytes} bytes, expected at least pack_bytes = {options.pack_bytes}")
+            raise InvalidArgument(
+                f"host is {host_bytes} bytes, expected at least pack_bytes = {options.pack_bytes}"
+            )
         if depth < 1:
             raise InvalidArgument(f"depth is {depth}, expected at least 1")
         with typed():
@@ -165,7 +180,8 @@ class TieredStore:
 
     @staticmethod
     def restore(directory: Paths, snapshot: str, *, layer: FileLayer | None = None) -> None:
-        """Make a snapshot the state with which the store in ``directory``, which nobody has open, opens next."""
+        """Make a snapshot the state with which the store in ``directory``, which nobody has open,
+        opens next."""
         with typed():
             folders = Folders(directory, layer or FileLayer())
             try:
@@ -206,8 +222,9 @@ class TieredStore:
         self._packs.put(name, tensor)
 
     def borrow(self, name: str, *, on: Tier = "host", write: bool = True) -> Borrow:
-        """A context with the tensor itself, on the tier asked for; changes are kept, also when the context is left by an
-        error. One writer or many readers at a time. After the context the tensor is empty. ``async with`` works too."""
+        """A context with the tensor itself, on the tier asked for; changes are kept, also when the
+        context is left by an error. One writer or many readers at a time. After the context the
+        tensor is empty. ``async with`` works too."""
         return self._access.borrow(name, on, write=write)
 
     def delete(self, name: str) -> None:
@@ -228,8 +245,8 @@ class TieredStore:
     # ---------------------------------------------------------------- moving between tiers
 
     def prefetch(self, names: str | Iterable[str]) -> Pending[int]:
-        """Begin to read tensors into host memory; the result is how many blocks were read. A hint: where everything in
-        memory is in use, it is dropped."""
+        """Begin to read tensors into host memory; the result is how many blocks were read. A hint:
+        where everything in memory is in use, it is dropped."""
         return self._access.prefetch(names)
 
     def evict(self, names: str | Iterable[str]) -> Pending[None]:
@@ -242,7 +259,8 @@ class TieredStore:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step: the first is recorded, the following ones are read ahead and evicted by plan."""
+        """One training step: the first is recorded, the following ones are read ahead and evicted
+        by plan."""
         schedule = self._residency.schedule
         with self._catalog.changed:
             schedule.begin()
@@ -256,20 +274,22 @@ class TieredStore:
     # ---------------------------------------------------------------- durability
 
     def commit(self) -> int:
-        """Everything as it is at this moment survives a crash when this returns; the commit's number. Waits for those
-        who are writing; readers and later writers go on meanwhile."""
+        """Everything as it is at this moment survives a crash when this returns; the commit's
+        number. Waits for those who are writing; readers and later writers go on meanwhile."""
         self._check()
         self._packs.repack()
         return self._commits.commit()
 
     def commit_later(self) -> Pending[int]:
-        """``commit`` in the background. What it keeps is the state of some moment after this call."""
+        """``commit`` in the background. What it keeps is the state of some moment after this
+        call."""
         pending: Pending[int] = Pending()
         self._access.background.spawn(lambda: pending.run(self.commit))
         return pending
 
     def snapshot(self, name: str) -> int:
-        """Commit, and keep this state under ``name`` beside all later ones; only what changes costs room."""
+        """Commit, and keep this state under ``name`` beside all later ones; only what changes costs
+        room."""
         self._check()
         return self._commits.commit(snapshot=name)
 
@@ -281,12 +301,14 @@ class TieredStore:
         self._commits.drop_snapshot(name)
 
     def copy_snapshot(self, name: str, directory: Paths) -> None:
-        """Make a store of its own of a snapshot, in an empty directory; this one goes on being used meanwhile."""
+        """Make a store of its own of a snapshot, in an empty directory; this one goes on being used
+        meanwhile."""
         self._check()
         self._commits.copy_snapshot(name, directory)
 
     def verify(self) -> list[Damaged]:
-        """Read every chunk of the current state on disk; what is damaged, by tensor. Changes nothing."""
+        """Read every chunk of the current state on disk; what is damaged, by tensor. Changes
+        nothing."""
         self._check()
         return self._commits.verify()
 
@@ -306,14 +328,26 @@ class TieredStore:
         with self._catalog.changed:
             block = self._catalog.block(name)
             entry, tier = block.entries[name], self._residency.tier(block)
-            return Info(name, entry.shape, DTYPES[entry.dtype], entry.nbytes, tier, dirty=block.dirty, pinned=block.pinned)
+            return Info(
+                name,
+                entry.shape,
+                DTYPES[entry.dtype],
+                entry.nbytes,
+                tier,
+                dirty=block.dirty,
+                pinned=block.pinned,
+            )
 
     def places(self, name: str) -> list[FileRange]:
-        """The places to which its bytes were last written, with what lies beside them; newer ones may be in memory."""
+        """The places to which its bytes were last written, with what lies beside them; newer ones
+        may be in memory."""
         disk = self._residency.disk
         with self._catalog.changed:
             chunks = self._catalog.block(name).chunks
-            return [FileRange(disk.place(chunk.extent), chunk.extent.offset, chunk.nbytes) for chunk in chunks]
+            return [
+                FileRange(disk.place(chunk.extent), chunk.extent.offset, chunk.nbytes)
+                for chunk in chunks
+            ]
 
     def traffic(self) -> tuple[int, int]:
         """Bytes of tensors read from disk and written to it since the store was opened."""
@@ -327,7 +361,8 @@ class TieredStore:
 
     @property
     def crossing(self) -> Crossing:
-        """Bytes between host memory and the device; ``Offloaded`` and ``stream`` count theirs here too."""
+        """Bytes between host memory and the device; ``Offloaded`` and ``stream`` count theirs here
+        too."""
         return self._residency.crossing
 
     @property
@@ -382,17 +417,26 @@ class TieredStore:
 
 
 def _disk(
-    folders: Folders, capacity: int | None, engine: str, depth: int, direct: bool | None, options: Options
+    folders: Folders,
+    capacity: int | None,
+    engine: str,
+    depth: int,
+    direct: bool | None,
+    options: Options,
 ) -> Disk:
     layer = folders.layer
     possible = all(layer.takes_direct(folder.fd) for folder in folders)
     if direct and not possible:
-        raise InvalidArgument(f"direct=True, but {folders.parts[0].path} does not take O_DIRECT: leave direct= out")
+        raise InvalidArgument(
+            f"direct=True, but {folders.parts[0].path} does not take O_DIRECT: leave direct= out"
+        )
     straight = possible if direct is None else direct
     if engine == "auto":
         engine, _ = engines.choose(layer, folders.parts[0].fd, direct=straight, depth=depth)
     running = engines.start(engine, layer, depth)
-    return Disk(folders, running, direct=straight, capacity=capacity, segment_bytes=options.segment_bytes)
+    return Disk(
+        folders, running, direct=straight, capacity=capacity, segment_bytes=options.segment_bytes
+    )
 
 
 def _host(nbytes: int, disk: Disk, pin: bool | None) -> Arena:
@@ -404,12 +448,18 @@ def _host(nbytes: int, disk: Disk, pin: bool | None) -> Arena:
     return arena
 
 
-def _load(manifest: Manifest, snapshots: Mapping[str, Manifest], catalog: Catalog, residency: Residency) -> None:
+def _load(
+    manifest: Manifest, snapshots: Mapping[str, Manifest], catalog: Catalog, residency: Residency
+) -> None:
     """The state of the last commit."""
     references, wear = residency.references, residency.wear
     references.generation, references.committed = manifest.generation, manifest.extents
     references.snapshots = {name: snapshot.extents for name, snapshot in snapshots.items()}
-    wear.written, wear.born, wear.days = manifest.written, manifest.born or wear.born, dict(manifest.days)
+    wear.written, wear.born, wear.days = (
+        manifest.written,
+        manifest.born or wear.born,
+        dict(manifest.days),
+    )
     bad = references.disk.adopt(references.committed.union(*references.snapshots.values()))
     references.lost |= bad.keys()
     for row in manifest.rows:
@@ -424,5 +474,7 @@ def _load_row(row: ManifestRow, catalog: Catalog, disk: Disk, bad: Mapping[Exten
     for chunk in row.chunks:
         if (what := bad.get(chunk.extent)) and not block.damage:
             place = disk.place(chunk.extent)
-            error = Damaged(f"{place} at {chunk.extent.offset}: {what}", file=place, offset=chunk.extent.offset)
+            error = Damaged(
+                f"{place} at {chunk.extent.offset}: {what}", file=place, offset=chunk.extent.offset
+            )
             block.damage = damaged(block, error)

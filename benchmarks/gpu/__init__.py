@@ -1,14 +1,16 @@
-"""everything that needs a GPU, in half an hour: bits, speed, training steps, the backend, memory beyond the device
+"""everything that needs a GPU, in half an hour: bits, speed, training steps, the backend, memory
+beyond the device
 
-Runs steps in the order of their importance, each in a process of its own with a limit of time, and writes one line of JSON to
-results.jsonl after each; what fails or hangs is told with the reason, and the others go on. At the end a table of figures with
-their limits, and pictures. Part 1 takes at most 9 minutes on an H100 or H200; part 2 has what is larger.
+Runs steps in the order of their importance, each in a process of its own with a limit of time, and
+writes one line of JSON to results.jsonl after each; what fails or hangs is told with the reason,
+and the others go on. At the end a table of figures with their limits, and pictures. Part 1 takes at
+most 9 minutes on an H100 or H200; part 2 has what is larger.
 
   python benchmarks gpu                       part 1 on the first card
   python benchmarks gpu --part 2
   python benchmarks gpu --twin                every line, small, on the processor in place of a card
   python benchmarks gpu --steps kernels,ddp   only these
-  python benchmarks gpu --results build/gpu/results.jsonl --docs docs/gpu.md    enter what has run into a page, run nothing
+  python benchmarks gpu --results build/gpu/results.jsonl --docs docs/gpu.md  enter what has run into a page, run nothing
 """
 
 import argparse
@@ -26,14 +28,24 @@ from gpu import codecs, groups, machine, memory, runner, training
 from gpu.runner import Figure, Result, Step
 
 STEPS = [
-    Step("compile", codecs.compiling, 75), Step("bits", codecs.bits, 85), Step("kernels", codecs.kernels, 60),
-    Step("launches", codecs.launches, 30), Step("ddp", training.ddp, 55), Step("ranks", training.ranks, 60),
-    Step("fsdp", training.fsdp, 35), Step("optimizers", training.optimizers, 35), Step("backend", groups.backend, 30),
-    Step("store", memory.store, 25), Step("offloaded", memory.offloaded, 25), Step("streaming", memory.streaming, 25),
-    Step("nccl_ranks", groups.nccl_ranks, 60, part=2), Step("disk", memory.disk, 90, part=2),
+    Step("compile", codecs.compiling, 75),
+    Step("bits", codecs.bits, 85),
+    Step("kernels", codecs.kernels, 60),
+    Step("launches", codecs.launches, 30),
+    Step("ddp", training.ddp, 55),
+    Step("ranks", training.ranks, 60),
+    Step("fsdp", training.fsdp, 35),
+    Step("optimizers", training.optimizers, 35),
+    Step("backend", groups.backend, 30),
+    Step("store", memory.store, 25),
+    Step("offloaded", memory.offloaded, 25),
+    Step("streaming", memory.streaming, 25),
+    Step("nccl_ranks", groups.nccl_ranks, 60, part=2),
+    Step("disk", memory.disk, 90, part=2),
     Step("offloaded_billion", memory.offloaded_billion, 180, part=2),
-    Step("streaming_large", memory.streaming_large, 300, part=2), Step("largest", memory.largest, 400, part=2),
-]  # fmt: skip
+    Step("streaming_large", memory.streaming_large, 300, part=2),
+    Step("largest", memory.largest, 400, part=2),
+]
 MARK = "<!-- runs are entered below, the last one first -->"
 HEAD = ["figure", "value", "limit", "value / limit", ""]
 WORD = {True: "ok", False: "MISSED", None: ""}
@@ -42,7 +54,11 @@ WORD = {True: "ok", False: "MISSED", None: ""}
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=int, default=1, choices=(1, 2), help="default 1")
     parser.add_argument("--steps", metavar="A,B", help="only these; default all of the part")
-    parser.add_argument("--twin", action="store_true", help="dry run of every line on the processor; figures mean nothing")
+    parser.add_argument(
+        "--twin",
+        action="store_true",
+        help="dry run of every line on the processor; figures mean nothing",
+    )
     says = "of results, made if need be (default build/gpu)"
     parser.add_argument("--out", dest="folder", default="build/gpu", metavar="FOLDER", help=says)
     parser.add_argument("--results", metavar="FILE", help="show these instead of running anything")
@@ -60,12 +76,21 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for result in results for row in rows_of(result)]
     print("\n" + harness.render(HEAD, rows))
     bad = [result for result in results if not result.holds]
-    print(f"\n{len(results) - len(bad)} of {len(results)} steps ran to their end and held their limits")
+    print(
+        f"\n{len(results) - len(bad)} of {len(results)} steps ran to their end and held their "
+        "limits"
+    )
     for result in bad:
         print(f"  {result.step}: {reason(result)}")
     if options.docs:
         enter(Path(options.docs), about, results)
-    return harness.deliver(options, [asdict(r) for r in results], judge=lambda _: judge(results), draw=draw, about=about)
+    return harness.deliver(
+        options,
+        [asdict(r) for r in results],
+        judge=lambda _: judge(results),
+        draw=draw,
+        about=about,
+    )
 
 
 def chosen(options: argparse.Namespace) -> list[Step]:
@@ -86,8 +111,13 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
     folder.mkdir(parents=True, exist_ok=True)
     about = describe(options.twin, folder)
     if not about["card"]:
-        raise InvalidArgument("torch sees no CUDA device here: run this on a machine with a GPU, or add --twin")
-    print(f"{about['card']}: {len(steps)} steps, at most {sum(s.limit for s in steps) / 60:.0f} minutes")
+        raise InvalidArgument(
+            "torch sees no CUDA device here: run this on a machine with a GPU, or add --twin"
+        )
+    print(
+        f"{about['card']}: {len(steps)} steps, at most {sum(s.limit for s in steps) / 60:.0f} "
+        "minutes"
+    )
     if about.get("instead"):
         print(f"in place of CUDA: {about['instead']}")
     results = []
@@ -122,7 +152,9 @@ def describe(twin: bool, folder: Path) -> dict[str, Any]:
 def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
     first, *lines = path.read_text().splitlines()
     results = [json.loads(line) for line in lines]
-    return json.loads(first)["about"], [Result(**{**r, "figures": [Figure(**f) for f in r["figures"]]}) for r in results]
+    return json.loads(first)["about"], [
+        Result(**{**r, "figures": [Figure(**f) for f in r["figures"]]}) for r in results
+    ]
 
 
 # ---------------------------------------------------------------- on paper
@@ -141,32 +173,46 @@ def limit_of(figure: Figure) -> str:
 def line_of(figure: Figure) -> str:
     ratio = "" if figure.ratio is None else f"{figure.ratio:.2f} of it"
     note = "" if figure.value is None else figure.note
-    cells = [f"{figure.what}: {value_of(figure)}", limit_of(figure), ratio, WORD[figure.holds], note]
+    cells = [
+        f"{figure.what}: {value_of(figure)}",
+        limit_of(figure),
+        ratio,
+        WORD[figure.holds],
+        note,
+    ]
     return ", ".join(cell for cell in cells if cell)
 
 
 def rows_of(result: Result) -> list[list[str]]:
     rows = [
         [
-            f"{result.step}: {f.what}", value_of(f)[:60], limit_of(f), "" if f.ratio is None else f"{f.ratio:.2f}",
+            f"{result.step}: {f.what}",
+            value_of(f)[:60],
+            limit_of(f),
+            "" if f.ratio is None else f"{f.ratio:.2f}",
             WORD[f.holds],
         ]
         for f in result.figures
-    ]  # fmt: skip
-    return rows + ([] if result.status == "ok" else [[result.step, result.status, "", "", "MISSED"]])
+    ]
+    return rows + (
+        [] if result.status == "ok" else [[result.step, result.status, "", "", "MISSED"]]
+    )
 
 
 def reason(result: Result) -> str:
     """The cause, in a line, of a step that did not hold."""
     if result.status != "ok":
         lines = [line.strip() for line in result.why.splitlines()] or ["no word"]
-        told = lines[1] if result.status == "out of time" and len(lines) > 1 else lines[-1]  # where it was, or the error
+        # where it was, or the error
+        told = lines[1] if result.status == "out of time" and len(lines) > 1 else lines[-1]
         return f"{result.status} after {result.seconds:.0f} s of {result.limit_seconds}: {told}"
     return "; ".join(line_of(figure) for figure in result.figures if figure.holds is False)
 
 
 def judge(results: Sequence[Result]) -> list[tuple[str, bool]]:
-    return [(f"{r.step}: {r.status}" if r.holds else f"{r.step}: {reason(r)}", r.holds) for r in results]
+    return [
+        (f"{r.step}: {r.status}" if r.holds else f"{r.step}: {reason(r)}", r.holds) for r in results
+    ]
 
 
 def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
@@ -175,17 +221,26 @@ def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     before, mark, after = text.partition(MARK)
     if not mark:
         raise InvalidArgument(f"{page} has no line {MARK!r}: the table goes below it")
-    head = "\n\n| date | card | torch, CUDA, CuPy | steps that held | what did not |\n| --- | --- | --- | --- | --- |\n"
+    head = (
+        "\n\n| date | card | torch, CUDA, CuPy | steps that held | what did not |\n| --- | "
+        "--- | --- | --- | --- |\n"
+    )
     rest = after.removeprefix(head)
     held = ", ".join(r.step for r in results if r.holds) or "none"
-    missed = "<br>".join(f"{r.step}: {reason(r)[:160]}" for r in results if not r.holds).replace("|", "/") or "nothing"
+    missed = (
+        "<br>".join(f"{r.step}: {reason(r)[:160]}" for r in results if not r.holds).replace(
+            "|", "/"
+        )
+        or "nothing"
+    )
     versions = f"{about['torch']}, {about.get('cuda', '')}, {about.get('cupy', '')}"
     row = f"| {about['date']} | {about['card']} | {versions} | {held} | {missed} |\n"
     page.write_text(before + mark + head + row + rest)
 
 
 def draw(path: str, results: Sequence[dict[str, Any]]) -> None:
-    """Shares of the speed of a copy by codec and size, and every figure that has a limit over it."""
+    """Shares of the speed of a copy by codec and size, and every figure that has a limit over
+    it."""
     from commpress.cli import charts
 
     every = [(r["step"], Figure(**f)) for r in results for f in r["figures"]]
@@ -198,9 +253,21 @@ def draw(path: str, results: Sequence[dict[str, Any]]) -> None:
     kernels = list(dict.fromkeys(kernel for found in shares.values() for kernel in found))
     series = {size: [found.get(kernel) for kernel in kernels] for size, found in shares.items()}
     parts = [(kernels, series, "% of the speed of a copy")] if kernels else []
-    parts += [([what for what, _ in bounded], {"": [ratio for _, ratio in bounded]}, "figure / its limit")] if bounded else []
+    parts += (
+        [
+            (
+                [what for what, _ in bounded],
+                {"": [ratio for _, ratio in bounded]},
+                "figure / its limit",
+            )
+        ]
+        if bounded
+        else []
+    )
     if parts:
         height = 2 + 0.22 * max(len(names) * len(series) for names, series, _ in parts)
-        with charts.chart(path, "What ran on the device", panels=len(parts), size=(8, height)) as panels:
+        with charts.chart(
+            path, "What ran on the device", panels=len(parts), size=(8, height)
+        ) as panels:
             for panel, (names, series, axis) in zip(panels, parts, strict=True):
                 charts.bars(panel, names, series, axis)

@@ -33,7 +33,8 @@ from gpu.runner import Report
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSED = ("bits2", "bits4", "shift4", "topk-64", "randk-64", "topk-64+bits2")
-SHIMMED = {"int8": reference.INT8, "none": reference.FP32}  # on a twin: CUDA's source, compiled for the processor
+# on a twin: CUDA's source, compiled for the processor
+SHIMMED = {"int8": reference.INT8, "none": reference.FP32}
 MEBI = 1 << 20
 BUCKET = 25 * MEBI // 4  # floats: DDP's usual bucket
 SHARES = {"sign": 0.8, "int8": 0.7, "int4": 0.7}  # of the speed of a copy, at the largest size
@@ -45,7 +46,8 @@ WAITS = 1.0  # of the host per bucket
 
 
 def compiling(machine: Machine, report: Report) -> None:
-    """Kernels compiled on first use, all families at once, those of the CPU too, and loaded again by other processes.
+    """Kernels compiled on first use, all families at once, those of the CPU too, and loaded again
+    by other processes.
 
     Then as a package has them that ships machine code for this card.
     """
@@ -68,7 +70,9 @@ def _build(machine: Machine, report: Report, folder: Path) -> None:
     report("shipped: size", sum(path.stat().st_size for path in made) / 1e6, "MB")
 
 
-def _compiling(machine: Machine, report: Report, names: Sequence[str], waves: Sequence[str]) -> None:
+def _compiling(
+    machine: Machine, report: Report, names: Sequence[str], waves: Sequence[str]
+) -> None:
     for wave in waves:
         start = perf_counter()
         with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("fork")) as pool:
@@ -98,24 +102,40 @@ def _used(machine: Machine, name: str) -> float:
 
 
 def bits(machine: Machine, report: Report) -> None:
-    """Bytes of the law by every kernel, and an all-reduce with the bits of the CPU for every codec."""
+    """Bytes of the law by every kernel, and an all-reduce with the bits of the CPU for every
+    codec."""
     with report.line("tests/test_cuda_device.py"):
         _tests(report)
     names = [*SHIMMED, "powersgd-4"] if machine.twin else [*NAMES, *COMPOSED, "powersgd-4"]
     with _kernels(machine):
         for name in names:
             with report.line(f"all-reduce: {name}"):
-                here, there = _reduced(name, machine.device), _reduced(name, torch.device("cpu"), plain=True)
-                if name.startswith("powersgd"):  # torch's batched products, which add in another order
-                    worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(here, there, strict=True))
+                here, there = (
+                    _reduced(name, machine.device),
+                    _reduced(name, torch.device("cpu"), plain=True),
+                )
+                # torch's batched products, which add in another order
+                if name.startswith("powersgd"):
+                    worst = max(
+                        float((a - b).abs().max() / b.abs().max())
+                        for a, b in zip(here, there, strict=True)
+                    )
                     report(f"all-reduce: {name}, error", worst, limit=1e-3, bound="most")
                 else:
-                    report(f"all-reduce: {name}, elements with other bits", differing(here, there), limit=0, bound="most")
+                    report(
+                        f"all-reduce: {name}, elements with other bits",
+                        differing(here, there),
+                        limit=0,
+                        bound="most",
+                    )
 
 
 def differing(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> int:
     """Floats that have not the same bits."""
-    return sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in zip(some, others, strict=True))
+    return sum(
+        int((a.view(torch.int32) != b.view(torch.int32)).sum())
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def _tests(report: Report) -> None:
@@ -130,15 +150,29 @@ def _tests(report: Report) -> None:
                 self.outcomes[report.outcome] += 1
 
     counted, path = Counted(), str(ROOT / "tests" / "test_cuda_device.py")
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not speed", f"--rootdir={ROOT}", path], plugins=[counted])
-    report("tests of kernels that failed", counted.outcomes["failed"], limit=0, bound="most", note=str(counted.outcomes))
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+    code = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-k", "not speed", f"--rootdir={ROOT}", path],
+        plugins=[counted],
+    )
+    report(
+        "tests of kernels that failed",
+        counted.outcomes["failed"],
+        limit=0,
+        bound="most",
+        note=str(counted.outcomes),
+    )
+    if code not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
         raise RuntimeError(f"pytest ended with {code!r}")
 
 
 @contextmanager
 def _kernels(machine: Machine) -> Iterator[None]:
-    """Of the device. On a twin the plans of CUDA, executed on the processor from the same source."""
+    """Of the device. On a twin the plans of CUDA, executed on the processor from the same
+    source."""
     if not machine.twin:
         yield
         return
@@ -158,17 +192,23 @@ def _reduced(name: str, device: torch.device, *, plain: bool = False) -> list[to
     """Means and residuals of three ranks after three steps, on the host."""
     spans = [Span("matrix", 0, 40_000), Span("vector", 40_000, 5003)]
     channels = [Channel(transport) for transport in Loopback(3).transports()]
-    exchanges = [Exchanges(policy_of(name, min_numel=0), 3, channel.workspace) for channel in channels]
+    exchanges = [
+        Exchanges(policy_of(name, min_numel=0), 3, channel.workspace) for channel in channels
+    ]
     found: list[torch.Tensor] = []
 
     def reduce() -> None:
         for step in range(3):
             draw = torch.Generator().manual_seed(step)
             buffers = [torch.randn(45_003, generator=draw).to(device) for _ in channels]
-            done = simulate([
-                e.of(("all",), lambda: (spans, [(200, 200), (5003,)]), device).steps(c, x, sequence=8 * step, key=step)
-                for e, c, x in zip(exchanges, channels, buffers, strict=True)
-            ])  # fmt: skip
+            done = simulate(
+                [
+                    e.of(("all",), lambda: (spans, [(200, 200), (5003,)]), device).steps(
+                        c, x, sequence=8 * step, key=step
+                    )
+                    for e, c, x in zip(exchanges, channels, buffers, strict=True)
+                ]
+            )
             for outcomes in done:
                 settle(outcomes, taken=True)
             found.extend(x.cpu() for x in buffers)
@@ -180,7 +220,10 @@ def _reduced(name: str, device: torch.device, *, plain: bool = False) -> list[to
         with devices.instead(cuda):
             reduce()
     for each in exchanges:
-        found += [kept.cpu() for key, kept, _ in sorted(each.residuals.places(), key=lambda place: place[0])]
+        found += [
+            kept.cpu()
+            for key, kept, _ in sorted(each.residuals.places(), key=lambda place: place[0])
+        ]
     return found
 
 
@@ -188,7 +231,8 @@ def _reduced(name: str, device: torch.device, *, plain: bool = False) -> list[to
 
 
 def kernels(machine: Machine, report: Report) -> None:
-    """Encode, decode, mean and serve as shares of the speed of a copy, and against torch's operations."""
+    """Encode, decode, mean and serve as shares of the speed of a copy, and against torch's
+    operations."""
     sizes = [machine.size(n * MEBI, n << 8) for n in (1, 16, 256)]
     names = ["sign", "int8"] if machine.twin else list(bench_codec.CODECS)
     for numel in sizes:
@@ -200,16 +244,21 @@ def kernels(machine: Machine, report: Report) -> None:
                 codec = codec_named("sign") if name == "sign" else bench_codec.CODECS[name]
                 for operation, (call, elements, moved) in buffers.operations(codec).items():
                     share = moved * elements / machine.seconds(call, times=7) / copied
-                    limit = SHARES.get(name) if numel >= LARGE * 16 and operation in ("encode", "decode") else None
+                    limit = (
+                        SHARES.get(name)
+                        if numel >= LARGE * 16 and operation in ("encode", "decode")
+                        else None
+                    )
                     report(f"{name} {operation}, {_size(numel)}", share, "of copy", limit=limit)
         with report.line(f"torch's operations, {_size(numel)}"):
             sequence = partial(_by_torch, buffers.x, buffers.residual)
             encode = buffers.operations(codec_named("sign"))["encode"][0]
             report(
                 f"sign encode against torch's operations, {_size(numel)}",
-                machine.seconds(sequence, times=3) / machine.seconds(encode, times=7), "x",
+                machine.seconds(sequence, times=3) / machine.seconds(encode, times=7),
+                "x",
                 limit=None if machine.twin else 1.0,
-            )  # fmt: skip
+            )
         if numel >= LARGE or machine.twin:
             with report.line(f"Triton, {_size(numel)}", must=False):
                 _against_triton(machine, report, buffers, numel)
@@ -221,7 +270,8 @@ def _size(numel: int) -> str:
 
 
 def _by_torch(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sign and one scale: the operations, one after the other, with which hooks and optimizers of others do it."""
+    """One sign and one scale: the operations, one after the other, with which hooks and optimizers
+    of others do it."""
     c = x + residual
     scale = c.norm() / c.numel() ** 0.5
     positive = c >= 0
@@ -231,7 +281,9 @@ def _by_torch(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, to
     return packed, residual.copy_(left)
 
 
-def _against_triton(machine: Machine, report: Report, buffers: bench_codec.Buffers, numel: int) -> None:
+def _against_triton(
+    machine: Machine, report: Report, buffers: bench_codec.Buffers, numel: int
+) -> None:
     if machine.twin:
         report("Triton", 0.0, note="not on a twin: it has no compiler for the processor")
         return
@@ -243,8 +295,10 @@ def _against_triton(machine: Machine, report: Report, buffers: bench_codec.Buffe
     ours = buffers.operations(codec_named("sign"))["encode in place"][0]
     report(
         f"sign encode against the same in Triton, {_size(numel)}",
-        machine.seconds(call, times=7) / machine.seconds(ours, times=7), "x", limit=0.95,
-    )  # fmt: skip
+        machine.seconds(call, times=7) / machine.seconds(ours, times=7),
+        "x",
+        limit=0.95,
+    )
 
 
 # ---------------------------------------------------------------- what the host does
@@ -260,7 +314,12 @@ def launches(machine: Machine, report: Report) -> None:
             seen = machine.counted(reduce)
             report(f"{name}: launches per bucket", seen.launches)
             report(f"{name}: copies per bucket", seen.copies)
-            report(f"{name}: waits of the host per bucket", seen.waits, limit=None if machine.twin else WAITS, bound="most")
+            report(
+                f"{name}: waits of the host per bucket",
+                seen.waits,
+                limit=None if machine.twin else WAITS,
+                bound="most",
+            )
             report(f"{name}: one bucket", 1e3 * machine.seconds(reduce), "ms")
 
 

@@ -1,4 +1,5 @@
-"""The process-group backend on the device: every collective against torch's own group, and what agreement costs."""
+"""The process-group backend on the device: every collective against torch's own group, and what
+agreement costs."""
 
 import os
 from collections.abc import Callable
@@ -24,14 +25,22 @@ DEAREST = 1.10  # a call behind the guard over a plain one, from 4 MiB on
 
 
 def backend(machine: Machine, report: Report) -> None:
-    """Collectives of "cpu:commpress,cuda:commpress" with tensors of the device: torch's results, and the cost of a call."""
+    """Collectives of "cpu:commpress,cuda:commpress" with tensors of the device: torch's results,
+    and the cost of a call."""
     _two_compressed(machine, report)
     import_module("commpress.backend")
     machine.join()
-    ours, plain = (dist.new_group(backend=name, timeout=PATIENT) for name in ("commpress", machine.backend))
+    ours, plain = (
+        dist.new_group(backend=name, timeout=PATIENT) for name in ("commpress", machine.backend)
+    )
     for name, call in _calls(machine).items():
         with report.line(name):
-            report(f"{name}: elements that differ", _differ(machine, call, ours, plain), limit=0, bound="most")
+            report(
+                f"{name}: elements that differ",
+                _differ(machine, call, ours, plain),
+                limit=0,
+                bound="most",
+            )
     for numel in (256, machine.size(1 << 20, 1 << 12), machine.size(16 << 20, 1 << 13)):
         with report.line(f"all-reduce of {4 * numel} bytes"):
             x = torch.zeros(numel, device=machine.device)
@@ -39,22 +48,35 @@ def backend(machine: Machine, report: Report) -> None:
                 name: machine.seconds(partial(dist.all_reduce, x, group=group), times=30)
                 for name, group in (("plain", plain), ("commpress", ours))
             }
-            report(f"agreement, {4 * numel} bytes", 1e6 * (took["commpress"] - took["plain"]), "us per call")
             report(
-                f"commpress over {machine.backend}, {4 * numel} bytes", took["commpress"] / took["plain"], "x",
-                limit=DEAREST if not machine.twin and numel >= 1 << 20 else None, bound="most",
-            )  # fmt: skip
+                f"agreement, {4 * numel} bytes",
+                1e6 * (took["commpress"] - took["plain"]),
+                "us per call",
+            )
+            report(
+                f"commpress over {machine.backend}, {4 * numel} bytes",
+                took["commpress"] / took["plain"],
+                "x",
+                limit=DEAREST if not machine.twin and numel >= 1 << 20 else None,
+                bound="most",
+            )
 
 
 def _two_compressed(machine: Machine, report: Report) -> None:
-    """Two ranks on one card (from NCCL 2.30 on) with a codec in the group's options; before this process has CUDA."""
+    """Two ranks on one card (from NCCL 2.30 on) with a codec in the group's options; before this
+    process has CUDA."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    with report.line("two ranks with a codec", must=machine.twin), LocalRanks(2, forked=True) as pool:
+    with (
+        report.line("two ranks with a codec", must=machine.twin),
+        LocalRanks(2, forked=True) as pool,
+    ):
         for what, value, unit, limit in pool.call(_compressed, machine.twin, lambda *_: None):
             report(what, value, unit, limit=limit, bound="most")
 
 
-def _compressed(rank: int, size: int, twin: bool, told: Told) -> list[tuple[str, float, str, float | None]]:
+def _compressed(
+    rank: int, size: int, twin: bool, told: Told
+) -> list[tuple[str, float, str, float | None]]:
     import_module("commpress.backend")
     machine: Machine = Twin() if twin else Card()
     if not twin:
@@ -71,14 +93,21 @@ def _compressed(rank: int, size: int, twin: bool, told: Told) -> list[tuple[str,
         machine.synchronize()
         if codec != "exact":
             wrong = float((here.cpu() != there).sum())
-            found.append((f"all_reduce with {codec}: elements with other bits than by the CPU", wrong, "", 0))
-        took = machine.seconds(partial(dist.all_reduce, torch.zeros_like(here), group=group), times=machine.size(10, 2))
-        found.append((f"two ranks, all-reduce of {4 * numel} bytes, {codec}", 1e3 * took, "ms", None))
+            found.append(
+                (f"all_reduce with {codec}: elements with other bits than by the CPU", wrong, "", 0)
+            )
+        took = machine.seconds(
+            partial(dist.all_reduce, torch.zeros_like(here), group=group), times=machine.size(10, 2)
+        )
+        found.append(
+            (f"two ranks, all-reduce of {4 * numel} bytes, {codec}", 1e3 * took, "ms", None)
+        )
     return found
 
 
 def nccl_ranks(machine: Machine, report: Report) -> None:
-    """Two ranks of NCCL on one card (NCCL 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1): every collective behind the guard."""
+    """Two ranks of NCCL on one card (NCCL 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1): every collective
+    behind the guard."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     with report.line("two ranks", must=machine.twin), LocalRanks(2, forked=True) as pool:
         for name, wrong in pool.call(_among_two, machine.twin, lambda *_: None).items():
@@ -90,12 +119,17 @@ def _among_two(rank: int, size: int, twin: bool, told: Told) -> dict[str, int]:
     machine: Machine = Twin() if twin else Card()
     if not twin:
         torch.cuda.set_device(0)
-    ours, plain = (dist.new_group(backend=name, timeout=PATIENT) for name in ("commpress", machine.backend))
+    ours, plain = (
+        dist.new_group(backend=name, timeout=PATIENT) for name in ("commpress", machine.backend)
+    )
     return {name: _differ(machine, call, ours, plain) for name, call in _calls(machine).items()}
 
 
 def _differ(
-    machine: Machine, call: Callable[[dist.ProcessGroup], list[torch.Tensor]], one: dist.ProcessGroup, other: dist.ProcessGroup
+    machine: Machine,
+    call: Callable[[dist.ProcessGroup], list[torch.Tensor]],
+    one: dist.ProcessGroup,
+    other: dist.ProcessGroup,
 ) -> int:
     ours, theirs = call(one), call(other)
     machine.synchronize()
@@ -109,7 +143,9 @@ def _calls(machine: Machine) -> dict[str, Callable[[dist.ProcessGroup], list[tor
         draw = torch.Generator().manual_seed(1 + dist.get_rank())
         return (100 * torch.randn(*shape, generator=draw)).to(dtype).to(machine.device)
 
-    def reduced(dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> Callable[[dist.ProcessGroup], list[torch.Tensor]]:
+    def reduced(
+        dtype: torch.dtype, op: dist.ReduceOp.RedOpType
+    ) -> Callable[[dist.ProcessGroup], list[torch.Tensor]]:
         def call(group: dist.ProcessGroup) -> list[torch.Tensor]:
             x = drawn(7, 3, dtype=dtype)
             dist.all_reduce(x, op, group=group)
@@ -117,7 +153,9 @@ def _calls(machine: Machine) -> dict[str, Callable[[dist.ProcessGroup], list[tor
 
         return call
 
-    def in_place(collective: Callable[..., object]) -> Callable[[dist.ProcessGroup], list[torch.Tensor]]:
+    def in_place(
+        collective: Callable[..., object],
+    ) -> Callable[[dist.ProcessGroup], list[torch.Tensor]]:
         def call(group: dist.ProcessGroup) -> list[torch.Tensor]:
             x = drawn(1000)
             collective(x, 0, group=group)
@@ -167,11 +205,18 @@ def _calls(machine: Machine) -> dict[str, Callable[[dist.ProcessGroup], list[tor
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
     dtypes = (torch.float32, torch.bfloat16, torch.int64)
     reductions = {
-        f"all_reduce {op} {str(dtype).removeprefix('torch.')}": reduced(dtype, ops[op]) for op in ops for dtype in dtypes
+        f"all_reduce {op} {str(dtype).removeprefix('torch.')}": reduced(dtype, ops[op])
+        for op in ops
+        for dtype in dtypes
     }
     return reductions | {
-        "broadcast": in_place(dist.broadcast), "reduce": in_place(dist.reduce), "all_gather": gathered,
-        "all_gather_into_tensor": into(all_gather_single, mul), "reduce_scatter_tensor": into(reduce_scatter_single, floordiv),
-        "all_to_all_single": into(dist.all_to_all_single, lambda numel, _: numel), "all_reduce, later": later,
-        "all_reduce, by its future": by_future, "weights after three steps of DDP": under_ddp,
-    }  # fmt: skip
+        "broadcast": in_place(dist.broadcast),
+        "reduce": in_place(dist.reduce),
+        "all_gather": gathered,
+        "all_gather_into_tensor": into(all_gather_single, mul),
+        "reduce_scatter_tensor": into(reduce_scatter_single, floordiv),
+        "all_to_all_single": into(dist.all_to_all_single, lambda numel, _: numel),
+        "all_reduce, later": later,
+        "all_reduce, by its future": by_future,
+        "weights after three steps of DDP": under_ddp,
+    }

@@ -1,4 +1,5 @@
-"""The machine that is measured: a card with CUDA, or the processor as its twin, on which every line runs small."""
+"""The machine that is measured: a card with CUDA, or the processor as its twin, on which every line
+runs small."""
 
 import os
 import tempfile
@@ -16,9 +17,14 @@ import torch
 import torch.distributed as dist
 
 WAITS = (
-    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize",
-    "cuEventSynchronize", "cudaMemcpy",
-)  # fmt: skip
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+    "cudaMemcpy",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,10 @@ class Machine(ABC):
 
     def copied(self, numel: int) -> float:
         """Bytes per second, read and written, of a copy of so many floats."""
-        source, target = torch.ones(numel, device=self.device), torch.empty(numel, device=self.device)
+        source, target = (
+            torch.ones(numel, device=self.device),
+            torch.empty(numel, device=self.device),
+        )
         return 8 * numel / self.seconds(lambda: target.copy_(source))
 
     @abstractmethod
@@ -75,7 +84,9 @@ class Machine(ABC):
         if not self.twin:
             torch.cuda.set_device(self.device)
         file = Path(tempfile.mkdtemp(prefix="commpress-gpu-"), "group")
-        dist.init_process_group(backend or self.backend, init_method=f"file://{file}", rank=0, world_size=1)
+        dist.init_process_group(
+            backend or self.backend, init_method=f"file://{file}", rank=0, world_size=1
+        )
 
     @property
     def backend(self) -> str:
@@ -108,7 +119,9 @@ class Card(Machine):
             call()
             self.synchronize()  # which is one wait
         events = list(seen.events() or [])
-        there = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        there = [
+            event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
         copies = sum(name.startswith(("Memcpy", "Memset")) for name in there)
         return Counts(len(there) - copies, sum(event.name in WAITS for event in events) - 1, copies)
 
@@ -116,7 +129,10 @@ class Card(Machine):
 class Twin(Machine):
     """The processor: the same calls, small. Its figures mean nothing."""
 
-    instead = "perf_counter for events, Gloo for NCCL, Numba or a shim for CuPy, operations of torch for launches, host memory"
+    instead = (
+        "perf_counter for events, Gloo for NCCL, Numba or a shim for CuPy, operations of "
+        "torch for launches, host memory"
+    )
 
     def __init__(self) -> None:
         self.twin, self.device = True, torch.device("cpu")
@@ -143,8 +159,15 @@ def described(twin: bool) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return facts | {"card": ""}
     about = torch.cuda.get_device_properties(0)
-    facts |= {"card": about.name, "gib": round(about.total_memory / 2**30, 1), "cuda": torch.version.cuda}
-    facts |= {"capability": f"sm_{about.major}{about.minor}", "multiprocessors": about.multi_processor_count}
+    facts |= {
+        "card": about.name,
+        "gib": round(about.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+    }
+    facts |= {
+        "capability": f"sm_{about.major}{about.minor}",
+        "multiprocessors": about.multi_processor_count,
+    }
     for package in ("cupy", "triton", "numba"):
         facts[package] = __import__(package).__version__ if find_spec(package) else "not installed"
     return facts

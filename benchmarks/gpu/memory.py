@@ -1,4 +1,5 @@
-"""Memory beyond the device: the store's tiers, an optimizer whose state is elsewhere, a model that is streamed through."""
+"""Memory beyond the device: the store's tiers, an optimizer whose state is elsewhere, a model that
+is streamed through."""
 
 import json
 import shutil
@@ -20,7 +21,9 @@ from gpu.runner import Report
 
 COPIED = 0.8  # of the speed of a copy from pinned memory
 MIB = 1 << 20
-SMALL = Options(chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20)
+SMALL = Options(
+    chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20
+)
 
 
 @contextmanager
@@ -47,7 +50,9 @@ def store(machine: Machine, report: Report) -> None:
     report("copy from pinned memory to the device", up / 1e9, "GB/s")
     report("copy from the device to pinned memory", down / 1e9, "GB/s")
     names = [f"t{i}" for i in range(count)]
-    with opened(machine, host=machine.size(2048 * MIB, 8 * MIB), device=machine.size(1024 * MIB, 4 * MIB)) as tiers:
+    with opened(
+        machine, host=machine.size(2048 * MIB, 8 * MIB), device=machine.size(1024 * MIB, 4 * MIB)
+    ) as tiers:
         for i, name in enumerate(names):
             tiers.put(name, torch.full((nbytes // 4,), float(i)))
 
@@ -91,17 +96,20 @@ def disk(machine: Machine, report: Report) -> None:
                 report(f"{what}, of fio", row["of_fio"], limit=bench_io.ENOUGH)
 
 
-# ---------------------------------------------------------------- an optimizer whose state is elsewhere
+# ------------------------------------------------------------ an optimizer whose state is elsewhere
 
 
 def layers(machine: Machine, million: float, width: int) -> nn.Sequential:
     many = max(round(million * 1e6 / width**2), 2)
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(many))).to(machine.device)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(many))).to(
+        machine.device
+    )
 
 
 def offloaded(machine: Machine, report: Report, *, million: float = 200.0) -> None:
-    """A step of AdamW whose moments are in host memory or on disk, against torch's with all of them on the device."""
+    """A step of AdamW whose moments are in host memory or on disk, against torch's with all of them
+    on the device."""
     width = machine.size(4096, 32)
     million = million if not machine.twin else 4e-3
     model, twin = layers(machine, million, width), layers(machine, million, width)
@@ -115,16 +123,22 @@ def offloaded(machine: Machine, report: Report, *, million: float = 200.0) -> No
     plain = torch.optim.AdamW(twin.parameters(), **adam)
     there = machine.seconds(plain.step, times=3, warm=1)
     report("AdamW on the device", 1e3 * there, "ms")
-    budgets = {"host": machine.size(int(16 * count), 4 * MIB), "device": machine.size(256 * MIB, MIB)}
+    budgets = {
+        "host": machine.size(int(16 * count), 4 * MIB),
+        "device": machine.size(256 * MIB, MIB),
+    }
     with opened(machine, **budgets) as tiers:
         chunk = machine.size(64, 1) if not machine.twin else 0.01
-        inner = commpress.Offloaded(model.parameters(), torch.optim.AdamW, store=tiers, chunk_mb=chunk, **adam)
+        inner = commpress.Offloaded(
+            model.parameters(), torch.optim.AdamW, store=tiers, chunk_mb=chunk, **adam
+        )
         took = machine.seconds(inner.step, times=3, warm=1)
         report("AdamW with moments in the store", 1e3 * took, "ms")
         report("bytes of state per second", 24 * count / took / 1e9, "GB/s")
         inner.close()
     worst = max(
-        float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+        float((p - q).detach().abs().max())
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
     )
     report("largest difference of a weight after four steps", worst, limit=1e-5, bound="most")
 
@@ -133,21 +147,30 @@ def offloaded(machine: Machine, report: Report, *, million: float = 200.0) -> No
 
 
 def streaming(machine: Machine, report: Report, *, million: float = 400.0) -> None:
-    """Training of a model whose parameters are in the store: each layer's are on the device only while it computes."""
+    """Training of a model whose parameters are in the store: each layer's are on the device only
+    while it computes."""
     width = machine.size(4096, 32)
     million = million if not machine.twin else 4e-3
     chunk = 64.0 if not machine.twin else 0.01
     losses: dict[str, list[float]] = {}
-    x = torch.randn(64, width, generator=torch.Generator().manual_seed(2)).to(machine.device) / width**0.5
+    x = (
+        torch.randn(64, width, generator=torch.Generator().manual_seed(2)).to(machine.device)
+        / width**0.5
+    )
     adam: dict[str, Any] = {"lr": 1e-4, "fused": True}
-    budgets = {"host": machine.size(int(18e6 * million), 8 * MIB), "device": machine.size(512 * MIB, MIB)}
+    budgets = {
+        "host": machine.size(int(18e6 * million), 8 * MIB),
+        "device": machine.size(512 * MIB, MIB),
+    }
     for name in ("plain", "streamed"):
         model = layers(machine, million, width)
         with opened(machine, **budgets) as tiers:
             inner: Any = torch.optim.AdamW(model.parameters(), **adam)
             if name == "streamed":
                 commpress.stream(model, store=tiers, blocks=[nn.Linear], chunk_mb=chunk)
-                inner = commpress.Offloaded(model.parameters(), torch.optim.AdamW, store=tiers, chunk_mb=chunk, **adam)
+                inner = commpress.Offloaded(
+                    model.parameters(), torch.optim.AdamW, store=tiers, chunk_mb=chunk, **adam
+                )
             step = _step(model, inner, x, losses.setdefault(name, []))
             step()
             if not machine.twin:
@@ -155,15 +178,23 @@ def streaming(machine: Machine, report: Report, *, million: float = 400.0) -> No
                 torch.cuda.reset_peak_memory_stats()
             report(f"step, {name}", 1e3 * min(machine.took(step) for _ in range(2)), "ms")
             if not machine.twin:
-                report(f"memory of the device at most, {name}", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+                report(
+                    f"memory of the device at most, {name}",
+                    torch.cuda.max_memory_allocated() / 2**30,
+                    "GiB",
+                )
             if name == "streamed":
                 inner.close()
         del model, inner, step
-    worst = max(abs(a - b) / abs(a) for a, b in zip(losses["plain"], losses["streamed"], strict=True))
+    worst = max(
+        abs(a - b) / abs(a) for a, b in zip(losses["plain"], losses["streamed"], strict=True)
+    )
     report("largest difference of a loss", worst, limit=1e-4, bound="most")
 
 
-def _step(model: nn.Module, inner: Any, x: torch.Tensor, losses: list[float]) -> Callable[[], object]:
+def _step(
+    model: nn.Module, inner: Any, x: torch.Tensor, losses: list[float]
+) -> Callable[[], object]:
     def step() -> None:
         loss = model(x).square().mean()
         loss.backward()
@@ -188,7 +219,8 @@ def streaming_large(machine: Machine, report: Report) -> None:
 
 
 def largest(machine: Machine, report: Report) -> None:
-    """Models that take a step in device, host memory and disk together, each larger than the one before, until one does not."""
+    """Models that take a step in device, host memory and disk together, each larger than the one
+    before, until one does not."""
     width, chunk = machine.size(8192, 32), machine.size(64 * MIB, MIB // 64) / MIB
     x = torch.randn(16, width, device=machine.device) / width**0.5
     budgets = {"host": machine.size(40 << 30, 8 * MIB), "device": machine.size(1 << 30, MIB)}
@@ -196,7 +228,16 @@ def largest(machine: Machine, report: Report) -> None:
         with report.line(f"{million:g} M parameters"), opened(machine, **budgets) as tiers:
             model = layers(machine, million, width)
             commpress.stream(model, store=tiers, blocks=[nn.Linear], chunk_mb=chunk)
-            inner = commpress.Offloaded(model.parameters(), torch.optim.AdamW, store=tiers, chunk_mb=chunk, lr=1e-4, fused=True)
+            inner = commpress.Offloaded(
+                model.parameters(),
+                torch.optim.AdamW,
+                store=tiers,
+                chunk_mb=chunk,
+                lr=1e-4,
+                fused=True,
+            )
             took = machine.took(_step(model, inner, x, []))
-            report(f"{million:g} M parameters, {16e-3 * million:.3g} GB of state: a step", took, "s")
+            report(
+                f"{million:g} M parameters, {16e-3 * million:.3g} GB of state: a step", took, "s"
+            )
             inner.close()

@@ -1,6 +1,8 @@
-"""Steps, each in a process of its own with a limit of time: one that fails or hangs costs nobody else anything.
+"""Steps, each in a process of its own with a limit of time: one that fails or hangs costs nobody
+else anything.
 
-Processes are forked from one that has torch loaded and has not touched CUDA, so that none of them imports it again.
+Processes are forked from one that has torch loaded and has not touched CUDA, so that none of them
+imports it again.
 """
 
 import faulthandler
@@ -56,14 +58,21 @@ class Report:
         self._pipe = pipe
 
     def __call__(
-        self, what: str, value: float, unit: str = "", *, limit: float | None = None,
-        bound: Literal["least", "most"] = "least", note: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        what: str,
+        value: float,
+        unit: str = "",
+        *,
+        limit: float | None = None,
+        bound: Literal["least", "most"] = "least",
+        note: str = "",
+    ) -> None:
         self._send(what=what, value=float(value), unit=unit, limit=limit, bound=bound, note=note)
 
     @contextmanager
     def line(self, what: str, *, must: bool = True) -> Iterator[None]:
-        """A part of the step: if it fails that is told, and the step goes on. ``must``: the step does not hold then."""
+        """A part of the step: if it fails that is told, and the step goes on. ``must``: the step
+        does not hold then."""
         try:
             yield
         except (Exception, SystemExit) as error:  # ranks of its own that failed end with the latter
@@ -106,8 +115,13 @@ class Result:
 
 
 def run(step: Step, *, twin: bool, folder: Path) -> Result:
-    """A process for ``step``, its log in ``folder``; what it said until it ended or its time was up."""
-    result, log, start = Result(step.name, step.part, step.limit), folder / f"{step.name}.log", time.monotonic()
+    """A process for ``step``, its log in ``folder``; what it said until it ended or its time was
+    up."""
+    result, log, start = (
+        Result(step.name, step.part, step.limit),
+        folder / f"{step.name}.log",
+        time.monotonic(),
+    )
     sys.stdout.flush()
     reading, writing = os.pipe()
     process = os.fork()

@@ -1,4 +1,5 @@
-"""Whole training steps on the device: under DDP, with several ranks on one card, under FSDP2, with our optimizers."""
+"""Whole training steps on the device: under DDP, with several ranks on one card, under FSDP2, with
+our optimizers."""
 
 import itertools
 from collections.abc import Callable
@@ -33,18 +34,28 @@ Step = Callable[[], object]
 def gpt(machine: Machine, *, layers: int = 12, seed: int = 0) -> GPT:
     """124 million parameters; on a twin some thousand."""
     torch.manual_seed(seed)
-    sizes: dict[str, int] = {"width": 768, "layers": layers, "heads": 12, "length": 512, "vocabulary": 25_152}
+    sizes: dict[str, int] = {
+        "width": 768,
+        "layers": layers,
+        "heads": 12,
+        "length": 512,
+        "vocabulary": 25_152,
+    }
     if machine.twin:
         sizes = {"width": 32, "layers": 1, "heads": 2, "length": 16, "vocabulary": 256}
     return GPT(**sizes).to(machine.device)
 
 
-def step_of(machine: Machine, model: nn.Module, inner: Any, seed: int = 0, *, rows: int = 8) -> Step:
+def step_of(
+    machine: Machine, model: nn.Module, inner: Any, seed: int = 0, *, rows: int = 8
+) -> Step:
     """Forward, backward and update with words drawn once."""
     net = model.module if isinstance(model, DistributedDataParallel) else model
     length, words = machine.size(512, 16), machine.size(25_152, 256)
     draw = torch.Generator().manual_seed(seed)
-    text = torch.randint(words, (machine.size(rows, 2), length + 1), generator=draw).to(machine.device)
+    text = torch.randint(words, (machine.size(rows, 2), length + 1), generator=draw).to(
+        machine.device
+    )
     assert isinstance(net, nn.Module)
 
     def step() -> None:
@@ -65,7 +76,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Hook:
-    """The hook of DDP in one rank, whose gradients ``commpress.compress`` would let pass: it sends all of them to itself."""
+    """The hook of DDP in one rank, whose gradients ``commpress.compress`` would let pass: it sends
+    all of them to itself."""
 
     def __init__(self, codec: str) -> None:
         self.channel = Channel.among()
@@ -78,7 +90,9 @@ class Hook:
 
         def where() -> tuple[list[Span], list[torch.Size]]:
             each = zip(names, gradients, strict=True)
-            return [Span(name, (g.data_ptr() - first) // 4, g.numel()) for name, g in each], [g.shape for g in gradients]
+            return [Span(name, (g.data_ptr() - first) // 4, g.numel()) for name, g in each], [
+                g.shape for g in gradients
+            ]
 
         exchange = self.exchanges.of(names, where, buffer.device)
         done = future_on(buffer.device)
@@ -87,10 +101,16 @@ class Hook:
         return done
 
     def _reduced(
-        self, buffer: torch.Tensor, exchange: Exchange, sequence: int, done: torch.futures.Future[Any]
+        self,
+        buffer: torch.Tensor,
+        exchange: Exchange,
+        sequence: int,
+        done: torch.futures.Future[Any],
     ) -> Steps[None]:
         try:
-            outcomes = yield from exchange.steps(self.channel, buffer, sequence=sequence, key=next(self.keys))
+            outcomes = yield from exchange.steps(
+                self.channel, buffer, sequence=sequence, key=next(self.keys)
+            )
             settle(outcomes, taken=all(outcome.finite for outcome in outcomes))
         except Exception as error:
             done.set_exception(error)
@@ -99,7 +119,8 @@ class Hook:
 
 
 def ddp(machine: Machine, report: Report) -> None:
-    """A step of a GPT of 124 M parameters in one rank: alone, with DDP, and with a hook that compresses every bucket."""
+    """A step of a GPT of 124 M parameters in one rank: alone, with DDP, and with a hook that
+    compresses every bucket."""
     machine.join()
     alone = gpt(machine)
     report("parameters", sum(p.numel() for p in alone.parameters()) / 1e6, "M")
@@ -118,9 +139,22 @@ def ddp(machine: Machine, report: Report) -> None:
             step = step_of(machine, wrapped, adamw(wrapped))
             took = machine.seconds(step, times=machine.size(10, 2))
             report(f"step with {codec}", 1e3 * took, "ms")
-            report(f"plain over {codec}", plain / took, "x", note="the network takes no time: what compressing costs")
-            working = hook.channel.workspace.encode_seconds + hook.channel.workspace.decode_seconds + hook.channel.waited
-            report(f"{codec}: host's time in the hook, per step", 1e3 * working / (machine.size(10, 2) + 2), "ms")
+            report(
+                f"plain over {codec}",
+                plain / took,
+                "x",
+                note="the network takes no time: what compressing costs",
+            )
+            working = (
+                hook.channel.workspace.encode_seconds
+                + hook.channel.workspace.decode_seconds
+                + hook.channel.waited
+            )
+            report(
+                f"{codec}: host's time in the hook, per step",
+                1e3 * working / (machine.size(10, 2) + 2),
+                "ms",
+            )
             report(f"{codec}: exposed time, per step", 1e3 * (took - computing), "ms")
             with report.line(f"{codec}: profiler"):
                 seen = machine.counted(step)
@@ -134,19 +168,26 @@ def ddp(machine: Machine, report: Report) -> None:
 
 
 def ranks(machine: Machine, report: Report) -> None:
-    """Two and four ranks on one card by Gloo and pinned memory: the bits of the CPU, and the time of a step."""
+    """Two and four ranks on one card by Gloo and pinned memory: the bits of the CPU, and the time
+    of a step."""
     for size in (2, 4) if not machine.twin else (2,):
         with report.line(f"{size} ranks"), LocalRanks(size, forked=True) as pool:
             for what, value, unit, limit in pool.call(_on_one_card, machine.twin, _nothing):
                 report(f"{size} ranks: {what}", value, unit, limit=limit, bound="most")
 
 
-def _on_one_card(rank: int, size: int, twin: bool, told: Told) -> list[tuple[str, float, str, float | None]]:
+def _on_one_card(
+    rank: int, size: int, twin: bool, told: Told
+) -> list[tuple[str, float, str, float | None]]:
     machine, found = Twin() if twin else Card(), list[tuple[str, float, str, float | None]]()
     channel = Channel.among()
     for codec in ("sign", "int8", "topk-64"):
-        here, there = (_means(channel, codec, device) for device in (machine.device, torch.device("cpu")))
-        found.append((f"{codec}: elements with other bits than by the CPU", differing(here, there), "", 0))
+        here, there = (
+            _means(channel, codec, device) for device in (machine.device, torch.device("cpu"))
+        )
+        found.append(
+            (f"{codec}: elements with other bits than by the CPU", differing(here, there), "", 0)
+        )
     for codec in ("plain DDP", "sign", "int8"):
         wrapped = DistributedDataParallel(gpt(machine, layers=4))
         if codec != "plain DDP":
@@ -155,12 +196,19 @@ def _on_one_card(rank: int, size: int, twin: bool, told: Told) -> list[tuple[str
         dist.barrier()
         took = machine.seconds(step, times=machine.size(4, 1), warm=machine.size(2, 1))
         found.append((f"step with {codec}", 1e3 * took, "ms", None))
-        weights = torch.cat([p.detach().flatten() for p in wrapped.parameters()]).cpu().view(torch.int32).double()
+        weights = (
+            torch.cat([p.detach().flatten() for p in wrapped.parameters()])
+            .cpu()
+            .view(torch.int32)
+            .double()
+        )
         spread = torch.stack([weights.min(), weights.max(), weights.sum()])
         most = spread.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX)
         dist.all_reduce(spread, dist.ReduceOp.MIN)
-        found.append((f"weights that differ between ranks, {codec}", float((most != spread).sum()), "", 0))
+        found.append(
+            (f"weights that differ between ranks, {codec}", float((most != spread).sum()), "", 0)
+        )
     return found
 
 
@@ -170,7 +218,9 @@ def _means(channel: Channel, codec: str, device: torch.device) -> list[torch.Ten
     exchange = exchanges.of(("all",), lambda: ([Span("w", 0, 100_003)], [(100_003,)]), device)
     means = []
     for step in range(3):
-        x = torch.randn(100_003, generator=torch.Generator().manual_seed(8 * step + channel.rank)).to(device)
+        x = torch.randn(
+            100_003, generator=torch.Generator().manual_seed(8 * step + channel.rank)
+        ).to(device)
         sequence = channel.take(exchange.sequences)
         settle(channel.run(exchange.steps(channel, x, sequence=sequence, key=step)), taken=True)
         means.append(x.cpu())
@@ -182,8 +232,13 @@ def _nothing(*_: object) -> None:
 
 
 def fsdp(machine: Machine, report: Report) -> None:
-    """FSDP2 with two ranks on the card: gradients and weights compressed, against its own collectives."""
-    for name, gradients, weights in (("int8", "int8", "int8"), ("int4", "int4", "int8"), ("plain", None, None)):
+    """FSDP2 with two ranks on the card: gradients and weights compressed, against its own
+    collectives."""
+    for name, gradients, weights in (
+        ("int8", "int8", "int8"),
+        ("int4", "int4", "int8"),
+        ("plain", None, None),
+    ):
         with report.line(name, must=gradients is not None), LocalRanks(2, forked=True) as pool:
             took, share = pool.call(_sharded, (machine.twin, gradients, weights), _nothing)
             report(f"step with {name}", 1e3 * took, "ms")
@@ -208,15 +263,26 @@ def _sharded(rank: int, size: int, task: tuple[bool, Any, Any], told: Told) -> t
 
 
 def optimizers(machine: Machine, report: Report) -> None:
-    """Steps of the optimizers on 124 M parameters, and whole training steps with them, against AdamW(fused=True)."""
+    """Steps of the optimizers on 124 M parameters, and whole training steps with them, against
+    AdamW(fused=True)."""
     kinds: dict[str, Callable[[GPT], Step]] = {
         "AdamW(fused)": lambda net: adamw(net).step,
-        "1-bit Adam, exact": lambda net: arithmetic.arithmetic(commpress.OneBitAdam, net, RoundKind.EXACT),
-        "1-bit Adam, compressed": lambda net: arithmetic.arithmetic(commpress.OneBitAdam, net, RoundKind.COMPRESSED),
-        "0/1 Adam, synchronising": lambda net: arithmetic.arithmetic(commpress.ZeroOneAdam, net, RoundKind.COMPRESSED),
-        "0/1 Adam, local": lambda net: arithmetic.arithmetic(commpress.ZeroOneAdam, net, RoundKind.LOCAL),
-        "1-bit LAMB, compressed": lambda net: arithmetic.arithmetic(commpress.OneBitLamb, net, RoundKind.COMPRESSED),
-    }  # fmt: skip
+        "1-bit Adam, exact": lambda net: arithmetic.arithmetic(
+            commpress.OneBitAdam, net, RoundKind.EXACT
+        ),
+        "1-bit Adam, compressed": lambda net: arithmetic.arithmetic(
+            commpress.OneBitAdam, net, RoundKind.COMPRESSED
+        ),
+        "0/1 Adam, synchronising": lambda net: arithmetic.arithmetic(
+            commpress.ZeroOneAdam, net, RoundKind.COMPRESSED
+        ),
+        "0/1 Adam, local": lambda net: arithmetic.arithmetic(
+            commpress.ZeroOneAdam, net, RoundKind.LOCAL
+        ),
+        "1-bit LAMB, compressed": lambda net: arithmetic.arithmetic(
+            commpress.OneBitLamb, net, RoundKind.COMPRESSED
+        ),
+    }
     net = gpt(machine)
     computing = machine.seconds(step_of(machine, net, _Still(net)), times=machine.size(6, 1))
     report("forward and backward", 1e3 * computing, "ms")
@@ -230,7 +296,13 @@ def optimizers(machine: Machine, report: Report) -> None:
             base = base or took
             report(f"{name}, alone", 1e3 * took, "ms")
             limit = None if machine.twin or name.startswith("AdamW") else WHOLE
-            report(f"{name}, whole step", (computing + took) / (computing + base), "of AdamW's", limit=limit, bound="most")
+            report(
+                f"{name}, whole step",
+                (computing + took) / (computing + base),
+                "of AdamW's",
+                limit=limit,
+                bound="most",
+            )
 
 
 class _Still:

@@ -1,4 +1,5 @@
-"""The sign codec's encoder in Triton, to compare with: blocks of 2048, one scale each, eight signs to a byte."""
+"""The sign codec's encoder in Triton, to compare with: blocks of 2048, one scale each, eight signs
+to a byte."""
 
 import torch
 import triton
@@ -20,6 +21,9 @@ def _encode(x, residual, packed, scales, BLOCK: tl.constexpr):  # type: ignore[n
     tl.store(scales + block, scale)
 
 
-def encode(x: torch.Tensor, residual: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
-    """Signs of x + residual and a scale for each block; the residual becomes what they leave behind."""
+def encode(
+    x: torch.Tensor, residual: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Signs of x + residual and a scale for each block; the residual becomes what they leave
+    behind."""
     _encode[(x.numel() // BLOCK,)](x, residual, packed, scales, BLOCK=BLOCK)

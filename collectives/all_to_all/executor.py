@@ -17,7 +17,8 @@ from commpress.work import Steps
 
 _SMALL = 64 << 10  # bytes: below, a call of torch takes longer than the copy
 
-Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # uint8[n], contiguous: what goes, what comes, scratch
+# uint8[n], contiguous: what goes, what comes, scratch
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Scratch:
@@ -40,7 +41,8 @@ class Scratch:
         return torch.empty(length, dtype=torch.uint8, device=device)[:numel]
 
     def give(self, *buffers: torch.Tensor) -> None:
-        """Back, once nothing reads or writes them; a buffer of an operation that failed is never given."""
+        """Back, once nothing reads or writes them; a buffer of an operation that failed is never
+        given."""
         for buffer in buffers:
             whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
             with self._lock:
@@ -51,7 +53,8 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs the stages of one operation on one rank. ``what`` describes it; lengths and step are filled in."""
+    """Runs the stages of one operation on one rank. ``what`` describes it; lengths and step are
+    filled in."""
 
     what: Frame
     transport: Transport
@@ -73,12 +76,18 @@ class Executor:
         wanted = self._frames(hop.due, hop.operation, frames)
         expected = pack_rows(wanted, size)
         same = hop.said == hop.due
-        headers = (expected.clone() if same else pack_rows(self._frames(hop.said, hop.operation, frames), size)).to(device)
+        headers = (
+            expected.clone()
+            if same
+            else pack_rows(self._frames(hop.said, hop.operation, frames), size)
+        ).to(device)
         if self.checked:
             stamp_rows(headers, outgoing)
         answers = torch.zeros_like(headers)
         tag = 2 * self.what.sequence + hop.parity
-        yield self.transport.exchange(Rows(answers, incoming), Rows(headers, outgoing), expected.to(device), tag)
+        yield self.transport.exchange(
+            Rows(answers, incoming), Rows(headers, outgoing), expected.to(device), tag
+        )
         verify_rows(answers, incoming, wanted, expected, self.transport)
         _copy(hop.after, buffers)
 
@@ -86,12 +95,18 @@ class Executor:
     def checked(self) -> bool:
         return self.transport.checks or self.checksum
 
-    def _frames(self, shares: Mapping[int, FrameContent], operation: int, made: dict[FrameContent, Frame]) -> dict[int, Frame]:
+    def _frames(
+        self, shares: Mapping[int, FrameContent], operation: int, made: dict[FrameContent, Frame]
+    ) -> dict[int, Frame]:
         """The label tells how the blocks of a message divide its bytes."""
         for share in set(shares.values()) - made.keys():
             divided = zlib.crc32(share.divided, self.what.label)
             made[share] = self.what._replace(
-                operation=operation, numel=share.numel, label=divided, back=share.back, checked=self.checked
+                operation=operation,
+                numel=share.numel,
+                label=divided,
+                back=share.back,
+                checked=self.checked,
             )
         return {r: made[share] for r, share in shares.items()}
 
@@ -105,6 +120,8 @@ def _copy(copies: Iterable[Copy], buffers: Buffers) -> None:
     for to, source in copies:
         count = to.stop - to.start
         if starts and count < _SMALL:
-            ctypes.memmove(starts[to.buffer] + to.start, starts[source.buffer] + source.start, count)
+            ctypes.memmove(
+                starts[to.buffer] + to.start, starts[source.buffer] + source.start, count
+            )
         else:
             _part(buffers, to).copy_(_part(buffers, source))

@@ -1,17 +1,22 @@
-"""The ways that blocks of bytes take from every rank to every rank, as plans: flat, or by way of nodes.
+"""The ways that blocks of bytes take from every rank to every rank, as plans: flat, or by way of
+nodes.
 
-Block r of ``inp`` goes to rank r and block r of ``out`` comes from it; both sides know its length, and the blocks of each
-buffer lie one behind the other. A route only permutes: every route delivers the same bytes.
+Block r of ``inp`` goes to rank r and block r of ``out`` comes from it; both sides know its length,
+and the blocks of each buffer lie one behind the other. A route only permutes: every route delivers
+the same bytes.
 
     flat            one message from every rank to every rank
-    inside_first    inside a node, to the member that speaks for the node with the destination; then one message from the
-                    node to each destination, with the blocks of all members
-    between_first   one message from each rank to a node, with the blocks for all members; then inside that node
+    inside_first    inside a node, to the member that speaks for the node with the destination; then
+                    one message from the node to each destination, with the blocks of all members
+    between_first   one message from each rank to a node, with the blocks for all members; then
+                    inside that node
 
-Between two nodes of g and h ranks the first sends g·h messages, the second h, the third g: of the same bytes in sum.
+Between two nodes of g and h ranks the first sends g·h messages, the second h, the third g: of the
+same bytes in sum.
 
-A plan says for one rank which bytes it copies, sends and receives. It depends on lengths only, so the plans of the last
-lengths are kept: with small blocks, working out who speaks for whom takes longer than sending.
+A plan says for one rank which bytes it copies, sends and receives. It depends on lengths only, so
+the plans of the last lengths are kept: with small blocks, working out who speaks for whom takes
+longer than sending.
 """
 
 import struct
@@ -31,7 +36,8 @@ _KEPT = 16  # plans; one holds about 1 KiB a rank
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes and the ranks that share each; every rank is in one of them. Nodes may differ in size."""
+    """Nodes and the ranks that share each; every rank is in one of them. Nodes may differ in
+    size."""
 
     members: tuple[tuple[int, ...], ...]
 
@@ -41,7 +47,8 @@ class Nodes:
         members = tuple(tuple(sorted(node)) for node in nodes if node)
         if sorted(rank for node in members for rank in node) != list(range(size)):
             raise InvalidArgument(
-                f"nodes is {[list(node) for node in nodes]}, expected every rank from 0 to {size - 1} in exactly one node, "
+                f"nodes is {[list(node) for node in nodes]}, expected every rank from 0 to "
+                f"{size - 1} in exactly one node, "
                 "such as [[0, 1], [2, 3]]"
             )
         return cls(members)
@@ -49,7 +56,9 @@ class Nodes:
     def among(self, sources: Sequence[int | None]) -> "Nodes":
         """The nodes of those who are left, of whom each was rank ``sources`` here."""
         now = {old: new for new, old in enumerate(sources) if old is not None}
-        return Nodes.of(tuple(tuple(now[r] for r in node if r in now) for node in self.members), len(sources))
+        return Nodes.of(
+            tuple(tuple(now[r] for r in node if r in now) for node in self.members), len(sources)
+        )
 
     @cached_property
     def home(self) -> dict[int, int]:
@@ -57,9 +66,11 @@ class Nodes:
         return {rank: i for i, node in enumerate(self.members) for rank in node}
 
     def speaker(self, node: int, rank: int) -> int:
-        """The member of ``node`` that speaks with ``rank`` for all members; a rank of the node speaks for itself.
+        """The member of ``node`` that speaks with ``rank`` for all members; a rank of the node
+        speaks for itself.
 
-        The members take turns, in the order of the other node's members: with nodes of equal size, equals meet.
+        The members take turns, in the order of the other node's members: with nodes of equal size,
+        equals meet.
         """
         if self.home[rank] == node:
             return rank
@@ -91,7 +102,8 @@ Copy = tuple[ByteRange, ByteRange]  # to, from
 
 
 class Stage(NamedTuple):
-    """One exchange: a message to each rank in ``sent``, one from each in ``received``. ``said`` and ``due``: their frames."""
+    """One exchange: a message to each rank in ``sent``, one from each in ``received``. ``said`` and
+    ``due``: their frames."""
 
     operation: int
     parity: int  # 0 or 1, of the tag: hops of one operation with other peers may meet on the way
@@ -116,7 +128,8 @@ class Lengths(NamedTuple):
     out: tuple[int, ...]
 
 
-Told = tuple[tuple[int, ...], ...]  # for each member of the own node, the lengths of what is to be forwarded for it
+# for each member of the own node, the lengths of what is to be forwarded for it
+Told = tuple[tuple[int, ...], ...]
 
 
 class _Draft:
@@ -137,24 +150,47 @@ class _Draft:
         return {m: self.room(lengths) for m, lengths in zip(mates, told, strict=True) if m != me}
 
     def hop(
-        self, operation: int, parity: int, sent: Mapping[int, Sequence[ByteRange]], received: Mapping[int, Sequence[ByteRange]],
+        self,
+        operation: int,
+        parity: int,
+        sent: Mapping[int, Sequence[ByteRange]],
+        received: Mapping[int, Sequence[ByteRange]],
         after: Iterable[Copy] = (),
-    ) -> None:  # fmt: skip
-        """The blocks of a message travel side by side: from and to scratch, where they lie apart."""
+    ) -> None:
+        """The blocks of a message travel side by side: from and to scratch, where they lie
+        apart."""
         outgoing, gathered = self._joined(sent)
         incoming, parts = self._joined(received)
-        said = {r: FrameContent(_sum(blocks), _sum(received.get(r, ())), _divided(blocks)) for r, blocks in sent.items()}
-        due = {r: FrameContent(_sum(blocks), _sum(sent.get(r, ())), _divided(blocks)) for r, blocks in received.items()}
+        said = {
+            r: FrameContent(_sum(blocks), _sum(received.get(r, ())), _divided(blocks))
+            for r, blocks in sent.items()
+        }
+        due = {
+            r: FrameContent(_sum(blocks), _sum(sent.get(r, ())), _divided(blocks))
+            for r, blocks in received.items()
+        }
         scattered = [(part, stage) for stage, part in parts]
-        self.hops.append(Stage(
-            operation, parity, tuple(gathered), outgoing, incoming, (*scattered, *_without_empty(after)), said, due
-        ))  # fmt: skip
+        self.hops.append(
+            Stage(
+                operation,
+                parity,
+                tuple(gathered),
+                outgoing,
+                incoming,
+                (*scattered, *_without_empty(after)),
+                said,
+                due,
+            )
+        )
 
     def plan(self) -> RoutePlan:
         return RoutePlan(tuple(self.hops), self.held)
 
-    def _joined(self, messages: Mapping[int, Sequence[ByteRange]]) -> tuple[dict[int, ByteRange], list[Copy]]:
-        """Each message as one span, and the copies between its part of the scratch and its blocks."""
+    def _joined(
+        self, messages: Mapping[int, Sequence[ByteRange]]
+    ) -> tuple[dict[int, ByteRange], list[Copy]]:
+        """Each message as one span, and the copies between its part of the scratch and its
+        blocks."""
         whole: dict[int, ByteRange] = {}
         copies: list[Copy] = []
         for rank, blocks in messages.items():
@@ -164,13 +200,19 @@ class _Draft:
                 continue
             stages = self.room([_length(part) for part in apart])
             copies += zip(stages, apart, strict=True)
-            whole[rank] = ByteRange(HELD, stages[0].start, stages[-1].stop) if stages else ByteRange(HELD, 0, 0)
+            whole[rank] = (
+                ByteRange(HELD, stages[0].start, stages[-1].stop)
+                if stages
+                else ByteRange(HELD, 0, 0)
+            )
         return whole, copies
 
 
 def spread(buffer: int, lengths: Sequence[int], start: int = 0) -> list[ByteRange]:
     ends = accumulate(lengths, initial=start)
-    return [ByteRange(buffer, end, end + length) for end, length in zip(ends, lengths, strict=False)]
+    return [
+        ByteRange(buffer, end, end + length) for end, length in zip(ends, lengths, strict=False)
+    ]
 
 
 def _length(span: ByteRange) -> int:
@@ -211,20 +253,26 @@ def flat(lengths: Lengths) -> RoutePlan:
 
 
 @lru_cache(_KEPT)
-def direct(lengths: Lengths, to: tuple[int, ...], come_from: tuple[int, ...], operation: int, parity: int) -> RoutePlan:
+def direct(
+    lengths: Lengths, to: tuple[int, ...], come_from: tuple[int, ...], operation: int, parity: int
+) -> RoutePlan:
     """One hop to these ranks, from those; who is in neither gets no header either."""
     me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
     draft = _Draft()
     draft.hop(
-        operation, parity, {r: [inp[r]] for r in to if r != me}, {r: [out[r]] for r in come_from if r != me},
+        operation,
+        parity,
+        {r: [inp[r]] for r in to if r != me},
+        {r: [out[r]] for r in come_from if r != me},
         [(out[me], inp[me])],
-    )  # fmt: skip
+    )
     return draft.plan()
 
 
 @lru_cache(_KEPT)
 def to_everybody(lengths: Lengths) -> RoutePlan:
-    """All of ``inp`` to every rank: an all-gather of blocks of any length. ``lengths.inp`` is that one length for each."""
+    """All of ``inp`` to every rank: an all-gather of blocks of any length. ``lengths.inp`` is that
+    one length for each."""
     me, out = lengths.rank, spread(OUT, lengths.out)
     own = ByteRange(INP, 0, lengths.inp[me])
     others = [r for r in range(len(out)) if r != me]
@@ -243,9 +291,12 @@ def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
     blocks = draft.lent(mates, told, me) | {me: [inp[d] for d in spoken[me]]}
     at = spoken[me].index(me)
     draft.hop(
-        INSIDE, 1, {m: [inp[d] for d in spoken[m]] for m in mates if m != me}, {m: blocks[m] for m in mates if m != me},
+        INSIDE,
+        1,
+        {m: [inp[d] for d in spoken[m]] for m in mates if m != me},
+        {m: blocks[m] for m in mates if m != me},
         [(out[m], blocks[m][at]) for m in mates],
-    )  # fmt: skip
+    )
     abroad = {d: [blocks[m][i] for m in mates] for i, d in enumerate(spoken[me]) if d not in mates}
     theirs = {nodes.speaker(i, me): [out[r] for r in nodes.members[i]] for i in nodes.abroad(home)}
     draft.hop(BETWEEN, 0, abroad, theirs)
@@ -259,21 +310,28 @@ def between_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
     mates = nodes.members[home]
     landed = _landing(nodes, home)
     draft = _Draft()
-    blocks = draft.lent(mates, told, me) | {me: [out[s] for s in landed[me]]}  # what lands here, for each mate
+    # what lands here, for each mate
+    blocks = draft.lent(mates, told, me) | {me: [out[s] for s in landed[me]]}
     draft.hop(
-        BETWEEN, 0, {nodes.speaker(i, me): [inp[r] for r in nodes.members[i]] for i in nodes.abroad(home)},
-        {s: [blocks[m][i] for m in mates] for i, s in enumerate(landed[me])}, [(out[me], inp[me])],
-    )  # fmt: skip
+        BETWEEN,
+        0,
+        {nodes.speaker(i, me): [inp[r] for r in nodes.members[i]] for i in nodes.abroad(home)},
+        {s: [blocks[m][i] for m in mates] for i, s in enumerate(landed[me])},
+        [(out[me], inp[me])],
+    )
     draft.hop(
-        INSIDE, 1, {m: [inp[m], *blocks[m]] for m in mates if m != me},
+        INSIDE,
+        1,
+        {m: [inp[m], *blocks[m]] for m in mates if m != me},
         {m: [out[m], *(out[s] for s in landed[m])] for m in mates if m != me},
-    )  # fmt: skip
+    )
     return draft.plan()
 
 
 @lru_cache(_KEPT)
 def forwarded(lengths: Lengths, nodes: Nodes, *, inside: bool) -> Told:
-    """For each mate, the lengths of those own blocks that it forwards: on the way out with ``inside`` first, else in."""
+    """For each mate, the lengths of those own blocks that it forwards: on the way out with
+    ``inside`` first, else in."""
     home = nodes.home[lengths.rank]
     lent = _spoken_for(nodes, home) if inside else _landing(nodes, home)
     found = lengths.inp if inside else lengths.out
@@ -282,7 +340,8 @@ def forwarded(lengths: Lengths, nodes: Nodes, *, inside: bool) -> Told:
 
 @lru_cache(_KEPT)
 def telling(mates: tuple[int, ...], me: int, mine: tuple[int, ...], count: int) -> RoutePlan:
-    """Numbers of 8 bytes: ``mine[i]`` of them go to mate i, ``count`` come from each, in the order of the mates."""
+    """Numbers of 8 bytes: ``mine[i]`` of them go to mate i, ``count`` come from each, in the order
+    of the mates."""
     draft = _Draft()
     inp, out = spread(INP, [8 * n for n in mine]), spread(OUT, [8 * count] * len(mates))
     others = [(i, m) for i, m in enumerate(mates) if m != me]
@@ -292,8 +351,12 @@ def telling(mates: tuple[int, ...], me: int, mine: tuple[int, ...], count: int) 
 
 
 def _spoken_for(nodes: Nodes, home: int) -> dict[int, list[int]]:
-    """The destinations with which each member of a node speaks: itself among them, its mates not."""
-    return {m: [d for d in sorted(nodes.home) if nodes.speaker(home, d) == m] for m in nodes.members[home]}
+    """The destinations with which each member of a node speaks: itself among them, its mates
+    not."""
+    return {
+        m: [d for d in sorted(nodes.home) if nodes.speaker(home, d) == m]
+        for m in nodes.members[home]
+    }
 
 
 def _landing(nodes: Nodes, home: int) -> dict[int, list[int]]:

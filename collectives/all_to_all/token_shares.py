@@ -1,4 +1,5 @@
-"""Shares of tokens that several ranks have alike, as under tensor parallelism: each works on its share, then all have all."""
+"""Shares of tokens that several ranks have alike, as under tensor parallelism: each works on its
+share, then all have all."""
 
 import zlib
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from commpress.work import Steps
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Share of one rank among ``size`` that have the same ``count`` tokens: neighbours, as many as the others' or one more."""
+    """Share of one rank among ``size`` that have the same ``count`` tokens: neighbours, as many as
+    the others' or one more."""
 
     count: int
     rank: int
@@ -44,6 +46,9 @@ class TokenShare:
         yield from Executor(frame, carrier.transport, carrier.scratch, carrier.checksum).run(
             plan, inbox.reshape(-1), outbox.reshape(-1)
         )
-        found = form.tokens(inbox, carrier.scratch, []).clone(memory_format=torch.contiguous_format), form.extras(inbox).clone()
+        found = (
+            form.tokens(inbox, carrier.scratch, []).clone(memory_format=torch.contiguous_format),
+            form.extras(inbox).clone(),
+        )
         carrier.scratch.give(outbox, inbox)
         return found

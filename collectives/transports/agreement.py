@@ -1,13 +1,16 @@
-"""Membership of the processes of a group on who is in it from now on, over their doors, without a store.
+"""Membership of the processes of a group on who is in it from now on, over their doors, without a
+store.
 
-Everybody asks the first of the last epoch that runs; that one leads: it waits until every member has come, is known to be
-dead or has been silent for too long, proposes an epoch, and has all of its members build their connections. An epoch is
-complete when all have said that they are ready, and the leader says so. Whoever is ready and does not hear it is in doubt
-until the next agreement: if everybody in reach is ready it is complete, because someone out of reach may have heard; else it
+Everybody asks the first of the last epoch that runs; that one leads: it waits until every member
+has come, is known to be dead or has been silent for too long, proposes an epoch, and has all of its
+members build their connections. An epoch is complete when all have said that they are ready, and
+the leader says so. Whoever is ready and does not hear it is in doubt until the next agreement: if
+everybody in reach is ready it is complete, because someone out of reach may have heard; else it
 never was. If the leader dies the next one leads.
 
-Two halves of a divided group cannot both go on: that takes more than half of the last epoch's members, or half with its
-first; or that the processes of all others are known to be dead, who did not go on by themselves before.
+Two halves of a divided group cannot both go on: that takes more than half of the last epoch's
+members, or half with its first; or that the processes of all others are known to be dead, who did
+not go on by themselves before.
 """
 
 import gc
@@ -22,8 +25,23 @@ from typing import Protocol
 from commpress.collectives.change import Change
 from commpress.collectives.transports.conversation import Conversation, Message
 from commpress.collectives.transports.heartbeat import Heartbeat
-from commpress.collectives.transports.meeting import DIFFERS, ENLIST, GIVE_ALL, GONE_ON, JOIN, PING, WELCOME, knock
-from commpress.collectives.transports.membership import Epoch, Membership, Proposal, contact_of, new_key
+from commpress.collectives.transports.meeting import (
+    DIFFERS,
+    ENLIST,
+    GIVE_ALL,
+    GONE_ON,
+    JOIN,
+    PING,
+    WELCOME,
+    knock,
+)
+from commpress.collectives.transports.membership import (
+    Epoch,
+    Membership,
+    Proposal,
+    contact_of,
+    new_key,
+)
 from commpress.collectives.transports.roster import Roster, base_of, keys_of, may_go_on
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
 
@@ -31,7 +49,12 @@ TICK = 0.05  # seconds between two looks at what is not a message
 CANDIDATES = 8  # members asked at the same time whether they run
 SILENCE = 5.0  # seconds without an answer after which a process counts as stopped, at most
 OTHER_VERSION = "this process is of another version of commpress than the members: install theirs"
-DEAD, SILENT, LATE, LEFT = "its process is gone", "its process does not answer", "it did not come", "it gave up"
+DEAD, SILENT, LATE, LEFT = (
+    "its process is gone",
+    "its process does not answer",
+    "it did not come",
+    "it gave up",
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +64,16 @@ class Terms:
     age: int = 0
     said: bytes = b""
     minimum: int = 1
-    yields: bool = False  # to a group that wants to join and has trained longer; it takes all members
+    # to a group that wants to join and has trained longer; it takes all members
+    yields: bool = False
     admits: bool = True  # newcomers, where this process leads; else they wait at the door
-    labels: Callable[[], Sequence[str]] = tuple  # of the objects that are to be connected: the same for everybody
+    # of the objects that are to be connected: the same for everybody
+    labels: Callable[[], Sequence[str]] = tuple
     count: int = 0  # of groups that it has named; the largest goes on
     contacts: Callable[[], Sequence[str]] | None = None  # doors of a group to join
     began: tuple[str, ...] = ()  # doors of members that had begun to agree before this one did
-    appointed: tuple[str, ...] = ()  # doors of those who are to be the members, where somebody else has agreed on them
+    # doors of those who are to be the members, where somebody else has agreed on them
+    appointed: tuple[str, ...] = ()
     ordered: bool = True  # they are by rank
     key: int = 0  # of the epoch, then
 
@@ -75,15 +101,19 @@ class Builder(Protocol):
 class Agreement:
     """One agreement, as one process takes part in it.
 
-    ``run`` returns the change on which all have agreed and which they have built, and what some of their objects have against
-    it; or raises one of the named errors, in ``timeout`` seconds, or little more where building takes longer.
+    ``run`` returns the change on which all have agreed and which they have built, and what some of
+    their objects have against it; or raises one of the named errors, in ``timeout`` seconds, or
+    little more where building takes longer.
     """
 
     def __init__(self, mine: Membership, terms: Terms, builder: Builder, timeout: float) -> None:
         self.mine, self.terms, self.builder, self.timeout = mine, terms, builder, timeout
         self.here, self.patience = mine.here, min(SILENCE, timeout / 5)
         self.started = time.monotonic()
-        self.deadline, self.late = self.started + timeout, self.started + timeout * (0.8 if terms.appointed else 0.5)
+        self.deadline, self.late = (
+            self.started + timeout,
+            self.started + timeout * (0.8 if terms.appointed else 0.5),
+        )
         self.links: dict[str, Conversation] = {}
         self.reports: dict[str, Message] = {}
         self.fresh: list[Conversation] = []  # callers that have not said who they are
@@ -94,7 +124,8 @@ class Agreement:
         self.contacts: deque[str] = deque()
         self.tried: dict[str, str] = {}  # contacts at which nobody leads: why
         self.swept = False  # objects that nobody holds any more are gone
-        self.sweeping: set[str] = set()  # members whose garbage is being collected, which stops all threads of a process
+        # members whose garbage is being collected, which stops all threads of a process
+        self.sweeping: set[str] = set()
         self.moved = False  # sent to another leader
         self.too_few = False  # to go on without those who are missing
         self.change: Change | None = None  # since this agreement began
@@ -113,9 +144,15 @@ class Agreement:
                 self.builder.undo()
             raise
         finally:
-            self.fresh += self.mine.callers()  # members among them call again, when this process can be told of it
-            now, admits = time.monotonic(), self.terms.admits  # who has been silent for long would hold up the next one as well
-            later = [link for link in self.fresh if link.kind == JOIN and (not admits or now < link.since + self.patience)]
+            # members among them call again, when this process can be told of it
+            self.fresh += self.mine.callers()
+            # who has been silent for long would hold up the next one as well
+            now, admits = time.monotonic(), self.terms.admits
+            later = [
+                link
+                for link in self.fresh
+                if link.kind == JOIN and (not admits or now < link.since + self.patience)
+            ]
             self.mine.give_back(later)
             for link in [*self.links.values(), *(link for link in self.fresh if link not in later)]:
                 link.close()
@@ -136,8 +173,11 @@ class Agreement:
         return next((place for place in self._order() if place not in self.gone), self.here)
 
     def _next(self) -> list[str]:
-        """Some of those who lead if others do not: they are asked at the same time, so as not to wait for each in turn."""
-        return [place for place in self._order() if place not in self.gone and place != self.here][:CANDIDATES]
+        """Some of those who lead if others do not: they are asked at the same time, so as not to
+        wait for each in turn."""
+        return [place for place in self._order() if place not in self.gone and place != self.here][
+            :CANDIDATES
+        ]
 
     def _order(self) -> tuple[str, ...]:
         if self.terms.appointed:
@@ -147,13 +187,24 @@ class Agreement:
     def _report(self) -> Message:
         ready, terms = self.mine.ready, self.terms
         return {
-            "place": self.here, "epoch": asdict(self.mine.epoch), "ready": asdict(ready[0].epoch) if ready else None,
-            "age": terms.age, "said": terms.said.hex(), "minimum": terms.minimum, "labels": list(terms.labels()),
-            "count": terms.count, "patience": self.late - time.monotonic(), "join": terms.contacts is not None,
-            "began": list(terms.began), "linked": list(self.linked), "brings": self.mine.waiting,
-            "appointed": list(terms.appointed), "ordered": terms.ordered, "yields": terms.yields,
+            "place": self.here,
+            "epoch": asdict(self.mine.epoch),
+            "ready": asdict(ready[0].epoch) if ready else None,
+            "age": terms.age,
+            "said": terms.said.hex(),
+            "minimum": terms.minimum,
+            "labels": list(terms.labels()),
+            "count": terms.count,
+            "patience": self.late - time.monotonic(),
+            "join": terms.contacts is not None,
+            "began": list(terms.began),
+            "linked": list(self.linked),
+            "brings": self.mine.waiting,
+            "appointed": list(terms.appointed),
+            "ordered": terms.ordered,
+            "yields": terms.yields,
             "describes": dict(self.mine.description()) if terms.contacts is not None else {},
-        }  # fmt: skip
+        }
 
     # ------------------------------------------------------------ waiting
 
@@ -163,10 +214,13 @@ class Agreement:
         if self.tried and self.mine.ready is None:
             doors = ", ".join(f"{contact_of(place)} ({why})" for place, why in self.tried.items())
             raise PeerFailure(
-                f"rank {self.mine.rank} waited {self.timeout:g} s to join the group of {doors}. Pass as join= the contact of a "
+                f"rank {self.mine.rank} waited {self.timeout:g} s to join the group of {doors}. "
+                "Pass as join= the contact of a "
                 "member that runs, or a store that outlives the members"
             )
-        waited = [place for place in self._order() if place != self.here and place not in self.reports]
+        waited = [
+            place for place in self._order() if place != self.here and place not in self.reports
+        ]
         if self.terms.appointed and self.here != self.terms.appointed[0]:
             waited = [self.terms.appointed[0]]
         raise PeerFailure(
@@ -197,7 +251,8 @@ class Agreement:
     def _state(self, place: str) -> str:
         """The reason not to wait for a member, "" if there is none."""
         probe = self._probe(place)
-        if probe.gone_on and place in self.mine.epoch.places:  # a newcomer is of an epoch of its own
+        # a newcomer is of an epoch of its own
+        if probe.gone_on and place in self.mine.epoch.places:
             raise self._excluded(place)
         if probe.dead:
             return DEAD
@@ -208,10 +263,12 @@ class Agreement:
     def _excluded(self, place: str) -> Excluded:
         others = [each for each in self._order() if each != self.here]
         return Excluded(
-            f"rank {self.mine.rank}: the others went on without this rank, which was stopped, cut off or too late. "
+            f"rank {self.mine.rank}: the others went on without this rank, which was stopped, "
+            "cut off or too late. "
             "group.reform(join=error.contact) takes it in again, as a newcomer.",
-            ranks=self._ranks(others), contact=contact_of(place),
-        )  # fmt: skip
+            ranks=self._ranks(others),
+            contact=contact_of(place),
+        )
 
     def _ranks(self, places: Iterable[str]) -> tuple[int, ...]:
         found = (self._rank(place) for place in places)
@@ -231,7 +288,13 @@ class Agreement:
             probe = self.probes.get(place)
             why = self.gone[place][0] if place in self.gone else "it runs, but did not come"
             if probe is not None and place not in self.gone:
-                why = DEAD if probe.dead else SILENT if not probe.heard_since(time.monotonic() - self.patience) else why
+                why = (
+                    DEAD
+                    if probe.dead
+                    else SILENT
+                    if not probe.heard_since(time.monotonic() - self.patience)
+                    else why
+                )
             said.append(f"Rank {rank}: {why}." if rank is not None else f"A newcomer: {why}.")
         return " ".join(said)
 
@@ -255,8 +318,15 @@ class Agreement:
                 if not welcomed:
                     answer = call.look()
                     if answer == DIFFERS:
-                        raise InvalidArgument(f"this process and the one at {contact_of(place)} are not of one run: {GIVE_ALL}")
-                    if answer == GONE_ON and not self.terms.appointed and place in self.mine.epoch.places:
+                        raise InvalidArgument(
+                            f"this process and the one at {contact_of(place)} are not of one "
+                            f"run: {GIVE_ALL}"
+                        )
+                    if (
+                        answer == GONE_ON
+                        and not self.terms.appointed
+                        and place in self.mine.epoch.places
+                    ):
                         raise self._excluded(place)
                     if answer is not None and answer != WELCOME:
                         break
@@ -269,7 +339,11 @@ class Agreement:
                     if outcome is not None:
                         return outcome
                 if kind == JOIN:
-                    if not welcomed and len(self.contacts) > 1 and time.monotonic() > since + self.patience:
+                    if (
+                        not welcomed
+                        and len(self.contacts) > 1
+                        and time.monotonic() > since + self.patience
+                    ):
                         break
                 elif why := self._lost(link):
                     self._leave(place, why)
@@ -301,7 +375,10 @@ class Agreement:
         if self.terms.appointed:
             if why == DEAD and time.monotonic() > self.started + self.patience:
                 self._probe(place).dead = True
-                raise PeerFailure(f"the group cannot be formed. {self._names([place])}", ranks=self._ranks([place]))
+                raise PeerFailure(
+                    f"the group cannot be formed. {self._names([place])}",
+                    ranks=self._ranks([place]),
+                )
         elif self.contacts and place == self.contacts[0]:
             self.tried[self.contacts.popleft()] = why
         else:
@@ -339,7 +416,9 @@ class Agreement:
             case {"is": "goto"}:
                 self.moved = True
                 if self.terms.contacts is not None and self.mine.ready is None:
-                    self.contacts = deque([message["place"], *(p for p in message["places"] if p != message["place"])])
+                    self.contacts = deque(
+                        [message["place"], *(p for p in message["places"] if p != message["place"])]
+                    )
                 else:
                     self.gone.pop(message["place"], None)
                     self.probes.pop(message["place"], None)
@@ -349,7 +428,8 @@ class Agreement:
         return None
 
     def _lost(self, leader: Conversation) -> str:
-        """The reason why a leader leads no more, "" if there is none; whoever joins waits longer, and so do the appointed."""
+        """The reason why a leader leads no more, "" if there is none; whoever joins waits longer,
+        and so do the appointed."""
         if leader.kind == JOIN or self.terms.appointed:
             return ""
         why = self._state(leader.place)
@@ -359,7 +439,9 @@ class Agreement:
         """Raise if the leader has given up what it had proposed, or is gone."""
         self._check()
         if link.news or self._lost(link):
-            raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
+            raise PeerFailure(
+                f"rank {self.mine.rank}: somebody went, or failed, while the group was connected."
+            )
 
     def _build(self, proposal: Proposal, watch: Callable[[], object]) -> str | None:
         """Build; what went wrong, or None: then this process is ready."""
@@ -377,7 +459,8 @@ class Agreement:
         return self.change
 
     def _settle(self, adopt: int) -> None:
-        """Decide on what is in doubt: it was completed if it is to be adopted, else it never was."""
+        """Decide on what is in doubt: it was completed if it is to be adopted, else it never
+        was."""
         if self.mine.ready is None:
             return
         if self.mine.ready[0].epoch.key == adopt:
@@ -439,7 +522,11 @@ class Agreement:
             if place == self.here:
                 return False
             in_time = time.monotonic() < self.late or self.too_few
-            if place in self.gone and self._probe(place).heard_since(self.gone[place][1]) and in_time:
+            if (
+                place in self.gone
+                and self._probe(place).heard_since(self.gone[place][1])
+                and in_time
+            ):
                 del self.gone[place]
                 for link in self.links.values():
                     link.send("goto", place=place, places=list(self._order()))
@@ -455,13 +542,20 @@ class Agreement:
         if self.terms.appointed:
             return self._appointed(own)
         keys = {key for key in self.mine.keys if key}
-        members = [own, *(report for report in self.reports.values() if keys & set(keys_of(report)))]
+        members = [
+            own,
+            *(report for report in self.reports.values() if keys & set(keys_of(report))),
+        ]
         base, adopt = base_of(members)
         here = {report["place"] for report in members}
         lost = {place: self._state(place) for place in base.places if place not in here}
         joining = [report for report in self.reports.values() if report["place"] not in here]
         for report in [report for report in joining if not report["join"]]:
-            self._refuse(report["place"], "Excluded", "the others went on without this rank. Let it join them again.")
+            self._refuse(
+                report["place"],
+                "Excluded",
+                "the others went on without this rank. Let it join them again.",
+            )
         unlike = {report["place"]: self.mine.unlike(report) for report in joining if report["join"]}
         for place in [place for place, text in unlike.items() if text]:
             self._refuse(place, "InvalidArgument", unlike[place])
@@ -474,12 +568,15 @@ class Agreement:
         if self.too_few:
             if overdue and self._final(lost):
                 text = (
-                    f"{size - len(lost)} of {size} ranks are left, which is no majority: the others may go on elsewhere, so "
+                    f"{size - len(lost)} of {size} ranks are left, which is no majority: the "
+                    "others may go on elsewhere, so "
                     f"these must not. {self._names(lost)}"
                 )
                 self._end(NoQuorum, text, lost)
             return None
-        if not self.swept and any(report["labels"] != own["labels"] for report in (*members, *joining)):
+        if not self.swept and any(
+            report["labels"] != own["labels"] for report in (*members, *joining)
+        ):
             self._sweep()
             return None
         for report in members:
@@ -492,7 +589,11 @@ class Agreement:
         minimum = max(report["minimum"] for report in members)
         if there < minimum:
             if overdue and self._final(lost):
-                self._end(NoQuorum, f"{there} ranks are here, and minimum is {minimum}. {self._names(lost)}", lost)
+                self._end(
+                    NoQuorum,
+                    f"{there} ranks are here, and minimum is {minimum}. {self._names(lost)}",
+                    lost,
+                )
             return None
         roster, refused = Roster.merged(base, adopt, members, joining)
         for place, text in refused:
@@ -500,9 +601,12 @@ class Agreement:
         return roster
 
     def _final(self, lost: dict[str, str]) -> bool:
-        """True if none of these can come any more: their processes are gone, or have not answered to the end."""
+        """True if none of these can come any more: their processes are gone, or have not answered
+        to the end."""
         reasons = set(lost.values())
-        return reasons <= {DEAD} or (reasons <= {DEAD, SILENT} and time.monotonic() > self.deadline - self.patience)
+        return reasons <= {DEAD} or (
+            reasons <= {DEAD, SILENT} and time.monotonic() > self.deadline - self.patience
+        )
 
     def _sweep(self) -> None:
         """Have all report again without objects that only the garbage collector would find."""
@@ -516,15 +620,22 @@ class Agreement:
         self.reports.clear()
 
     def _awaits(self, joining: Sequence[Message], members: Sequence[Message]) -> bool:
-        """True while newcomers are to be waited for: sent here by members, or of a group of which others have come."""
+        """True while newcomers are to be waited for: sent here by members, or of a group of which
+        others have come."""
         now = time.monotonic()
         if not self.terms.admits:
             return False
-        if any(link.kind == JOIN and now < min(self.started, link.since) + self.patience for link in self.fresh):
+        if any(
+            link.kind == JOIN and now < min(self.started, link.since) + self.patience
+            for link in self.fresh
+        ):
             return True
         for report in [r for r in joining if r["epoch"]["lineage"] != self.mine.epoch.lineage]:
             group = [r for r in joining if r["epoch"]["key"] == report["epoch"]["key"]]
-            if len(group) < len(report["epoch"]["places"]) and now < min(r["came"] for r in group) + self.patience:
+            if (
+                len(group) < len(report["epoch"]["places"])
+                and now < min(r["came"] for r in group) + self.patience
+            ):
                 return True
         brought = [r for r in members if r["brings"] and now < r.get("came", 0.0) + self.patience]
         return len(joining) < sum(report["brings"] for report in brought)
@@ -534,14 +645,25 @@ class Agreement:
         terms = self.terms
         for report in self.reports.values():
             if (report["appointed"], report["ordered"]) != (own["appointed"], own["ordered"]):
-                self._end(InvalidArgument, "ranks were given different handles for the same uuid: give all the same ones", {})
-        missing = [place for place in terms.appointed if place != self.here and place not in self.reports]
+                self._end(
+                    InvalidArgument,
+                    "ranks were given different handles for the same uuid: give all the same ones",
+                    {},
+                )
+        missing = [
+            place for place in terms.appointed if place != self.here and place not in self.reports
+        ]
         if missing:
             if all([self._probe(place).dead for place in missing]) or time.monotonic() > self.late:
-                text = f"a group of {len(terms.appointed)} ranks was to be formed. {self._names(missing)}"
+                text = (
+                    f"a group of {len(terms.appointed)} ranks was to be formed. "
+                    f"{self._names(missing)}"
+                )
                 self._end(PeerFailure, text, missing)
             return None
-        reports = {place: own if place == self.here else self.reports[place] for place in terms.appointed}
+        reports = {
+            place: own if place == self.here else self.reports[place] for place in terms.appointed
+        }
         different = [report for report in reports.values() if report["labels"] != own["labels"]]
         if different and not self.swept:
             self._sweep()
@@ -555,7 +677,9 @@ class Agreement:
     def _carry_out(self, roster: Roster) -> tuple[Change, str] | None:
         places = roster.places
         self._settle(roster.adopt)
-        reports = [self._report() if place == self.here else self.reports[place] for place in places]
+        reports = [
+            self._report() if place == self.here else self.reports[place] for place in places
+        ]
         number = max(report["epoch"]["number"] for report in reports) + 1
         epoch = Epoch(number, self.terms.key or new_key(), roster.base.lineage, places)
         try:
@@ -563,10 +687,14 @@ class Agreement:
         except (OSError, RuntimeError):
             return None
         common = {
-            "epoch": asdict(epoch), "sources": roster.sources, "size_before": len(roster.base.places),
-            "said": [report["said"] for report in reports], "adopt": roster.adopt, "facts": facts,
+            "epoch": asdict(epoch),
+            "sources": roster.sources,
+            "size_before": len(roster.base.places),
+            "said": [report["said"] for report in reports],
+            "adopt": roster.adopt,
+            "facts": facts,
             "count": max(report["count"] for report in reports),
-        }  # fmt: skip
+        }
         links = {place: self.links[place] for place in places if place != self.here}
         for place, link in links.items():
             link.send("propose", rank=places.index(place), **common)
@@ -579,7 +707,9 @@ class Agreement:
         watch = partial(self._still_whole, links, epoch.key, found)
         failed = self._build(_proposal({"rank": places.index(self.here), **common}), watch)
         left = self.deadline - time.monotonic()
-        answers = None if failed is not None else self._answers(links, "ready", epoch.key, left, found)
+        answers = (
+            None if failed is not None else self._answers(links, "ready", epoch.key, left, found)
+        )
         if answers is None:
             self._abort(links)
             return None
@@ -593,12 +723,20 @@ class Agreement:
         """Raise if somebody has failed, hung up or is silent while this process builds as well."""
         self._check()
         if not self._hear(links, "ready", key, found):
-            raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
+            raise PeerFailure(
+                f"rank {self.mine.rank}: somebody went, or failed, while the group was connected."
+            )
 
     def _answers(
-        self, links: dict[str, Conversation], kind: str, key: int, seconds: float, found: dict[str, str] | None = None
+        self,
+        links: dict[str, Conversation],
+        kind: str,
+        key: int,
+        seconds: float,
+        found: dict[str, str] | None = None,
     ) -> list[str] | None:
-        """The answers of all, of which some may be ``found``; None if somebody has failed, hung up or is silent."""
+        """The answers of all, of which some may be ``found``; None if somebody has failed, hung up
+        or is silent."""
         found = {} if found is None else found
         until = time.monotonic() + seconds
         while len(found) < len(links):
@@ -612,7 +750,9 @@ class Agreement:
                 return None
         return [found[place] for place in links]
 
-    def _hear(self, links: dict[str, Conversation], kind: str, key: int, found: dict[str, str]) -> bool:
+    def _hear(
+        self, links: dict[str, Conversation], kind: str, key: int, found: dict[str, str]
+    ) -> bool:
         """Take the answers that have come; False if somebody has failed, hung up or is silent."""
         for place, link in links.items():
             for message in link.receive():
@@ -623,7 +763,11 @@ class Agreement:
                 if message["is"] == kind:
                     found[place] = message.get("refusal", "")
             gone = not link.open
-            if gone or (place not in found and not self.terms.appointed and self._state(place) in (DEAD, SILENT)):
+            if gone or (
+                place not in found
+                and not self.terms.appointed
+                and self._state(place) in (DEAD, SILENT)
+            ):
                 self._drop(place)
                 return False
         return True
@@ -641,7 +785,11 @@ class Agreement:
         """All of this group end with the same error."""
         for place in list(self.links):
             self._refuse(place, kind.__name__, text, self._ranks(lost))
-        raise kind(text, ranks=self._ranks(lost)) if issubclass(kind, CommunicationError) else kind(text)
+        raise (
+            kind(text, ranks=self._ranks(lost))
+            if issubclass(kind, CommunicationError)
+            else kind(text)
+        )
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -652,18 +800,25 @@ _ERRORS: dict[str, type[Exception]] = {
 def _error(message: Message) -> Exception:
     """The one with which a leader refuses."""
     kind, text = _ERRORS[message["kind"]], message["text"]
-    return kind(text, ranks=tuple(message["ranks"])) if issubclass(kind, CommunicationError) else kind(text)
+    return (
+        kind(text, ranks=tuple(message["ranks"]))
+        if issubclass(kind, CommunicationError)
+        else kind(text)
+    )
 
 
 def _proposal(message: Message) -> Proposal:
     said = tuple(bytes.fromhex(each) for each in message["said"])
     epoch = Epoch.of(message["epoch"])
-    change = Change(epoch.number, message["rank"], message["size_before"], tuple(message["sources"]), said)
+    change = Change(
+        epoch.number, message["rank"], message["size_before"], tuple(message["sources"]), said
+    )
     return Proposal(epoch, change, message["facts"], message["count"])
 
 
 def _different(own: Message, other: Message) -> str:
     return (
-        f"a rank has the objects {other['labels']} over its group, and those that it meets have {own['labels']}: construct the "
+        f"a rank has the objects {other['labels']} over its group, and those that it meets have "
+        f"{own['labels']}: construct the "
         "same ones, in the same order, on every rank before they reform"
     )

@@ -51,7 +51,8 @@ class Conversation:
         return self.unread or not self.open
 
     def _read(self) -> None:
-        while self.open and len(self._data) < LONGEST + _LENGTH.size:  # else ``receive`` takes a message first, or hangs up
+        # else ``receive`` takes a message first, or hangs up
+        while self.open and len(self._data) < LONGEST + _LENGTH.size:
             try:
                 part = self.socket.recv(1 << 16)
             except BlockingIOError:
@@ -73,7 +74,10 @@ class Conversation:
                 break
             if len(self._data) < _LENGTH.size + length:
                 break
-            text, self._data = self._data[_LENGTH.size : _LENGTH.size + length], self._data[_LENGTH.size + length :]
+            text, self._data = (
+                self._data[_LENGTH.size : _LENGTH.size + length],
+                self._data[_LENGTH.size + length :],
+            )
             if (message := _message(text)) is None:
                 self.close()
                 break
@@ -103,7 +107,8 @@ class Conversation:
 
 
 def with_news(links: Sequence[Conversation]) -> set[Conversation]:
-    """Those with something to ``receive``, or whose other end has hung up; the kernel is asked once for all."""
+    """Those with something to ``receive``, or whose other end has hung up; the kernel is asked once
+    for all."""
     found, files, poll = set[Conversation](), dict[int, Conversation](), select.poll()
     for link in links:
         if link.unread or not link.open:

@@ -10,7 +10,8 @@ from commpress.work import Work
 
 
 class Counted(InFront):
-    """Counts bytes that leave this rank, headers included, own row not, and seconds spent waiting for peers and the network."""
+    """Counts bytes that leave this rank, headers included, own row not, and seconds spent waiting
+    for peers and the network."""
 
     def __init__(self, inner: Transport) -> None:
         self.stand_for(inner)
@@ -25,7 +26,9 @@ class Counted(InFront):
         return _TimedWork(self, self.inner.all_gather(out, inp, tag))
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        self.sent_bytes += sum(HEADER + payload.numel() for rank, payload in inp.payloads.items() if rank != self.rank)
+        self.sent_bytes += sum(
+            HEADER + payload.numel() for rank, payload in inp.payloads.items() if rank != self.rank
+        )
         return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
 
 

@@ -1,10 +1,13 @@
-"""Engine that moves messages over the connections of one rank, in whatever thread waits for one of them.
+"""Engine that moves messages over the connections of one rank, in whatever thread waits for one of
+them.
 
-Whoever waits for a transfer moves the bytes of all that are under way (the leader; others wait for him), so that no other
-thread stands between a tensor and the kernel. What comes before its receive is posted is read aside.
+Whoever waits for a transfer moves the bytes of all that are under way (the leader; others wait for
+him), so that no other thread stands between a tensor and the kernel. What comes before its receive
+is posted is read aside.
 
-Note: when nobody waits. The kernel's buffers take a few MiB of each peer. A thread looks every ``TICK`` seconds, so that
-ranks that wait for each other in different transports or libraries still come together.
+Note: when nobody waits. The kernel's buffers take a few MiB of each peer. A thread looks every
+``TICK`` seconds, so that ranks that wait for each other in different transports or libraries still
+come together.
 """
 
 import select
@@ -30,7 +33,7 @@ from commpress.collectives.transports.messages import (
     Receipt,
     SocketTransfer,
     opened,
-)  # fmt: skip
+)
 from commpress.errors import CommunicationError, Corrupted
 
 _PARSED = 16 << 10  # bytes read at once while it is not known whose they are
@@ -58,7 +61,8 @@ class _Peer:
         self.end = 0  # of what was read into ``unparsed``
         self.mask = select.EPOLLIN
         self._wake_at = 0
-        self.wake_at(ROOM)  # makes the kernel's buffer as large as the wake-up would need, and leaves it so
+        # makes the kernel's buffer as large as the wake-up would need, and leaves it so
+        self.wake_at(ROOM)
         self.wake_at(1)
 
     def wake_at(self, count: int) -> None:
@@ -69,7 +73,8 @@ class _Peer:
 
 
 class SocketEngine:
-    """Moves what is under way on the connections of one rank. All methods may be called by any thread."""
+    """Moves what is under way on the connections of one rank. All methods may be called by any
+    thread."""
 
     def __init__(self, connections: Mapping[int, socket.socket]) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -90,29 +95,41 @@ class SocketEngine:
         self._thread = threading.Thread(target=self._watch, name="commpress-sockets", daemon=True)
         self._thread.start()
 
-    def post(self, transfer: SocketTransfer, out: Mapping[int, Parts], inp: Mapping[int, Parts], tag: int) -> SocketTransfer:
+    def post(
+        self, transfer: SocketTransfer, out: Mapping[int, Parts], inp: Mapping[int, Parts], tag: int
+    ) -> SocketTransfer:
         """Make room for what comes, send what goes as far as the kernel takes it."""
         transport = transfer.transport
         rank, size, members = transport.rank, transport.size, transport.members
         tag &= 0xFFFFFFFFFFFFFFFF
         with self._changed:
             if self._closed:
-                raise CommunicationError("these connections are closed, or belong to the process that this one was forked from")
+                raise CommunicationError(
+                    "these connections are closed, or belong to the process that this one was "
+                    "forked from"
+                )
             if self._given_up:
                 at_fault = tuple(members.index(r) for r in self._damaged if r in members)
                 kind = Corrupted if self._damaged else CommunicationError
-                raise kind(f"these connections failed before: {self._given_up} Build a new process group.", ranks=at_fault)
+                raise kind(
+                    f"these connections failed before: {self._given_up} Build a new process group.",
+                    ranks=at_fault,
+                )
             self._under_way.add(transfer)
             for peer in [(rank - i) % size for i in range(1, size)]:
                 if peer in out:
                     transfer.receiving.add(peer)
                     transfer.headers_due[peer] = out[peer][0]
-                    self._expect(self._peers[members[peer]], Receipt(transfer, peer, out[peer]), tag)
+                    self._expect(
+                        self._peers[members[peer]], Receipt(transfer, peer, out[peer]), tag
+                    )
             for peer in [(rank + i) % size for i in range(1, size)]:
                 if peer in inp:
                     transfer.sending.add(peer)
                     transfer.headers_unsent.add(peer)
-                    self._send(self._peers[members[peer]], OutgoingMessage(transfer, peer, inp[peer], tag))
+                    self._send(
+                        self._peers[members[peer]], OutgoingMessage(transfer, peer, inp[peer], tag)
+                    )
             self._settle(transfer)
         if not self._busy.is_set():
             self._busy.set()
@@ -191,7 +208,9 @@ class SocketEngine:
                 receipt.transfer.closed[receipt.rank] = peer.end_of_it
             return
         if key in self._receipts:
-            raise CommunicationError(f"two transfers under way at once have tag {tag}: each needs its own")
+            raise CommunicationError(
+                f"two transfers under way at once have tag {tag}: each needs its own"
+            )
         if not peer.open:
             receipt.transfer.closed[receipt.rank] = peer.end_of_it
             return
@@ -228,7 +247,9 @@ class SocketEngine:
 
     def _listen(self, peer: _Peer) -> None:
         """Choose the news of a peer that count now."""
-        mask = (0 if self._ignored(peer) else select.EPOLLIN) | (select.EPOLLOUT if peer.outgoing else 0)
+        mask = (0 if self._ignored(peer) else select.EPOLLIN) | (
+            select.EPOLLOUT if peer.outgoing else 0
+        )
         if mask != peer.mask and peer.open:
             peer.mask = mask
             self._poll.modify(peer.socket.fileno(), mask)
@@ -266,7 +287,9 @@ class SocketEngine:
                 return
             if count < len(room):
                 break
-        peer.wake_at(1 if peer.message is None else max(min(peer.message.length - peer.message.at, WAKE), 1))
+        peer.wake_at(
+            1 if peer.message is None else max(min(peer.message.length - peer.message.at, WAKE), 1)
+        )
         self._listen(peer)
 
     def _parse(self, peer: _Peer) -> None:
@@ -327,7 +350,8 @@ class SocketEngine:
             self._under_way.discard(transfer)
 
     def _drop(self, transfer: SocketTransfer) -> None:
-        """Have a failed transfer take no more messages; its own that lie here still leave, for peers that wait for them."""
+        """Have a failed transfer take no more messages; its own that lie here still leave, for
+        peers that wait for them."""
         self._under_way.discard(transfer)
         if not transfer.receiving:
             return
@@ -336,7 +360,11 @@ class SocketEngine:
             self._peers[key[0]].due -= 1
         for peer in self._peers.values():
             message = peer.message
-            if message is not None and message.receipt is not None and message.receipt.transfer is transfer:
+            if (
+                message is not None
+                and message.receipt is not None
+                and message.receipt.transfer is transfer
+            ):
                 message.memory = message.receipt = None
 
     def _refuse(self, peer: _Peer, how: str) -> None:
@@ -347,7 +375,8 @@ class SocketEngine:
             self._hang_up(peer, how)
 
     def _give_up(self, reason: str, *, tell: bool = True) -> None:
-        """End all that is under way, with every peer: a rank that has given up on one no longer answers the others."""
+        """End all that is under way, with every peer: a rank that has given up on one no longer
+        answers the others."""
         if self._closed or self._given_up:
             return
         self._given_up = reason
@@ -358,7 +387,10 @@ class SocketEngine:
             return
         words = reason.encode()[:LONGEST_REASON]
         for peer in self._peers.values():
-            self._send(peer, OutgoingMessage(None, peer.rank, (memoryview(bytes(HEADER) + words),), GIVE_UP))
+            self._send(
+                peer,
+                OutgoingMessage(None, peer.rank, (memoryview(bytes(HEADER) + words),), GIVE_UP),
+            )
 
     def _hang_up(self, peer: _Peer, how: str = HUNG_UP) -> None:
         """The peer has closed its end, whatever it was doing, or is of no more use."""

@@ -1,4 +1,5 @@
-"""Transports made for a process group: the kind that its backend calls for, its kernels compared when ranks meet."""
+"""Transports made for a process group: the kind that its backend calls for, its kernels compared
+when ranks meet."""
 
 import contextlib
 import os
@@ -26,14 +27,21 @@ _DIGITS = 12  # of the digest, hexadecimal: as a number it is exact in float64
 _SEQUENCE = 0x1FFF  # far from the first messages, which may follow at once
 
 
-def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> Any:
-    """A transport among the ranks of ``process_group``, so that its messages meet no others: over MPI if the group is.
+def own_transport(
+    process_group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None
+) -> Any:
+    """A transport among the ranks of ``process_group``, so that its messages meet no others: over
+    MPI if the group is.
 
-    Else over a new group, of Gloo or NCCL below "commpress", which would check every message. Collective over those ranks. None
-    where torch.distributed is not initialised: there is nobody to talk to. ``timeout``: of every wait; None: that of the group.
+    Else over a new group, of Gloo or NCCL below "commpress", which would check every message.
+    Collective over those ranks. None where torch.distributed is not initialised: there is nobody to
+    talk to. ``timeout``: of every wait; None: that of the group.
     """
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise InvalidArgument(f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as timedelta(seconds=60)")
+        raise InvalidArgument(
+            f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as "
+            "timedelta(seconds=60)"
+        )
     if not initialized():
         return None
     patience = timeout_of(process_group) if timeout is None else timeout
@@ -50,7 +58,9 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
         return transport
     ranks = list(ranks_of(process_group))
     backend = plain_backend(dist.get_backend(process_group))
-    make = partial(dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True)
+    make = partial(
+        dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True
+    )
     group, connections = connections_of(partial(yielding, make), len(ranks) - 1)
     transport = TorchTransport(group, timeout=patience, connections=connections)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
@@ -64,8 +74,13 @@ def initialized() -> bool:
 
 
 def on_reform(process_group: dist.ProcessGroup | None, owner: Any) -> None:
-    """Let ``owner.reform(change)`` be called when the ranks of the group change, where a group can (``group.reform``)."""
-    register = getattr(process_group or dist.group.WORLD, "on_reform", None) if dist.is_initialized() else None
+    """Let ``owner.reform(change)`` be called when the ranks of the group change, where a group can
+    (``group.reform``)."""
+    register = (
+        getattr(process_group or dist.group.WORLD, "on_reform", None)
+        if dist.is_initialized()
+        else None
+    )
     if register is not None:
         register(owner)
 
@@ -77,7 +92,11 @@ def can_reform(process_group: dist.ProcessGroup | None) -> bool:
 
 def enroll(channel: Any, process_group: dist.ProcessGroup | None) -> None:
     """Have a group whose ranks may change connect ``channel`` anew when they do."""
-    take = getattr(process_group or dist.group.WORLD, "enroll", None) if dist.is_initialized() else None
+    take = (
+        getattr(process_group or dist.group.WORLD, "enroll", None)
+        if dist.is_initialized()
+        else None
+    )
     if take is not None:
         take(channel)
 
@@ -88,10 +107,17 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """The timeout that a group was made with; the default group's where it was made without one, as by a device mesh."""
-    known = [found for each in (group, dist.group.WORLD) if each is not None and (found := _timeout(each)) is not None]
+    """The timeout that a group was made with; the default group's where it was made without one, as
+    by a device mesh."""
+    known = [
+        found
+        for each in (group, dist.group.WORLD)
+        if each is not None and (found := _timeout(each)) is not None
+    ]
     usual = (default_pg_timeout, default_pg_nccl_timeout)
-    return next((each for each in known if each not in usual), known[0] if known else default_pg_timeout)
+    return next(
+        (each for each in known if each not in usual), known[0] if known else default_pg_timeout
+    )
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -99,14 +125,18 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     if isinstance(given := getattr(group, "timeout", None), timedelta):  # "commpress"
         return given
     for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it, or one without options
+        # no backend for it, or one without options
+        with contextlib.suppress(RuntimeError, AttributeError):
             found: timedelta = group._get_backend(torch.device(device)).options._timeout
             return found
     return None
 
 
-def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedelta) -> SocketTransport:
-    """Over connections of our own among the ranks of a group, by which they tell each other where they are."""
+def socket_transport(
+    group: dist.ProcessGroup | None = None, *, timeout: timedelta
+) -> SocketTransport:
+    """Over connections of our own among the ranks of a group, by which they tell each other where
+    they are."""
     ranks = list(ranks_of(group))
 
     def tell(here: bytes) -> list[bytes]:
@@ -120,10 +150,15 @@ def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedel
 
 
 def own_connections() -> bool:
-    """True if rows of Gloo groups go over connections of our own, false if through Gloo's messages (docs/transports.md)."""
-    chosen = os.environ.get("COMMPRESS_TRANSPORT", "sockets" if hasattr(select, "epoll") else "gloo")
+    """True if rows of Gloo groups go over connections of our own, false if through Gloo's messages
+    (docs/transports.md)."""
+    chosen = os.environ.get(
+        "COMMPRESS_TRANSPORT", "sockets" if hasattr(select, "epoll") else "gloo"
+    )
     if chosen not in ("sockets", "gloo"):
-        raise InvalidArgument(f"COMMPRESS_TRANSPORT is {chosen!r}, expected sockets or gloo; the same on every rank")
+        raise InvalidArgument(
+            f"COMMPRESS_TRANSPORT is {chosen!r}, expected sockets or gloo; the same on every rank"
+        )
     return chosen == "sockets"
 
 
@@ -131,18 +166,22 @@ def own_connections() -> bool:
 
 
 def require_same_kernels(transport: Transport, device: torch.device | str = "cpu") -> None:
-    """One small collective; raises ``Mismatch`` on every rank if the digests of kernel sources differ."""
+    """One small collective; raises ``Mismatch`` on every rank if the digests of kernel sources
+    differ."""
     if transport.size == 1:
         return
     mine = float(int(digest()[:_DIGITS], 16))
     every = run(gathered([mine], transport=transport, sequence=_SEQUENCE, device=device))[:, 0]
-    ranks = {number: [r for r, each in enumerate(every) if each == number] for number in every.tolist()}
+    ranks = {
+        number: [r for r, each in enumerate(every) if each == number] for number in every.tolist()
+    }
     if len(ranks) == 1:
         return
     usual = max(ranks.values(), key=len)
     found = "; ".join(f"ranks {of} have {int(number):0{_DIGITS}x}" for number, of in ranks.items())
     raise Mismatch(
-        f"ranks would compute different bits: the digests of their kernels' sources differ ({found}). Install the same "
+        "ranks would compute different bits: the digests of their kernels' sources differ "
+        f"({found}). Install the same "
         "version of commpress on every host, or the same checkout.",
         ranks=tuple(r for of in ranks.values() if of is not usual for r in of),
     )

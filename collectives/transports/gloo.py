@@ -1,18 +1,20 @@
-"""Gloo's groups as torch makes them: their connections, to be cut; their threads, to be quieted; and how long they must live.
+"""Gloo's groups as torch makes them: their connections, to be cut; their threads, to be quieted;
+and how long they must live.
 
-Connections. Gloo offers no way to interrupt a call: one that waits for a peer which will never send ends with the timeout, and
-destroying the group waits for it. A connection that is shut down ends it at once, here and on the other side. They are found
-among the files of the process.
+Connections. Gloo offers no way to interrupt a call: one that waits for a peer which will never send
+ends with the timeout, and destroying the group waits for it. A connection that is shut down ends it
+at once, here and on the other side. They are found among the files of the process.
 
-Threads. Gloo's thread takes the lock of a connection only if it is free, and asks again at once while there is news. Whoever
-holds the lock writes to the connection, which wakes the peer's Gloo thread. Where ranks share a core, that one takes the
-writer's place, and the writer's own spins until the writer runs again: a time slice of 2 to 4 ms in an exchange that takes 0.2.
-Under SCHED_BATCH a thread that wakes takes a core that is idle, else its turn.
+Threads. Gloo's thread takes the lock of a connection only if it is free, and asks again at once
+while there is news. Whoever holds the lock writes to the connection, which wakes the peer's Gloo
+thread. Where ranks share a core, that one takes the writer's place, and the writer's own spins
+until the writer runs again: a time slice of 2 to 4 ms in an exchange that takes 0.2. Under
+SCHED_BATCH a thread that wakes takes a core that is idle, else its turn.
 
-Lifetime. The C++ reducer of DistributedDataParallel holds its group. Where it is the last to do so, as after
-``destroy_process_group()``, the end of the model waits for Gloo's threads without letting go of the interpreter, while one of
-these needs the interpreter to let go of the tensors of a collective: neither ever goes on. A group that Python holds is let go
-of without that lock.
+Lifetime. The C++ reducer of DistributedDataParallel holds its group. Where it is the last to do so,
+as after ``destroy_process_group()``, the end of the model waits for Gloo's threads without letting
+go of the interpreter, while one of these needs the interpreter to let go of the tensors of a
+collective: neither ever goes on. A group that Python holds is let go of without that lock.
 """
 
 import atexit
@@ -36,14 +38,18 @@ from commpress.collectives.transports import interface
 from commpress.torch_private import gloo_at
 
 T = TypeVar("T")
-_FILES, _TASKS = Path("/proc/self/fd"), Path("/proc/self/task")  # Linux; elsewhere nothing is found, and nothing done
+# Linux; elsewhere nothing is found, and nothing done
+_FILES, _TASKS = Path("/proc/self/fd"), Path("/proc/self/task")
 _THREAD = "gloo_tcp_loop"
 _LOOK = 0.02  # seconds between two looks at who has died meanwhile
 _kept: list[tuple[Any, Callable[[], bool]]] = []  # groups, and whether each is in use
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Gloo's group of these ranks, collective. By itself it asks the name server for this host each time."""
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroupGloo:
+    """Gloo's group of these ranks, collective. By itself it asks the name server for this host each
+    time."""
     if interface.named():
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     address, _ = interface.own_address()
@@ -51,9 +57,11 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 
 
 def watched(make: Callable[[], T], watch: Callable[[], object]) -> T:
-    """The result of ``make``, which waits for other ranks in C++, where nothing can end it. ``watch`` is called meanwhile.
+    """The result of ``make``, which waits for other ranks in C++, where nothing can end it.
+    ``watch`` is called meanwhile.
 
-    If it raises, ``make`` is left to its own timeout in its thread, and what it makes is let go of there.
+    If it raises, ``make`` is left to its own timeout in its thread, and what it makes is let go of
+    there.
     """
     made: Future[T] = Future()
 
@@ -73,7 +81,8 @@ def watched(make: Callable[[], T], watch: Callable[[], object]) -> T:
 
 
 class Connections:
-    """Of one group: by file descriptor and by inode, because a descriptor may belong to another file by the time it is cut."""
+    """Of one group: by file descriptor and by inode, because a descriptor may belong to another
+    file by the time it is cut."""
 
     def __init__(self, inodes: dict[int, int]) -> None:
         self._inodes = inodes
@@ -83,7 +92,10 @@ class Connections:
 
     def cut(self) -> None:
         for descriptor, inode in self._inodes.items():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(descriptor)) as connection,
+            ):
                 if os.fstat(connection.fileno()).st_ino == inode:
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -91,11 +103,16 @@ class Connections:
 def connections_of(make: Callable[[], T], count: int) -> tuple[T, Connections]:
     """The result of ``make``, and the ``count`` connections that it opened.
 
-    None of them if their number is another: then somebody else has opened some meanwhile, and these shall not be cut.
+    None of them if their number is another: then somebody else has opened some meanwhile, and these
+    shall not be cut.
     """
     before = set(_sockets().items())
     made = make()
-    opened = {fd: inode for fd, inode in _sockets().items() if (fd, inode) not in before and _connected(fd)}
+    opened = {
+        fd: inode
+        for fd, inode in _sockets().items()
+        if (fd, inode) not in before and _connected(fd)
+    }
     return made, Connections(opened if len(opened) == count else {})
 
 
@@ -142,7 +159,8 @@ def _threads() -> set[int]:
 
 
 def outlive(group: Any, in_use: Callable[[], bool] | None = None) -> None:
-    """Keep ``group`` to the end of the process, or until another one is kept after this one is not ``in_use`` any more."""
+    """Keep ``group`` to the end of the process, or until another one is kept after this one is not
+    ``in_use`` any more."""
     gone: list[Any] = [pair for pair in _kept if pair[0] is not group and not pair[1]()]
     _kept[:] = [pair for pair in _kept if pair[0] is not group and pair not in gone]
     let_go(gone)
@@ -151,7 +169,8 @@ def outlive(group: Any, in_use: Callable[[], bool] | None = None) -> None:
 
 
 def let_go(groups: list[Any]) -> None:
-    """Empty the list in a thread of its own: the end of a group waits for calls that nothing can end before their time.
+    """Empty the list in a thread of its own: the end of a group waits for calls that nothing can
+    end before their time.
 
     The caller must hold none of them any more.
     """
@@ -175,11 +194,14 @@ def _registered(group: dist.ProcessGroup) -> bool:
 @cache
 def _never_let_go() -> None:
     """Not at exit either, when modules are cleared in no order that could be relied on."""
-    atexit.register(lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(group)) for group, _ in _kept])
+    atexit.register(
+        lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(group)) for group, _ in _kept]
+    )
 
 
 @cache
 def linger_at_exit() -> None:
-    """A thread of Gloo gives back the tensors of the last collective under the interpreter's lock: torch 2.13 aborts a process
-    whose interpreter has begun to end by then, although all went well."""
+    """A thread of Gloo gives back the tensors of the last collective under the interpreter's lock:
+    torch 2.13 aborts a process whose interpreter has begun to end by then, although all went
+    well."""
     atexit.register(time.sleep, 0.02)

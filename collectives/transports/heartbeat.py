@@ -19,8 +19,10 @@ class Heartbeat:
 
     def __init__(self, place: str, epochs: Callable[[], tuple[int, int]]) -> None:
         self._place, self._epochs = place, epochs
-        self.since = self.answered = time.monotonic()  # of the first question; of the last answer, if there was one
-        self.dead = False  # nobody listened; who listens there since may be another process, unless it answers
+        # of the first question; of the last answer, if there was one
+        self.since = self.answered = time.monotonic()
+        # nobody listened; who listens there since may be another process, unless it answers
+        self.dead = False
         self.gone_on = False  # it is of a later epoch
         self._began = 0.0
         self._looked = self.since
@@ -31,7 +33,8 @@ class Heartbeat:
     def look(self) -> None:
         """Go on with the question, without waiting."""
         now = time.monotonic()
-        if now > self._looked + UNATTENDED:  # this process was busy: the other one may have answered, and nobody looked
+        # this process was busy: the other one may have answered, and nobody looked
+        if now > self._looked + UNATTENDED:
             self.answered = max(self.answered, now - UNATTENDED)
         self._looked = now
         if self._socket is None:
@@ -53,7 +56,8 @@ class Heartbeat:
                 raise BlockingIOError
             if answer in (WELCOME, GONE_ON):
                 self.answered, self.dead = time.monotonic(), False
-                self.gone_on = answer == GONE_ON and self._asked == self._epochs()  # else it may be that this process has
+                # else it may be that this process has
+                self.gone_on = answer == GONE_ON and self._asked == self._epochs()
             self.close()
         except BlockingIOError:
             if now > self._began + GIVE_UP_AFTER:
@@ -74,7 +78,9 @@ class Heartbeat:
 class Awaited:
     """Ranks whose connections are awaited; one whose process is gone ends the wait."""
 
-    def __init__(self, rank: int, places: Sequence[str], epochs: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, rank: int, places: Sequence[str], epochs: Callable[[], tuple[int, int]]
+    ) -> None:
         self._rank, self._places, self._epochs = rank, places, epochs
         self._since = time.monotonic()
         self._asked: dict[int, Heartbeat] = {}
@@ -88,7 +94,10 @@ class Awaited:
                 self._asked[peer] = Heartbeat(self._places[peer], self._epochs)
             self._asked[peer].look()
         if gone := tuple(peer for peer in missing if self._asked[peer].dead):
-            said = f"rank {self._rank}: the processes of ranks {list(gone)} ended before they connected."
+            said = (
+                f"rank {self._rank}: the processes of ranks {list(gone)} ended before they "
+                "connected."
+            )
             raise PeerFailure(said, ranks=gone)
 
     def close(self) -> None:

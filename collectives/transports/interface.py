@@ -1,7 +1,8 @@
-"""Network interface by which peers find this rank: the named one, else the one that reaches ``MASTER_ADDR``.
+"""Network interface by which peers find this rank: the named one, else the one that reaches
+``MASTER_ADDR``.
 
-Debian and Ubuntu give a host's own name the address 127.0.1.1. torch's Gloo tells peers that address, which only the host
-itself can reach.
+Debian and Ubuntu give a host's own name the address 127.0.1.1. torch's Gloo tells peers that
+address, which only the host itself can reach.
 """
 
 import contextlib
@@ -35,8 +36,9 @@ def named() -> str:
 def own_address() -> Address:
     """The address by which peers find this rank.
 
-    That of the named interface; else the one from which ``MASTER_ADDR`` is reached; else what the host's name resolves to, as
-    Gloo does, unless that is loopback and ranks are on several machines.
+    That of the named interface; else the one from which ``MASTER_ADDR`` is reached; else what the
+    host's name resolves to, as Gloo does, unless that is loopback and ranks are on several
+    machines.
     """
     if name := named():
         return address_of_interface(name)
@@ -44,9 +46,11 @@ def own_address() -> Address:
 
 
 def name_interface() -> str:
-    """Name the interface that reaches ``MASTER_ADDR`` to Gloo, if ranks are on several machines and nobody has named one.
+    """Name the interface that reaches ``MASTER_ADDR`` to Gloo, if ranks are on several machines and
+    nobody has named one.
 
-    Sets ``GLOO_SOCKET_IFNAME`` for this process; returns the name, or "" where nothing is to be named.
+    Sets ``GLOO_SOCKET_IFNAME`` for this process; returns the name, or "" where nothing is to be
+    named.
     """
     if named() or (found := _reaching_peers()) is None:
         return named()
@@ -56,17 +60,24 @@ def name_interface() -> str:
         said = _of_name()
         if said is None or is_loopback(said[0]):
             log.warning(
-                "this host's name resolves to %s, which other hosts cannot reach: using the interface %s (%s). "
-                "Set %s to choose another one", said[0] if said else "no address", name, found[0], VARIABLE,
-            )  # fmt: skip
+                "this host's name resolves to %s, which other hosts cannot reach: using the "
+                "interface %s (%s). "
+                "Set %s to choose another one",
+                said[0] if said else "no address",
+                name,
+                found[0],
+                VARIABLE,
+            )
     return name
 
 
 def route_to(host: str = OUTSIDE) -> Address | None:
-    """The address from which this machine sends to ``host``, or out; None if that is itself by loopback, or there is no way."""
+    """The address from which this machine sends to ``host``, or out; None if that is itself by
+    loopback, or there is no way."""
     with contextlib.suppress(OSError, UnicodeError):  # a name that nobody knows
         for family, *_, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+            # sends nothing
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)
                 address = str(probe.getsockname()[0])
                 if not is_loopback(address):
@@ -93,9 +104,12 @@ def address_of_interface(interface: str) -> Address:
 
 
 def for_connect(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
-    """An address for ``connect``. One that holds on one link only is reached over our own interface, whatever the peer says."""
+    """An address for ``connect``. One that holds on one link only is reached over our own
+    interface, whatever the peer says."""
     address, on_link, theirs = host.partition("%")
-    return (address, port, 0, socket.if_nametoindex(named() or theirs)) if on_link else (address, port)
+    return (
+        (address, port, 0, socket.if_nametoindex(named() or theirs)) if on_link else (address, port)
+    )
 
 
 def several_machines(environment: Mapping[str, str] = os.environ) -> bool:
@@ -107,7 +121,8 @@ def several_machines(environment: Mapping[str, str] = os.environ) -> bool:
 def _reaching_peers() -> Address | None:
     """None where ranks are on one machine, or no other address than the name's is known.
 
-    Note: the first machine may know itself by a name for loopback. Then its way out counts, or its only interface.
+    Note: the first machine may know itself by a name for loopback. Then its way out counts, or its
+    only interface.
     """
     master = os.environ.get("MASTER_ADDR", "")
     if master and (found := route_to(master)):
@@ -122,7 +137,8 @@ def _reaching_peers() -> Address | None:
 
 
 def _of_name() -> Address | None:
-    """The address to which the host's name resolves, if this host has it: name servers may take seconds, and are asked once."""
+    """The address to which the host's name resolves, if this host has it: name servers may take
+    seconds, and are asked once."""
     name = socket.gethostname()
     known = _addresses.get(name)
     if known is not None and _is_ours(*known):
@@ -154,7 +170,9 @@ def _interfaces() -> Iterator[tuple[str, Address]]:
 
 def _ipv4_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        answer = fcntl.ioctl(
+            probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15])
+        )
         return socket.inet_ntoa(answer[20:24])
 
 

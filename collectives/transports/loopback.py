@@ -1,6 +1,7 @@
 """All ranks in one process, and wrappers that record, break or delay any transport.
 
-``simulate`` steps one generator per rank in lockstep: what it runs is the production code, bit for bit.
+``simulate`` steps one generator per rank in lockstep: what it runs is the production code, bit for
+bit.
 """
 
 from collections import Counter, defaultdict, deque
@@ -24,7 +25,8 @@ class Loopback:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.sent: dict[tuple[int, int, int], deque[_Delivery]] = defaultdict(deque)  # by tag, sender and receiver
+        # by tag, sender and receiver
+        self.sent: dict[tuple[int, int, int], deque[_Delivery]] = defaultdict(deque)
         self.wanted: dict[tuple[int, int, int], deque[_Delivery]] = defaultdict(deque)
         self.parts: dict[tuple[int, ...], Loopback] = {}
 
@@ -42,19 +44,28 @@ class LoopbackTransport:
         self.switch, self.rank, self.size = switch, rank, switch.size
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
+        return self.exchange(
+            rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag
+        )
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return self.all_to_all(out, inp.expand(self.size, -1), tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        work, sent, received = _Delivery(self, out, inp, wanted, tag), self.switch.sent, self.switch.wanted
+        work, sent, received = (
+            _Delivery(self, out, inp, wanted, tag),
+            self.switch.sent,
+            self.switch.wanted,
+        )
         for r in inp.payloads:
             sent[tag, self.rank, r].append(work)
         for r in out.payloads:
             received[tag, r, self.rank].append(work)
-        for key in [(tag, self.rank, r) for r in inp.payloads] + [(tag, r, self.rank) for r in out.payloads]:
-            if sent[key] and received[key]:  # now and not in wait: who goes on may use its rows for something else
+        for key in [(tag, self.rank, r) for r in inp.payloads] + [
+            (tag, r, self.rank) for r in out.payloads
+        ]:
+            # now and not in wait: who goes on may use its rows for something else
+            if sent[key] and received[key]:
                 received[key].popleft().deliver(sent[key].popleft())
         return work
 
@@ -70,17 +81,22 @@ class LoopbackTransport:
 
 
 class _Delivery:
-    def __init__(self, transport: LoopbackTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> None:
+    def __init__(
+        self, transport: LoopbackTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int
+    ) -> None:
         self.transport, self.out, self.inp, self.wanted, self.tag = transport, out, inp, wanted, tag
         self.missing, self.kept = set(out.payloads), set(inp.payloads)
 
     def wait(self) -> None:
         if silent := tuple(sorted(self.missing | self.kept)):
             me = self.transport.rank
-            raise PeerFailure(f"rank {me}: no message number {self.tag} from ranks {list(silent)}.", ranks=silent)
+            raise PeerFailure(
+                f"rank {me}: no message number {self.tag} from ranks {list(silent)}.", ranks=silent
+            )
 
     def deliver(self, sender: "_Delivery") -> None:
-        """Like Gloo: a header is always delivered, a payload only behind a header that is wanted."""
+        """Like Gloo: a header is always delivered, a payload only behind a header that is
+        wanted."""
         me, r = self.transport.rank, sender.transport.rank
         self.missing.discard(r)
         sender.kept.discard(me)
@@ -93,7 +109,8 @@ class _Delivery:
 def simulate(ranks: Sequence[Steps[T]]) -> list[T]:
     """Step one algorithm per rank in turn, each to its next wait, and return all results.
 
-    A rank that waits in vain has its turn again after the others; when nobody can go on, the first failure is raised.
+    A rank that waits in vain has its turn again after the others; when nobody can go on, the first
+    failure is raised.
     """
     waits: dict[int, Work] = {}
     results: dict[int, T] = {}
@@ -143,7 +160,9 @@ class Recorded(InFront):
         return self.inner.all_gather(out, inp, tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        self._count("exchange", {r: HEADER + payload.numel() for r, payload in inp.payloads.items()})
+        self._count(
+            "exchange", {r: HEADER + payload.numel() for r, payload in inp.payloads.items()}
+        )
         return self.inner.exchange(out, inp, wanted, tag)
 
     def _count(self, operation: str, lengths: dict[int, int]) -> None:
@@ -157,9 +176,12 @@ class Recorded(InFront):
 
 
 class Faulty(InFront):
-    """Works ``after`` times, then lets ``fault(rows)`` spoil what this rank sends, or raises if it is an error."""
+    """Works ``after`` times, then lets ``fault(rows)`` spoil what this rank sends, or raises if it
+    is an error."""
 
-    def __init__(self, inner: Transport, *, after: int, fault: Callable[[torch.Tensor], object] | Exception) -> None:
+    def __init__(
+        self, inner: Transport, *, after: int, fault: Callable[[torch.Tensor], object] | Exception
+    ) -> None:
         self.left, self.fault = after, fault
         self.stand_for(inner)
 

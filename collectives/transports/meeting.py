@@ -1,9 +1,12 @@
-"""Meeting of the ranks of a group for connections of our own: each has an address, a port and a token nobody else knows.
+"""Meeting of the ranks of a group for connections of our own: each has an address, a port and a
+token nobody else knows.
 
-Whoever connects must know the listener's random token, which travels only among the ranks, and is told that he is in. Anybody
-else may knock: nobody waits for him. A greeting says of which epoch of the group it is: connections of others are refused.
+Whoever connects must know the listener's random token, which travels only among the ranks, and is
+told that he is in. Anybody else may knock: nobody waits for him. A greeting says of which epoch of
+the group it is: connections of others are refused.
 
-A store tells the token to all who reach it. So where the run has a key (``run_key``) both ends prove that they have it:
+A store tells the token to all who reach it. So where the run has a key (``run_key``) both ends
+prove that they have it:
 
     caller → door   greeting with the bit KEYED, the caller's random number
     door → caller   a random number of its own
@@ -43,18 +46,25 @@ from commpress.collectives.transports.run_key import (
 )
 from commpress.errors import PeerFailure
 
-HELLO, PING = 4, 5  # kinds of greeting: a connection that stays; a question whether this process runs
-ENLIST, JOIN = 7, 8  # of a member that wants to agree on who goes on; of one that wants to become a member
+# kinds of greeting: a connection that stays; a question whether this process runs
+HELLO, PING = 4, 5
+# of a member that wants to agree on who goes on; of one that wants to become a member
+ENLIST, JOIN = 7, 8
 KEYED = 0x80  # with a kind: the caller has the key of the run
 WELCOME, GONE_ON = b"!", b">"  # answers to a greeting; GONE_ON: this process is of another epoch
-DIFFERS = b"k"  # an answer without a proof: only one of both has the key of the run, or they have two
+# an answer without a proof: only one of both has the key of the run, or they have two
+DIFFERS = b"k"
 PATIENCE = 1.0  # seconds that a visitor has for his greeting, and again for his proof
 _AGAIN = 0.02  # seconds before a rank that was not taken in calls again
 _LOOK = 0.05  # seconds between two looks at who has died meanwhile
 STRANGERS = 64  # visitors at the door who have not greeted; the oldest goes when another comes
 _TOKEN = 16
-_GREETING = struct.Struct(f"<B{_TOKEN}sIQQ")  # kind, token, rank, epoch, the epoch that it may be of by now
-GIVE_ALL = f"only one has the key of a run, or they have two. Set {VARIABLE} or {FILE} alike in every process of the run"
+# kind, token, rank, epoch, the epoch that it may be of by now
+_GREETING = struct.Struct(f"<B{_TOKEN}sIQQ")
+GIVE_ALL = (
+    f"only one has the key of a run, or they have two. Set {VARIABLE} or {FILE} alike in "
+    "every process of the run"
+)
 T = TypeVar("T")
 
 log = logging.getLogger("commpress")
@@ -71,7 +81,8 @@ class Visit(NamedTuple):
     kind: int
     rank: int
     connection: socket.socket
-    epochs: tuple[int, int] = (0, 0)  # the one it is of, and the one that it may be of by now; 0: none
+    # the one it is of, and the one that it may be of by now; 0: none
+    epochs: tuple[int, int] = (0, 0)
     proof: Callable[[bytes], bytes] = _no_proof  # of an answer
 
     def reply(self, answer: bytes = WELCOME) -> bool:
@@ -98,7 +109,8 @@ class _Visitor:
 
 
 class Door:
-    """A listener, and the visitors who have not said who they are. Its file is readable when one of them is to be heard.
+    """A listener, and the visitors who have not said who they are. Its file is readable when one of
+    them is to be heard.
 
     Any thread may listen, and close it.
     """
@@ -135,7 +147,10 @@ class Door:
                 return came
             for key, _ in self._selector.select(0.0):
                 for visitor in self._let_in() if key.fileobj is self._listener else [key.data]:
-                    if visitor.connection in self._visitors and (visit := self._hear(visitor)) is not None:
+                    if (
+                        visitor.connection in self._visitors
+                        and (visit := self._hear(visitor)) is not None
+                    ):
                         came.append(visit)
             now = time.monotonic()
             for visitor in [v for v in self._visitors.values() if v.until < now]:
@@ -195,7 +210,8 @@ class Door:
         return visit
 
     def _recognised(self, visitor: _Visitor) -> Visit | None:
-        """The visit of one who has said all that is due; None if he is a stranger, or has a proof to give first."""
+        """The visit of one who has said all that is due; None if he is a stranger, or has a proof
+        to give first."""
         greeting = visitor.words[: visitor.due - bool(visitor.challenge) * PROOF]
         kind, token, rank, *epochs = _GREETING.unpack(greeting[: _GREETING.size])
         if not secrets.compare_digest(token, self.token):
@@ -221,7 +237,11 @@ class Door:
         """Tell a visitor who knows the token that he has no key, or another one."""
         if not self._warned:
             self._warned = True
-            log.warning("somebody at %s knows this door's token and not the run's key: %s", _peer(visitor.connection), GIVE_ALL)
+            log.warning(
+                "somebody at %s knows this door's token and not the run's key: %s",
+                _peer(visitor.connection),
+                GIVE_ALL,
+            )
         with contextlib.suppress(OSError):  # he is gone
             visitor.connection.send(DIFFERS)
 
@@ -232,10 +252,12 @@ class Door:
 
 
 class Meeting:
-    """One rank among the doors of all. ``here`` must reach its own, and those of all come to ``learn``.
+    """One rank among the doors of all. ``here`` must reach its own, and those of all come to
+    ``learn``.
 
-    ``door``: one that stays when the meeting is over; without it the meeting has its own. Visitors who are not for this meeting
-    go to ``others``. ``check`` is told while it waits for whom, and may raise.
+    ``door``: one that stays when the meeting is over; without it the meeting has its own. Visitors
+    who are not for this meeting go to ``others``. ``check`` is told while it waits for whom, and
+    may raise.
     """
 
     def __init__(
@@ -261,14 +283,17 @@ class Meeting:
     def connect_all(self, deadline: float) -> dict[int, socket.socket]:
         """One connection to every peer: to lower ranks our own, from higher ones theirs.
 
-        Note: a rank that was slow to greet is a stranger to its peer, who hangs up. So it calls again until it is welcome.
+        Note: a rank that was slow to greet is a stranger to its peer, who hangs up. So it calls
+        again until it is welcome.
         """
         connections: dict[int, socket.socket] = {}
         calls: dict[int, Knock] = {}
         with selectors.DefaultSelector() as news:
             news.register(self.door, selectors.EVENT_READ)
             try:
-                while missing := [r for r in range(self.size) if r != self.rank and r not in connections]:
+                while missing := [
+                    r for r in range(self.size) if r != self.rank and r not in connections
+                ]:
                     self._check(missing)
                     left = deadline - time.monotonic()
                     if left <= 0:
@@ -294,13 +319,17 @@ class Meeting:
                             raise self._differs(peer)
                         time.sleep(_AGAIN)
             except BaseException:
-                for connection in [*connections.values(), *(call.socket for call in calls.values())]:
+                for connection in [
+                    *connections.values(),
+                    *(call.socket for call in calls.values()),
+                ]:
                     connection.close()
                 raise
         return connections
 
     def call(self, peer: int, kind: int, seconds: float) -> "Knock":
-        """A connection to a peer on which we have said who we are. ``look`` tells whether it took us in."""
+        """A connection to a peer on which we have said who we are. ``look`` tells whether it took
+        us in."""
         return knock(self._places[peer], kind, self.rank, (self.epoch, 0), seconds)
 
     def close(self) -> None:
@@ -315,7 +344,8 @@ class Meeting:
         except OSError as error:
             host, port, _ = self._places[peer].split(" ")
             raise PeerFailure(
-                f"rank {self.rank} cannot reach rank {peer} at {host} port {port} ({error}). Every rank must be able to "
+                f"rank {self.rank} cannot reach rank {peer} at {host} port {port} ({error}). "
+                "Every rank must be able to "
                 "connect to every other; GLOO_SOCKET_IFNAME names the network interface to use.",
                 ranks=(peer,),
             ) from error
@@ -325,7 +355,13 @@ class Meeting:
         came: dict[int, socket.socket] = {}
         for visit in self.door.arrivals():
             kind, peer, connection, (epoch, _), _ = visit
-            due = kind == HELLO and epoch == self.epoch and peer in missing and peer > self.rank and peer not in came
+            due = (
+                kind == HELLO
+                and epoch == self.epoch
+                and peer in missing
+                and peer > self.rank
+                and peer not in came
+            )
             if not due:
                 self._others(visit)
             elif visit.reply():
@@ -337,12 +373,17 @@ class Meeting:
     def _differs(self, peer: int) -> PeerFailure:
         host, port, _ = self._places[peer].split(" ")
         return PeerFailure(
-            f"rank {self.rank} and rank {peer} at {host} port {port} are not of one run: {GIVE_ALL}", ranks=(peer,)
+            (
+                f"rank {self.rank} and rank {peer} at {host} port {port} are not of one run: "
+                f"{GIVE_ALL}"
+            ),
+            ranks=(peer,),
         )
 
     def _absent(self, missing: tuple[int, ...]) -> PeerFailure:
         return PeerFailure(
-            f"rank {self.rank}: ranks {list(missing)} did not connect in time: they died, are stuck, or cannot reach "
+            f"rank {self.rank}: ranks {list(missing)} did not connect in time: they died, are "
+            "stuck, or cannot reach "
             f"{self.here.split(' ')[0]}; GLOO_SOCKET_IFNAME names the network interface to use.",
             ranks=missing,
         )
@@ -361,11 +402,15 @@ def own_door(room: int) -> Door:
 class Knock:
     """A call at a door, from the greeting to the answer."""
 
-    def __init__(self, connection: socket.socket, place: str, kind: int, rank: int, epochs: tuple[int, int]) -> None:
+    def __init__(
+        self, connection: socket.socket, place: str, kind: int, rank: int, epochs: tuple[int, int]
+    ) -> None:
         """Greet over a connection that is made."""
         self.socket, self._place, self._key = connection, place, run_key()
         keyed = self._key is not None
-        self._greeting = _GREETING.pack(kind | keyed * KEYED, bytes.fromhex(place.split(" ")[2]), rank, *epochs)
+        self._greeting = _GREETING.pack(
+            kind | keyed * KEYED, bytes.fromhex(place.split(" ")[2]), rank, *epochs
+        )
         self._greeting += nonce() if keyed else b""
         self._challenge, self._words = b"", b""  # the door's number; what it says now
         connection.sendall(self._greeting)
@@ -380,7 +425,8 @@ class Knock:
         return self.socket.fileno()
 
     def look(self) -> bytes | None:
-        """The answer, b"" where there will be none; None if it has not come yet. Waits as long as the connection does."""
+        """The answer, b"" where there will be none; None if it has not come yet. Waits as long as
+        the connection does."""
         try:
             return self.answer()
         except OSError:
@@ -406,7 +452,9 @@ class Knock:
                 seen = self._place, self._greeting, self._challenge, answer
                 return answer if proves(given, proof(self._key, DOOR, *seen)) else DIFFERS
             self._challenge, self._words = self._words, b""
-            self.socket.sendall(proof(self._key, CALLER, self._place, self._greeting, self._challenge))
+            self.socket.sendall(
+                proof(self._key, CALLER, self._place, self._greeting, self._challenge)
+            )
 
     def close(self) -> None:
         self.socket.close()
@@ -471,7 +519,8 @@ _owners: weakref.WeakSet[FileOwner] = weakref.WeakSet()
 
 
 def close_in_children(owner: FileOwner) -> None:
-    """Have forked children close these files: while a child has a connection open, nobody notices that its parent has died.
+    """Have forked children close these files: while a child has a connection open, nobody notices
+    that its parent has died.
 
     Programs that a process starts do not get them: Python marks every file that it opens so.
     """

@@ -1,4 +1,5 @@
-"""Membership of one process in its group: the epoch that it is of, the one that it may be of by now, and its door."""
+"""Membership of one process in its group: the epoch that it is of, the one that it may be of by
+now, and its door."""
 
 import contextlib
 import logging
@@ -34,7 +35,8 @@ log = logging.getLogger("commpress")
 
 @dataclass(frozen=True)
 class Epoch:
-    """The members of a group between two changes. ``key``: a number that no other epoch has; ``lineage``: the group's."""
+    """The members of a group between two changes. ``key``: a number that no other epoch has;
+    ``lineage``: the group's."""
 
     number: int
     key: int
@@ -55,7 +57,8 @@ def new_key() -> int:
 
 
 def first_key(place: str) -> int:
-    """The key of the first epoch of a group, from its first door: the token there is nobody else's."""
+    """The key of the first epoch of a group, from its first door: the token there is nobody
+    else's."""
     return int(place.split(" ")[2][:15], 16) | 1
 
 
@@ -68,14 +71,17 @@ def contact_of(place: str) -> str:
 def is_contact(text: str) -> bool:
     where, hash, token = text.strip().rpartition("#")
     host, colon, port = where.rpartition(":")
-    return bool(hash and colon and host and port.isdecimal() and len(token) == 32 and set(token) <= _DIGITS)
+    return bool(
+        hash and colon and host and port.isdecimal() and len(token) == 32 and set(token) <= _DIGITS
+    )
 
 
 def place_of(contact: str) -> str:
     """The door of a contact."""
     if not is_contact(contact):
         raise InvalidArgument(
-            f"join is {contact!r}, expected a member's group.contact, such as '10.0.0.1:4711#<32 digits>', or a store"
+            f"join is {contact!r}, expected a member's group.contact, such as "
+            "'10.0.0.1:4711#<32 digits>', or a store"
         )
     where, _, token = contact.strip().rpartition("#")
     host, _, port = where.rpartition(":")
@@ -83,9 +89,13 @@ def place_of(contact: str) -> str:
 
 
 def differences(own: Mapping[str, str], theirs: Mapping[str, str], *, others: str) -> str:
-    """Everything by name in which the sender of the second description differs, with both values; "" if there is nothing."""
+    """Everything by name in which the sender of the second description differs, with both values;
+    "" if there is nothing."""
     named = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
-    found = [f"{name} is {theirs.get(name, 'missing')}, {others} {own.get(name, 'nothing')}" for name in named[:SHOWN]]
+    found = [
+        f"{name} is {theirs.get(name, 'missing')}, {others} {own.get(name, 'nothing')}"
+        for name in named[:SHOWN]
+    ]
     return "; ".join(found) + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else "")
 
 
@@ -102,14 +112,16 @@ class Proposal:
 class Membership:
     """One process's part in its group's epochs, from the first to the last.
 
-    ``bell``: readable while a member that wants to agree may be waiting. ``attending``: held by whoever listens at the door by
-    himself, for as long as he does.
+    ``bell``: readable while a member that wants to agree may be waiting. ``attending``: held by
+    whoever listens at the door by himself, for as long as he does.
     """
 
     def __init__(self, door: Door, epoch: Epoch) -> None:
         self.door, self.epoch = door, epoch
-        self.ready: tuple[Proposal, Callable[[], None]] | None = None  # staged, and whether it is complete is in doubt
-        self.description: Callable[[], Mapping[str, str]] = dict  # of what this process trains: newcomers must have the same
+        # staged, and whether it is complete is in doubt
+        self.ready: tuple[Proposal, Callable[[], None]] | None = None
+        # of what this process trains: newcomers must have the same
+        self.description: Callable[[], Mapping[str, str]] = dict
         self.expected = 0  # the key of an epoch that somebody else has agreed on
         self.dead: set[str] = set()  # doors at which nobody listens any more
         self._callers: deque[Conversation] = deque()
@@ -150,12 +162,15 @@ class Membership:
 
     @property
     def waiting(self) -> int:
-        """Newcomers at the door who have reported and are like this process. Who is not is sent away."""
+        """Newcomers at the door who have reported and are like this process. Who is not is sent
+        away."""
         with self._lock:
             joining = [link for link in self._callers if link.kind == JOIN]
             late = time.monotonic() - REPORTING
             stirred = with_news(joining)  # many may be silent, and this is asked in every step
-            welcome = sum(self._suits(link) for link in joining if link in stirred or link.since < late)
+            welcome = sum(
+                self._suits(link) for link in joining if link in stirred or link.since < late
+            )
             self._callers = deque(link for link in self._callers if link.open)
         return welcome
 
@@ -173,14 +188,23 @@ class Membership:
         return False
 
     def unlike(self, report: Message) -> str:
-        """Everything in which the sender of a report is unlike this process; "" if there is nothing."""
+        """Everything in which the sender of a report is unlike this process; "" if there is
+        nothing."""
         theirs = report.get("describes")
-        found = differences(self.description(), theirs if isinstance(theirs, dict) else {}, others="the members have")
-        why = f"this process is unlike the members that it wants to join: {found}. Construct on it what they have"
+        found = differences(
+            self.description(),
+            theirs if isinstance(theirs, dict) else {},
+            others="the members have",
+        )
+        why = (
+            f"this process is unlike the members that it wants to join: {found}. Construct on "
+            "it what they have"
+        )
         return why if found else ""
 
     def answer(self, visit: Visit) -> bool:
-        """Take a visitor in, or tell that this process runs, or is of another epoch; True if a member wants to agree."""
+        """Take a visitor in, or tell that this process runs, or is of another epoch; True if a
+        member wants to agree."""
         known = any(key in self.keys for key in visit.epochs if key)
         if visit.kind in (ENLIST, JOIN) and (known or visit.kind == JOIN) and visit.reply():
             with self._lock:

@@ -18,7 +18,9 @@ HEAD = ENVELOPE + HEADER
 GIVE_UP = 2**64 - 1  # the tag of a message in which a rank says why it gives up
 LONGEST_REASON = 4096  # bytes of that
 HUNG_UP = "closed its connection: it died, left or gave up waiting"
-DAMAGED = "sent an envelope that came damaged: memory or network corrupt data; check both before going on"
+DAMAGED = (
+    "sent an envelope that came damaged: memory or network corrupt data; check both before going on"
+)
 
 Parts = tuple[memoryview, ...]  # a header and a payload, or both in one
 
@@ -49,11 +51,18 @@ def envelope(tag: int, length: int, header: bytes) -> bytes:
 
 
 def opened(head: memoryview) -> tuple[int, int, bytes] | None:
-    """Tag, bytes of the payload and header; None if they are not what was sent, or more than can be."""
-    lengths, (told,), header = bytes(head[: _LENGTHS.size]), _SUM.unpack(head[_LENGTHS.size : ENVELOPE]), bytes(head[ENVELOPE:])
+    """Tag, bytes of the payload and header; None if they are not what was sent, or more than can
+    be."""
+    lengths, (told,), header = (
+        bytes(head[: _LENGTHS.size]),
+        _SUM.unpack(head[_LENGTHS.size : ENVELOPE]),
+        bytes(head[ENVELOPE:]),
+    )
     tag, length = _LENGTHS.unpack(lengths)
     limit = LONGEST_REASON if tag == GIVE_UP else LONGEST
-    return (tag, length, header) if checksum_of(lengths + header) == told and length <= limit else None
+    return (
+        (tag, length, header) if checksum_of(lengths + header) == told and length <= limit else None
+    )
 
 
 @dataclass(eq=False)
@@ -64,11 +73,13 @@ class SocketTransfer:
     wanted: dict[int, bytes] | None  # the header that is due from each rank, if that is known
     keep: object  # the tensors whose memory moves
     posted: float = field(default_factory=time.monotonic)
-    headers_due: dict[int, memoryview] = field(default_factory=dict)  # ranks whose header has not come, and where it belongs
+    # ranks whose header has not come, and where it belongs
+    headers_due: dict[int, memoryview] = field(default_factory=dict)
     headers_unsent: set[int] = field(default_factory=set)  # ranks to which our header has not gone
     receiving: set[int] = field(default_factory=set)
     sending: set[int] = field(default_factory=set)
-    closed: dict[int, str] = field(default_factory=dict)  # ranks that hung up before the end, and how
+    # ranks that hung up before the end, and how
+    closed: dict[int, str] = field(default_factory=dict)
     differ: bool = False  # a header is not the one that is due
     given_up: str = ""  # some rank of the mesh uses these connections no more: why
     damaged: tuple[int, ...] = ()  # ranks whose bytes were the reason, by their numbers on the mesh
@@ -83,7 +94,8 @@ class SocketTransfer:
         return not self.receiving and not self.sending
 
     def wait(self) -> None:
-        """Until every row is here and every own row gone, or a peer's header differs: then ``verify`` names it."""
+        """Until every row is here and every own row gone, or a peer's header differs: then
+        ``verify`` names it."""
         transport = self.transport
         transport.drive(self)
         if self.broken:
@@ -99,10 +111,15 @@ class SocketTransfer:
     def _failure(self) -> CommunicationError:
         """Name the ranks at fault.
 
-        Note: closed or silent. Whoever has waited in vain may end before we do, and looks dead then. So a connection that
-        closes late does not excuse ranks that sent nothing all the time; one that closes early was a death.
+        Note: closed or silent. Whoever has waited in vain may end before we do, and looks dead
+        then. So a connection that closes late does not excuse ranks that sent nothing all the time;
+        one that closes early was a death.
         """
-        seconds, transport, closed = time.monotonic() - self.posted, self.transport, self.closed.keys()
+        seconds, transport, closed = (
+            time.monotonic() - self.posted,
+            self.transport,
+            self.closed.keys(),
+        )
         damaged = sorted(r for r, how in self.closed.items() if how == DAMAGED)
         told = damaged or sorted(r for r, how in self.closed.items() if how != HUNG_UP)
         late = seconds >= transport.timeout.total_seconds() / 2 and not told
@@ -137,7 +154,9 @@ class Receipt:
             transfer.differ = True
             return False
         if message.length != len(self.payload):
-            transfer.broken = f"rank {self.rank} sent {message.length} bytes where {len(self.payload)} were due"
+            transfer.broken = (
+                f"rank {self.rank} sent {message.length} bytes where {len(self.payload)} were due"
+            )
             return False
         return True
 
@@ -147,7 +166,8 @@ class Receipt:
 
 
 class IncomingMessage:
-    """One that comes: into its receipt, aside if none is posted yet, or to nowhere if it does not fit."""
+    """One that comes: into its receipt, aside if none is posted yet, or to nowhere if it does not
+    fit."""
 
     def __init__(self, header: bytes, length: int) -> None:
         self.header, self.length, self.at = header, length, 0
@@ -178,7 +198,10 @@ class OutgoingMessage:
     def __init__(self, transfer: SocketTransfer | None, rank: int, parts: Parts, tag: int) -> None:
         self.transfer, self.rank = transfer, rank
         length = sum(map(len, parts)) - HEADER
-        self.left: list[memoryview | bytes] = [envelope(tag, length, bytes(parts[0][:HEADER])), *parts]
+        self.left: list[memoryview | bytes] = [
+            envelope(tag, length, bytes(parts[0][:HEADER])),
+            *parts,
+        ]
         self.head = HEAD
 
     def advance(self, count: int) -> bool:

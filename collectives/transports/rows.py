@@ -1,4 +1,5 @@
-"""Rows that travel between ranks: a header and a payload each, and their bytes where they lie in memory of the host.
+"""Rows that travel between ranks: a header and a payload each, and their bytes where they lie in
+memory of the host.
 
 Note: not by way of NumPy, after which torch refuses to resize a tensor's memory, as FSDP does.
 """
@@ -13,11 +14,13 @@ import torch
 from commpress.errors import InvalidArgument
 
 HEADER = 64  # bytes; ``frame`` tells what they are
-LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes: a length from a peer that is more is none
+# bytes: a length from a peer that is more is none
+LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Rows(NamedTuple):
-    """A header and a payload of any length for each rank in ``payloads``; a payload may be empty."""
+    """A header and a payload of any length for each rank in ``payloads``; a payload may be
+    empty."""
 
     headers: torch.Tensor  # uint8[size, HEADER]
     payloads: Mapping[int, torch.Tensor]  # uint8[n], contiguous, by rank
@@ -31,7 +34,10 @@ def rows_of(message: torch.Tensor) -> Rows:
 def rows_in(message: torch.Tensor) -> list[memoryview]:
     """The memory of the rows of uint8[n, row], whose elements are contiguous."""
     if message.device.type != "cpu":
-        raise InvalidArgument(f"rows are on {message.device}: expected tensors on the CPU, or on CUDA, which go by way of it")
+        raise InvalidArgument(
+            f"rows are on {message.device}: expected tensors on the CPU, or on CUDA, which go "
+            "by way of it"
+        )
     (count, width), step = message.shape, message.stride(0)
     if not count:
         return []

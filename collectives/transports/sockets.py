@@ -1,10 +1,12 @@
-"""Rows over TCP connections of our own, one between every two ranks; those of tensors on CUDA by way of pinned host memory.
+"""Rows over TCP connections of our own, one between every two ranks; those of tensors on CUDA by
+way of pinned host memory.
 
-A message is an envelope (tag and bytes of the payload), a header of 64 bytes and the payload, one behind the other: nobody asks
-before he sends. ``engine`` moves them.
+A message is an envelope (tag and bytes of the payload), a header of 64 bytes and the payload, one
+behind the other: nobody asks before he sends. ``engine`` moves them.
 
-Note: why not through Gloo. Its messages wait for a word from the receiver, its threads wake for every part of one, and
-processes end where a message is longer than its receive. Measured in docs/transports.md.
+Note: why not through Gloo. Its messages wait for a word from the receiver, its threads wake for
+every part of one, and processes end where a message is longer than its receive. Measured in
+docs/transports.md.
 """
 
 import time
@@ -82,31 +84,44 @@ class SocketTransport:
         self.mesh.engine.drive(transfer, time.monotonic() + self.timeout.total_seconds())
 
     def _post(
-        self, out: Mapping[int, Parts], inp: Mapping[int, Parts], wanted: dict[int, bytes] | None, tag: int, keep: object
+        self,
+        out: Mapping[int, Parts],
+        inp: Mapping[int, Parts],
+        wanted: dict[int, bytes] | None,
+        tag: int,
+        keep: object,
     ) -> SocketTransfer:
         if self.failure:
             raise CommunicationError(
-                f"this transport failed before: {self.failure} Destroy the process group and build a new one."
+                f"this transport failed before: {self.failure} Destroy the process group and "
+                "build a new one."
             )
         return self.mesh.engine.post(SocketTransfer(self, wanted, keep), out, inp, tag)
 
 
 class Mesh:
-    """The connections of one rank, shared by a transport and its subsets: closed when the last of them goes.
+    """The connections of one rank, shared by a transport and its subsets: closed when the last of
+    them goes.
 
-    Made by all ranks together. ``world`` has their global numbers; ``tell`` gives every rank what all of them say. ``check`` is
-    called while ranks are awaited, and raises if one of them is gone.
+    Made by all ranks together. ``world`` has their global numbers; ``tell`` gives every rank what
+    all of them say. ``check`` is called while ranks are awaited, and raises if one of them is gone.
     """
 
     def __init__(
-        self, rank: int, world: Sequence[int], tell: Callable[[bytes], list[bytes]], timeout: timedelta,
+        self,
+        rank: int,
+        world: Sequence[int],
+        tell: Callable[[bytes], list[bytes]],
+        timeout: timedelta,
         check: Callable[[], object] = nothing,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world = rank, tuple(world)
         deadline = time.monotonic() + timeout.total_seconds()
         meeting = Meeting(rank, len(world), check=lambda missing: check())
         try:
-            meeting.learn([place.decode().strip() for place in tell(meeting.here.encode().ljust(_PLACE))])
+            meeting.learn(
+                [place.decode().strip() for place in tell(meeting.here.encode().ljust(_PLACE))]
+            )
             connections = meeting.connect_all(deadline)
         finally:
             meeting.close()

@@ -18,7 +18,11 @@ class HostBuffers:
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         free = self._free[tuple(like.shape)]
-        return free.pop() if free else torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+        return (
+            free.pop()
+            if free
+            else torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+        )
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` on the host, as far as its stream has come: waits for that."""
@@ -50,14 +54,21 @@ class Staged(InFront):
         take, copy = self.buffers.take, self.buffers.copy
         host = Rows(take(out.headers), {r: take(p) for r, p in out.payloads.items()})
         sent = Rows(copy(inp.headers), {r: copy(p) for r, p in inp.payloads.items()})
-        back = [(out.headers, host.headers), *((p, host.payloads[r]) for r, p in out.payloads.items())]
+        back = [
+            (out.headers, host.headers),
+            *((p, host.payloads[r]) for r, p in out.payloads.items()),
+        ]
         work = self.inner.exchange(host, sent, wanted.cpu(), tag)
         return _Staging(self.buffers, work, back, [sent.headers, *sent.payloads.values()])
 
 
 class _Staging:
     def __init__(
-        self, buffers: HostBuffers, work: Work, back: list[tuple[torch.Tensor, torch.Tensor]], sent: list[torch.Tensor]
+        self,
+        buffers: HostBuffers,
+        work: Work,
+        back: list[tuple[torch.Tensor, torch.Tensor]],
+        sent: list[torch.Tensor],
     ) -> None:
         self.buffers, self.work, self.back, self.sent = buffers, work, back, sent
 

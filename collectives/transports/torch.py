@@ -1,4 +1,5 @@
-"""Rows moved through a process group of torch: point to point over Gloo, by torch's collectives elsewhere (NCCL)."""
+"""Rows moved through a process group of torch: point to point over Gloo, by torch's collectives
+elsewhere (NCCL)."""
 
 import os
 import time
@@ -19,8 +20,11 @@ from commpress.errors import CommunicationError, InvalidArgument, Mismatch, Peer
 from commpress.torch_private import all_gather_single
 from commpress.work import Work
 
-SMALL = 64 << 10  # payloads of at most so many bytes travel in one message with their header: a copy costs less than a message
-SMALLEST, ROOM = 4096, 4 << 20  # of many ranks less, so that their short messages need at most ROOM bytes for one operation
+# payloads of at most so many bytes travel in one message with their header: a copy costs less than
+# a message
+SMALL = 64 << 10
+# of many ranks less, so that their short messages need at most ROOM bytes for one operation
+SMALLEST, ROOM = 4096, 4 << 20
 _SPARE = 8  # operations whose room is kept for later ones
 
 
@@ -34,12 +38,13 @@ class _ShortMessages(NamedTuple):
 class TorchTransport:
     """Over a process group: point to point on Gloo, torch's collectives elsewhere (NCCL).
 
-    Note: why point to point. Gloo's own all-to-all posts its sends first and reaches half of a shaped link; receives
-    posted before sends reach over 0.9 of it. And Gloo ends the process when a message is longer than the buffer waiting
-    for it, so an all-to-all sends its headers ahead as messages of their own: a peer that disagrees is seen before its
-    payload, which has another tag, could be matched. Where a header is due, a receive has room for ``SMALL`` bytes more, so
-    that a short payload comes with its header; a message may be shorter than its receive. An all-gather follows an
-    all-to-all that agreed and needs none.
+    Note: why point to point. Gloo's own all-to-all posts its sends first and reaches half of a
+    shaped link; receives posted before sends reach over 0.9 of it. And Gloo ends the process when a
+    message is longer than the buffer waiting for it, so an all-to-all sends its headers ahead as
+    messages of their own: a peer that disagrees is seen before its payload, which has another tag,
+    could be matched. Where a header is due, a receive has room for ``SMALL`` bytes more, so that a
+    short payload comes with its header; a message may be shorter than its receive. An all-gather
+    follows an all-to-all that agreed and needs none.
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class TorchTransport:
         *,
         timeout: timedelta,
         point_to_point: bool | None = None,
-        members: Sequence[int] = (),  # of the group, ascending, if not all: possible where messages go point to point
+        # of the group, ascending, if not all: possible where messages go point to point
+        members: Sequence[int] = (),
         connections: Connections | None = None,  # of the group, to be cut when it is of no more use
     ) -> None:
         self.group, self.timeout = group, timeout
@@ -87,23 +93,33 @@ class TorchTransport:
         self._usable()
         if self._by_host(inp.headers):
             return Staged(self, self._free).exchange(out, inp, wanted, tag)
-        return (_TorchTransfer if self.point_to_point else _BatchedTransfer)(self, out, inp, wanted, tag)
+        return (_TorchTransfer if self.point_to_point else _BatchedTransfer)(
+            self, out, inp, wanted, tag
+        )
 
     def subset(self, ranks: Sequence[int]) -> "TorchTransport | None":
         """Point to point: over the connections that are there. Else a process group of its own.
 
-        Note: placeholders. torch names a group that only its members make after the number of groups they have, so who does
-        not belong makes one too, of itself alone, to go on counting alike.
+        Note: placeholders. torch names a group that only its members make after the number of
+        groups they have, so who does not belong makes one too, of itself alone, to go on counting
+        alike.
         """
         among = self.rank in ranks
         members = sorted(self.members[r] for r in ranks)
         if self.point_to_point:
             if not among:
                 return None
-            return TorchTransport(self.group, timeout=self.timeout, members=members, connections=self._connections)
-        world = [dist.get_global_rank(self.group, m) for m in (members if among else [self.members[self.rank]])]
+            return TorchTransport(
+                self.group, timeout=self.timeout, members=members, connections=self._connections
+            )
+        world = [
+            dist.get_global_rank(self.group, m)
+            for m in (members if among else [self.members[self.rank]])
+        ]
         backend = dist.get_backend(self.group)
-        group = dist.new_group(world, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+        group = dist.new_group(
+            world, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
         return TorchTransport(group, timeout=self.timeout, point_to_point=False) if among else None
 
     def take(self) -> _ShortMessages:
@@ -132,7 +148,8 @@ class TorchTransport:
         return PeerFailure(message, ranks=ranks)
 
     def abandon(self, reason: str) -> None:
-        """Note: Gloo's connections are cut, so that peers know at once; NCCL's ranks know when their time is over."""
+        """Note: Gloo's connections are cut, so that peers know at once; NCCL's ranks know when
+        their time is over."""
         self.failure = reason
         if self._connections is not None:
             self._connections.cut()
@@ -144,30 +161,38 @@ class TorchTransport:
     def _usable(self) -> None:
         if self.failure:
             raise CommunicationError(
-                f"this transport failed before: {self.failure} Destroy the process group and build a new one."
+                f"this transport failed before: {self.failure} Destroy the process group and "
+                "build a new one."
             )
 
     def _agree(self, inp: torch.Tensor) -> None:
-        """Compare headers before torch's all-to-all, which hangs or ends the process where rows differ in size.
+        """Compare headers before torch's all-to-all, which hangs or ends the process where rows
+        differ in size.
 
-        One small collective and one host synchronisation. Not only for sizes never seen: a rank that has seen its size
-        would enter the all-to-all while another is still here.
+        One small collective and one host synchronisation. Not only for sizes never seen: a rank
+        that has seen its size would enter the all-to-all while another is still here.
         """
         mine = torch.zeros(1, HEADER + 8, dtype=torch.uint8, device=inp.device)
         mine[0, :HEADER] = inp[0, :HEADER]
-        mine[0, HEADER:] = torch.tensor([inp.shape[1]], dtype=torch.int64).view(torch.uint8).to(inp.device)
+        mine[0, HEADER:] = (
+            torch.tensor([inp.shape[1]], dtype=torch.int64).view(torch.uint8).to(inp.device)
+        )
         every = mine.new_empty(self.size, HEADER + 8)
         _Checked(self, all_gather_single(every, mine, group=self.group, async_op=True)).wait()
         rows = every.cpu().numpy()
         different = tuple(
             r
             for r, row in enumerate(rows)
-            if not (same(rows[self.rank].tobytes(), row.tobytes()) and (row[HEADER:] == rows[self.rank, HEADER:]).all())
+            if not (
+                same(rows[self.rank].tobytes(), row.tobytes())
+                and (row[HEADER:] == rows[self.rank, HEADER:]).all()
+            )
         )
         if different:
             peers = "; ".join(f"{self.peer(r)} sends {_row(rows[r])}" for r in different)
             raise Mismatch(
-                f"rank {self.rank} sends {_row(rows[self.rank])}, but {peers}. Every rank must use the same codec, options "
+                f"rank {self.rank} sends {_row(rows[self.rank])}, but {peers}. Every rank must "
+                "use the same codec, options "
                 "and model, and call collectives in the same order.",
                 ranks=different,
             )
@@ -187,10 +212,19 @@ class _Checked:
 
 
 class _TorchTransfer:
-    """Rows to and from peers, receives posted before sends, headers ahead of payloads if it is known what is wanted."""
+    """Rows to and from peers, receives posted before sends, headers ahead of payloads if it is
+    known what is wanted."""
 
-    def __init__(self, transport: TorchTransport, out: Rows, inp: Rows, wanted: torch.Tensor | None, tag: int) -> None:
-        self.transport, self.out, self.inp, self.wanted, self.posted = transport, out, inp, wanted, time.monotonic()
+    def __init__(
+        self, transport: TorchTransport, out: Rows, inp: Rows, wanted: torch.Tensor | None, tag: int
+    ) -> None:
+        self.transport, self.out, self.inp, self.wanted, self.posted = (
+            transport,
+            out,
+            inp,
+            wanted,
+            time.monotonic(),
+        )
         group, rank, size = transport.group, transport.rank, transport.size
         froms = [r for r in ((rank - i) % size for i in range(1, size)) if r in out.payloads]
         tos = [r for r in ((rank + i) % size for i in range(1, size)) if r in inp.payloads]
@@ -199,11 +233,15 @@ class _TorchTransfer:
         self.headers, self.sent_headers = dict[int, dist.Work](), dict[int, dist.Work]()
         if ahead:
             self.incoming, self.outgoing = transport.take(), transport.take()
-            self.headers = {r: self._post(group.recv, self.incoming.rows[r], r, _header_tag(tag)) for r in froms}
+            self.headers = {
+                r: self._post(group.recv, self.incoming.rows[r], r, _header_tag(tag)) for r in froms
+            }
             self.outgoing.table[:, :HEADER] = inp.headers.numpy()
         self.payloads = self._post_payloads(group.recv, out, froms, tag, most)
         if ahead:
-            self.sent_headers = {r: self._post(group.send, self._first_message(r), r, _header_tag(tag)) for r in tos}
+            self.sent_headers = {
+                r: self._post(group.send, self._first_message(r), r, _header_tag(tag)) for r in tos
+            }
         self.sent_payloads = self._post_payloads(group.send, inp, tos, tag, most)
         if rank in inp.payloads:
             out.payloads[rank].copy_(inp.payloads[rank])
@@ -214,7 +252,11 @@ class _TorchTransfer:
         self, call: Callable[..., dist.Work], rows: Rows, peers: list[int], tag: int, most: int
     ) -> dict[int, dist.Work]:
         parts = {r: rows.payloads[r] for r in peers}
-        return {r: self._post(call, p, r, _payload_tag(tag, p.numel())) for r, p in parts.items() if p.numel() > most}
+        return {
+            r: self._post(call, p, r, _payload_tag(tag, p.numel()))
+            for r, p in parts.items()
+            if p.numel() > most
+        }
 
     def _first_message(self, rank: int) -> torch.Tensor:
         """The header, and the payload itself if it is short. It must live until it is gone."""
@@ -226,14 +268,17 @@ class _TorchTransfer:
             row[HEADER : HEADER + length] = payload
         return row[: HEADER + length]
 
-    def _post(self, call: Callable[..., dist.Work], row: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _post(
+        self, call: Callable[..., dist.Work], row: torch.Tensor, peer: int, tag: int
+    ) -> dist.Work:
         try:
             return call([row], self.transport.members[peer], tag)
         except RuntimeError as error:
             raise self._failure({peer: error}) from error
 
     def wait(self) -> None:
-        """Until every row is here and every own row gone, or a peer's header differs: then ``verify`` names it."""
+        """Until every row is here and every own row gone, or a peer's header differs: then
+        ``verify`` names it."""
         deadline = time.monotonic() + self.transport.timeout.total_seconds()
         self._wait_all(self.headers, deadline)
         self._wait_all(self.sent_headers, deadline)
@@ -242,7 +287,8 @@ class _TorchTransfer:
             got = self.out.headers.numpy()
             got[ranks] = self.incoming.table[ranks, :HEADER]
             if not alike(self.wanted.numpy()[ranks], got[ranks]):
-                self.transport._kept.append(self)  # their buffers must outlive messages that nobody will take
+                # their buffers must outlive messages that nobody will take
+                self.transport._kept.append(self)
                 self.transport.failure = "the ranks disagreed and left messages behind."
                 return
         for r in self.headers:
@@ -268,34 +314,61 @@ class _TorchTransfer:
     def _failure(self, failed: dict[int, RuntimeError]) -> PeerFailure:
         """Name the ranks at fault.
 
-        Note: closed or silent. A rank that waited in vain closes all its connections, and so looks dead to those who
-        wait a little longer. So a connection that closes late does not excuse the ranks that sent nothing all the time. One
-        that closes early was a death: then nobody else has had time to be called silent.
+        Note: closed or silent. A rank that waited in vain closes all its connections, and so looks
+        dead to those who wait a little longer. So a connection that closes late does not excuse the
+        ranks that sent nothing all the time. One that closes early was a death: then nobody else
+        has had time to be called silent.
         """
-        closed = [r for r, e in failed.items() if "closed by peer" in str(e) or "reset by peer" in str(e)]
+        closed = [
+            r for r, e in failed.items() if "closed by peer" in str(e) or "reset by peer" in str(e)
+        ]
         silent = [r for r in failed if r not in closed]
         seconds = time.monotonic() - self.posted
         if closed and seconds < self.transport.timeout.total_seconds() / 2:
             silent = []
-        says = [f"{self.transport.peer(r)} was silent for {seconds:.1f} s ({failed[r]})" for r in silent]
-        says += [f"{self.transport.peer(r)} closed its connection: it died, left or gave up waiting" for r in closed]
-        return self.transport.fail(f"rank {self.transport.rank}: " + "; ".join(says) + ".", tuple(silent or closed))
+        says = [
+            f"{self.transport.peer(r)} was silent for {seconds:.1f} s ({failed[r]})" for r in silent
+        ]
+        says += [
+            f"{self.transport.peer(r)} closed its connection: it died, left or gave up waiting"
+            for r in closed
+        ]
+        return self.transport.fail(
+            f"rank {self.transport.rank}: " + "; ".join(says) + ".", tuple(silent or closed)
+        )
 
 
 class _Post(dist.P2POp):
     """One send or receive of a batch, in a group of which torch need not know the global ranks."""
 
-    def __init__(self, call: Callable[..., Any], tensor: torch.Tensor, group: dist.ProcessGroup, tag: int, peer: int) -> None:
-        self.op, self.tensor, self.group, self.tag, self.peer, self.group_peer = call, tensor, group, tag, peer, peer
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        tag: int,
+        peer: int,
+    ) -> None:
+        self.op, self.tensor, self.group, self.tag, self.peer, self.group_peer = (
+            call,
+            tensor,
+            group,
+            tag,
+            peer,
+            peer,
+        )
 
     def __new__(cls, *_: Any) -> "_Post":
         return object.__new__(cls)
 
 
 class _BatchedTransfer:
-    """The same with torch's batched calls, in two rounds: rows of different length would hang or end the process."""
+    """The same with torch's batched calls, in two rounds: rows of different length would hang or
+    end the process."""
 
-    def __init__(self, transport: TorchTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> None:
+    def __init__(
+        self, transport: TorchTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int
+    ) -> None:
         self.transport, self.out, self.inp, self.wanted, self.tag = transport, out, inp, wanted, tag
         self.froms = [r for r in out.payloads if r != transport.rank]
         self.tos = [r for r in inp.payloads if r != transport.rank]
@@ -305,7 +378,9 @@ class _BatchedTransfer:
             out.payloads[transport.rank].copy_(inp.payloads[transport.rank])
             out.headers[transport.rank] = inp.headers[transport.rank]
 
-    def _post(self, out: Mapping[int, torch.Tensor], inp: Mapping[int, torch.Tensor], tag: int) -> list[dist.Work]:
+    def _post(
+        self, out: Mapping[int, torch.Tensor], inp: Mapping[int, torch.Tensor], tag: int
+    ) -> list[dist.Work]:
         group = self.transport.group
         operations: list[dist.P2POp] = [
             _Post(call, tensor, group, tag, self.transport.members[r])
@@ -321,7 +396,10 @@ class _BatchedTransfer:
         if not alike(wanted[self.froms], got[self.froms]):
             self.transport.failure = "the ranks disagreed and left messages behind."
             return
-        payloads = {r: self.out.payloads[r] for r in self.froms}, {r: self.inp.payloads[r] for r in self.tos}
+        payloads = (
+            {r: self.out.payloads[r] for r in self.froms},
+            {r: self.inp.payloads[r] for r in self.tos},
+        )
         self._wait_all(self._post(*payloads, self.tag % 0x4000 | 0x4000))
 
     def _wait_all(self, works: list[dist.Work]) -> None:
@@ -330,29 +408,41 @@ class _BatchedTransfer:
 
 
 def plainly_gloo(group: dist.ProcessGroup | None) -> bool:
-    """True if all of it is Gloo, or "commpress" over nothing else; its name is such as cpu:gloo,cuda:nccl."""
-    return all(name.endswith("gloo") for name in plain_backend(dist.get_backend_config(group)).split(","))
+    """True if all of it is Gloo, or "commpress" over nothing else; its name is such as
+    cpu:gloo,cuda:nccl."""
+    return all(
+        name.endswith("gloo") for name in plain_backend(dist.get_backend_config(group)).split(",")
+    )
 
 
 def checks_asked() -> bool:
-    """True if NCCL's payloads bear checksums too, of which the host takes a copy; the same on every rank."""
+    """True if NCCL's payloads bear checksums too, of which the host takes a copy; the same on every
+    rank."""
     asked = os.environ.get("COMMPRESS_CHECKSUM", "0")
     if asked not in ("0", "1"):
-        raise InvalidArgument(f"COMMPRESS_CHECKSUM is {asked!r}, expected 0 or 1; the same on every rank")
+        raise InvalidArgument(
+            f"COMMPRESS_CHECKSUM is {asked!r}, expected 0 or 1; the same on every rank"
+        )
     return asked == "1"
 
 
 def plain_backend(name: str) -> str:
-    """The backend for a group of our own beside one called ``name``: what lies below "commpress", which checks every call."""
+    """The backend for a group of our own beside one called ``name``: what lies below "commpress",
+    which checks every call."""
     if "commpress" not in name:
         return name
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    return (
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    )
 
 
 def _row(header: Any) -> str:
     """A rank's message in words, from its header and the bytes of its rows."""
     frame = unpack(header[:HEADER])
-    return f"{frame.describe() if frame else 'no header'} in rows of {int(header[HEADER:].view('int64')[0])} bytes"
+    return (
+        f"{frame.describe() if frame else 'no header'} in rows of "
+        f"{int(header[HEADER:].view('int64')[0])} bytes"
+    )
 
 
 def _header_tag(tag: int) -> int:

@@ -1,7 +1,9 @@
-"""Bytes moved between ranks: the protocol of all transports, and a transport among some ranks of another.
+"""Bytes moved between ranks: the protocol of all transports, and a transport among some ranks of
+another.
 
-Every row starts with a header of ``HEADER`` bytes (``frame``). Tensors are uint8[size, row]; row r goes to rank r or came
-from it; others are ``Rows``. ``tag`` numbers the operation: two operations under way at once must not share one.
+Every row starts with a header of ``HEADER`` bytes (``frame``). Tensors are uint8[size, row]; row r
+goes to rank r or came from it; others are ``Rows``. ``tag`` numbers the operation: two operations
+under way at once must not share one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +19,12 @@ class Transport(Protocol):
     rank: int
     size: int
     ordered: bool  # collectives must be issued in the same order on every rank
-    checks: bool  # payloads bear a checksum without being asked: they lie in host memory, where that costs little
+    # payloads bear a checksum without being asked: they lie in host memory, where that costs little
+    checks: bool
 
     def abandon(self, reason: str) -> None:
-        """Use it no more, and let the peers know, as far as that is possible: what came is damaged, or this rank gives up."""
+        """Use it no more, and let the peers know, as far as that is possible: what came is damaged,
+        or this rank gives up."""
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         """out[r] := the row that rank r holds for this rank."""
@@ -29,22 +33,27 @@ class Transport(Protocol):
         """out[r] := the one row of rank r."""
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        """Send the rows of ``inp``, receive those of ``out``; which ranks these are, both sides know.
+        """Send the rows of ``inp``, receive those of ``out``; which ranks these are, both sides
+        know.
 
-        A header always arrives, its payload only if the header is ``wanted[r]``: ``verify_rows`` says what differs.
+        A header always arrives, its payload only if the header is ``wanted[r]``: ``verify_rows``
+        says what differs.
         """
 
 
 class Divisible(Transport, Protocol):
     def subset(self, ranks: Sequence[int]) -> Transport | None:
-        """One of the same kind among some of these ranks, numbered in ascending order; None on the others.
+        """One of the same kind among some of these ranks, numbered in ascending order; None on the
+        others.
 
-        All ranks call it, in the same order. Two subsets under way at once between the same two ranks must not share tags.
+        All ranks call it, in the same order. Two subsets under way at once between the same two
+        ranks must not share tags.
         """
 
 
 def part_of(transport: Transport, ranks: Sequence[int]) -> Transport | None:
-    """A transport among some ranks: one of its own kind if it can, else over its connections. As ``Divisible.subset``."""
+    """A transport among some ranks: one of its own kind if it can, else over its connections. As
+    ``Divisible.subset``."""
     if hasattr(transport, "subset"):
         return transport.subset(ranks)
     return Subset(transport, tuple(sorted(ranks))) if transport.rank in ranks else None
@@ -61,7 +70,12 @@ class InFront:
 
     def stand_for(self, inner: Transport) -> None:
         self.inner = inner
-        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
+        self.rank, self.size, self.ordered, self.checks = (
+            inner.rank,
+            inner.size,
+            inner.ordered,
+            inner.checks,
+        )
 
     def abandon(self, reason: str) -> None:
         self.inner.abandon(reason)
@@ -75,7 +89,9 @@ class Subset(InFront):
         self.rank, self.size, self.members = members.index(inner.rank), len(members), members
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
+        return self.exchange(
+            rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag
+        )
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return self.all_to_all(out, inp.expand(self.size, -1), tag)
@@ -83,9 +99,11 @@ class Subset(InFront):
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         came = self._spread(out.headers)
         work = self.inner.exchange(
-            Rows(came, self._among(out.payloads)), Rows(self._spread(inp.headers), self._among(inp.payloads)),
-            self._spread(wanted), tag,
-        )  # fmt: skip
+            Rows(came, self._among(out.payloads)),
+            Rows(self._spread(inp.headers), self._among(inp.payloads)),
+            self._spread(wanted),
+            tag,
+        )
         return _SubsetWork(work, lambda: out.headers.copy_(came[list(self.members)]))
 
     def _among(self, payloads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

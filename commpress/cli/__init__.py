@@ -13,7 +13,10 @@ from typing import Any, NoReturn
 from commpress import __version__
 from commpress.errors import CommpressError, InvalidArgument
 
-DESCRIPTION = "Train over slow networks: gradients travel in few bits, and what those leave out is sent later."
+DESCRIPTION = (
+    "Train over slow networks: gradients travel in few bits, and what those leave out "
+    "is sent later."
+)
 LAUNCHED = """\
 'commpress probe' and all benchmarks but codec and io start local processes, or run on several
 machines under a launcher:
@@ -29,19 +32,30 @@ def parser() -> argparse.ArgumentParser:
 
     top = _parser("commpress", f"{DESCRIPTION}\n\n{overview()}\n{LAUNCHED}")
     top.add_argument("--version", action="version", version=f"commpress {__version__}")
-    rooms = {"": top.add_subparsers(prog="commpress", metavar="COMMAND", required=True, help=argparse.SUPPRESS)}
+    rooms = {
+        "": top.add_subparsers(
+            prog="commpress", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+        )
+    }
     for command in COMMANDS:
         room, _, name = command.words.rpartition(" ")
         if room not in rooms:
-            about = f"Measure; --check for CI, --json for programs, --plot for people.\n\n{overview(room)}"
-            home = rooms[""].add_parser(room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+            about = (
+                "Measure; --check for CI, --json for programs, --plot for "
+                f"people.\n\n{overview(room)}"
+            )
+            home = rooms[""].add_parser(
+                room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+            )
             home.set_defaults(run=partial(_incomplete, room), parser=home)
             rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
         below = rooms[room].add_parser(
             name, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.options(below)
-        below.set_defaults(run=partial(_start, command.runs, command.words if command.spins else ""), parser=below)
+        below.set_defaults(
+            run=partial(_start, command.runs, command.words if command.spins else ""), parser=below
+        )
     return top
 
 
@@ -53,15 +67,19 @@ def overview(room: str = "") -> str:
     width = max(len(command.words) for command in shown)
     groups: dict[str, list[str]] = {}
     for command in shown:
-        groups.setdefault(command.group, []).append(f"  commpress {command.words:<{width}}  {command.summary}\n")
+        groups.setdefault(command.group, []).append(
+            f"  commpress {command.words:<{width}}  {command.summary}\n"
+        )
     return "\n".join(f"{group}\n{''.join(lines)}" for group, lines in groups.items())
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog=name, usage=f"{name} [-h] [--version] COMMAND ...", description=about,
+        prog=name,
+        usage=f"{name} [-h] [--version] COMMAND ...",
+        description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
 
 
 def _start(module: str, spinner: str, options: argparse.Namespace) -> int:
@@ -85,29 +103,51 @@ def _check_words(argv: Sequence[str]) -> None:
     known = {tuple(command.words.split()) for command in COMMANDS}
     for depth in (1, 2):
         words = tuple(argv[:depth])
-        beside = {each[depth - 1] for each in known if len(each) >= depth and each[: depth - 1] == words[: depth - 1]}
+        beside = {
+            each[depth - 1]
+            for each in known
+            if len(each) >= depth and each[: depth - 1] == words[: depth - 1]
+        }
         if len(words) < depth or words[-1].startswith("-") or not beside:
             return
         if words[-1] not in beside:
             meant = get_close_matches(words[-1], beside, 1)
-            hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(sorted(beside))}"
-            raise InvalidArgument(f"there is no command {' '.join(('commpress', *words))!r}: {hint}")
+            hint = (
+                f"did you mean {meant[0]!r}?"
+                if meant
+                else f"expected one of {', '.join(sorted(beside))}"
+            )
+            raise InvalidArgument(
+                f"there is no command {' '.join(('commpress', *words))!r}: {hint}"
+            )
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     """End with the command's own usage, and the option that is meant."""
     option = word.partition("=")[0]
-    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    known = [
+        name
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--")
+    ]
     meant = get_close_matches(option, known, 1, 0.75)
-    parser.error(f"there is no option {option!r}" + (f": did you mean {meant[0]!r}?" if meant else "")
-                 if option.startswith("-") else f"{word!r} is one word too many")
+    parser.error(
+        f"there is no option {option!r}" + (f": did you mean {meant[0]!r}?" if meant else "")
+        if option.startswith("-")
+        else f"{word!r} is one word too many"
+    )
 
 
 def add(commands: Any, name: str, module: Any) -> None:
-    """A command that is a module: its docstring is the help, ``options`` adds its options, ``run`` returns the exit status."""
-    summary, _, rest = module.__doc__.partition("\n")
+    """A command that is a module: its docstring is the help, ``options`` adds its options, ``run``
+    returns the exit status."""
+    summary, _, rest = module.__doc__.partition("\n\n")
     command = commands.add_parser(
-        name, help=summary, description=f"{summary}\n{rest}", formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=" ".join(summary.split()),
+        description=f"{summary}\n\n{rest}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.options(command)
     command.set_defaults(run=module.run)
@@ -143,7 +183,8 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     try:
         refuse_early(options)
         return int(options.run(options))
-    except BrokenPipeError:  # who read our output has gone; nothing more is to be flushed to it at exit
+    # who read our output has gone; nothing more is to be flushed to it at exit
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except (CommpressError, OSError) as error:

@@ -13,11 +13,30 @@ from commpress.cli import harness, ranks
 from commpress.cli.probe import check_topology
 from commpress.errors import InvalidArgument
 
-HEAD = ["k", "tokens", "torch f32", "torch bf16", "flat", "nodes", "int8", "lsh", "auto", "x nodes", "x int8", "x lsh",
-        "x auto", "took", "node B", "formula", "wrong", "lsh error"]  # fmt: skip
+HEAD = [
+    "k",
+    "tokens",
+    "torch f32",
+    "torch bf16",
+    "flat",
+    "nodes",
+    "int8",
+    "lsh",
+    "auto",
+    "x nodes",
+    "x int8",
+    "x lsh",
+    "x auto",
+    "took",
+    "node B",
+    "formula",
+    "wrong",
+    "lsh error",
+]
 WIDTHS = [3, 7, 10, 11, 8, 8, 8, 8, 8, 8, 7, 7, 7, 13, 10, 8, 6, 10]
 WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "lsh", "auto")
-BARS = {"nodes": 2.0, "int8": 2.5, "lsh": 3.0}  # times faster than torch's float32 copies, with 8 experts a token
+# times faster than torch's float32 copies, with 8 experts a token
+BARS = {"nodes": 2.0, "int8": 2.5, "lsh": 3.0}
 EXACT = ("torch f32", "flat", "nodes")
 SLOWER = 0.95  # of the speed of the fastest of these: what "auto" may at most lose
 
@@ -40,9 +59,16 @@ class ExpertTimes:
 def run(options: argparse.Namespace) -> int:
     check_topology(options.topology)
     if options.states is not None and not options.states.is_file():
-        raise InvalidArgument(f"--states {options.states} is no file: make one with examples/moe_gpt.py --states FILE")
-    if min(options.rounds, options.tokens, options.width) < 1 or max(counts_of(options)) > options.experts:
-        raise InvalidArgument("expected --rounds, --tokens and --width of at least 1, and --experts of at least --k")
+        raise InvalidArgument(
+            f"--states {options.states} is no file: make one with examples/moe_gpt.py --states FILE"
+        )
+    if (
+        min(options.rounds, options.tokens, options.width) < 1
+        or max(counts_of(options)) > options.experts
+    ):
+        raise InvalidArgument(
+            "expected --rounds, --tokens and --width of at least 1, and --experts of at least --k"
+        )
     bars, table = partial(judge, slow=options.slow), harness.Table(HEAD, WIDTHS, cells)
     return harness.run(options, bench, judge=bars, draw=draw, report=table)
 
@@ -51,13 +77,17 @@ def counts_of(options: argparse.Namespace) -> list[int]:
     try:
         return [int(k) for k in options.k.split(",")]
     except ValueError:
-        raise InvalidArgument(f"--k {options.k}: expected numbers of experts with commas between, such as 2,8") from None
+        raise InvalidArgument(
+            f"--k {options.k}: expected numbers of experts with commas between, such as 2,8"
+        ) from None
 
 
 # ---------------------------------------------------------------- on every rank
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[ExpertTimes]:
+def bench(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[ExpertTimes]:
     measured = []
     for k in counts_of(options):
         measured.append(_measure(rank, size, k, options))
@@ -65,12 +95,16 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     return measured
 
 
-def drawn(rank: int, k: int, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn(
+    rank: int, k: int, options: argparse.Namespace
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, choices and gates of a rank: of a trained model, or drawn around centres."""
     generator = torch.Generator().manual_seed(rank)
     if options.states is not None:
         saved = torch.load(options.states, weights_only=True)
-        tokens = saved["tokens"][torch.randint(len(saved["tokens"]), (options.tokens,), generator=generator)].float()
+        tokens = saved["tokens"][
+            torch.randint(len(saved["tokens"]), (options.tokens,), generator=generator)
+        ].float()
         gates, chosen = (tokens @ saved["gate"].float().T).softmax(1).topk(k)
         return tokens, chosen, gates / gates.sum(1, keepdim=True)
     centres = torch.randn(64, options.width, generator=torch.Generator().manual_seed(0))
@@ -86,13 +120,18 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     lsh = commpress.LSH(options.share, bound=1e9)
     exchange = partial(commpress.ExpertExchange, options.experts, topology=options.topology)
     exchanges = {
-        "flat": exchange(topology=None), "nodes": exchange(), "int8": exchange(codec="int8", combine_codec="int8"),
-        "lsh": exchange(lsh=lsh), "auto": exchange(codec="auto", combine_codec="auto"),
-    }  # fmt: skip
+        "flat": exchange(topology=None),
+        "nodes": exchange(),
+        "int8": exchange(codec="int8", combine_codec="int8"),
+        "lsh": exchange(lsh=lsh),
+        "auto": exchange(codec="auto", combine_codec="auto"),
+    }
     owner = exchanges["flat"].placement.owner
     ranks_of = torch.from_numpy(owner)[chosen]
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        name: partial(_there_and_back, each, tokens, chosen, gates) for name, each in exchanges.items() if name != "lsh"
+        name: partial(_there_and_back, each, tokens, chosen, gates)
+        for name, each in exchanges.items()
+        if name != "lsh"
     }
     calls["lsh"] = partial(exchanges["lsh"], tokens, chosen, gates, lambda rows, _: rows)
     for name, dtype in (("torch f32", torch.float32), ("torch bf16", torch.bfloat16)):
@@ -101,13 +140,19 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     before = exchanges["nodes"].counters.between_bytes
     calls["nodes"]()
     sent = exchanges["nodes"].counters.between_bytes - before
-    median = harness.medians({name: partial(harness.together, call) for name, call in calls.items()}, options.rounds)
+    median = harness.medians(
+        {name: partial(harness.together, call) for name, call in calls.items()}, options.rounds
+    )
     exchanges["lsh"](tokens, chosen, gates, lambda rows, _: rows + torch.tanh(rows))
     home = torch.tensor([exchanges["nodes"].carrier.nodes.home[r] for r in range(size)])
     met = torch.zeros(options.tokens, int(home.max()) + 1).scatter_(1, home[ranks_of], 1)
     met[:, home[rank]] = 0
-    formula = int(met.sum()) * (8 * width + 8 * k + 8)  # out with gates, back, and the list of experts
-    close = [torch.isclose(found[name], found["torch f32"], rtol=1e-4, atol=1e-5) for name in ("flat", "nodes", "lsh")]
+    # out with gates, back, and the list of experts
+    formula = int(met.sum()) * (8 * width + 8 * k + 8)
+    close = [
+        torch.isclose(found[name], found["torch f32"], rtol=1e-4, atol=1e-5)
+        for name in ("flat", "nodes", "lsh")
+    ]
     totals = torch.tensor([sent, formula, sum(int((~each).sum()) for each in close)])
     dist.all_reduce(totals)
     node_bytes, formula_bytes, wrong = totals.tolist()
@@ -117,16 +162,22 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
 
 
 def _there_and_back(
-    exchange: commpress.ExpertExchange, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
+    exchange: commpress.ExpertExchange,
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+    gates: torch.Tensor,
 ) -> torch.Tensor:
-    """A row for each token that comes to a rank: as torch's copies are here, not yet in the order of experts."""
+    """A row for each token that comes to a rank: as torch's copies are here, not yet in the order
+    of experts."""
     routing = exchange.create_routing(chosen, layout="flat")
     rows, weights, _ = exchange.dispatch(routing, tokens, gates)
     assert weights is not None
     return exchange.combine(routing, rows * weights.sum(1, keepdim=True))
 
 
-def _by_torch(tokens: torch.Tensor, ranks_of: torch.Tensor, gates: torch.Tensor, dtype: torch.dtype, size: int) -> torch.Tensor:
+def _by_torch(
+    tokens: torch.Tensor, ranks_of: torch.Tensor, gates: torch.Tensor, dtype: torch.dtype, size: int
+) -> torch.Tensor:
     """A copy of a token for each of its experts, sorted by rank, there and back."""
     count, k = ranks_of.shape
     order = ranks_of.flatten().argsort(stable=True)
@@ -150,7 +201,17 @@ def cells(m: ExpertTimes) -> list[str]:
     times = [f"{1e3 * m.seconds[way]:.1f}" for way in WAYS]
     gains = [f"{m.gain(way):.2f}" for way in ("nodes", "int8", "lsh", "auto")]
     share = f"{m.node_bytes / m.formula_bytes:.4f}" if m.formula_bytes else "-"
-    return [str(m.k), str(m.tokens), *times, *gains, m.took, str(m.node_bytes), share, str(m.wrong), f"{m.lsh_error:.3f}"]
+    return [
+        str(m.k),
+        str(m.tokens),
+        *times,
+        *gains,
+        m.took,
+        str(m.node_bytes),
+        share,
+        str(m.wrong),
+        f"{m.lsh_error:.3f}",
+    ]
 
 
 def draw(path: str, measured: list[ExpertTimes]) -> None:
@@ -160,7 +221,12 @@ def draw(path: str, measured: list[ExpertTimes]) -> None:
         ways = list(measured[0].seconds)
         for i, m in enumerate(measured):
             places = [j + 0.8 * i / len(measured) for j in range(len(ways))]
-            panels[0].bar(places, [1e3 * m.seconds[way] for way in ways], 0.8 / len(measured), label=f"{m.k} experts a token")
+            panels[0].bar(
+                places,
+                [1e3 * m.seconds[way] for way in ways],
+                0.8 / len(measured),
+                label=f"{m.k} experts a token",
+            )
         panels[0].set_xticks(range(len(ways)), ways)
         panels[0].set_ylabel("milliseconds")
         panels[0].legend()
@@ -169,16 +235,24 @@ def draw(path: str, measured: list[ExpertTimes]) -> None:
 def judge(measured: list[ExpertTimes], *, slow: bool = False) -> list[tuple[str, bool]]:
     bars = [(f"k = {m.k}: results are torch's ({m.wrong} differ)", m.wrong == 0) for m in measured]
     bars += [
-        (f"k = {m.k}: {m.node_bytes} bytes between nodes, {m.formula_bytes} by the formula",
-         abs(m.node_bytes - m.formula_bytes) <= 0.01 * m.formula_bytes)
+        (
+            f"k = {m.k}: {m.node_bytes} bytes between nodes, {m.formula_bytes} by the formula",
+            abs(m.node_bytes - m.formula_bytes) <= 0.01 * m.formula_bytes,
+        )
         for m in measured
-    ]  # fmt: skip
+    ]
     for m in measured if slow else ():
         share = min(m.seconds[way] for way in EXACT) / m.seconds["auto"]
         says = f"auto has {share:.2f} of the speed of the fastest exact way"
         bars.append((f"k = {m.k}: {says}, expected {SLOWER}", share >= SLOWER))
         bars += [
-            (f"k = {m.k}: {way} is {m.gain(way):.2f} times faster than torch's copies, expected {least}", m.gain(way) >= least)
+            (
+                (
+                    f"k = {m.k}: {way} is {m.gain(way):.2f} times faster than torch's copies, "
+                    f"expected {least}"
+                ),
+                m.gain(way) >= least,
+            )
             for way, least in BARS.items()
             if m.k >= 8
         ]

@@ -24,18 +24,20 @@ from commpress.tiered_mem.engines.transfer import transfer_all
 
 ENOUGH = 0.95  # of fio
 FIO = ("io_uring", "libaio", "psync")
-COLD = "io_uring cold"  # with as many buffers as there are chunks, where it otherwise uses ``depth`` of them again and again
+# with as many buffers as there are chunks, where it otherwise uses ``depth`` of them again and
+# again
+COLD = "io_uring cold"
 HUGE = "io_uring huge"  # with its buffers in huge pages, as the store's memory is
 TENSOR = 16 << 20
 TRIES = 6
 
 
-
-
 def run(options: argparse.Namespace) -> int:
     chunks, size = [parse_bytes(c) for c in options.chunks.split(",")], parse_bytes(options.size)
     if min(chunks) < 1 << 20 or size % max(chunks) or options.rounds < 1:
-        raise InvalidArgument("--chunks must be at least 1MiB, divide --size, and --rounds must be at least 1")
+        raise InvalidArgument(
+            "--chunks must be at least 1MiB, divide --size, and --rounds must be at least 1"
+        )
     fio = None if options.no_fio else shutil.which("fio")
     if options.check and not fio:
         raise InvalidArgument("--check compares with fio: apt-get install fio")
@@ -43,14 +45,31 @@ def run(options: argparse.Namespace) -> int:
     rows = []
     try:
         engine, speeds = chosen(folder, options.engine, options.depth)
-        print(f"engine {engine}, depth {options.depth}, {show_bytes(size)} a figure, {options.rounds} rounds, GB/s\n")
-        head = ["chunk", "", "store", "min-max", "engine", "bare", "fio", "its engine", "of fio", "huge", "cold"]
+        print(
+            f"engine {engine}, depth {options.depth}, {show_bytes(size)} a figure, "
+            f"{options.rounds} rounds, GB/s\n"
+        )
+        head = [
+            "chunk",
+            "",
+            "store",
+            "min-max",
+            "engine",
+            "bare",
+            "fio",
+            "its engine",
+            "of fio",
+            "huge",
+            "cold",
+        ]
         widths = [7, 5, 6, 11, 6, 6, 6, 10, 6, 6, 6]
         if options.deepspeed:
             head, widths = [*head, "DeepSpeed"], [*widths, 9]
         print(harness.line(head, widths))
         for chunk in chunks:
-            transfers = passes(folder / f"{chunk}", chunk, size, engine, options.depth, fio, options.deepspeed)
+            transfers = passes(
+                folder / f"{chunk}", chunk, size, engine, options.depth, fio, options.deepspeed
+            )
             with transfers as calls, harness.ProgressBar(show_bytes(chunk)) as progress:
                 figures = harness.interleaved(calls, options.rounds, warm=1, progress=progress)
             shutil.rmtree(folder / f"{chunk}")
@@ -61,7 +80,9 @@ def run(options: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     suggest(rows, engine, speeds)
-    return harness.deliver(options, rows, judge=judge, draw=partial(draw, engine=engine), engine=engine)
+    return harness.deliver(
+        options, rows, judge=judge, draw=partial(draw, engine=engine), engine=engine
+    )
 
 
 def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]]:
@@ -79,23 +100,54 @@ def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]
 def summary(chunk: int, verb: str, figures: dict[str, list[float]]) -> dict[str, Any]:
     ours = figures[f"store {verb}"]
     row: dict[str, Any] = {
-        "chunk": chunk, "verb": verb, "store": median(ours), "low": min(ours), "high": max(ours),
-        "engine": median(figures[f"engine {verb}"]), "bare": median(figures[f"bare {verb}"]),
-    }  # fmt: skip
-    best = {kind: median(figures[f"fio {kind} {verb}"]) for kind in FIO if figures.get(f"fio {kind} {verb}")}
+        "chunk": chunk,
+        "verb": verb,
+        "store": median(ours),
+        "low": min(ours),
+        "high": max(ours),
+        "engine": median(figures[f"engine {verb}"]),
+        "bare": median(figures[f"bare {verb}"]),
+    }
+    best = {
+        kind: median(figures[f"fio {kind} {verb}"])
+        for kind in FIO
+        if figures.get(f"fio {kind} {verb}")
+    }
     if best:
         kind = max(best, key=lambda k: best[k])
-        row |= {"fio": best[kind], "fio_engine": kind, "of_fio": median(ours) / best[kind], "fio_engines": best}
-        row |= {key: median(figures[f"fio {of} {verb}"]) or None for key, of in (("huge", HUGE), ("cold", COLD))}
+        row |= {
+            "fio": best[kind],
+            "fio_engine": kind,
+            "of_fio": median(ours) / best[kind],
+            "fio_engines": best,
+        }
+        row |= {
+            key: median(figures[f"fio {of} {verb}"]) or None
+            for key, of in (("huge", HUGE), ("cold", COLD))
+        }
     if peer := figures.get(f"deepspeed {verb}"):
         row |= {"deepspeed": median(peer), "of_deepspeed": median(ours) / median(peer)}
     return row
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
-    span, of = f"{gb(row['low'])}-{gb(row['high'])}", f"{100 * row['of_fio']:.0f}%" if row.get("of_fio") else ""
-    rates = [gb(row.get(key)) for key in ("store", "engine", "bare", "fio", "huge", "cold", "deepspeed")]
-    return [show_bytes(row["chunk"]), row["verb"], rates[0], span, *rates[1:4], row.get("fio_engine", ""), of, *rates[4:]]
+    span, of = (
+        f"{gb(row['low'])}-{gb(row['high'])}",
+        f"{100 * row['of_fio']:.0f}%" if row.get("of_fio") else "",
+    )
+    rates = [
+        gb(row.get(key)) for key in ("store", "engine", "bare", "fio", "huge", "cold", "deepspeed")
+    ]
+    return [
+        show_bytes(row["chunk"]),
+        row["verb"],
+        rates[0],
+        span,
+        *rates[1:4],
+        row.get("fio_engine", ""),
+        of,
+        *rates[4:],
+    ]
 
 
 def gb(rate: object) -> str:
@@ -108,16 +160,28 @@ def suggest(rows: list[dict[str, Any]], engine: str, speeds: dict[str, float]) -
     for row in rows:
         chunk, speed = int(row["chunk"]), float(row["store"])
         worst[chunk] = min(worst.get(chunk, speed), speed)
-    best = next(chunk for chunk, speed in sorted(worst.items()) if speed >= ENOUGH * max(worst.values()))
-    print(f'\nsuggested: TieredStore.open(..., engine="{engine}", options=Options(chunk_bytes={best >> 20} << 20))')
+    best = next(
+        chunk for chunk, speed in sorted(worst.items()) if speed >= ENOUGH * max(worst.values())
+    )
+    print(
+        f'\nsuggested: TieredStore.open(..., engine="{engine}", '
+        f"options=Options(chunk_bytes={best >> 20} << 20))"
+    )
     if speeds:
-        print("probed: " + ", ".join(f"{name} {speed / 1e9:.2f} GB/s" for name, speed in speeds.items()))
+        print(
+            "probed: "
+            + ", ".join(f"{name} {speed / 1e9:.2f} GB/s" for name, speed in speeds.items())
+        )
 
 
 def judge(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     return [
         (
-            f"{r['verb']} at {show_bytes(r['chunk'])} is {100 * r['of_fio']:.0f} % of fio, 95 % expected",
+            (
+                f"{r['verb']} at {show_bytes(r['chunk'])} is {100 * r['of_fio']:.0f} % of fio, "
+                "95 % "
+                "expected"
+            ),
             r["of_fio"] >= ENOUGH,
         )
         for r in rows
@@ -127,19 +191,30 @@ def judge(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 def draw(path: str, rows: list[dict[str, Any]], *, engine: str) -> None:
     from commpress.cli import charts
 
-    with charts.chart(path, f"The tiered store on this disk, engine {engine}", panels=2, share=True) as panels:
+    with charts.chart(
+        path, f"The tiered store on this disk, engine {engine}", panels=2, share=True
+    ) as panels:
         for verb, panel in zip(("write", "read"), panels, strict=True):
             of = [row for row in rows if row["verb"] == verb]
-            series = {key: [row[key] / 1e9 if key in row else None for row in of] for key in ("fio", "engine", "store")}
+            series = {
+                key: [row[key] / 1e9 if key in row else None for row in of]
+                for key in ("fio", "engine", "store")
+            }
             if not any(series["fio"]):
                 del series["fio"]
-            charts.bars(panel, [show_bytes(row["chunk"]) for row in of], series, "GB per second", show="{:.2f}")
+            charts.bars(
+                panel,
+                [show_bytes(row["chunk"]) for row in of],
+                series,
+                "GB per second",
+                show="{:.2f}",
+            )
             panel.set_title(verb)
         panels[0].set_ylabel("chunk")
         charts.same_scale(panels)
 
 
-# ---------------------------------------------------------------- others that read and write as the store does
+# ----------------------------------------------------- others that read and write as the store does
 
 
 @dataclass(frozen=True)
@@ -153,18 +228,34 @@ class Stretch:
 
 
 def run_fio(fio: str, stretch: Stretch, kind: str, chunk: int, depth: int, verb: str) -> float:
-    """One pass; psync gets ``depth`` threads instead of a queue. Nothing for huge pages where none are set aside.
+    """One pass; psync gets ``depth`` threads instead of a queue. Nothing for huge pages where none
+    are set aside.
 
-    fio rounds its time up to whole milliseconds, half a millisecond too long on average, of the 30 that 512 MiB take on a
-    fast device: that half is taken off.
+    fio rounds its time up to whole milliseconds, half a millisecond too long on average, of the 30
+    that 512 MiB take on a fast device: that half is taken off.
     """
-    jobs, queue = (depth, 1) if kind == "psync" else (1, stretch.size // chunk if kind == COLD else depth)
+    jobs, queue = (
+        (depth, 1) if kind == "psync" else (1, stretch.size // chunk if kind == COLD else depth)
+    )
     command = [
-        fio, "--name=b", f"--filename={stretch.path}", f"--rw={verb}", f"--bs={chunk}", f"--size={stretch.size // jobs}",
-        f"--offset={stretch.offset}", f"--offset_increment={stretch.size // jobs}", f"--ioengine={kind.split()[0]}",
-        f"--iodepth={queue}", f"--numjobs={jobs}", f"--direct={int(stretch.direct)}", "--thread", "--fallocate=none",
-        "--group_reporting", "--output-format=json", *(["--mem=mmaphuge"] if kind == HUGE else []),
-    ]  # fmt: skip
+        fio,
+        "--name=b",
+        f"--filename={stretch.path}",
+        f"--rw={verb}",
+        f"--bs={chunk}",
+        f"--size={stretch.size // jobs}",
+        f"--offset={stretch.offset}",
+        f"--offset_increment={stretch.size // jobs}",
+        f"--ioengine={kind.split()[0]}",
+        f"--iodepth={queue}",
+        f"--numjobs={jobs}",
+        f"--direct={int(stretch.direct)}",
+        "--thread",
+        "--fallocate=none",
+        "--group_reporting",
+        "--output-format=json",
+        *(["--mem=mmaphuge"] if kind == HUGE else []),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
         return 0.0
@@ -173,13 +264,16 @@ def run_fio(fio: str, stretch: Stretch, kind: str, chunk: int, depth: int, verb:
 
 
 class DeepSpeed:
-    """Its handle as it comes, without checksums: ``depth`` chunks begun at a time, in memory that it has locked itself."""
+    """Its handle as it comes, without checksums: ``depth`` chunks begun at a time, in memory that
+    it has locked itself."""
 
     def __init__(self, stretch: Stretch, chunk: int, depth: int) -> None:
         try:
             from deepspeed.ops.op_builder import AsyncIOBuilder
         except ImportError as error:
-            raise MissingPackage("--deepspeed needs the package deepspeed, libaio-dev and a compiler") from error
+            raise MissingPackage(
+                "--deepspeed needs the package deepspeed, libaio-dev and a compiler"
+            ) from error
         self._handle = AsyncIOBuilder().load(verbose=False).aio_handle()
         empty = torch.empty(0, dtype=torch.uint8)
         self._memory = [self._handle.new_cpu_locked_tensor(chunk, empty) for _ in range(depth)]
@@ -188,7 +282,11 @@ class DeepSpeed:
     def rate(self, verb: str) -> float:
         """Bytes per second of one pass."""
         move = self._handle.async_pread if verb == "read" else self._handle.async_pwrite
-        path, end, begin = str(self._stretch.path), self._stretch.offset + self._stretch.size, perf_counter()
+        path, end, begin = (
+            str(self._stretch.path),
+            self._stretch.offset + self._stretch.size,
+            perf_counter(),
+        )
         for first in range(self._stretch.offset, end, self._chunk * len(self._memory)):
             for memory, at in zip(self._memory, range(first, end, self._chunk), strict=False):
                 move(memory, path, at)
@@ -196,7 +294,7 @@ class DeepSpeed:
         return self._stretch.size / (perf_counter() - begin)
 
 
-# ---------------------------------------------------------------- one pass over the same bytes, again and again
+# ---------------------------------------------------- one pass over the same bytes, again and again
 
 
 @contextmanager
@@ -205,18 +303,30 @@ def passes(
 ) -> Iterator[dict[str, Callable[[], float]]]:
     """Name → call that moves ``size`` bytes once and returns bytes per second.
 
-    Where on a disk a file lies can change its speed by a tenth and more, so all of them use one stretch of one of the store's
-    own files. Changes of the store alternate between this stretch and another; the others run while the store keeps to that.
+    Where on a disk a file lies can change its speed by a tenth and more, so all of them use one
+    stretch of one of the store's own files. Changes of the store alternate between this stretch and
+    another; the others run while the store keeps to that.
     """
     settings = Options(chunk_bytes=chunk, segment_bytes=max(1 << 30, 2 * size))
-    with TieredStore.open(folder, host=size + (4 << 20), engine=engine, depth=depth, options=settings) as store:
+    with TieredStore.open(
+        folder, host=size + (4 << 20), engine=engine, depth=depth, options=settings
+    ) as store:
         stored = Stored(store, size, max(chunk, TENSOR))
         stretch = stored.stretch
-        calls: dict[str, Callable[[], float]] = {"store write": stored.write, "store read": stored.read}
-        with Alone(stretch, chunk, engine, depth) as alone, Alone(stretch, chunk, engine, depth, bare=True) as bare:
+        calls: dict[str, Callable[[], float]] = {
+            "store write": stored.write,
+            "store read": stored.read,
+        }
+        with (
+            Alone(stretch, chunk, engine, depth) as alone,
+            Alone(stretch, chunk, engine, depth, bare=True) as bare,
+        ):
             others: dict[str, Callable[[str], float]] = {"engine": alone.rate, "bare": bare.rate}
             if fio:
-                others |= {f"fio {kind}": partial(run_fio, fio, stretch, kind, chunk, depth) for kind in (*FIO, COLD, HUGE)}
+                others |= {
+                    f"fio {kind}": partial(run_fio, fio, stretch, kind, chunk, depth)
+                    for kind in (*FIO, COLD, HUGE)
+                }
             if deepspeed:
                 others["deepspeed"] = DeepSpeed(stretch, chunk, depth).rate
             for name, call in others.items():
@@ -239,7 +349,10 @@ class Stored:
                 self.stretch = found
                 break
         else:
-            raise InvalidArgument(f"--size is {size}: with a power of two the store's files have a stretch of that length")
+            raise InvalidArgument(
+                f"--size is {size}: with a power of two the store's files have a stretch of "
+                "that length"
+            )
 
     def write(self) -> float:
         self._settle(here=False)
@@ -261,7 +374,9 @@ class Stored:
             if (self._place() == self.stretch) == here:
                 return
             self._change()
-        raise InvalidArgument(f"--size is {self._size}: with a power of two the store writes to two places by turns")
+        raise InvalidArgument(
+            f"--size is {self._size}: with a power of two the store writes to two places by turns"
+        )
 
     def _change(self) -> None:
         self._dirty()
@@ -284,17 +399,23 @@ class Stored:
 
 
 class Alone:
-    """An engine, checksums on, from as few buffers as fio has: one for each transfer at once. Or ``bare``: no checksums, and
-    as much memory as the tensors have, which is in no cache: what memory and disk allow at that depth."""
+    """An engine, checksums on, from as few buffers as fio has: one for each transfer at once. Or
+    ``bare``: no checksums, and as much memory as the tensors have, which is in no cache: what
+    memory and disk allow at that depth."""
 
-    def __init__(self, stretch: Stretch, chunk: int, engine: str, depth: int, *, bare: bool = False) -> None:
+    def __init__(
+        self, stretch: Stretch, chunk: int, engine: str, depth: int, *, bare: bool = False
+    ) -> None:
         self._layer, self._stretch, self._hashed = FileLayer(), stretch, not bare
         folder = self._layer.open_folder(stretch.path.parent)
         try:
             self._file = self._layer.open(folder, stretch.path.name, direct=stretch.direct)
         finally:
             self._layer.close(folder)
-        self._engine, self._buffers = engines.start(engine, self._layer, depth), Arena(stretch.size if bare else depth * chunk)
+        self._engine, self._buffers = (
+            engines.start(engine, self._layer, depth),
+            Arena(stretch.size if bare else depth * chunk),
+        )
         self._buffers.bytes.random_(0, 256)
         self._engine.register(self._buffers.whole())
         memory = self._buffers.whole()
@@ -310,7 +431,9 @@ class Alone:
 
     def rate(self, verb: str) -> float:
         write = verb == "write"
-        move = partial(transfer_all, self._engine, self._file, self._pieces, write=write, hashed=self._hashed)
+        move = partial(
+            transfer_all, self._engine, self._file, self._pieces, write=write, hashed=self._hashed
+        )
         return rate(self._stretch.size, move)
 
 

@@ -14,7 +14,8 @@ from commpress.codecs.family import NAMES
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.trial import AUTO, Trial
 
-# MB. PowerSGD chains collectives in callbacks: with several buckets ranks may issue them in different orders.
+# MB. PowerSGD chains collectives in callbacks: with several buckets ranks may issue them in
+# different orders.
 ONE_BUCKET = 1 << 20
 WARM = 4  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD begins with the third
 COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})
@@ -31,12 +32,12 @@ class TrainedVariant:
     parameters: int
 
 
-
-
 def run(options: argparse.Namespace) -> int:
     variants = variants_of(options)
     if options.check and not any(compared <= set(variants) for compared in COMPARED):
-        raise InvalidArgument("--check compares sign and powersgd1, or auto and plain: name both in --ways")
+        raise InvalidArgument(
+            "--check compares sign and powersgd1, or auto and plain: name both in --ways"
+        )
     bucket_sizes(variants, options.bucket_mb), training.load_of(options)
     return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
 
@@ -50,8 +51,12 @@ def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 def check_variant(name: str) -> None:
     known = ("compute", "plain", "hook", "bf16", AUTO, *NAMES)
-    if name not in known and not (name.startswith("powersgd") and name[8:].isdigit() and int(name[8:]) > 0):
-        raise InvalidArgument(f"variant is {name!r}, expected powersgdN or one of {', '.join(dict.fromkeys(known))}")
+    if name not in known and not (
+        name.startswith("powersgd") and name[8:].isdigit() and int(name[8:]) > 0
+    ):
+        raise InvalidArgument(
+            f"variant is {name!r}, expected powersgdN or one of {', '.join(dict.fromkeys(known))}"
+        )
 
 
 def bucket_sizes(variants: tuple[str, ...], words: list[str]) -> tuple[float, ...]:
@@ -65,18 +70,26 @@ def bucket_sizes(variants: tuple[str, ...], words: list[str]) -> tuple[float, ..
             sizes[name] = 0.0
         if sizes[name] <= 0 or name not in ("", *variants):
             raise InvalidArgument(
-                f"--bucket-mb has {word!r}, expected a number or variant=number with a variant that runs"
+                f"--bucket-mb has {word!r}, expected a number or variant=number with a variant "
+                "that runs"
             )
         if name.startswith("powersgd"):
-            raise InvalidArgument("torch's PowerSGD hook needs all gradients in one bucket, so it has no --bucket-mb")
-    return tuple(ONE_BUCKET if name.startswith("powersgd") else sizes.get(name, sizes[""]) for name in variants)
+            raise InvalidArgument(
+                "torch's PowerSGD hook needs all gradients in one bucket, so it has no --bucket-mb"
+            )
+    return tuple(
+        ONE_BUCKET if name.startswith("powersgd") else sizes.get(name, sizes[""])
+        for name in variants
+    )
 
 
 # ---------------------------------------------------------------- on every rank
 
 
 def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Trainee:
-    ddp = DistributedDataParallel(load.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    ddp = DistributedDataParallel(
+        load.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+    )
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True)
     attach(ddp, name)
     return training.Trainee(name, ddp, optimizer, load)
@@ -98,29 +111,40 @@ def attach(ddp: DistributedDataParallel, name: str) -> None:
         commpress.compress(ddp, name, measure_every=0)
 
 
-def no_communication_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def no_communication_hook(
+    state: object, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[TrainedVariant]:
+def bench(
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> list[TrainedVariant]:
     load, variants = training.load_of(options), variants_of(options)
     buckets = zip(variants, bucket_sizes(variants, options.bucket_mb), strict=True)
     trainees = {name: trainee(name, bucket_mb, load) for name, bucket_mb in buckets}
     for one in trainees.values():
         one.train(WARM + (Trial().steps if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())
-    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} steps each")
+    report(
+        f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of "
+        f"{load.steps} steps each"
+    )
     seconds, sent = training.timed(trainees, load)
     compute = seconds["compute"].median(1).values  # of each round
     return [
         TrainedVariant(
-            name, float(seconds[name].median()), float((seconds[name].median(1).values - compute).median()), sent[name],
-            one.loss, parameters,
+            name,
+            float(seconds[name].median()),
+            float((seconds[name].median(1).values - compute).median()),
+            sent[name],
+            one.loss,
+            parameters,
         )
         for name, one in trainees.items()
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------- on paper
@@ -134,11 +158,15 @@ def summary(measured: list[TrainedVariant]) -> str:
         against = f"{plain.step_seconds / m.step_seconds:.2f}x" if plain else "-"
         rows.append(
             [
-                m.variant, f"{1e3 * m.step_seconds:.1f}", f"{m.step_seconds / compute.step_seconds:.2f}x",
-                f"{1e3 * m.exposed_seconds:.1f}", "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}", against,
+                m.variant,
+                f"{1e3 * m.step_seconds:.1f}",
+                f"{m.step_seconds / compute.step_seconds:.2f}x",
+                f"{1e3 * m.exposed_seconds:.1f}",
+                "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}",
+                against,
                 f"{m.loss:.2f}",
             ]
-        )  # fmt: skip
+        )
     return harness.render(HEAD, rows)
 
 
@@ -149,16 +177,27 @@ def judge(measured: list[TrainedVariant]) -> list[tuple[str, bool]]:
         exposed, of_compute = 1e3 * sign.exposed_seconds, sign.step_seconds / compute.step_seconds
         bars += [
             (
-                f"sign exposes {exposed:.1f} ms, powersgd1 {1e3 * powersgd.exposed_seconds:.1f}: at most half",
+                (
+                    f"sign exposes {exposed:.1f} ms, powersgd1 "
+                    f"{1e3 * powersgd.exposed_seconds:.1f}: at most half"
+                ),
                 sign.exposed_seconds <= 0.5 * powersgd.exposed_seconds,
             ),
             (f"a sign step takes {of_compute:.2f} of compute, at most 1.3", of_compute <= 1.3),
         ]
     if {"plain", AUTO} <= of.keys():
-        best = min((m for m in of.values() if m.variant not in ("compute", AUTO)), key=lambda m: m.step_seconds)
+        best = min(
+            (m for m in of.values() if m.variant not in ("compute", AUTO)),
+            key=lambda m: m.step_seconds,
+        )
         for other, least in ((of["plain"], 0.98), (best, 0.95)):
             speed = other.step_seconds / of[AUTO].step_seconds
-            bars.append((f"auto runs at {speed:.3f} of the speed of {other.variant}, at least {least}", speed >= least))
+            bars.append(
+                (
+                    f"auto runs at {speed:.3f} of the speed of {other.variant}, at least {least}",
+                    speed >= least,
+                )
+            )
     return bars
 
 
@@ -170,8 +209,13 @@ def draw(path: str, measured: list[TrainedVariant]) -> None:
     with charts.chart(path, title, panels=2) as (time, sent):
         hidden = [min(m.step_seconds, compute.step_seconds) * 1e3 for m in measured]
         exposed = [max(m.step_seconds - compute.step_seconds, 0) * 1e3 for m in measured]
-        charts.stacked(time, names, {"compute": hidden, "exposed communication": exposed}, "one step, ms")
+        charts.stacked(
+            time, names, {"compute": hidden, "exposed communication": exposed}, "one step, ms"
+        )
         charts.bars(
-            sent, names, {"": [None if m.sent_bytes is None else m.sent_bytes / 1e6 for m in measured]},
-            "MB sent per rank and step", show="{:.3g}",
-        )  # fmt: skip
+            sent,
+            names,
+            {"": [None if m.sent_bytes is None else m.sent_bytes / 1e6 for m in measured]},
+            "MB sent per rank and step",
+            show="{:.3g}",
+        )

@@ -1,4 +1,5 @@
-"""Faults made in the ranks of a training command by a schedule: what they cost and what was lost."""
+"""Faults made in the ranks of a training command by a schedule: what they cost and what was
+lost."""
 
 import argparse
 import heapq
@@ -29,19 +30,23 @@ ENDING = 10.0  # seconds between SIGTERM and SIGKILL
 SETTLE = 5  # steps that all commit together before the run is over
 
 
-
-
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0: nothing hung, was lost, committed twice or unequal; 1: something was, or a bar does not hold."""
+    """Exit status 0: nothing hung, was lost, committed twice or unequal; 1: something was, or a bar
+    does not hold."""
     faults = _checked(options)
     try:
         with ExitStack() as stack:
             stack.enter_context(none_left())
-            folder = Path(options.logs or stack.enter_context(tempfile.TemporaryDirectory(prefix="commpress-chaos-")))
+            folder = Path(
+                options.logs
+                or stack.enter_context(tempfile.TemporaryDirectory(prefix="commpress-chaos-"))
+            )
             folder.mkdir(parents=True, exist_ok=True)
             hosts = None
             if options.hosts:
-                hosts = stack.enter_context(Hosts(options.ranks + 1, rate=options.rate, delay=options.delay, name="rank"))
+                hosts = stack.enter_context(
+                    Hosts(options.ranks + 1, rate=options.rate, delay=options.delay, name="rank")
+                )
             chaos = Chaos(options, faults, folder, hosts)
             with harness.ProgressBar("chaos", lines=10) as progress:
                 chaos.run(progress)
@@ -54,12 +59,18 @@ def run(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> list[Fault]:
     """The faults to make; refuses what cannot be run before anything is."""
     if not sys.platform.startswith("linux"):
-        raise InvalidArgument(f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}")
+        raise InvalidArgument(
+            f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}"
+        )
     for name in ("seconds", "patience", "step_seconds"):
         if getattr(options, name) <= 0:
-            raise InvalidArgument(f"--{name.replace('_', '-')} is {getattr(options, name):g}, expected more than 0")
+            raise InvalidArgument(
+                f"--{name.replace('_', '-')} is {getattr(options, name):g}, expected more than 0"
+            )
     if options.ranks < 2:
-        raise InvalidArgument(f"--ranks is {options.ranks}, expected at least 2: somebody must survive")
+        raise InvalidArgument(
+            f"--ranks is {options.ranks}, expected at least 2: somebody must survive"
+        )
     if (options.rate or options.delay) and not options.hosts:
         raise InvalidArgument("--rate and --delay are of links between hosts: add --hosts")
     if options.schedule:
@@ -68,7 +79,12 @@ def _checked(options: argparse.Namespace) -> list[Fault]:
         kinds = [kind for kind in options.faults.split(",") if kind]
         faults = list(
             fault_schedule.drawn(
-                kinds, options.faults_per_hour, options.ranks, options.seconds, options.seed, first=options.calm
+                kinds,
+                options.faults_per_hour,
+                options.ranks,
+                options.seconds,
+                options.seed,
+                first=options.calm,
             )
         )
     if not options.hosts and any(fault.kind == "cut" for fault in faults):
@@ -79,16 +95,20 @@ def _checked(options: argparse.Namespace) -> list[Fault]:
 class Chaos:
     """A run: processes, what was done to them, and what they have written."""
 
-    def __init__(self, options: argparse.Namespace, faults: list[Fault], folder: Path, hosts: Hosts | None) -> None:
+    def __init__(
+        self, options: argparse.Namespace, faults: list[Fault], folder: Path, hosts: Hosts | None
+    ) -> None:
         self.options, self.faults, self.hosts = options, faults, hosts
         command = options.command or [*SOAK, "--step-seconds", str(options.step_seconds)]
         self.victims = [Victim(i, command, folder, hosts) for i in range(options.ranks)]
         self.store = LauncherStore(hosts)
-        self.key = {} if run_key() else {VARIABLE: new_run_key()}  # the store is open to whoever reaches its port
+        # the store is open to whoever reaches its port
+        self.key = {} if run_key() else {VARIABLE: new_run_key()}
         self.history, self.hits = History(), list[Hit]()
         self.made: list[str] = []  # faults that were made, and what ended by itself
         self.ends: list[str] = []
-        self.start = self.begin = self.end = 0.0  # clock: all train; faults may come from now on; no more of them
+        # clock: all train; faults may come from now on; no more of them
+        self.start = self.begin = self.end = 0.0
         self.hung = ""
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
@@ -105,7 +125,9 @@ class Chaos:
         if not self._all_train():
             return
         self.start = start = time.monotonic()
-        calm = min(self.options.calm, *(fault.at for fault in self.faults[:1]), self.options.seconds)
+        calm = min(
+            self.options.calm, *(fault.at for fault in self.faults[:1]), self.options.seconds
+        )
         self.begin, last = start + calm, start + self.options.seconds
         waiting = [replace(fault, at=start + fault.at) for fault in self.faults]
         now = time.monotonic()
@@ -117,7 +139,10 @@ class Chaos:
                 break
             steps = max((commit.step for commit in self.history.commits), default=0)
             alive = sum(victim.alive for victim in self.victims)
-            progress((now - start) / self.options.seconds, f"step {steps}, {alive} of {len(self.victims)} alive")
+            progress(
+                (now - start) / self.options.seconds,
+                f"step {steps}, {alive} of {len(self.victims)} alive",
+            )
             time.sleep(TICK)
             now = time.monotonic()
         self.end = now
@@ -134,10 +159,15 @@ class Chaos:
                 return True
             for victim in self.victims:
                 if not victim.alive:
-                    self.hung = f"rank {victim.number} ended before all had committed a step: {victim.last_words()}"
+                    self.hung = (
+                        f"rank {victim.number} ended before all had committed a step: "
+                        f"{victim.last_words()}"
+                    )
                     return False
             if time.monotonic() - began > 2 * self.options.patience:
-                self.hung = f"not all ranks had committed a step after {2 * self.options.patience:g} s"
+                self.hung = (
+                    f"not all ranks had committed a step after {2 * self.options.patience:g} s"
+                )
                 return False
             time.sleep(TICK)
 
@@ -164,19 +194,27 @@ class Chaos:
         """Mend everything, and wait until all ranks have committed some steps together."""
         for number in list(self._slowed):
             self._slowed[number] = 0.0
-        began, since = time.monotonic(), max((commit.step for commit in self.history.commits), default=0)
+        began, since = (
+            time.monotonic(),
+            max((commit.step for commit in self.history.commits), default=0),
+        )
         while time.monotonic() - began < self.options.patience and not self.hung:
             self._tick(time.monotonic())
             together: dict[int, set[int]] = {}
             for commit in self.history.commits:
                 together.setdefault(commit.step, set()).add(commit.victim)
-            if sum(len(who) == len(self.victims) for step, who in together.items() if step > since) >= SETTLE:
+            if (
+                sum(len(who) == len(self.victims) for step, who in together.items() if step > since)
+                >= SETTLE
+            ):
                 return
             if self._over() or (self.options.no_restart and time.monotonic() - began > 2):
                 return
             time.sleep(TICK)
         if not self.hung:
-            self.hung = f"{self.options.patience:g} s after the last fault not all ranks train together"
+            self.hung = (
+                f"{self.options.patience:g} s after the last fault not all ranks train together"
+            )
 
     def _finish(self) -> None:
         """Ask the processes to end; then make them."""
@@ -193,18 +231,30 @@ class Chaos:
 
     def _over(self) -> bool:
         """The command has done all its work: every process has ended well."""
-        return all(victim.process is not None and victim.process.poll() == 0 for victim in self.victims)
+        return all(
+            victim.process is not None and victim.process.poll() == 0 for victim in self.victims
+        )
 
     # ---------------------------------------------------------------- faults
 
     def _may(self, fault: Fault) -> bool:
-        """A fault waits while so many are away that the rest would be no majority, or while its victim is."""
+        """A fault waits while so many are away that the rest would be no majority, or while its
+        victim is."""
         if fault.victim == LAUNCHER:
             return True
         victim = self.victims[fault.victim]
-        if not victim.alive or fault.victim in self._away or victim.stopped or fault.victim in self._slowed:
+        if (
+            not victim.alive
+            or fault.victim in self._away
+            or victim.stopped
+            or fault.victim in self._slowed
+        ):
             return False
-        gone = {v.number for v in self.victims if not v.alive or v.stopped} | self._away | {fault.victim}
+        gone = (
+            {v.number for v in self.victims if not v.alive or v.stopped}
+            | self._away
+            | {fault.victim}
+        )
         return fault.kind == "slow" or 2 * (len(self.victims) - len(gone)) > len(self.victims)
 
     def _make(self, fault: Fault, at: float) -> None:
@@ -212,7 +262,9 @@ class Chaos:
         lasts = fault.seconds if fault.kind != "kill" else 0.0
         self.made.append(f"{at:7.1f} s  {fault}")
         self.hits.append(Hit(fault.kind, fault.victim, now, now + lasts))
-        target: Victim | LauncherStore = self.store if fault.victim == LAUNCHER else self.victims[fault.victim]
+        target: Victim | LauncherStore = (
+            self.store if fault.victim == LAUNCHER else self.victims[fault.victim]
+        )
         host = len(self.victims) if fault.victim == LAUNCHER else fault.victim
         if fault.kind == "kill":
             target.send(signal.SIGKILL)
@@ -235,7 +287,10 @@ class Chaos:
         if process is None or process.poll() in (None, 0) or victim.number in self._pending:
             return
         status = process.poll()
-        killed = any(hit.kind == "kill" and hit.victim == victim.number and hit.back is None for hit in self.hits)
+        killed = any(
+            hit.kind == "kill" and hit.victim == victim.number and hit.back is None
+            for hit in self.hits
+        )
         if not (killed and status == -signal.SIGKILL):
             ended = f"rank {victim.number} ended with status {status}: {victim.last_words()}"
             self.ends.append(ended)
@@ -252,13 +307,16 @@ class Chaos:
         self.history.follow(victim.events, victim.number, victim.life)
         now = time.monotonic()
         self.hits = [
-            replace(hit, restarted=now) if hit.victim == victim.number and hit.back is None else hit for hit in self.hits
+            replace(hit, restarted=now) if hit.victim == victim.number and hit.back is None else hit
+            for hit in self.hits
         ]
 
     def _came_back(self, number: int, clock: float) -> None:
         self._away.discard(number)
         self.hits = [
-            replace(hit, back=clock) if hit.victim == number and hit.back is None and clock > hit.end else hit
+            replace(hit, back=clock)
+            if hit.victim == number and hit.back is None and clock > hit.end
+            else hit
             for hit in self.hits
         ]
 
@@ -271,24 +329,38 @@ class Chaos:
                 victim.send(signal.SIGABRT)
 
     def _environment(self, number: int, *, again: bool = False) -> dict[str, str]:
-        """torchrun's variables; who starts again begins alone, and finds the others in the store."""
+        """torchrun's variables; who starts again begins alone, and finds the others in the
+        store."""
         store = f"{self.store.address}:{self.store.port}"
-        common = {"COMMPRESS_STORE": store, "COMMPRESS_HASH_EVERY": str(self.options.hash_every), "OMP_NUM_THREADS": "1"}
+        common = {
+            "COMMPRESS_STORE": store,
+            "COMMPRESS_HASH_EVERY": str(self.options.hash_every),
+            "OMP_NUM_THREADS": "1",
+        }
         common |= self.key
         if self.hosts is None:
             common["GLOO_SOCKET_IFNAME"] = "lo"
         if again:
             alone = "127.0.0.1" if self.hosts is None else self.hosts.addresses[number]
             return common | {
-                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": alone,
-                "MASTER_PORT": str(free_port()), "COMMPRESS_JOIN": store,
-            }  # fmt: skip
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": alone,
+                "MASTER_PORT": str(free_port()),
+                "COMMPRESS_JOIN": store,
+            }
         per_host = 1 if self.hosts is not None else len(self.victims)
         return common | {
-            "RANK": str(number), "WORLD_SIZE": str(len(self.victims)), "LOCAL_RANK": str(number % per_host),
-            "LOCAL_WORLD_SIZE": str(per_host), "MASTER_ADDR": self.store.address, "MASTER_PORT": str(self.store.port),
+            "RANK": str(number),
+            "WORLD_SIZE": str(len(self.victims)),
+            "LOCAL_RANK": str(number % per_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
+            "MASTER_ADDR": self.store.address,
+            "MASTER_PORT": str(self.store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
+        }
 
 
 # ---------------------------------------------------------------- the report
@@ -311,18 +383,37 @@ def _lines(chaos: Chaos, verdict: Verdict) -> Iterator[str]:
     if not chaos.begin:
         return
     seconds, usual, steps = chaos.end - chaos.begin, verdict.usual, verdict.disturbed_steps
-    yield f"goodput        {verdict.goodput:.1%}: {steps} steps in {seconds:.0f} s; undisturbed one in {usual:.3f} s"
+    yield (
+        f"goodput        {verdict.goodput:.1%}: {steps} steps in {seconds:.0f} s; undisturbed "
+        f"one in {usual:.3f} s"
+    )
     yield f"participation  {verdict.participation:.1%} of {verdict.ranks} ranks"
     pauses = [pause.seconds for pause in verdict.pauses]
     if pauses:
-        yield f"pauses         {len(pauses)}: median {median(pauses):.2f} s, longest {max(pauses):.2f} s"
+        yield (
+            f"pauses         {len(pauses)}: median {median(pauses):.2f} s, longest "
+            f"{max(pauses):.2f} s"
+        )
     if healing := verdict.healing:
-        yield f"healing        {len(healing)}: median {median(healing):.1f} s, longest {max(healing):.1f} s from a new start"
+        yield (
+            f"healing        {len(healing)}: median {median(healing):.1f} s, longest "
+            f"{max(healing):.1f} s from a new start"
+        )
     lost, twice = verdict.samples_lost, verdict.samples_twice
-    said = "the ranks say nothing of samples" if lost is None else f"{lost} samples lost, {twice} used twice"
-    yield f"lost           {len(verdict.skipped)} steps, {len(verdict.repeated)} committed twice; {said}"
+    said = (
+        "the ranks say nothing of samples"
+        if lost is None
+        else f"{lost} samples lost, {twice} used twice"
+    )
+    yield (
+        f"lost           {len(verdict.skipped)} steps, {len(verdict.repeated)} committed "
+        f"twice; {said}"
+    )
     compared = verdict.hashed_steps
-    yield f"weights        equal on all ranks after {compared - len(verdict.unequal)} of {compared} compared steps"
+    yield (
+        f"weights        equal on all ranks after {compared - len(verdict.unequal)} of "
+        f"{compared} compared steps"
+    )
 
 
 def _always(chaos: Chaos, verdict: Verdict) -> Iterator[tuple[str, bool]]:
@@ -345,25 +436,56 @@ def _some(steps: list[int]) -> str:
 def _bars(options: argparse.Namespace, verdict: Verdict) -> Iterator[tuple[str, bool]]:
     least, most = options.min_goodput, options.min_participation
     yield (f"goodput {verdict.goodput:.1%} ≥ {least:g} %", 100 * verdict.goodput >= least)
-    yield (f"participation {verdict.participation:.1%} ≥ {most:g} %", 100 * verdict.participation >= most)
+    yield (
+        f"participation {verdict.participation:.1%} ≥ {most:g} %",
+        100 * verdict.participation >= most,
+    )
     pauses = [pause.seconds for pause in verdict.pauses]
     if pauses:
-        yield (f"median pause {median(pauses):.2f} s ≤ {options.median_pause:g} s", median(pauses) <= options.median_pause)
-        yield (f"longest pause {max(pauses):.2f} s ≤ {options.longest_pause:g} s", max(pauses) <= options.longest_pause)
+        yield (
+            f"median pause {median(pauses):.2f} s ≤ {options.median_pause:g} s",
+            median(pauses) <= options.median_pause,
+        )
+        yield (
+            f"longest pause {max(pauses):.2f} s ≤ {options.longest_pause:g} s",
+            max(pauses) <= options.longest_pause,
+        )
     if verdict.healing:
         slowest = max(verdict.healing)
-        yield (f"longest healing {slowest:.1f} s ≤ {options.longest_healing:g} s", slowest <= options.longest_healing)
+        yield (
+            f"longest healing {slowest:.1f} s ≤ {options.longest_healing:g} s",
+            slowest <= options.longest_healing,
+        )
     yield (f"{verdict.hashed_steps} steps compared", verdict.hashed_steps > 0)
 
 
-def _content(options: argparse.Namespace, chaos: Chaos, verdict: Verdict, bars: list[tuple[str, bool]]) -> dict[str, Any]:
+def _content(
+    options: argparse.Namespace, chaos: Chaos, verdict: Verdict, bars: list[tuple[str, bool]]
+) -> dict[str, Any]:
     figures = {
         name: getattr(verdict, name)
-        for name in ("goodput", "participation", "usual", "disturbed_steps", "hashed_steps", "unequal", "skipped", "repeated",
-                     "samples_lost", "samples_twice", "healing")
-    }  # fmt: skip
+        for name in (
+            "goodput",
+            "participation",
+            "usual",
+            "disturbed_steps",
+            "hashed_steps",
+            "unequal",
+            "skipped",
+            "repeated",
+            "samples_lost",
+            "samples_twice",
+            "healing",
+        )
+    }
     return {
-        **harness.machine(), "settings": harness.settings(options), "figures": figures, "bars": bars, "hung": chaos.hung,
-        "faults": chaos.made, "ends": chaos.ends, "hits": [harness.row(hit) for hit in chaos.hits],
+        **harness.machine(),
+        "settings": harness.settings(options),
+        "figures": figures,
+        "bars": bars,
+        "hung": chaos.hung,
+        "faults": chaos.made,
+        "ends": chaos.ends,
+        "hits": [harness.row(hit) for hit in chaos.hits],
         "pauses": [harness.row(pause) for pause in verdict.pauses],
-    }  # fmt: skip
+    }

@@ -17,17 +17,28 @@ COLOURS = ("#999999", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#1
 ALONE = "#6b6f8a"  # of bars that no legend names
 MARKERS = "os^Dv<>P"
 PANEL = (6.4, 4.6)  # inches
-PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.0}  # behind a number that a line may cross
+# behind a number that a line may cross
+PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.0}
 
 
 @contextmanager
 def chart(
-    path: str, title: str, *, panels: int = 1, size: tuple[float, float] = PANEL, share: bool = False
+    path: str,
+    title: str,
+    *,
+    panels: int = 1,
+    size: tuple[float, float] = PANEL,
+    share: bool = False,
 ) -> Iterator[list[Any]]:
     """Panels side by side, to be filled; what they show is saved when the context ends."""
     figure, grid = pyplot.subplots(
-        1, panels, figsize=(size[0] * panels, size[1]), layout="constrained", squeeze=False, sharey=share
-    )  # fmt: skip
+        1,
+        panels,
+        figsize=(size[0] * panels, size[1]),
+        layout="constrained",
+        squeeze=False,
+        sharey=share,
+    )
     try:
         yield list(grid[0])
         for panel in grid[0]:
@@ -41,8 +52,11 @@ def chart(
 
 
 def _explain(figure: Any, panels: Sequence[Any]) -> None:
-    """A legend in every panel of curves; one below all panels where there are bars, or where all panels say the same."""
-    shown = [dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True)) for panel in panels]
+    """A legend in every panel of curves; one below all panels where there are bars, or where all
+    panels say the same."""
+    shown = [
+        dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True)) for panel in panels
+    ]
     differ = len(panels) == 1 or any(one.keys() != shown[0].keys() for one in shown)
     if differ and not any(panel.containers for panel in panels):
         for panel, one in zip(panels, shown, strict=True):
@@ -54,16 +68,28 @@ def _explain(figure: Any, panels: Sequence[Any]) -> None:
         every |= one
     if len(every) > 1:
         columns = min(len(every), 4 * len(panels))
-        figure.legend(every.values(), every.keys(), loc="outside lower center", ncols=columns, frameon=False)
+        figure.legend(
+            every.values(), every.keys(), loc="outside lower center", ncols=columns, frameon=False
+        )
 
 
 def over_sizes(
-    panel: Any, curves: Mapping[str, Sequence[tuple[int, float]]], axis: str = "time of one call, ms", *, scale: float = 1e3
+    panel: Any,
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    axis: str = "time of one call, ms",
+    *,
+    scale: float = 1e3,
 ) -> None:
-    """Seconds, or another figure, against bytes, both logarithmic; the first curve is the one to beat."""
+    """Seconds, or another figure, against bytes, both logarithmic; the first curve is the one to
+    beat."""
     for i, (name, points) in enumerate(curves.items()):
         sizes, values = zip(*points, strict=True)
-        panel.plot(sizes, [scale * v for v in values], label=name, **curve(i, first=i == 0 and len(curves) > 1))
+        panel.plot(
+            sizes,
+            [scale * v for v in values],
+            label=name,
+            **curve(i, first=i == 0 and len(curves) > 1),
+        )
     panel.set(xscale="log", xlabel="size of the buffer", ylabel=axis)
     ticks = sorted({size for points in curves.values() for size, _ in points})
     panel.set_xticks(ticks[:: -(-len(ticks) // 7)])
@@ -74,8 +100,12 @@ def over_sizes(
 
 def curve(i: int, *, first: bool = False) -> dict[str, Any]:
     """Looks of the i-th curve; the first one, if it is to be beaten, is thick."""
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5,
-            "linewidth": 3.0 if first else 1.7}  # fmt: skip
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "markersize": 5,
+        "linewidth": 3.0 if first else 1.7,
+    }
 
 
 def logarithmic(panel: Any) -> None:
@@ -92,9 +122,15 @@ def _between(value: float, _: int) -> str:
 
 
 def bars(
-    panel: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], axis: str, *, show: str = "{:.3g}"
+    panel: Any,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    axis: str,
+    *,
+    show: str = "{:.3g}",
 ) -> None:
-    """Lying bars, first name on top, one of each series per name, with their values; None leaves a gap."""
+    """Lying bars, first name on top, one of each series per name, with their values; None leaves a
+    gap."""
     height, longest = 0.8 / len(series), 0.0
     for i, (label, values) in enumerate(series.items()):
         for row, value in enumerate(values):
@@ -103,7 +139,9 @@ def bars(
             if value is None:
                 panel.text(0, at, " –", va="center", fontsize=8)
                 continue
-            panel.barh(at, value, height=0.92 * height, color=colour, label=label if row == 0 else None)
+            panel.barh(
+                at, value, height=0.92 * height, color=colour, label=label if row == 0 else None
+            )
             panel.text(value, at, " " + _shown(show, value), va="center", fontsize=8, bbox=PAPER)
             longest = max(longest, value)
     panel.set_yticks(range(len(names)), names)
@@ -120,14 +158,27 @@ def same_scale(panels: Sequence[Any]) -> None:
 
 
 def stacked(
-    panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], axis: str, *, show: str = "{:.3g}", first: int = 0,
+    panel: Any,
+    names: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    axis: str,
+    *,
+    show: str = "{:.3g}",
+    first: int = 0,
     colours: Sequence[str] = COLOURS,
-) -> None:  # fmt: skip
+) -> None:
     """Lying bars made of parts, with their sums; ``first``: of the colours."""
     left = [0.0] * len(names)
     for i, (label, values) in enumerate(parts.items()):
         shown = [max(v, 0.0) for v in values]
-        panel.barh(range(len(names)), shown, left=left, color=colours[first + i], label=label or None, height=0.7)
+        panel.barh(
+            range(len(names)),
+            shown,
+            left=left,
+            color=colours[first + i],
+            label=label or None,
+            height=0.7,
+        )
         left = [a + b for a, b in zip(left, shown, strict=True)]
     for row, total in enumerate(left):
         panel.text(total, row, " " + _shown(show, total), va="center", fontsize=9)
@@ -151,7 +202,8 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def fit(panel: Any, curves: Sequence[list[float]]) -> None:
-    """The y axis to smoothed losses from their first twentieth on: the first steps would flatten the rest."""
+    """The y axis to smoothed losses from their first twentieth on: the first steps would flatten
+    the rest."""
     start, lowest = max(losses[len(losses) // 20] for losses in curves), min(map(min, curves))
     margin = 0.05 * (start - lowest) + 1e-3
     panel.set_ylim(lowest - margin, start + margin)

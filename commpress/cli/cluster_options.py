@@ -23,14 +23,24 @@ _CONFIG_LIMIT = 1 << 20
 
 
 MEASURED = (
-    "busy_latency", "first_seconds", "half_byte", "machine_cores", "post_seconds", "ring_busy_latency", "ring_byte",
-    "ring_latency", "ring_message", "uneven",
-)  # fmt: skip
+    "busy_latency",
+    "first_seconds",
+    "half_byte",
+    "machine_cores",
+    "post_seconds",
+    "ring_busy_latency",
+    "ring_byte",
+    "ring_latency",
+    "ring_message",
+    "uneven",
+)
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
     on_cpu = options.device == "cpu"
-    message = (MESSAGE if on_cpu else 5e-6) if options.message_us is None else 1e-6 * options.message_us
+    message = (
+        (MESSAGE if on_cpu else 5e-6) if options.message_us is None else 1e-6 * options.message_us
+    )
     byte = (BYTE if on_cpu else 0.0) if options.byte_ns is None else 1e-9 * options.byte_ns
     cores = options.cores or UNLIMITED
     measured: dict[str, float] = {}
@@ -49,17 +59,33 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         slow = replace(node, slowdown=options.straggler)
         kinds = [(slow, 1), *([(node, count - 1)] if count > 1 else []), *kinds[1:]]
     return Cluster(
-        tuple(kinds), latency=latency, inside_latency=inside_latency, message_seconds=message, byte_seconds=byte,
-        rack=options.rack, oversubscription=options.oversubscription, **measured,
-    )  # fmt: skip
+        tuple(kinds),
+        latency=latency,
+        inside_latency=inside_latency,
+        message_seconds=message,
+        byte_seconds=byte,
+        rack=options.rack,
+        oversubscription=options.oversubscription,
+        **measured,
+    )
 
 
-def _described(options: argparse.Namespace, cores: float) -> tuple[list[tuple[Node, int]], float, float]:
-    shapes, links = parse_nodes(options.nodes), [parse_link(text) for text in options.link or ["1gbit,100us"]]
+def _described(
+    options: argparse.Namespace, cores: float
+) -> tuple[list[tuple[Node, int]], float, float]:
+    shapes, links = (
+        parse_nodes(options.nodes),
+        [parse_link(text) for text in options.link or ["1gbit,100us"]],
+    )
     if len(links) not in (1, len(shapes)):
-        raise InvalidArgument(f"--link is given {len(links)} times, expected once, or once for each of {len(shapes)} kinds")
+        raise InvalidArgument(
+            f"--link is given {len(links)} times, expected once, or once for each of "
+            f"{len(shapes)} kinds"
+        )
     links = links * len(shapes) if len(links) == 1 else links
-    inside, inside_latency = parse_link(options.inside or ("40gbit,20us" if options.device == "cpu" else "200GB/s,5us"))
+    inside, inside_latency = parse_link(
+        options.inside or ("40gbit,20us" if options.device == "cpu" else "200GB/s,5us")
+    )
     foreign = parse_link(options.foreign)[0] if options.foreign else 0.0
     kinds = [
         (Node(ranks, rate, inside, cores, 1.0, foreign if len(shapes) > 1 else 0.0), count)
@@ -70,7 +96,10 @@ def _described(options: argparse.Namespace, cores: float) -> tuple[list[tuple[No
 
 def costs_of(options: argparse.Namespace) -> Costs:
     if options.device == "cpu":
-        print("measuring the kernels on this processor (pass --device for an accelerator)", file=sys.stderr)
+        print(
+            "measuring the kernels on this processor (pass --device for an accelerator)",
+            file=sys.stderr,
+        )
         return measure_costs()
     return device_costs(parse_link(options.device)[0])
 
@@ -78,24 +107,32 @@ def costs_of(options: argparse.Namespace) -> Costs:
 def model_of(options: argparse.Namespace) -> Model:
     given = [name for name in ("parameters", "model", "config") if getattr(options, name)]
     if len(given) != 1:
-        raise InvalidArgument("expected one of --parameters, --model and --config: what is to be trained?")
+        raise InvalidArgument(
+            "expected one of --parameters, --model and --config: what is to be trained?"
+        )
     if options.parameters:
         return transformer(parse_count(options.parameters))
     return Model.of(made(options.model)) if options.model else configured(options.config)
 
 
 def factory(path: str):  # type: ignore[no-untyped-def]
-    """The function that 'module:function' names; modules are found as Python finds them, and beside the caller."""
+    """The function that 'module:function' names; modules are found as Python finds them, and beside
+    the caller."""
     module, colon, name = path.partition(":")
     if not colon:
-        raise InvalidArgument(f"--model is {path!r}, expected module:function, such as mymodels:make_gpt")
-    here = os.getcwd()  # only for this import: a folder of the caller's may be called as somebody's package
+        raise InvalidArgument(
+            f"--model is {path!r}, expected module:function, such as mymodels:make_gpt"
+        )
+    # only for this import: a folder of the caller's may be called as somebody's package
+    here = os.getcwd()
     before = [*sys.path]
     sys.path.append(here)
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
-        raise InvalidArgument(f"--model is {path!r}, but {module} cannot be imported: {error}") from error
+        raise InvalidArgument(
+            f"--model is {path!r}, but {module} cannot be imported: {error}"
+        ) from error
     finally:
         sys.path[:] = before
     if not callable(found):
@@ -109,9 +146,14 @@ def made(path: str) -> torch.nn.Module:
     try:
         model = make()
     except Exception as error:
-        raise InvalidArgument(f"--model is {path!r}, but {path.partition(':')[2]}() raises {error!r}") from error
+        raise InvalidArgument(
+            f"--model is {path!r}, but {path.partition(':')[2]}() raises {error!r}"
+        ) from error
     if not isinstance(model, torch.nn.Module):
-        raise InvalidArgument(f"--model is {path!r}, which returns a {type(model).__name__}, expected a torch.nn.Module")
+        raise InvalidArgument(
+            f"--model is {path!r}, which returns a {type(model).__name__}, expected a "
+            "torch.nn.Module"
+        )
     return model
 
 
@@ -119,7 +161,9 @@ def configured(path: str) -> Model:
     """The model of a Hugging Face config.json, built without its numbers."""
     content = read_json(path, _CONFIG_LIMIT, "the config.json of a model")
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise InvalidArgument(f"{path} names no model_type, expected the config.json of a Hugging Face model")
+        raise InvalidArgument(
+            f"{path} names no model_type, expected the config.json of a Hugging Face model"
+        )
     with torch.device("meta"):
         return Model.of(model_from_config(content))
 
@@ -134,6 +178,9 @@ def memory_of(text: str | None) -> dict[str, float]:
     for part in text.split(",") if text else ():
         tier, equals, size = part.strip().partition("=")
         if tier not in TIERS or not equals:
-            raise InvalidArgument(f"--memory is {text!r}, expected such as device=24GiB,host=64GiB with {', '.join(TIERS)}")
+            raise InvalidArgument(
+                f"--memory is {text!r}, expected such as device=24GiB,host=64GiB with "
+                f"{', '.join(TIERS)}"
+            )
         found[tier] = parse_bytes(size)
     return found

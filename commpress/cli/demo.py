@@ -1,4 +1,5 @@
-"""The demo: ways of training one model race over a slow network, and what each has learned when the time is up is shown."""
+"""The demo: ways of training one model race over a slow network, and what each has learned when the
+time is up is shown."""
 
 import argparse
 import contextlib
@@ -27,7 +28,16 @@ FEEDBACK: dict[str, bool | Literal["ef21"]] = {"kept": True, "ef21": "ef21", "no
 SEARCHED = "2.5e-4,5e-4,1e-3,2e-3,4e-3"  # peaks of the learning rate
 PEERS = ("#000000", "#8a8a8a", "#1f77b4", "#9467bd", "#17becf")  # of others; ours are warm
 OURS = ("#2ca02c", "#ff7f0e", "#d62728", "#b8860b", "#e377c2")
-HEAD = ["way", "held-out loss", "against plain", "training loss", "steps", "seconds", "MB sent/rank", "MB a step"]
+HEAD = [
+    "way",
+    "held-out loss",
+    "against plain",
+    "training loss",
+    "steps",
+    "seconds",
+    "MB sent/rank",
+    "MB a step",
+]
 LIVE = ["way", "", "seconds", "steps", "training loss", "MB sent", ""]
 FLUSH = (0, 1)  # columns of the live table that are flush left
 
@@ -43,30 +53,45 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> list[Lane]:
-    """A lane for each way and seed, of the shortest wait first; what cannot work is refused before a process starts."""
+    """A lane for each way and seed, of the shortest wait first; what cannot work is refused before
+    a process starts."""
     check_size(options.ranks)
     if options.seeds < 1:
         raise InvalidArgument(f"--seeds is {options.seeds}, expected at least 1")
     if options.out:
         _check_picture(options.out)
-    choices = Choices(options.head_codec, FEEDBACK[options.error_feedback], options.exact_steps, options.min_numel)
+    choices = Choices(
+        options.head_codec, FEEDBACK[options.error_feedback], options.exact_steps, options.min_numel
+    )
     contenders.names(options.head_codec)
     seconds = options.seconds or (QUICK if options.quick else Course.seconds)
-    course = Course(options.width, options.layers, options.length, options.batch, seconds, options.steps, choices=choices)
+    course = Course(
+        options.width,
+        options.layers,
+        options.length,
+        options.batch,
+        seconds,
+        options.steps,
+        choices=choices,
+    )
     course.check()
     rates = parse_rates(options.lr) if options.lr else []
     if len(rates) > 1 and not options.search:
         raise InvalidArgument("--lr has several rates: add --search to try them")
     return [
         Lane(course, name, rates[0] if len(rates) == 1 else contender(name).lr, options.seed + i)
-        for i in range(options.seeds) for name in contenders.names(options.ways)
-    ]  # fmt: skip
+        for i in range(options.seeds)
+        for name in contenders.names(options.ways)
+    ]
 
 
 def _check_picture(path: str) -> None:
     terminal.check_picture(path, (".svg", ".png", ".pdf"))
     if not path.endswith(".svg") and find_spec("matplotlib") is None:
-        raise MissingPackage(f"{path} needs matplotlib (pip install 'commpress[demo]'); a name that ends in .svg does not")
+        raise MissingPackage(
+            f"{path} needs matplotlib (pip install 'commpress[demo]'); a name that ends in .svg "
+            "does not"
+        )
 
 
 # ---------------------------------------------------------------- the network
@@ -100,9 +125,13 @@ class SlowNetwork:
 
 @contextlib.contextmanager
 def slow_network(count: int, kind: str, rate: float | None) -> Iterator[SlowNetwork]:
-    """Hosts with links of ``rate``; or, where they cannot be had, connections that the kernel holds to it."""
+    """Hosts with links of ``rate``; or, where they cannot be had, connections that the kernel holds
+    to it."""
     if rate is None or kind == "loopback":
-        yield SlowNetwork(f"{count} processes over loopback, faster than any network: this shows what compression costs")
+        yield SlowNetwork(
+            f"{count} processes over loopback, faster than any network: this shows what "
+            "compression costs"
+        )
         return
     speed = f"{rate / 1e6:g} Mbit/s"
     why = ""
@@ -110,14 +139,21 @@ def slow_network(count: int, kind: str, rate: float | None) -> Iterator[SlowNetw
         try:
             with contextlib.ExitStack() as stack:
                 hosts = stack.enter_context(Hosts(count, rate=rate))
-                yield SlowNetwork(f"{count} hosts (network namespaces) whose links carry {speed} each way", hosts, rate=rate)
+                yield SlowNetwork(
+                    f"{count} hosts (network namespaces) whose links carry {speed} each way",
+                    hosts,
+                    rate=rate,
+                )
                 return
         except (HostsUnavailable, MissingPackage) as error:
             if kind == "hosts" or not sys.platform.startswith("linux"):
                 raise
             why = f", since hosts of their own cannot be had here ({error})"
     elif not sys.platform.startswith("linux"):
-        raise InvalidArgument(f"connections can be paced on Linux only, this is {sys.platform}: use --network loopback")
+        raise InvalidArgument(
+            f"connections can be paced on Linux only, this is {sys.platform}: use --network "
+            "loopback"
+        )
     yield SlowNetwork(
         f"{count} processes on one machine whose connections the kernel PACES to {speed}{why}",
         paced=rate,
@@ -130,13 +166,18 @@ def slow_network(count: int, kind: str, rate: float | None) -> Iterator[SlowNetw
 def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
     with slow_network(options.ranks, options.network, options.rate) as network:
         interface = "" if network.hosts is None else "eth0"
-        plan = [replace(lane, course=replace(lane.course, paced=network.paced, interface=interface)) for lane in plan]
+        plan = [
+            replace(lane, course=replace(lane.course, paced=network.paced, interface=interface))
+            for lane in plan
+        ]
         course = plan[0].course
         parameters = sum(p.numel() for p in course.model(0).parameters())
         print(headline(plan, parameters, network), flush=True)
         with LocalRanks(options.ranks, hosts=network.hosts) as pool:
             network.shape(None)
-            with harness.ProgressBar("kernels are compiled, connections made:", lines=1) as progress:
+            with harness.ProgressBar(
+                "kernels are compiled, connections made:", lines=1
+            ) as progress:
                 pool.call(race.warm, [lane for lane in plan if lane.seed == plan[0].seed], progress)
             network.shape(options.rate)
             if options.search:
@@ -155,11 +196,14 @@ def headline(plan: list[Lane], parameters: int, network: SlowNetwork) -> str:
     how_long = f"{course.steps} steps" if course.steps else f"{course.seconds:g} seconds"
     width = max(len(name) for name in names)
     first = (
-        f"{len(names)} ways to train the same GPT ({parameters / 1e6:.2g} M parameters, text: Python's own source) take turns, "
+        f"{len(names)} ways to train the same GPT ({parameters / 1e6:.2g} M parameters, text: "
+        "Python's own source) take turns, "
         f"{how_long} each: which has the lowest loss at the end? Network: {network.says}."
     )
     return (
-        f"{terminal.wrapped(first)}\n" + "".join(f"\n  {name:<{width}} {contender(name).what}" for name in names) + "\n"
+        f"{terminal.wrapped(first)}\n"
+        + "".join(f"\n  {name:<{width}} {contender(name).what}" for name in names)
+        + "\n"
     )
 
 
@@ -171,33 +215,63 @@ def _lanes(pool: LocalRanks, plan: list[Lane], ranks: int, network: SlowNetwork)
         for lane in plan:
             said = [0]
 
-            def show(share: float, losses: list[float], sent: int, lane: Lane = lane, said: list[int] = said) -> None:
+            def show(
+                share: float,
+                losses: list[float],
+                sent: int,
+                lane: Lane = lane,
+                said: list[int] = said,
+            ) -> None:
                 def rows() -> list[list[str]]:
                     waiting = plan[len(finishes) + 1 :]
                     seconds = "" if lane.course.steps else f"{share * lane.course.seconds:.0f}"
-                    now = [lane.name, terminal.bar(share, 24), seconds, str(len(losses)),
-                           f"{_last(losses):.3f}" if losses else "", f"{sent / 1e6:.1f}", "trains"]  # fmt: skip
-                    return [*map(_live, finishes), now, *([one.name, "", "", "", "", "", "waits"] for one in waiting)]
+                    now = [
+                        lane.name,
+                        terminal.bar(share, 24),
+                        seconds,
+                        str(len(losses)),
+                        f"{_last(losses):.3f}" if losses else "",
+                        f"{sent / 1e6:.1f}",
+                        "trains",
+                    ]
+                    return [
+                        *map(_live, finishes),
+                        now,
+                        *([one.name, "", "", "", "", "", "waits"] for one in waiting),
+                    ]
 
                 live.show(rows)
                 if losses and share * 4 >= said[0] + 1:
                     said[0] = int(share * 4)
-                    live.said(f"{lane.name:<{widest}}  {100 * share:3.0f} %  {len(losses)} steps, loss {_last(losses):.3f}, "
-                              f"{sent / 1e6:.1f} MB sent")  # fmt: skip
+                    live.said(
+                        f"{lane.name:<{widest}}  {100 * share:3.0f} %  {len(losses)} steps, "
+                        f"loss {_last(losses):.3f}, "
+                        f"{sent / 1e6:.1f} MB sent"
+                    )
 
             with network.limits(lane) as limited:
                 finish = race.time_it(pool, limited, ranks, show)
             finishes.append(finish)
-            live.said(f"{finish.name:<{widest}}  done   held-out loss {finish.held_out_loss:.3f} after {finish.seconds:.1f} s "
-                      f"and {finish.steps} steps")  # fmt: skip
+            live.said(
+                f"{finish.name:<{widest}}  done   held-out loss {finish.held_out_loss:.3f} "
+                f"after {finish.seconds:.1f} s "
+                f"and {finish.steps} steps"
+            )
             live.show(lambda: list(map(_live, finishes)), now=True)
     return finishes
 
 
 def _live(finish: Finish) -> list[str]:
     sent = "" if finish.sent_bytes is None else f"{finish.sent_bytes / 1e6:.1f}"
-    return [finish.name, terminal.bar(1, 24), f"{finish.seconds:.0f}", str(finish.steps), f"{_last(finish.losses):.3f}", sent,
-            f"held-out loss {finish.held_out_loss:.3f}"]  # fmt: skip
+    return [
+        finish.name,
+        terminal.bar(1, 24),
+        f"{finish.seconds:.0f}",
+        str(finish.steps),
+        f"{_last(finish.losses):.3f}",
+        sent,
+        f"held-out loss {finish.held_out_loss:.3f}",
+    ]
 
 
 def _last(losses: list[float]) -> float:
@@ -209,8 +283,11 @@ def _last(losses: list[float]) -> float:
 # ---------------------------------------------------------------- the learning rates
 
 
-def _search(options: argparse.Namespace, pool: LocalRanks, network: SlowNetwork, plan: list[Lane]) -> int:
-    """Each way at several rates, over the steps that it does in the time: these are counted first, unless --steps says them."""
+def _search(
+    options: argparse.Namespace, pool: LocalRanks, network: SlowNetwork, plan: list[Lane]
+) -> int:
+    """Each way at several rates, over the steps that it does in the time: these are counted first,
+    unless --steps says them."""
     rates = parse_rates(options.lr or SEARCHED)
     steps = {lane.name: lane.course.steps for lane in plan}
     if not options.steps:
@@ -220,16 +297,31 @@ def _search(options: argparse.Namespace, pool: LocalRanks, network: SlowNetwork,
     for lane in plan:
         course = replace(lane.course, steps=steps[lane.name], paced=0.0)
         for rate in rates:
-            found.append(race.time_it(pool, replace(lane, course=course, lr=rate), options.ranks, lambda *_: None))
-            said = f"{lane.name}, {steps[lane.name]} steps, rate {rate:g}: held-out loss {found[-1].held_out_loss:.3f}"
+            found.append(
+                race.time_it(
+                    pool, replace(lane, course=course, lr=rate), options.ranks, lambda *_: None
+                )
+            )
+            said = (
+                f"{lane.name}, {steps[lane.name]} steps, rate {rate:g}: held-out loss "
+                f"{found[-1].held_out_loss:.3f}"
+            )
             print(said, flush=True)
     print()
     names, best = list(dict.fromkeys(lane.name for lane in plan)), []
     for name in names:
         of = [finish for finish in found if finish.name == name]
-        by_rate = {rate: mean(finish.held_out_loss for finish in of if finish.lr == rate) for rate in rates}
-        best.append([name, str(steps[name]), *(f"{loss:.3f}" for loss in by_rate.values()),
-                     f"{min(by_rate, key=lambda rate: by_rate[rate]):g}"])  # fmt: skip
+        by_rate = {
+            rate: mean(finish.held_out_loss for finish in of if finish.lr == rate) for rate in rates
+        }
+        best.append(
+            [
+                name,
+                str(steps[name]),
+                *(f"{loss:.3f}" for loss in by_rate.values()),
+                f"{min(by_rate, key=lambda rate: by_rate[rate]):g}",
+            ]
+        )
     terminal.show(["way", "steps", *(f"{rate:g}" for rate in rates), "best"], best)
     return harness.deliver(options, found, network=network.says)
 
@@ -256,12 +348,22 @@ def summary(finishes: list[Finish]) -> None:
     rows = []
     for name in ranked:
         group = groups[name]
-        steps, sent = mean(f.steps for f in group), [f.sent_bytes for f in group if f.sent_bytes is not None]
-        rows.append([
-            name, spread([f.held_out_loss for f in group]), "-" if plain is None else f"{loss_of(group) - plain:+.3f}",
-            f"{mean(_last(f.losses) for f in group):.3f}", f"{steps:.0f}", f"{mean(f.seconds for f in group):.1f}",
-            f"{mean(sent) / 1e6:.1f}" if sent else "-", f"{mean(sent) / 1e6 / max(steps, 1):.2f}" if sent else "-",
-        ])  # fmt: skip
+        steps, sent = (
+            mean(f.steps for f in group),
+            [f.sent_bytes for f in group if f.sent_bytes is not None],
+        )
+        rows.append(
+            [
+                name,
+                spread([f.held_out_loss for f in group]),
+                "-" if plain is None else f"{loss_of(group) - plain:+.3f}",
+                f"{mean(_last(f.losses) for f in group):.3f}",
+                f"{steps:.0f}",
+                f"{mean(f.seconds for f in group):.1f}",
+                f"{mean(sent) / 1e6:.1f}" if sent else "-",
+                f"{mean(sent) / 1e6 / max(steps, 1):.2f}" if sent else "-",
+            ]
+        )
     terminal.show(HEAD, rows, best=[0])
     print("\n".join(["", *map(terminal.wrapped, _notes(groups, ranked))]))
 
@@ -276,28 +378,51 @@ def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
     if all(name in known and groups[name][0].lr == known[name].lr for name in ranked):
         others = [name for name in ranked if not known[name].searched]
         each = "Each way" + (f" but {', '.join(others)}" if others else "")
-        notes.append(f"{each} has the best of two to four learning rates that were tried for it (commpress demo --search).")
+        notes.append(
+            f"{each} has the best of two to four learning rates that were tried for it "
+            "(commpress demo --search)."
+        )
     if len(groups[ranked[0]]) > 1:
         notes.append("Mean and standard deviation over seeds.")
     if "sign" in ranked:
-        notes.append("sign may end at another loss in a long run: see exact_steps= and finer codecs for the output layer.")
+        notes.append(
+            "sign may end at another loss in a long run: see exact_steps= and finer codecs for "
+            "the output layer."
+        )
     ours = next((name for name in ranked if groups[name][0].ours), None)
     peer = next((name for name in ranked if not groups[name][0].ours and name != FLOOR), None)
     if ours is not None and peer is not None:
         gap = loss_of(groups[peer]) - loss_of(groups[ours])
         ahead, behind = (ours, peer) if gap > 0 else (peer, ours)
         whose = "commpress's best way" if gap > 0 else "the best of the others"
-        notes.append(f"{whose}, {ahead}, ends {abs(gap):.3f} nats lower than {behind}, "
-                     f"{'the best of the others' if gap > 0 else 'the best of commpress'}.")  # fmt: skip
-    notes.append("Bytes: as the kernel counts them, headers and acknowledgements included." if first.sent_bytes is not None
-                 else "Bytes are not told by this system.")  # fmt: skip
-    notes.append(f"{first.ranks} ranks of one thread share this machine's cores; one run of a way differs from the next in the "
-                 "last digits.")  # fmt: skip
+        notes.append(
+            f"{whose}, {ahead}, ends {abs(gap):.3f} nats lower than {behind}, "
+            f"{'the best of the others' if gap > 0 else 'the best of commpress'}."
+        )
+    notes.append(
+        "Bytes: as the kernel counts them, headers and acknowledgements included."
+        if first.sent_bytes is not None
+        else "Bytes are not told by this system."
+    )
+    notes.append(
+        f"{first.ranks} ranks of one thread share this machine's cores; one run of a way "
+        "differs from the next in the "
+        "last digits."
+    )
     if FLOOR in ranked and ours is not None:
         above = loss_of(groups[ours]) - loss_of(groups[FLOOR])
         distance = f"Distance to {FLOOR}: {ours}, the best of commpress, {above:+.3f} nats"
-        notes.append(distance + (f"; {peer}, the best of the others, {loss_of(groups[peer]) - loss_of(groups[FLOOR]):+.3f}."
-                                 if peer is not None else "."))  # fmt: skip
+        notes.append(
+            distance
+            + (
+                (
+                    f"; {peer}, the best of the others, "
+                    f"{loss_of(groups[peer]) - loss_of(groups[FLOOR]):+.3f}."
+                )
+                if peer is not None
+                else "."
+            )
+        )
     return notes
 
 
@@ -306,23 +431,38 @@ def spread(values: list[float]) -> str:
 
 
 def draw(finishes: list[Finish], path: str, network: SlowNetwork) -> None:
-    """Loss against seconds, a line for each way, of its first seed; smoothed over five steps or a fiftieth of them."""
+    """Loss against seconds, a line for each way, of its first seed; smoothed over five steps or a
+    fiftieth of them."""
     groups = by_name(finishes)
     title = f"{finishes[0].parameters / 1e6:.2g} M parameters, {network.says.split(' (')[0]}"
     if network.hosts is not None:
-        title = f"A GPT of {finishes[0].parameters / 1e6:.2g} M parameters on {finishes[0].ranks} hosts, links of " + (
-            f"{(network.hosts.rate or 0) / 1e6:g} Mbit/s"
-        )
+        title = (
+            f"A GPT of {finishes[0].parameters / 1e6:.2g} M parameters on {finishes[0].ranks} "
+            "hosts, links of "
+        ) + (f"{(network.hosts.rate or 0) / 1e6:g} Mbit/s")
     lines: dict[str, Curve] = {}
     colours = {True: iter(OURS * 9), False: iter(PEERS * 9)}
     for name, group in groups.items():
         first = group[0]
         if first.losses:
             note = f"{loss_of(group):.2f}"
-            lines[name] = Curve(first.times, smooth(first.losses), next(colours[first.ours]), note, dashed=not first.ours)
+            lines[name] = Curve(
+                first.times,
+                smooth(first.losses),
+                next(colours[first.ours]),
+                note,
+                dashed=not first.ours,
+            )
     if path.endswith(".svg"):
         starts = [line.ys[len(line.ys) // 20] for line in lines.values()]
-        curves(path, title, lines, x="seconds of training", y="training loss, nats per byte", high=max(starts, default=None))
+        curves(
+            path,
+            title,
+            lines,
+            x="seconds of training",
+            y="training loss, nats per byte",
+            high=max(starts, default=None),
+        )
         return
     from commpress.cli import charts
 

@@ -33,7 +33,10 @@ from commpress.tiered_mem.engines import thread_priority
 
 P = ParamSpec("P")
 OLDEST = (2, 8)
-NEEDED, USEFUL = ("numpy", "llvmlite", "msgpack", "xxhash"), ("transformers", "accelerate", "lightning", "matplotlib")
+NEEDED, USEFUL = (
+    ("numpy", "llvmlite", "msgpack", "xxhash"),
+    ("transformers", "accelerate", "lightning", "matplotlib"),
+)
 SECONDS = 30  # for a program or a thread to answer
 SYS, PROC = Path("/sys"), Path("/proc")
 STA_UNSYNC, TIME_ERROR = 0x0040, 5
@@ -45,21 +48,28 @@ COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """``note``: works without it, or more slowly. ``bad``: something commpress needs does not work. ``cure``: what to do."""
+    """``note``: works without it, or more slowly. ``bad``: something commpress needs does not work.
+    ``cure``: what to do."""
 
     state: Literal["ok", "note", "bad"]
     what: str
     cure: str = ""
 
 
-def looked_at(section: Callable[P, list[Finding]], *args: P.args, **kwargs: P.kwargs) -> list[Finding]:
+def looked_at(
+    section: Callable[P, list[Finding]], *args: P.args, **kwargs: P.kwargs
+) -> list[Finding]:
     """A section that cannot look is a finding, not the end of the report."""
     try:
         return section(*args, **kwargs)
     except Exception as error:
-        return [Finding("note", f"could not look: {type(error).__name__}: {error}", "this machine hides it; nothing follows")]
-
-
+        return [
+            Finding(
+                "note",
+                f"could not look: {type(error).__name__}: {error}",
+                "this machine hides it; nothing follows",
+            )
+        ]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,7 +86,10 @@ def run(options: argparse.Namespace) -> int:
             told = terminal.wrapped(finding.what, " " * 8, " " * 8)[8:]
             cure = "\n" + terminal.wrapped(finding.cure, " " * 8, " " * 8) if finding.cure else ""
             print(f"  {state}  {told}{cure}", flush=True)
-    count = {state: sum(f.state == state for fs in found.values() for f in fs) for state in ("ok", "note", "bad")}
+    count = {
+        state: sum(f.state == state for fs in found.values() for f in fs)
+        for state in ("ok", "note", "bad")
+    }
     if options.report:
         from commpress.cli import bug_report
 
@@ -85,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"\n{count['ok']} ok, {count['note']} to note, {count['bad']} bad")
     if options.json:
         sections = {title: [asdict(f) for f in findings] for title, findings in found.items()}
-        harness.write_json(options.json, {**harness.machine(), "count": count, "sections": sections})
+        harness.write_json(
+            options.json, {**harness.machine(), "count": count, "sections": sections}
+        )
     return int(count["bad"] > 0)
 
 
@@ -96,9 +111,13 @@ def packages() -> list[Finding]:
     number = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     threads = f"{torch.get_num_threads()} threads"
     if number < OLDEST:
-        old = Finding("bad", f"torch {torch.__version__} is older than 2.8", "pip install --upgrade torch")
+        old = Finding(
+            "bad", f"torch {torch.__version__} is older than 2.8", "pip install --upgrade torch"
+        )
     else:
-        old = Finding("ok", f"Python {platform.python_version()}, torch {torch.__version__}, {threads}")
+        old = Finding(
+            "ok", f"Python {platform.python_version()}, torch {torch.__version__}, {threads}"
+        )
     missing = [name for name in NEEDED if not installed(name)]
     there = ", ".join(f"{name} {installed(name)}" for name in NEEDED if name not in missing)
     extras = [name for name in USEFUL if not installed(name)]
@@ -111,7 +130,8 @@ def packages() -> list[Finding]:
 
 
 def kernels() -> list[Finding]:
-    """Encode, residual and decode of the sign codec against the reference, bit for bit: compiled on the first call."""
+    """Encode, residual and decode of the sign codec against the reference, bit for bit: compiled on
+    the first call."""
     try:
         from commpress.cli.bench_codec import check_bytes
         from commpress.codecs import SignCodec
@@ -119,8 +139,18 @@ def kernels() -> list[Finding]:
         check_bytes(SignCodec(), 4099)
     except Exception as error:
         cure = "pip install --upgrade llvmlite; if that does not help, install commpress again"
-        return [Finding("bad", f"the CPU kernels do not work: {type(error).__name__}: {str(error)[:200]}", cure)]
-    return [Finding("ok", "the CPU kernels compile, and their bytes equal the reference"), kernel_cache(), kernel_threads()]
+        return [
+            Finding(
+                "bad",
+                f"the CPU kernels do not work: {type(error).__name__}: {str(error)[:200]}",
+                cure,
+            )
+        ]
+    return [
+        Finding("ok", "the CPU kernels compile, and their bytes equal the reference"),
+        kernel_cache(),
+        kernel_threads(),
+    ]
 
 
 def kernel_cache() -> Finding:
@@ -131,7 +161,10 @@ def kernel_cache() -> Finding:
         return Finding("ok", f"compiled kernels are kept in {folder}")
     tried = ", ".join(map(str, object_cache.folders()))
     what = f"compiled kernels are not kept: no folder of this user's alone can be written ({tried})"
-    cure = "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that nobody else may write to"
+    cure = (
+        "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that "
+        "nobody else may write to"
+    )
     return Finding("note", what, cure)
 
 
@@ -141,7 +174,11 @@ def kernel_threads() -> Finding:
     if cpu_openmp.entry() is not None:
         return Finding("ok", "the CPU kernels run on the threads of torch")
     what = "this torch lets nobody use its threads: the CPU kernels run on threads of their own"
-    return Finding("note", what, "no cure; right after an operation of torch they share its cores with threads that spin")
+    return Finding(
+        "note",
+        what,
+        "no cure; right after an operation of torch they share its cores with threads that spin",
+    )
 
 
 def backends() -> list[Finding]:
@@ -150,15 +187,33 @@ def backends() -> list[Finding]:
         import_module("commpress.backend")
         found.append(Finding("ok", 'backend "commpress" is registered by import commpress.backend'))
     except Exception as error:
-        found.append(Finding("bad", f'backend "commpress" cannot be registered: {error}', "import commpress.backend"))
+        found.append(
+            Finding(
+                "bad",
+                f'backend "commpress" cannot be registered: {error}',
+                "import commpress.backend",
+            )
+        )
     if not dist.is_nccl_available():
-        found.append(Finding("note", "this torch has no NCCL", "needed on GPUs only: a build of torch for CUDA has it"))
+        found.append(
+            Finding(
+                "note",
+                "this torch has no NCCL",
+                "needed on GPUs only: a build of torch for CUDA has it",
+            )
+        )
     elif not torch.cuda.is_available():
         found.append(Finding("note", "NCCL is there, a GPU is not"))
     else:
         found.append(Finding("ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"))
     if not dist.is_mpi_available():
-        found.append(Finding("note", "this torch has no MPI backend of its own", "not needed: commpress goes through mpi4py"))
+        found.append(
+            Finding(
+                "note",
+                "this torch has no MPI backend of its own",
+                "not needed: commpress goes through mpi4py",
+            )
+        )
     return [*found, *own_name()]
 
 
@@ -184,8 +239,16 @@ def gloo() -> Finding:
         thread.join(2 * SECONDS)
     if sums == [2.0, 2.0]:
         return Finding("ok", "Gloo connects and sums")
-    said = str(failures[0]).strip().splitlines()[0][:200] if failures else f"no answer within {2 * SECONDS} s"
-    return Finding("bad", f"Gloo does not connect: {said}", "name an interface that works: GLOO_SOCKET_IFNAME=lo or eth0")
+    said = (
+        str(failures[0]).strip().splitlines()[0][:200]
+        if failures
+        else f"no answer within {2 * SECONDS} s"
+    )
+    return Finding(
+        "bad",
+        f"Gloo does not connect: {said}",
+        "name an interface that works: GLOO_SOCKET_IFNAME=lo or eth0",
+    )
 
 
 def own_name() -> list[Finding]:
@@ -196,15 +259,29 @@ def own_name() -> list[Finding]:
         missing = [name for name in named.split(",") if name not in there]
         if missing:
             cure = f"unset it or name one of {', '.join(sorted(there))}"
-            return [Finding("bad", f"GLOO_SOCKET_IFNAME names {missing[0]}, which is not there", cure)]
+            return [
+                Finding("bad", f"GLOO_SOCKET_IFNAME names {missing[0]}, which is not there", cure)
+            ]
         return [Finding("ok", f"Gloo uses {named} (GLOO_SOCKET_IFNAME)")]
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        return [Finding("note", "this machine's name has no address", "for several machines: GLOO_SOCKET_IFNAME=eth0")]
+        return [
+            Finding(
+                "note",
+                "this machine's name has no address",
+                "for several machines: GLOO_SOCKET_IFNAME=eth0",
+            )
+        ]
     if address.startswith("127."):
-        cure = "fine on one machine; for several: commpress.init_process_group(), GLOO_SOCKET_IFNAME=eth0, or mend /etc/hosts"
-        what = f"this machine's name is {address}: torch's Gloo offers others an address they cannot reach"
+        cure = (
+            "fine on one machine; for several: commpress.init_process_group(), "
+            "GLOO_SOCKET_IFNAME=eth0, or mend /etc/hosts"
+        )
+        what = (
+            f"this machine's name is {address}: torch's Gloo offers others an address they "
+            "cannot reach"
+        )
         return [Finding("note", what, cure)]
     return [Finding("ok", f"this machine's name has an address ({address})")]
 
@@ -213,7 +290,13 @@ def mpi() -> list[Finding]:
     cure = "for MpiTransport and mpirun: pip install 'commpress[mpi]', which brings a whole MPI"
     if not installed("mpi4py"):
         return [Finding("note", "mpi4py is missing", cure)]
-    said = answer([sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0])"])
+    said = answer(
+        [
+            sys.executable,
+            "-c",
+            "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0])",
+        ]
+    )
     if said is None:
         cure += "; or name yours: MPI4PY_LIBMPI=.../libmpi.so"
         return [Finding("note", f"mpi4py {installed('mpi4py')} does not start an MPI", cure)]
@@ -229,19 +312,49 @@ def gpu() -> list[Finding]:
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists():
             cure = "install a build of torch for CUDA that fits the driver"
-            return [Finding("bad", f"there is an NVIDIA device, but torch {torch.__version__} cannot use it", cure)]
-        return [Finding("note", "no GPU: the CPU kernels work", "with one: torch for CUDA, commpress[cuda12] or [cuda13]")]
+            return [
+                Finding(
+                    "bad",
+                    f"there is an NVIDIA device, but torch {torch.__version__} cannot use it",
+                    cure,
+                )
+            ]
+        return [
+            Finding(
+                "note",
+                "no GPU: the CPU kernels work",
+                "with one: torch for CUDA, commpress[cuda12] or [cuda13]",
+            )
+        ]
     found = []
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)
-        found.append(Finding("ok", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"))
+        found.append(
+            Finding(
+                "ok",
+                (
+                    f"{device.name}, {device.total_memory / 2**30:.0f} GiB, "
+                    f"sm_{device.major}{device.minor}"
+                ),
+            )
+        )
     cupy = installed("cupy-cuda12x") or installed("cupy-cuda13x") or installed("cupy")
     if cupy is None:
         major = (torch.version.cuda or "12").split(".")[0]
-        return [*found, Finding("bad", "CuPy is missing: no kernels for the GPU", f"pip install 'commpress[cuda{major}]'")]
+        return [
+            *found,
+            Finding(
+                "bad",
+                "CuPy is missing: no kernels for the GPU",
+                f"pip install 'commpress[cuda{major}]'",
+            ),
+        ]
     said = answer([sys.executable, "-c", "import cupy; print(int(cupy.arange(3).sum()))"])
     if said != "3":
-        return [*found, Finding("bad", f"CuPy {cupy} does not compute on the GPU", "see cupy.show_config()")]
+        return [
+            *found,
+            Finding("bad", f"CuPy {cupy} does not compute on the GPU", "see cupy.show_config()"),
+        ]
     return [*found, Finding("ok", f"CuPy {cupy}")]
 
 
@@ -262,7 +375,7 @@ def answer(command: list[str]) -> str | None:
     return lines[-1] if ran.returncode == 0 and lines else None
 
 
-# ---------------------------------------------------------------- the machine, read from Linux's files
+# ------------------------------------------------------------- the machine, read from Linux's files
 
 
 def read(path: Path) -> str | None:
@@ -276,16 +389,29 @@ def read(path: Path) -> str | None:
 
 
 def numa(root: Path = SYS) -> list[Finding]:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     found = [Finding("ok", f"{allowed} of {os.cpu_count()} processors for this process")]
     nodes = sorted((root / "devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:]))
     if not nodes:
-        return [*found, Finding("note", "the kernel does not tell which memory is near which processor (NUMA)")]
+        return [
+            *found,
+            Finding("note", "the kernel does not tell which memory is near which processor (NUMA)"),
+        ]
     if len(nodes) == 1:
         return [*found, Finding("ok", "one NUMA node: all memory is equally near")]
     parts = ", ".join(f"{node.name}: processors {read(node / 'cpulist')}" for node in nodes)
-    cure = "one rank per node, bound to it: torchrun --numa-binding=node, mpirun --bind-to numa, or numactl -N 0 -m 0"
-    return [*found, Finding("note", f"{len(nodes)} NUMA nodes ({parts}): memory of another node is slower", cure)]
+    cure = (
+        "one rank per node, bound to it: torchrun --numa-binding=node, mpirun --bind-to "
+        "numa, or numactl -N 0 -m 0"
+    )
+    return [
+        *found,
+        Finding(
+            "note", f"{len(nodes)} NUMA nodes ({parts}): memory of another node is slower", cure
+        ),
+    ]
 
 
 def memory(root: Path = PROC, system: Path = SYS) -> list[Finding]:
@@ -295,13 +421,24 @@ def memory(root: Path = PROC, system: Path = SYS) -> list[Finding]:
         total, free = (1024 * int(numbers[key]) for key in ("MemTotal", "MemAvailable"))
         found.append(Finding("ok", f"{show_bytes(free)} of {show_bytes(total)} available"))
     if (limit := read(system / "fs/cgroup/memory.max")) and limit.isdigit():
-        found.append(Finding("note", f"a control group ends this process beyond {show_bytes(int(limit))}", "stay below it"))
+        found.append(
+            Finding(
+                "note",
+                f"a control group ends this process beyond {show_bytes(int(limit))}",
+                "stay below it",
+            )
+        )
     huge = read(system / "kernel/mm/transparent_hugepage/enabled") or ""
     if "[never]" in huge:
-        cure = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: large buffers are touched faster"
+        cure = (
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: large buffers are "
+            "touched faster"
+        )
         found.append(Finding("note", "transparent huge pages are off", cure))
     elif huge:
-        found.append(Finding("ok", f"transparent huge pages: {huge[huge.index('[') + 1 : huge.index(']')]}"))
+        found.append(
+            Finding("ok", f"transparent huge pages: {huge[huge.index('[') + 1 : huge.index(']')]}")
+        )
     return [*found, locked()]
 
 
@@ -309,7 +446,10 @@ def locked() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
         return Finding("ok", "memory can be pinned and registered without a limit")
-    cure = "ulimit -l unlimited, for pinned host memory and registered buffers; without it both are left out"
+    cure = (
+        "ulimit -l unlimited, for pinned host memory and registered buffers; without it both "
+        "are left out"
+    )
     return Finding("note", f"only {show_bytes(soft)} of memory can be locked", cure)
 
 
@@ -334,10 +474,21 @@ def interface(path: Path) -> Finding:
     if path.name == "lo":
         return Finding("ok", what)
     if read(path / "carrier") == "0":
-        return Finding("note", f"{what}, no carrier", "plug it in, or keep Gloo off it with GLOO_SOCKET_IFNAME")
+        return Finding(
+            "note", f"{what}, no carrier", "plug it in, or keep Gloo off it with GLOO_SOCKET_IFNAME"
+        )
     if speed >= 10_000 and mtu < JUMBO:
-        return Finding("note", what, f"at this speed an MTU of {JUMBO} saves processor time, if every switch between allows it")
-    return Finding("ok", what + ("" if speed > 0 else ", speed not told: commpress probe measures it"))
+        return Finding(
+            "note",
+            what,
+            (
+                f"at this speed an MTU of {JUMBO} saves processor time, if every switch between "
+                "allows it"
+            ),
+        )
+    return Finding(
+        "ok", what + ("" if speed > 0 else ", speed not told: commpress probe measures it")
+    )
 
 
 # ---------------------------------------------------------------- clocks
@@ -346,9 +497,15 @@ def interface(path: Path) -> Finding:
 def clocks(root: Path = SYS) -> list[Finding]:
     step, cost = smallest_step(), reading_cost()
     source = read(root / "devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
-    what = f"monotonic clock: steps of {1e9 * step:.0f} ns, {1e9 * cost:.0f} ns to read (source {source})"
+    what = (
+        f"monotonic clock: steps of {1e9 * step:.0f} ns, {1e9 * cost:.0f} ns to read (source "
+        f"{source})"
+    )
     slow = step > 1e-6 or cost > 2e-6
-    cure = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource, where tsc is stable"
+    cure = (
+        "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource, where "
+        "tsc is stable"
+    )
     return [Finding("note" if slow else "ok", what, cure if slow else ""), offset()]
 
 
@@ -375,9 +532,14 @@ def reading_cost(reads: int = 2000) -> float:
 
 
 def offset() -> Finding:
-    """Error of the wall clock, as the kernel believes (adjtimex, read only): it orders traces of several machines."""
-    cure = "start chronyd or systemd-timesyncd: traces of several machines are laid side by side by this clock"
-    record = (ctypes.c_long * 64)()  # struct timex: modes, offset, freq, maxerror, esterror, status, each in a long
+    """Error of the wall clock, as the kernel believes (adjtimex, read only): it orders traces of
+    several machines."""
+    cure = (
+        "start chronyd or systemd-timesyncd: traces of several machines are laid side by "
+        "side by this clock"
+    )
+    # struct timex: modes, offset, freq, maxerror, esterror, status, each in a long
+    record = (ctypes.c_long * 64)()
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(record)
     except (OSError, AttributeError):
@@ -411,7 +573,11 @@ def disks(options: argparse.Namespace) -> list[Finding]:
                 layer.close(folder)
     except (OSError, CommpressError) as error:
         return [
-            Finding("bad", f"{options.directory.absolute()} cannot be used: {error}", "name another with --directory")
+            Finding(
+                "bad",
+                f"{options.directory.absolute()} cannot be used: {error}",
+                "name another with --directory",
+            )
         ]
 
 
@@ -419,7 +585,9 @@ def direct(layer: FileLayer, folder: int) -> Finding:
     if layer.takes_direct(folder):
         return Finding("ok", "files can be opened past the page cache (O_DIRECT)")
     return Finding(
-        "note", "no O_DIRECT here: the store works buffered, slower and with more memory", "use a local disk"
+        "note",
+        "no O_DIRECT here: the store works buffered, slower and with more memory",
+        "use a local disk",
     )
 
 
@@ -430,19 +598,29 @@ def alignment(folder: int, layer: FileLayer) -> Finding:
     finally:
         layer.close(fd)
     if found is None:
-        return Finding("note", "the kernel does not tell the alignment of direct transfers; the store uses 4096")
+        return Finding(
+            "note",
+            "the kernel does not tell the alignment of direct transfers; the store uses 4096",
+        )
     memory, offset = found
     if max(found) > 4096:
         return Finding(
-            "bad", f"direct transfers want {max(found)} bytes, the store aligns to 4096", "open with direct=False"
+            "bad",
+            f"direct transfers want {max(found)} bytes, the store aligns to 4096",
+            "open with direct=False",
         )
     return Finding(
-        "ok", f"direct transfers want memory aligned to {memory} and offsets to {offset}; the store uses 4096"
+        "ok",
+        (
+            f"direct transfers want memory aligned to {memory} and offsets to {offset}; the store "
+            "uses 4096"
+        ),
     )
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """(memory, offset) alignment from statx, or None where the kernel or file system does not say. x86-64 and Arm."""
+    """(memory, offset) alignment from statx, or None where the kernel or file system does not say.
+    x86-64 and Arm."""
     number = {"x86_64": 332, "aarch64": 291}.get(os.uname().machine)
     if number is None:
         return None
@@ -459,7 +637,9 @@ def engine_findings(layer: FileLayer) -> list[Finding]:
     found = []
     for name, missing in engines.available(layer).items():
         found.append(
-            Finding("note", f"engine {name} is missing", missing) if missing else Finding("ok", f"engine {name}")
+            Finding("note", f"engine {name} is missing", missing)
+            if missing
+            else Finding("ok", f"engine {name}")
         )
     return found
 
@@ -475,11 +655,27 @@ def precedence() -> Finding:
 
     with ThreadPoolExecutor(1) as thread:
         raised, short = thread.submit(ask).result()
-    had = [what for what, there in (("short time slices", short), (f"priority raised by {raised}", raised > 0)) if there]
+    had = [
+        what
+        for what, there in (
+            ("short time slices", short),
+            (f"priority raised by {raised}", raised > 0),
+        )
+        if there
+    ]
     if len(had) == 2:
-        return Finding("ok", f"the thread of io_uring goes before those that compute: {', '.join(had)}")
-    what = f"the thread of io_uring gets {had[0]} only" if had else "the thread of io_uring waits for its turn as all others do"
-    cure = "while others compute reads may start 3 ms late: Linux 6.12 has short slices, CAP_SYS_NICE or ulimit -e 30 priority"
+        return Finding(
+            "ok", f"the thread of io_uring goes before those that compute: {', '.join(had)}"
+        )
+    what = (
+        f"the thread of io_uring gets {had[0]} only"
+        if had
+        else "the thread of io_uring waits for its turn as all others do"
+    )
+    cure = (
+        "while others compute reads may start 3 ms late: Linux 6.12 has short slices, "
+        "CAP_SYS_NICE or ulimit -e 30 priority"
+    )
     return Finding("note", what, cure)
 
 

@@ -1,4 +1,5 @@
-"""Schedule of the faults that ``commpress chaos`` makes: drawn from a seed at a rate, or read from a file."""
+"""Schedule of the faults that ``commpress chaos`` makes: drawn from a seed at a rate, or read from
+a file."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -43,11 +44,19 @@ def check_kinds(text: str) -> None:
 
 
 def drawn(
-    kinds: Sequence[str], per_hour: float, ranks: int, seconds: float, seed: int, *, first: float = 0.0
+    kinds: Sequence[str],
+    per_hour: float,
+    ranks: int,
+    seconds: float,
+    seed: int,
+    *,
+    first: float = 0.0,
 ) -> Iterator[Fault]:
-    """Faults of these kinds at random times, ``per_hour`` on average, from ``first`` to ``seconds``.
+    """Faults of these kinds at random times, ``per_hour`` on average, from ``first`` to
+    ``seconds``.
 
-    The gaps between them are exponential, as between failures that know nothing of each other; the same seed draws the same.
+    The gaps between them are exponential, as between failures that know nothing of each other; the
+    same seed draws the same.
     """
     check_kinds(",".join(kinds))
     draws = random.Random(seed)
@@ -62,7 +71,8 @@ def drawn(
 
 
 def read(path: str | Path, ranks: int) -> list[Fault]:
-    """Faults of a file with one a line, in the order of their times; empty lines and what follows # are left out."""
+    """Faults of a file with one a line, in the order of their times; empty lines and what follows #
+    are left out."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
@@ -74,14 +84,21 @@ def read(path: str | Path, ranks: int) -> list[Fault]:
             try:
                 found.append(_fault(words, ranks))
             except (ValueError, IndexError) as error:
-                raise InvalidArgument(f"{path}, line {number} is {line.strip()!r} ({error}), expected {FORM}") from None
+                raise InvalidArgument(
+                    f"{path}, line {number} is {line.strip()!r} ({error}), expected {FORM}"
+                ) from None
     return sorted(found, key=lambda fault: fault.at)
 
 
 def _fault(words: list[str], ranks: int) -> Fault:
     at, kind, whom, *rest = words
     victim = LAUNCHER if whom == _LAUNCHER else int(whom)
-    if kind not in KINDS or not LAUNCHER <= victim < ranks or (victim == LAUNCHER and whom != _LAUNCHER) or float(at) < 0:
+    if (
+        kind not in KINDS
+        or not LAUNCHER <= victim < ranks
+        or (victim == LAUNCHER and whom != _LAUNCHER)
+        or float(at) < 0
+    ):
         raise ValueError(f"no such time, fault, or rank of {ranks}")
     seconds, share = KINDS[kind][1], "all"
     while rest:

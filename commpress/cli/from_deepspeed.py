@@ -1,4 +1,5 @@
-"""DeepSpeed's configuration as a program of torch and commpress; names each key that has no equivalent."""
+"""DeepSpeed's configuration as a program of torch and commpress; names each key that has no
+equivalent."""
 
 import argparse
 import json
@@ -15,40 +16,86 @@ LARGEST = 1 << 20  # bytes of a file
 OURS = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb"}
 ADAM = ("lr", "betas", "eps", "weight_decay")
 TORCHS = {  # options by optimizer; DeepSpeed takes those of torch.optim by name
-    "AdamW": (*ADAM, "amsgrad"), "Adam": (*ADAM, "amsgrad"), "NAdam": (*ADAM, "momentum_decay"), "RAdam": ADAM, "Adamax": ADAM,
-    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"), "Adadelta": ("lr", "rho", "eps", "weight_decay"),
+    "AdamW": (*ADAM, "amsgrad"),
+    "Adam": (*ADAM, "amsgrad"),
+    "NAdam": (*ADAM, "momentum_decay"),
+    "RAdam": ADAM,
+    "Adamax": ADAM,
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "Adadelta": ("lr", "rho", "eps", "weight_decay"),
     "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
-}  # fmt: skip
-ZERO_ONE = {"var_freeze_step": 100000, "local_step_scaler": 32678, "local_step_clipper": 16}  # DeepSpeed's defaults
-LAMB = {"coefficients": ("min_coeff", "max_coeff", 0.01, 10.0), "factors": ("factor_min", "factor_max", 0.5, 4.0)}
+}
+# DeepSpeed's defaults
+ZERO_ONE = {"var_freeze_step": 100000, "local_step_scaler": 32678, "local_step_clipper": 16}
+LAMB = {
+    "coefficients": ("min_coeff", "max_coeff", 0.01, 10.0),
+    "factors": ("factor_min", "factor_max", 0.5, 4.0),
+}
 CLIPPING, RATE = 1.0, 1e-3  # where the file has no word of them
-HALF = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "bfp16": "torch.bfloat16", "bfloat16": "torch.bfloat16"}
+HALF = {
+    "fp16": "torch.float16",
+    "bf16": "torch.bfloat16",
+    "bfp16": "torch.bfloat16",
+    "bfloat16": "torch.bfloat16",
+}
 CHUNK_MB = 16
-ENGINE = {  # settings of how DeepSpeed's engine moves data, prints and checks: nothing here takes them
+# settings of how DeepSpeed's engine moves data, prints and checks: nothing here takes them
+ENGINE = {
     "": (
-        "steps_per_print", "wall_clock_breakdown", "dump_state", "prescale_gradients", "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer", "gradient_predivide_factor", "disable_allgather", "memory_breakdown",
-        "sparse_gradients", "checkpoint", "aio",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "dump_state",
+        "prescale_gradients",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "gradient_predivide_factor",
+        "disable_allgather",
+        "memory_breakdown",
+        "sparse_gradients",
+        "checkpoint",
+        "aio",
     ),
     "optimizer": ("legacy_fusion",),
     "optimizer.params": ("comm_backend_name", "cuda_aware"),
     "zero_optimization": (
-        "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
-        "contiguous_gradients", "round_robin_gradients", "sub_group_size", "ignore_unused_parameters",
-        "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-        "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "overlap_comm",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "contiguous_gradients",
+        "round_robin_gradients",
+        "sub_group_size",
+        "ignore_unused_parameters",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
     ),
     "zero_optimization.offload_optimizer": (
-        "pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "cpuadam_cores_perc",
+        "pin_memory",
+        "buffer_count",
+        "fast_init",
+        "pipeline_read",
+        "pipeline_write",
+        "cpuadam_cores_perc",
     ),
     "zero_optimization.offload_param": ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
-}  # fmt: skip
+}
 INSTEAD = {
-    "activation_checkpointing": "torch.utils.checkpoint", "tensorboard": "commpress.Metrics", "wandb": "commpress.Metrics",
-    "csv_monitor": "commpress.Metrics", "flops_profiler": "torch.profiler", "torch_autocast": "torch.autocast",
-    "amp": "torch.autocast", "elasticity": "commpress.elastic", "curriculum_learning": "examples/length_curriculum.py",
-}  # fmt: skip
+    "activation_checkpointing": "torch.utils.checkpoint",
+    "tensorboard": "commpress.Metrics",
+    "wandb": "commpress.Metrics",
+    "csv_monitor": "commpress.Metrics",
+    "flops_profiler": "torch.profiler",
+    "torch_autocast": "torch.autocast",
+    "amp": "torch.autocast",
+    "elasticity": "commpress.elastic",
+    "curriculum_learning": "examples/length_curriculum.py",
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,21 +103,26 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(lines))
     if notes:
         print("\n# Differences:")
-        print("\n".join(f"# - {' '.join(note.split())}" for note in notes))  # a comment stays one, whatever the file says
+        # a comment stays one, whatever the file says
+        print("\n".join(f"# - {' '.join(note.split())}" for note in notes))
     return 0
 
 
 def read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST:
-            raise InvalidArgument(f"{path} has more than {LARGEST} bytes: expected a ds_config.json")
+            raise InvalidArgument(
+                f"{path} has more than {LARGEST} bytes: expected a ds_config.json"
+            )
         config = json.loads(path.read_text())
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
-        raise InvalidArgument(f"{path} holds a {type(config).__name__}, expected an object as DeepSpeed documents it")
+        raise InvalidArgument(
+            f"{path} holds a {type(config).__name__}, expected an object as DeepSpeed documents it"
+        )
     return config
 
 
@@ -81,7 +133,8 @@ def converted(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 class Conversion:
-    """One configuration: what is understood is taken out of it, and what is left over at the end is named."""
+    """One configuration: what is understood is taken out of it, and what is left over at the end is
+    named."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -93,7 +146,9 @@ class Conversion:
         self.params = self.section("params", self.optimizer)
         self.stage = self.take("stage", self.zero) or 0
         if self.stage not in (0, 1, 2, 3):
-            raise InvalidArgument(f"zero_optimization.stage is {self.stage!r}, expected 0, 1, 2 or 3")
+            raise InvalidArgument(
+                f"zero_optimization.stage is {self.stage!r}, expected 0, 1, 2 or 3"
+            )
         self.half, self.scaled = self.precision()
         self.clip = self.clipping()
         self.runs = "model"  # what a batch goes through
@@ -108,7 +163,9 @@ class Conversion:
         found = self.config if of is None else of
         value = found.pop(key, None)
         if value == "auto":
-            self.notes.append(f'{self.paths.get(id(found), "")}{key} is "auto": pass a value yourself')
+            self.notes.append(
+                f'{self.paths.get(id(found), "")}{key} is "auto": pass a value yourself'
+            )
             return None
         return value
 
@@ -125,8 +182,12 @@ class Conversion:
 
     def number(self, key: str, of: dict[str, Any], least: float = 0) -> Any:
         value = self.take(key, of)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
-            self.notes.append(f"{key} is {value!r}, expected a number of at least {least}: it is left out")
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or value < least
+        ):
+            self.notes.append(
+                f"{key} is {value!r}, expected a number of at least {least}: it is left out"
+            )
             return None
         return value
 
@@ -136,7 +197,7 @@ class Conversion:
             return bool(self.take("enabled", found))
         return False
 
-    # ------------------------------------------------------------ what does not depend on the program
+    # ---------------------------------------------------------- what does not depend on the program
 
     def precision(self) -> tuple[str, str]:
         """The half-precision dtype, and the arguments of a GradScaler."""
@@ -146,17 +207,25 @@ class Conversion:
         if not fp16:
             return ("torch.bfloat16", "") if bf16 else ("", "")
         section = self.section("fp16")
-        power, window = self.take("initial_scale_power", section), self.take("loss_scale_window", section)
+        power, window = (
+            self.take("initial_scale_power", section),
+            self.take("loss_scale_window", section),
+        )
         fixed = self.number("loss_scale", section)
         scale = f"{float(fixed)!r}" if fixed else f"2.0**{power if isinstance(power, int) else 16}"
         if fixed:
-            self.notes.append(f"fp16.loss_scale {fixed}: still halves after an overflow; a GradScaler has no fixed scale")
+            self.notes.append(
+                f"fp16.loss_scale {fixed}: still halves after an overflow; a GradScaler has no "
+                "fixed scale"
+            )
         every = 2**31 - 1 if fixed else window if isinstance(window, int) and window > 0 else 1000
         return "torch.float16", f"init_scale={scale}, growth_interval={every}"
 
     def clipping(self) -> float | None:
         if "gradient_clipping" not in self.config:
-            self.notes.append(f"gradient_clipping is missing: {CLIPPING}, the default of DeepSpeed 0.19")
+            self.notes.append(
+                f"gradient_clipping is missing: {CLIPPING}, the default of DeepSpeed 0.19"
+            )
             return CLIPPING
         return self.number("gradient_clipping", self.config) or None
 
@@ -166,12 +235,18 @@ class Conversion:
         size = self.number("train_micro_batch_size_per_gpu", self.config, 1)
         every = self.number("train_batch_size", self.config, 1)
         if size:
-            self.notes.append(f"train_micro_batch_size_per_gpu {size}: the batch_size of your DataLoader")
+            self.notes.append(
+                f"train_micro_batch_size_per_gpu {size}: the batch_size of your DataLoader"
+            )
         if every and size and not steps:
             return f"max({int(every)} // ({int(size)} * dist.get_world_size()), 1)"
         if every:
-            makes = f"{size} × {steps or 1}" if size else f"your DataLoader's batch_size × {steps or 1}"
-            self.notes.append(f"train_batch_size {every}: {makes} × the number of ranks must be that")
+            makes = (
+                f"{size} × {steps or 1}" if size else f"your DataLoader's batch_size × {steps or 1}"
+            )
+            self.notes.append(
+                f"train_batch_size {every}: {makes} × the number of ranks must be that"
+            )
         return str(int(steps or 1))
 
     # ------------------------------------------------------------ the program
@@ -185,7 +260,9 @@ class Conversion:
         else:
             torchs, keywords = self.torchs(kind)
             if self.stage == 3:
-                self.streamed(torchs, keywords, parameters) if parameters else self.sharded(torchs, keywords, state)
+                self.streamed(torchs, keywords, parameters) if parameters else self.sharded(
+                    torchs, keywords, state
+                )
             elif self.stage:
                 self.partitioned(torchs, keywords, state)
             else:
@@ -201,19 +278,32 @@ class Conversion:
                 self.imports.add(f"import {module}")
         plain = sorted(line for line in self.imports if not line.startswith("from"))
         return [
-            "# Yours: model, loader (batches of this rank) and loss_of(model, batch). The model is on its device, and has",
+            (
+                "# Yours: model, loader (batches of this rank) and loss_of(model, batch). The "
+                "model "
+                "is on its device, and has"
+            ),
             "# the same weights on every rank.",
-            *plain, *sorted(self.imports - set(plain)), *(["", "import commpress"] if "commpress." in text else []), "",
-            "if not dist.is_initialized():", "    dist.init_process_group()  # ranks that torchrun started",
-            'device = "cuda" if torch.cuda.is_available() else "cpu"', *self.setup, "", *loop,
-        ]  # fmt: skip
+            *plain,
+            *sorted(self.imports - set(plain)),
+            *(["", "import commpress"] if "commpress." in text else []),
+            "",
+            "if not dist.is_initialized():",
+            "    dist.init_process_group()  # ranks that torchrun started",
+            'device = "cuda" if torch.cuda.is_available() else "cpu"',
+            *self.setup,
+            "",
+            *loop,
+        ]
 
     def loop(self, accumulation: str, scheduled: bool) -> list[str]:
         """The training loop: forward, backward, and every so many batches a step."""
         many = accumulation != "1"
         loss = f"loss = loss_of({self.runs}, batch)" + " / accumulation" * many
         pad = "    " * (1 + (many and bool(self.sync)))
-        lines = [f"accumulation = {accumulation}"] * many + ["for number, batch in enumerate(loader, 1):"]
+        lines = [f"accumulation = {accumulation}"] * many + [
+            "for number, batch in enumerate(loader, 1):"
+        ]
         lines += ["    last = number % accumulation == 0"] * many
         if many and self.sync:
             lines.append(f"    with contextlib.nullcontext() if last else {self.sync}:")
@@ -221,7 +311,9 @@ class Conversion:
             lines += [f"{pad}with torch.autocast(device, {self.half}):", f"{pad}    {loss}"]
         else:
             lines.append(pad + loss)
-        lines.append(f"{pad}scaler.scale(loss).backward()" if self.scaled else f"{pad}loss.backward()")
+        lines.append(
+            f"{pad}scaler.scale(loss).backward()" if self.scaled else f"{pad}loss.backward()"
+        )
         lines += ["    if last:"] * many
         pad = "    " * (1 + many)
         if self.clip and not self.own_clip:
@@ -234,7 +326,9 @@ class Conversion:
             lines += [f"{pad}scale = scaler.get_scale()"] * scheduled
             lines += [f"{pad}scaler.step(optimizer)", f"{pad}scaler.update()"]
             if scheduled:
-                lines += [f"{pad}if scaler.get_scale() >= scale:  # not after a step that was left out"]
+                lines += [
+                    f"{pad}if scaler.get_scale() >= scale:  # not after a step that was left out"
+                ]
                 lines += [f"{pad}    scheduler.step()"]
         return [*lines, f"{pad}optimizer.zero_grad()"]
 
@@ -247,16 +341,23 @@ class Conversion:
     # ------------------------------------------------------------ optimizers
 
     def torchs(self, kind: str) -> tuple[str, dict[str, Any]]:
-        """torch's optimizer and its options; DeepSpeed's Adam is AdamW unless told otherwise, and does not decay weights."""
+        """torch's optimizer and its options; DeepSpeed's Adam is AdamW unless told otherwise, and
+        does not decay weights."""
         fused = not self.take("torch_adam", self.params)
         decoupled = self.take("adam_w_mode", self.params) is not False
-        name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}.get(
-            kind.lower(), kind
-        )
+        name = {
+            "adam": "AdamW" if decoupled else "Adam",
+            "adamw": "AdamW",
+            "sgd": "SGD",
+            "adagrad": "Adagrad",
+        }.get(kind.lower(), kind)
         stands_in = name not in TORCHS
         if stands_in:
             word = " ".join(kind.split())
-            self.setup.append(f"# instead of {word!r}, which torch does not have: put another class and its options here")
+            self.setup.append(
+                f"# instead of {word!r}, which torch does not have: put another class and its "
+                "options here"
+            )
             self.notes.append(f"optimizer.type {word}: AdamW stands in its place")
             self.params.setdefault("lr", self.params.pop("adam_lr", RATE))
             name = "AdamW"
@@ -271,10 +372,15 @@ class Conversion:
         for name in names:
             if (value := self.take(name, self.params)) is None:
                 continue
-            if all(isinstance(each, int | float) for each in (value if isinstance(value, list) else [value])):
+            if all(
+                isinstance(each, int | float)
+                for each in (value if isinstance(value, list) else [value])
+            ):
                 found[name] = value
             else:
-                self.notes.append(f"optimizer.params.{name} is {value!r}, expected numbers: it is left out")
+                self.notes.append(
+                    f"optimizer.params.{name} is {value!r}, expected numbers: it is left out"
+                )
         self.rate = found.get("lr", RATE) or RATE
         return found
 
@@ -282,7 +388,8 @@ class Conversion:
         """One of the 1-bit optimizers, which averages over the ranks itself."""
         if self.stage:
             self.notes.append(
-                f"zero_optimization.stage {self.stage}: DeepSpeed refuses it with {own}, and it is left out. "
+                f"zero_optimization.stage {self.stage}: DeepSpeed refuses it with {own}, and it "
+                "is left out. "
                 "ShardedOneBitAdam and ShardedZeroOneAdam divide the state"
             )
         keywords = self.options(ADAM)
@@ -293,7 +400,10 @@ class Conversion:
         elif steps := self.number("freeze_step", self.params):
             keywords["warmup_steps"] = int(steps)
         else:
-            self.notes.append('freeze_step is missing: DeepSpeed freezes at step 100000, "auto" when the variance is stable')
+            self.notes.append(
+                'freeze_step is missing: DeepSpeed freezes at step 100000, "auto" when the '
+                "variance is stable"
+            )
         if own == "OneBitLamb":
             self.lamb_bounds(keywords)
         else:
@@ -304,9 +414,10 @@ class Conversion:
         scaler = self.scaler()
         self.imports.add("from torch.nn.parallel import DistributedDataParallel")
         self.setup += [
-            *assigned(f"commpress.{own}", call(keywords, grad_scaler=scaler)), "ddp = DistributedDataParallel(model)",
+            *assigned(f"commpress.{own}", call(keywords, grad_scaler=scaler)),
+            "ddp = DistributedDataParallel(model)",
             "commpress.overlap(ddp, optimizer)  # rounds start while backward goes on",
-        ]  # fmt: skip
+        ]
         self.runs, self.sync = "ddp", "ddp.no_sync()"
 
     def lamb_bounds(self, keywords: dict[str, Any]) -> None:
@@ -315,24 +426,33 @@ class Conversion:
             given = self.number(low, self.params), self.number(high, self.params)
             if given != (None, None):
                 keywords[name] = (given[0] or least, given[1] or most)
-        for name, word in {"coefficient_beta": "coeff_beta", "factor_change": "factor_threshold"}.items():
+        for name, word in {
+            "coefficient_beta": "coeff_beta",
+            "factor_change": "factor_threshold",
+        }.items():
             if (value := self.number(word, self.params)) is not None:
                 keywords[name] = value
 
     def zero_one_schedule(self, keywords: dict[str, Any]) -> None:
-        """DeepSpeed's intervals of synchronisation: 1 for ``scaler`` steps after the variance is frozen, then 2, 4, … up to
-        ``clipper``. Without a word of them ours."""
-        given = {word: value for word in ZERO_ONE if (value := self.take(word, self.params)) is not None}
+        """DeepSpeed's intervals of synchronisation: 1 for ``scaler`` steps after the variance is
+        frozen, then 2, 4, … up to ``clipper``. Without a word of them ours."""
+        given = {
+            word: value for word in ZERO_ONE if (value := self.take(word, self.params)) is not None
+        }
         if not given:
             return
         freeze, scaler, clipper = (ZERO_ONE | given).values()
         if not all(isinstance(value, int) and value > 0 for value in (freeze, scaler, clipper)):
-            self.notes += [f"{word} {value}: expected a positive number; sync='qsr' stays" for word, value in given.items()]
+            self.notes += [
+                f"{word} {value}: expected a positive number; sync='qsr' stays"
+                for word, value in given.items()
+            ]
             return
         keywords["sync"] = DoublingIntervals(freeze + scaler, scaler, clipper)
         self.imports.add("from commpress.schedules import DoublingIntervals")
         self.notes.append(
-            f"var_freeze_step {freeze}: updates of the variance become ever rarer and never end; from step {freeze + scaler}, "
+            f"var_freeze_step {freeze}: updates of the variance become ever rarer and never "
+            f"end; from step {freeze + scaler}, "
             "where intervals exceed 1, they wait for the end of one"
         )
 
@@ -343,9 +463,13 @@ class Conversion:
         self.setup.append("ddp = DistributedDataParallel(model)")
         scaler = self.scaler()
         if codec := self.codec():
-            self.setup.append(f"commpress.compress(ddp, {codec!r}{', grad_scaler=scaler' * bool(scaler)})")
+            self.setup.append(
+                f"commpress.compress(ddp, {codec!r}{', grad_scaler=scaler' * bool(scaler)})"
+            )
         else:
-            self.setup.append('# commpress.compress(ddp, "int8")  # nothing is compressed without it')
+            self.setup.append(
+                '# commpress.compress(ddp, "int8")  # nothing is compressed without it'
+            )
         self.setup += assigned(torchs, call(keywords))
 
     def partitioned(self, torchs: str, keywords: dict[str, Any], state: str) -> None:
@@ -354,7 +478,8 @@ class Conversion:
             self.setup.append(f"model.to({self.half})")
         scaler = self.scaler()
         more: dict[str, Any] = {"stage": self.stage}
-        if not self.half and (codec := self.codec()):  # else they travel in half precision, and are averaged in float32
+        # else they travel in half precision, and are averaged in float32
+        if not self.half and (codec := self.codec()):
             more["gradients"] = codec
         if state:
             self.setup += self.store(state, 16)
@@ -363,31 +488,52 @@ class Conversion:
         names = {"store": "store" if state else "", "grad_scaler": scaler}
         self.setup += assigned("commpress.Partitioned", call(more | keywords, torchs, **names))
         self.sync = "optimizer.no_sync()" if self.stage == 1 else ""
-        self.notes.append("the model stays bare: Partitioned averages gradients over the ranks itself")
+        self.notes.append(
+            "the model stays bare: Partitioned averages gradients over the ranks itself"
+        )
 
     def sharded(self, torchs: str, keywords: dict[str, Any], state: str) -> None:
-        """Stage 3 by torch's ``fully_shard``; weights are kept in float32 and computed with in half precision."""
+        """Stage 3 by torch's ``fully_shard``; weights are kept in float32 and computed with in half
+        precision."""
         policy = ""
-        self.imports.add(f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' * bool(self.half)}fully_shard")
+        self.imports.add(
+            "from torch.distributed.fsdp import "
+            f"{'MixedPrecisionPolicy, ' * bool(self.half)}fully_shard"
+        )
         if self.half:
             word = str(self.take("communication_data_type") or "fp32")
             sent = HALF.get(word, "torch.float32")
-            self.setup.append(f"precision = MixedPrecisionPolicy(param_dtype={self.half}, reduce_dtype={sent})")
+            self.setup.append(
+                f"precision = MixedPrecisionPolicy(param_dtype={self.half}, reduce_dtype={sent})"
+            )
             policy = ", mp_policy=precision"
         self.setup += [
             "def blocks_of(module):  # elements of the outermost ModuleLists",
             "    for child in module.children():",
-            "        yield from child if isinstance(child, torch.nn.ModuleList) else blocks_of(child)",
-            "for block in blocks_of(model):", f"    fully_shard(block{policy})", f"fully_shard(model{policy})",
-        ]  # fmt: skip
+            (
+                "        yield from child if isinstance(child, torch.nn.ModuleList) else "
+                "blocks_of(child)"
+            ),
+            "for block in blocks_of(model):",
+            f"    fully_shard(block{policy})",
+            f"fully_shard(model{policy})",
+        ]
         scaler = self.scaler()
-        gradients = "int4" if self.take("zero_quantized_gradients", self.zero) else self.codec() or None
+        gradients = (
+            "int4" if self.take("zero_quantized_gradients", self.zero) else self.codec() or None
+        )
         weights = "int8" if self.take("zero_quantized_weights", self.zero) else None
         if gradients or weights:
             told = ", grad_scaler=scaler" * bool(scaler)
-            self.setup.append(f"commpress.compress_fsdp(model, gradients={gradients!r}, weights={weights!r}{told})")
+            self.setup.append(
+                f"commpress.compress_fsdp(model, gradients={gradients!r}, "
+                f"weights={weights!r}{told})"
+            )
         if (size := self.take("zero_hpz_partition_size", self.zero)) not in (None, 1):
-            self.notes.append(f"zero_hpz_partition_size {size}: fully_shard on a mesh of two dimensions, and compress_hsdp")
+            self.notes.append(
+                f"zero_hpz_partition_size {size}: fully_shard on a mesh of two dimensions, and "
+                "compress_hsdp"
+            )
         if state:
             self.setup += self.store(state, 16)
             self.offloaded(torchs, keywords)
@@ -397,18 +543,25 @@ class Conversion:
     def streamed(self, torchs: str, keywords: dict[str, Any], path: str) -> None:
         """Stage 3 with parameters outside of memory."""
         if self.scaled:
-            self.notes.append("fp16.enabled: bfloat16 instead, for gradients in a store take no loss scale")
+            self.notes.append(
+                "fp16.enabled: bfloat16 instead, for gradients in a store take no loss scale"
+            )
             self.half, self.scaled = "torch.bfloat16", ""
         if self.half:
             self.setup.append(f"model.to({self.half})")
         self.setup += self.store(path, 24)
         self.setup.append(f"streamed = commpress.stream(model, store=store, chunk_mb={CHUNK_MB})")
         self.offloaded(torchs, keywords)
-        self.notes.append("offload_param: moments and masters lie in the store too, and gradients as backward makes them")
+        self.notes.append(
+            "offload_param: moments and masters lie in the store too, and gradients as backward "
+            "makes them"
+        )
 
     def offloaded(self, torchs: str, keywords: dict[str, Any]) -> None:
         self.clipped(keywords)
-        self.setup += assigned("commpress.Offloaded", call({"chunk_mb": CHUNK_MB} | keywords, torchs, store="store"))
+        self.setup += assigned(
+            "commpress.Offloaded", call({"chunk_mb": CHUNK_MB} | keywords, torchs, store="store")
+        )
 
     def clipped(self, keywords: dict[str, Any]) -> None:
         self.own_clip = True
@@ -425,26 +578,40 @@ class Conversion:
     # ------------------------------------------------------------ stores
 
     def offloading(self) -> tuple[str, str]:
-        """The line of host memory and the folder of a store, where the optimizer's state and parameters leave the device."""
+        """The line of host memory and the folder of a store, where the optimizer's state and
+        parameters leave the device."""
         places = {}
-        for key, stages, old in (("offload_optimizer", (1, 2, 3), "cpu_offload"), ("offload_param", (3,), "cpu_offload_param")):
+        for key, stages, old in (
+            ("offload_optimizer", (1, 2, 3), "cpu_offload"),
+            ("offload_param", (3,), "cpu_offload_param"),
+        ):
             section = self.section(key, self.zero)
-            device = self.take("device", section) or ("cpu" if self.take(old, self.zero) else "none")
+            device = self.take("device", section) or (
+                "cpu" if self.take(old, self.zero) else "none"
+            )
             path = self.take("nvme_path", section)
             if device not in ("cpu", "nvme", "none"):
-                raise InvalidArgument(f"{key}.device is {device!r}, expected 'cpu', 'nvme' or 'none'")
+                raise InvalidArgument(
+                    f"{key}.device is {device!r}, expected 'cpu', 'nvme' or 'none'"
+                )
             own = str(self.optimizer.get("type")).lower() in OURS
             if device != "none" and (own or self.stage not in stages):
-                why = f"{OURS[str(self.optimizer['type']).lower()]} keeps its state in memory" if own else (
-                    f"stage {self.stage} has none, expected stage {' or '.join(map(str, stages))}"
-                )  # fmt: skip
+                why = (
+                    f"{OURS[str(self.optimizer['type']).lower()]} keeps its state in memory"
+                    if own
+                    else (
+                        f"stage {self.stage} has none, expected stage "
+                        f"{' or '.join(map(str, stages))}"
+                    )
+                )
                 self.notes.append(f"{key} is left out: {why}")
                 device = "none"
             places[key] = "" if device == "none" else f"{device}:{path or 'store'}"
         return places["offload_optimizer"] or places["offload_param"], places["offload_param"]
 
     def store(self, place: str, each: int) -> list[str]:
-        """Lines that open one; ``each``: bytes of an element that all lie in host memory, for the device "cpu"."""
+        """Lines that open one; ``each``: bytes of an element that all lie in host memory, for the
+        device "cpu"."""
         device, _, path = place.partition(":")
         host = '"1GiB"'
         lines = []
@@ -457,12 +624,13 @@ class Conversion:
             f"folder = {folder}  # if it holds a committed state, training goes on from there",
             f"host = {host}  # bytes of memory that each rank takes at once",
             "store = commpress.TieredStore.open(folder, host=host)",
-        ]  # fmt: skip
+        ]
 
     # ------------------------------------------------------------ the rest
 
     def schedule(self) -> bool:
-        """DeepSpeed's warm-up as a factor of the learning rate; False if there is none, or none that is known here."""
+        """DeepSpeed's warm-up as a factor of the learning rate; False if there is none, or none
+        that is known here."""
         schedule = self.section("scheduler")
         if not schedule:
             return False
@@ -477,7 +645,9 @@ class Conversion:
         high = self.number("warmup_max_lr", params) or (lr if kind == "WarmupLR" else RATE)
         total = self.number("total_num_steps", params, 1) if kind == "WarmupDecayLR" else None
         linear = self.take("warmup_type", params) == "linear"
-        rising = f"max(step - 1, 0) / {warm}" if linear else f"math.log(max(step, 1)) / math.log({warm})"
+        rising = (
+            f"max(step - 1, 0) / {warm}" if linear else f"math.log(max(step, 1)) / math.log({warm})"
+        )
         later = f"max(0.0, ({total} + 1 - step) / {max(total - warm, 1)})" if total else "1.0"
         self.setup += [
             f"def factor(step):  # {kind}, from {low!r} to {high!r}",
@@ -524,12 +694,26 @@ def assigned(name: str, arguments: str) -> list[str]:
         return [line]
     pad = "    "
     wrapped = fill(
-        arguments, 100, initial_indent=pad, subsequent_indent=pad, break_long_words=False, break_on_hyphens=False
+        arguments,
+        100,
+        initial_indent=pad,
+        subsequent_indent=pad,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return [f"optimizer = {name}(", *wrapped.split("\n"), ")"]
 
 
 def call(keywords: Mapping[str, Any], *first: str, **names: str) -> str:
     """Arguments as they are written: values by ``repr``, lists as tuples, ``names`` as they are."""
-    written = ["model.parameters()", *first, *(f"{key}={name}" for key, name in names.items() if name)]
-    return ", ".join([*written, *(f"{k}={tuple(v) if isinstance(v, list) else v!r}" for k, v in keywords.items())])
+    written = [
+        "model.parameters()",
+        *first,
+        *(f"{key}={name}" for key, name in names.items() if name),
+    ]
+    return ", ".join(
+        [
+            *written,
+            *(f"{k}={tuple(v) if isinstance(v, list) else v!r}" for k, v in keywords.items()),
+        ]
+    )

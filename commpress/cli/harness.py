@@ -1,4 +1,5 @@
-"""Harness of every benchmark: calls interleaved on all ranks, rows become a table, and --check, --json and --plot use them."""
+"""Harness of every benchmark: calls interleaved on all ranks, rows become a table, and --check,
+--json and --plot use them."""
 
 import argparse
 import json
@@ -36,9 +37,11 @@ def run(
     report: Callable[[Any], None] = print,
     summary: Callable[[Any], str] | None = None,
 ) -> int:
-    """The exit status of ``bench(rank, size, options, report)`` on all ranks, whose result on rank 0 is the rows.
+    """The exit status of ``bench(rank, size, options, report)`` on all ranks, whose result on rank
+    0 is the rows.
 
-    ``report`` is called with what rank 0 reports, ``summary`` says what is printed of all rows at the end.
+    ``report`` is called with what rank 0 reports, ``summary`` says what is printed of all rows at
+    the end.
     """
     rows = ranks.on_ranks(bench, options, report)
     if rows is None:  # not rank 0 of a launcher
@@ -78,8 +81,9 @@ def interleaved(
 ) -> dict[str, list[T]]:
     """All that each call returned in ``rounds`` rounds, after ``warm`` more that do not count.
 
-    Each round begins with another call, and every other one goes backwards: who is first after a pause may find a faster disk
-    than who comes last, and who always follows the same neighbour always finds the caches that it leaves.
+    Each round begins with another call, and every other one goes backwards: who is first after a
+    pause may find a faster disk than who comes last, and who always follows the same neighbour
+    always finds the caches that it leaves.
     """
     figures: dict[str, list[T]] = {name: [] for name in calls}
     names, total = list(calls), warm + rounds
@@ -111,12 +115,19 @@ def slowest(figures: Mapping[str, list[Any]]) -> dict[str, torch.Tensor]:
     return dict(zip(figures, took, strict=True))
 
 
-def medians(calls: Mapping[str, Callable[[], float]], rounds: int, *, warm: int = 0) -> dict[str, float]:
+def medians(
+    calls: Mapping[str, Callable[[], float]], rounds: int, *, warm: int = 0
+) -> dict[str, float]:
     """Of what each call returned in ``rounds`` rounds on the slowest rank; collective."""
-    return {name: float(took.median()) for name, took in slowest(interleaved(calls, rounds, warm=warm)).items()}
+    return {
+        name: float(took.median())
+        for name, took in slowest(interleaved(calls, rounds, warm=warm)).items()
+    }
 
 
-def alternately(calls: Mapping[str, Callable[[], object]], *, least: int = 3, most: int = MOST) -> dict[str, float]:
+def alternately(
+    calls: Mapping[str, Callable[[], object]], *, least: int = 3, most: int = MOST
+) -> dict[str, float]:
     """Median seconds of each call on this rank alone, interleaved; once before, not timed."""
     for call in calls.values():
         call()
@@ -147,7 +158,13 @@ def deliver(
     """
     bars = list(judge(rows)) if judge is not None and options.check else []
     if options.json:
-        content = {**machine(), "settings": settings(options), **more, "rows": list(map(row, rows)), "bars": bars}
+        content = {
+            **machine(),
+            "settings": settings(options),
+            **more,
+            "rows": list(map(row, rows)),
+            "bars": bars,
+        }
         write_json(options.json, content)
     if draw is not None and options.plot:
         draw(options.plot, rows)
@@ -177,11 +194,16 @@ def row(measured: Any) -> Any:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if not callable(v)}
+    return {
+        k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if not callable(v)
+    }
 
 
 def machine() -> dict[str, Any]:
     return {
-        "commpress": __version__, "torch": torch.__version__, "python": platform.python_version(),
-        "processor": platform.machine(), "cores": os.cpu_count(),
-    }  # fmt: skip
+        "commpress": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+    }

@@ -1,4 +1,5 @@
-"""History of a run that faults have disturbed, as its ranks have written it: pace, participation, pauses, what was lost."""
+"""History of a run that faults have disturbed, as its ranks have written it: pace, participation,
+pauses, what was lost."""
 
 import json
 from collections import defaultdict
@@ -21,13 +22,15 @@ class Commit:
     step: int
     epoch: int
     hash: str | None
-    samples: tuple[int, int] | None  # from, to, in the order of the data; of all ranks, or of this one
+    # from, to, in the order of the data; of all ranks, or of this one
+    samples: tuple[int, int] | None
     whole: bool = False  # the samples are those of all ranks
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Seconds beyond the usual from a step to the next, of the survivor who waited longest; a fault lies between."""
+    """Seconds beyond the usual from a step to the next, of the survivor who waited longest; a fault
+    lies between."""
 
     step: int
     clock: float
@@ -35,7 +38,8 @@ class Pause:
 
 
 class EventFile:
-    """A file that a process appends JSON lines to; ``new`` returns those that are whole and were not returned before."""
+    """A file that a process appends JSON lines to; ``new`` returns those that are whole and were
+    not returned before."""
 
     def __init__(self, path: Path, victim: int, life: int) -> None:
         self.path, self.victim, self.life = path, victim, life
@@ -76,19 +80,27 @@ class History:
 
 
 def commit_of(event: dict[str, Any], victim: int, life: int) -> Commit:
-    """With a position, where the step of all ranks begins, its samples are those of ``size`` ranks that read alike."""
+    """With a position, where the step of all ranks begins, its samples are those of ``size`` ranks
+    that read alike."""
     samples, whole = event.get("samples"), event.get("position") is not None
     if samples is not None and whole:
         samples = (event["position"], event["position"] + event["size"] * (samples[1] - samples[0]))
     return Commit(
-        victim, life, event["clock"], event["step"], event.get("epoch", 0), event.get("hash"),
-        None if samples is None else (samples[0], samples[1]), whole,
-    )  # fmt: skip
+        victim,
+        life,
+        event["clock"],
+        event["step"],
+        event.get("epoch", 0),
+        event.get("hash"),
+        None if samples is None else (samples[0], samples[1]),
+        whole,
+    )
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault that was done: to whom, from when to when (clock); ``back`` is when the victim had committed a step again."""
+    """A fault that was done: to whom, from when to when (clock); ``back`` is when the victim had
+    committed a step again."""
 
     kind: str
     victim: int
@@ -99,9 +111,12 @@ class Hit:
 
 
 class Verdict:
-    """Figures of a history; faults were made from ``begin`` to ``end`` (clock), and before ``begin`` nothing was disturbed."""
+    """Figures of a history; faults were made from ``begin`` to ``end`` (clock), and before
+    ``begin`` nothing was disturbed."""
 
-    def __init__(self, history: History, hits: Sequence[Hit], ranks: int, begin: float, end: float) -> None:
+    def __init__(
+        self, history: History, hits: Sequence[Hit], ranks: int, begin: float, end: float
+    ) -> None:
         self.ranks, self.hits, self.begin, self.end = ranks, list(hits), begin, end
         self.commits = sorted(history.commits, key=lambda commit: commit.clock)
         self.others = history.others
@@ -116,8 +131,10 @@ class Verdict:
 
     @cached_property
     def usual(self) -> float:
-        """Seconds from a step to the next while nothing is disturbed: the mean, or the median of all without such a time."""
-        calm = sorted(clock for clock in self.first.values() if clock <= self.begin)[3:]  # the first steps warm up
+        """Seconds from a step to the next while nothing is disturbed: the mean, or the median of
+        all without such a time."""
+        # the first steps warm up
+        calm = sorted(clock for clock in self.first.values() if clock <= self.begin)[3:]
         if len(calm) > 10:
             return (calm[-1] - calm[0]) / (len(calm) - 1)
         clocks = sorted(self.first.values())
@@ -130,20 +147,30 @@ class Verdict:
     @property
     def goodput(self) -> float:
         """Committed steps per second while faults were made, as a share of those without."""
-        return self.disturbed_steps / (self.end - self.begin) * self.usual if self.end > self.begin else float("nan")
+        return (
+            self.disturbed_steps / (self.end - self.begin) * self.usual
+            if self.end > self.begin
+            else float("nan")
+        )
 
     @property
     def participation(self) -> float:
-        """Ranks that committed a step, as a share of all ranks, mean over the steps while faults were made."""
+        """Ranks that committed a step, as a share of all ranks, mean over the steps while faults
+        were made."""
         took_part: dict[int, set[int]] = defaultdict(set)
         for commit in self.commits:
             if self.begin < self.first[commit.step] <= self.end:
                 took_part[commit.step].add(commit.victim)
-        return sum(map(len, took_part.values())) / (self.ranks * len(took_part)) if took_part else float("nan")
+        return (
+            sum(map(len, took_part.values())) / (self.ranks * len(took_part))
+            if took_part
+            else float("nan")
+        )
 
     @cached_property
     def pauses(self) -> list[Pause]:
-        """One for each step after which somebody who was not harmed himself waited because of a fault or another group."""
+        """One for each step after which somebody who was not harmed himself waited because of a
+        fault or another group."""
         by_process: dict[tuple[int, int], list[Commit]] = defaultdict(list)
         for commit in self.commits:
             by_process[commit.victim, commit.life].append(commit)
@@ -154,7 +181,9 @@ class Verdict:
                     continue
                 if before.clock > self.end:
                     continue
-                pause = Pause(before.step, before.clock, max(after.clock - before.clock - self.usual, 0.0))
+                pause = Pause(
+                    before.step, before.clock, max(after.clock - before.clock - self.usual, 0.0)
+                )
                 known = longest.get(before.step)
                 if known is None or known.seconds < pause.seconds:
                     longest[before.step] = pause
@@ -162,14 +191,20 @@ class Verdict:
 
     def _disturbed(self, victim: int, before: Commit, after: Commit) -> bool:
         own = any(
-            hit.victim == victim and hit.begin <= after.clock and before.clock <= (hit.back or hit.end) for hit in self.hits
+            hit.victim == victim
+            and hit.begin <= after.clock
+            and before.clock <= (hit.back or hit.end)
+            for hit in self.hits
         )
-        others = any(before.clock <= hit.begin <= after.clock for hit in self.hits if hit.victim != victim)
+        others = any(
+            before.clock <= hit.begin <= after.clock for hit in self.hits if hit.victim != victim
+        )
         return not own and (others or before.epoch != after.epoch)
 
     @property
     def repeated(self) -> list[int]:
-        """Steps that a process has committed although it had already committed them, or later ones."""
+        """Steps that a process has committed although it had already committed them, or later
+        ones."""
         last: dict[tuple[int, int], int] = {}
         found = []
         for commit in self.commits:
@@ -183,7 +218,11 @@ class Verdict:
     def skipped(self) -> list[int]:
         """Steps below the last that nobody has committed."""
         steps = self.first.keys()
-        return [step for step in range(min(steps, default=0), max(steps, default=0)) if step not in steps]
+        return [
+            step
+            for step in range(min(steps, default=0), max(steps, default=0))
+            if step not in steps
+        ]
 
     @property
     def hashed_steps(self) -> int:
@@ -210,8 +249,15 @@ class Verdict:
 
     def _samples(self) -> tuple[int | None, int | None]:
         used = [c for c in self.commits if c.samples is not None and c.samples[0] < c.samples[1]]
-        first = {c.step: c for c in reversed(used)}  # who came later may say the size of a later group
-        ranges = sorted({(*c.samples, c.step) for c in used if c.samples and (not c.whole or c is first[c.step])})
+        # who came later may say the size of a later group
+        first = {c.step: c for c in reversed(used)}
+        ranges = sorted(
+            {
+                (*c.samples, c.step)
+                for c in used
+                if c.samples and (not c.whole or c is first[c.step])
+            }
+        )
         if not ranges:
             return None, None
         lost = twice = 0
@@ -224,5 +270,10 @@ class Verdict:
 
     @property
     def healing(self) -> list[float]:
-        """Seconds from the new start of a process that was gone to the first step that it committed."""
-        return [hit.back - hit.restarted for hit in self.hits if hit.back is not None and hit.restarted is not None]
+        """Seconds from the new start of a process that was gone to the first step that it
+        committed."""
+        return [
+            hit.back - hit.restarted
+            for hit in self.hits
+            if hit.back is not None and hit.restarted is not None
+        ]

@@ -1,9 +1,10 @@
-"""Hosts of their own on one Linux machine: network namespaces joined by a switch, with links of a given rate and delay.
+"""Hosts of their own on one Linux machine: network namespaces joined by a switch, with links of a
+given rate and delay.
 
-A host has an address, a name that the others resolve, and one interface, ``eth0``. Nothing of it is visible outside: firewall
-rules and queues live in the namespaces, and the namespaces live as long as the processes that hold them, which end when this
-one does, however it ends. Needs root or unprivileged user namespaces, and the tools of util-linux and iproute2; cutting links
-also nft.
+A host has an address, a name that the others resolve, and one interface, ``eth0``. Nothing of it is
+visible outside: firewall rules and queues live in the namespaces, and the namespaces live as long
+as the processes that hold them, which end when this one does, however it ends. Needs root or
+unprivileged user namespaces, and the tools of util-linux and iproute2; cutting links also nft.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from commpress.errors import CommpressError, InvalidArgument, MissingPackage
 
 SUBNET = "10.93.0."
 MOST = 250  # hosts of one subnet
-BULK = 600  # bytes: longer packets carry data, shorter ones agreement, acknowledgements and greetings
+# bytes: longer packets carry data, shorter ones agreement, acknowledgements and greetings
+BULK = 600
 SHARES = {  # packets that a cut link loses → nft's words
     "all": "drop",
     "half": "numgen random mod 2 0 drop",
@@ -34,11 +36,14 @@ _QUEUE = 0.02  # seconds of a link's traffic that wait at most
 _BURST = 250e-6  # seconds of a link's traffic that pass at once
 _TABLE = "inet commpress_cuts"
 _NO_DELAY = "this kernel cannot delay packets (netem, CONFIG_NET_SCH_NETEM): leave the delay out"
-_HOLD = "import socket, sys; socket.sethostname(sys.argv[1]); print('up', flush=True); sys.stdin.read()"
+_HOLD = (
+    "import socket, sys; socket.sethostname(sys.argv[1]); print('up', flush=True); sys.stdin.read()"
+)
 
 
 class HostsUnavailable(CommpressError, RuntimeError):
-    """This machine does not let this user have hosts of his own, or lacks what was asked of their links."""
+    """This machine does not let this user have hosts of his own, or lacks what was asked of their
+    links."""
 
 
 def parse_rate(text: str) -> float:
@@ -58,12 +63,15 @@ def parse_delay(text: str) -> float:
 
 
 class Hosts:
-    """``count`` hosts, numbered from 0; each link carries ``rate`` bits per second each way and takes ``delay`` seconds.
+    """``count`` hosts, numbered from 0; each link carries ``rate`` bits per second each way and
+    takes ``delay`` seconds.
 
     Use it as a context manager: at its end no process of a host, namespace or rule is left.
     """
 
-    def __init__(self, count: int, *, rate: float | None = None, delay: float = 0.0, name: str = "host") -> None:
+    def __init__(
+        self, count: int, *, rate: float | None = None, delay: float = 0.0, name: str = "host"
+    ) -> None:
         if not 1 <= count <= MOST:
             raise InvalidArgument(f"count is {count}, expected 1 to {MOST} hosts")
         _need("unshare", "nsenter", "mount", "ip", "tc")
@@ -92,12 +100,17 @@ class Hosts:
     # ---------------------------------------------------------------- commands
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command that runs ``command`` on ``host``, in this folder; it keeps the process id that it is started with."""
+        """The command that runs ``command`` on ``host``, in this folder; it keeps the process id
+        that it is started with."""
         return [*self._enter(self._holders[1 + host]), "env", "-C", os.getcwd(), *command]
 
     def environment(self, host: int) -> dict[str, str]:
         """Variables by which torch finds the host's interface."""
-        return {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+        return {
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "NCCL_SOCKET_IFNAME": "eth0",
+            "TP_SOCKET_IFNAME": "eth0",
+        }
 
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any
@@ -114,21 +127,33 @@ class Hosts:
     # ---------------------------------------------------------------- links
 
     def shape(self, host: int, rate: float | None, delay: float = 0.0) -> None:
-        """Give a host's link another rate and delay, each way; a rate of None is as fast as the machine."""
-        for holder, interface in ((self._holders[1 + host], "eth0"), (self._holders[0], f"p{host}")):
+        """Give a host's link another rate and delay, each way; a rate of None is as fast as the
+        machine."""
+        for holder, interface in (
+            (self._holders[1 + host], "eth0"),
+            (self._holders[0], f"p{host}"),
+        ):
             self._on(holder, _shaping(interface, rate, delay))
 
     def cut(self, host: int, share: str = "all", *, peer: int | None = None) -> None:
-        """Lose ``share`` of the packets between a host and ``peer``, or everybody, both ways: "all", "half" or "bulk"."""
+        """Lose ``share`` of the packets between a host and ``peer``, or everybody, both ways:
+        "all", "half" or "bulk"."""
         if share not in SHARES:
-            raise InvalidArgument(f"share is {share!r}, expected one of {', '.join(map(repr, SHARES))}")
+            raise InvalidArgument(
+                f"share is {share!r}, expected one of {', '.join(map(repr, SHARES))}"
+            )
         _need("nft")
         made = host in self._cut
         rules = [] if made else [f"add table {_TABLE}"]
-        for chain, end, interface in (("input", "saddr", "iifname"), ("output", "daddr", "oifname")):
+        for chain, end, interface in (
+            ("input", "saddr", "iifname"),
+            ("output", "daddr", "oifname"),
+        ):
             whom = f'{interface} "eth0"' if peer is None else f"ip {end} {self.addresses[peer]}"
             if not made:
-                rules.append(f"add chain {_TABLE} {chain} {{ type filter hook {chain} priority 0 ; }}")
+                rules.append(
+                    f"add chain {_TABLE} {chain} {{ type filter hook {chain} priority 0 ; }}"
+                )
             rules.append(f"add rule {_TABLE} {chain} {whom} {SHARES[share]}")
         self._on(self._holders[1 + host], "nft -f -", feed="\n".join(rules) + "\n")
         self._cut.add(host)
@@ -146,7 +171,11 @@ class Hosts:
         inside = {space for holder in self._holders if (space := _network(holder.pid)) is not None}
         inside.discard(_network(os.getpid()) or -1)
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and _network(int(entry.name)) in inside:
+            if (
+                entry.name.isdigit()
+                and int(entry.name) != os.getpid()
+                and _network(int(entry.name)) in inside
+            ):
                 with contextlib.suppress(OSError):
                     os.kill(int(entry.name), 9)
         for holder in self._holders:
@@ -160,19 +189,31 @@ class Hosts:
 
     def _build(self) -> None:
         known = Path(self._folder.name, "hosts")
-        here = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True))]
+        here = [
+            "127.0.0.1 localhost",
+            *(f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True)),
+        ]
         known.write_text("\n".join(here) + "\n")
         self._hold("switch")
-        self._on(self._holders[0], "ip link set lo up; ip link add br0 type bridge; ip link set br0 up")
+        self._on(
+            self._holders[0], "ip link set lo up; ip link add br0 type bridge; ip link set br0 up"
+        )
         for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             self._hold(name)
             pid = self._holders[-1].pid
             self._on(
-                self._holders[0], f"ip link add p{i} type veth peer name eth0 netns {pid}; ip link set p{i} master br0 up"
+                self._holders[0],
+                (
+                    f"ip link add p{i} type veth peer name eth0 netns {pid}; ip link set p{i} "
+                    "master br0 up"
+                ),
             )
             self._on(
                 self._holders[-1],
-                f"mount --bind {known} /etc/hosts; ip link set lo up; ip addr add {address}/24 dev eth0; ip link set eth0 up",
+                (
+                    f"mount --bind {known} /etc/hosts; ip link set lo up; ip addr add {address}/24 "
+                    "dev eth0; ip link set eth0 up"
+                ),
             )
             if self.rate is not None or self.delay:
                 self.shape(i, self.rate, self.delay)
@@ -182,18 +223,27 @@ class Hosts:
         spaces = ["unshare", "--net", "--uts", "--mount"]
         if not self._root:
             first = not self._holders
-            spaces = [*spaces, "--user", "--map-root-user"] if first else [*self._enter(self._holders[0], "-U"), *spaces]
+            spaces = (
+                [*spaces, "--user", "--map-root-user"]
+                if first
+                else [*self._enter(self._holders[0], "-U"), *spaces]
+            )
         holder = subprocess.Popen(
             [*spaces, "--", sys.executable, "-SE", "-c", _HOLD, name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         self._holders.append(holder)
         assert holder.stdout is not None
         assert holder.stderr is not None
         if holder.stdout.readline().strip() != "up":
             why = holder.stderr.read().strip().splitlines()
             raise HostsUnavailable(
-                f"no namespaces for {name}: {why[-1] if why else 'no answer'}. Run as root, or let users have namespaces "
+                f"no namespaces for {name}: {why[-1] if why else 'no answer'}. Run as root, or "
+                "let users have namespaces "
                 "(sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
                 "kernel.apparmor_restrict_unprivileged_userns)"
             )
@@ -215,27 +265,41 @@ class Hosts:
 
 
 def _shaping(interface: str, rate: float | None, delay: float) -> str:
-    """Commands for one end of a link: a token bucket, and netem's queue where packets shall be late."""
+    """Commands for one end of a link: a token bucket, and netem's queue where packets shall be
+    late."""
     parent, segment, steps = "root", 65536, []
     if rate is not None:
-        segment = max(6056, min(segment, int(rate / 8 * _BURST / 2)))  # the longest packet that the kernel leaves whole
+        # the longest packet that the kernel leaves whole
+        segment = max(6056, min(segment, int(rate / 8 * _BURST / 2)))
         burst = max(2 * segment + 2000, int(rate / 8 * _BURST))
         queue = max(int(rate / 8 * _QUEUE), 4 * burst, 1 << 18)
-        steps.append(f"tc qdisc add dev {interface} root handle 1: tbf rate {int(rate)}bit burst {burst} limit {queue}")
+        steps.append(
+            f"tc qdisc add dev {interface} root handle 1: tbf rate {int(rate)}bit burst {burst} "
+            f"limit {queue}"
+        )
         parent = "parent 1:1"
     if delay and interface == "eth0":  # the delay of a link is the sender's
-        late = f"tc qdisc add dev {interface} {parent} netem delay {round(delay * 1e6)}us limit 100000"
+        late = (
+            f"tc qdisc add dev {interface} {parent} netem delay {round(delay * 1e6)}us limit 100000"
+        )
         steps.append(f"{late} 2>/dev/null || {{ echo '{_NO_DELAY}' >&2; exit 1; }}")
-    before = [f"tc qdisc del dev {interface} root 2>/dev/null || true", f"ip link set dev {interface} gso_max_size {segment}"]
+    before = [
+        f"tc qdisc del dev {interface} root 2>/dev/null || true",
+        f"ip link set dev {interface} gso_max_size {segment}",
+    ]
     return "; ".join(before + steps)
 
 
 def _need(*tools: str) -> None:
     if not sys.platform.startswith("linux"):
-        raise HostsUnavailable(f"hosts of one machine are namespaces of Linux, this is {sys.platform}")
+        raise HostsUnavailable(
+            f"hosts of one machine are namespaces of Linux, this is {sys.platform}"
+        )
     for tool in tools:
         if shutil.which(tool) is None:
-            package = {"nft": "nftables", "ip": "iproute2", "tc": "iproute2"}.get(tool, "util-linux")
+            package = {"nft": "nftables", "ip": "iproute2", "tc": "iproute2"}.get(
+                tool, "util-linux"
+            )
             raise MissingPackage(f"hosts need the command {tool!r}: install {package}")
 
 

@@ -55,7 +55,9 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
 def at_least(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected a whole number of at least {least}"
+            )
         return int(text)
 
     return convert
@@ -75,7 +77,9 @@ def positive(text: str) -> float:
 def folder(text: str) -> Path:
     """One that is there and can be written."""
     if not os.path.isdir(text) or not os.access(text, os.W_OK):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a folder that is there and can be written")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a folder that is there and can be written"
+        )
     return Path(text)
 
 
@@ -84,7 +88,9 @@ def _device(text: str) -> str:
         try:
             parse_link(text)
         except CommpressError:
-            raise InvalidArgument(f"got {text!r}, expected cpu or a memory bandwidth such as 900GB/s") from None
+            raise InvalidArgument(
+                f"got {text!r}, expected cpu or a memory bandwidth such as 900GB/s"
+            ) from None
     return text
 
 
@@ -102,22 +108,33 @@ def counts(option: str, text: str) -> list[int]:
 def add_output(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
     """``check`` goes on from "exit status 1 unless"; commands without bars have none."""
     if check is not None:
-        parser.add_argument("--check", action="store_true", help=f"exit status 1 unless {check.replace('%', '%%')}")
+        parser.add_argument(
+            "--check", action="store_true", help=f"exit status 1 unless {check.replace('%', '%%')}"
+        )
     parser.add_argument("--json", metavar="FILE", help="all rows, with settings and versions")
-    parser.add_argument("--plot", metavar="FILE", help="a picture of it: .png, .svg or .pdf (needs matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="a picture of it: .png, .svg or .pdf (needs matplotlib)"
+    )
 
 
 def refuse_early(options: argparse.Namespace) -> None:
-    """Files that cannot be written and pictures that cannot be drawn, before minutes of measuring."""
+    """Files that cannot be written and pictures that cannot be drawn, before minutes of
+    measuring."""
     for name in FILES:
         check_file(name, getattr(options, name, None))
-    if getattr(options, "needs_model", False) and not (options.parameters or options.model or options.config):
-        raise InvalidArgument("expected one of --parameters, --model and --config: what is to be trained?")
+    if getattr(options, "needs_model", False) and not (
+        options.parameters or options.model or options.config
+    ):
+        raise InvalidArgument(
+            "expected one of --parameters, --model and --config: what is to be trained?"
+        )
     path = getattr(options, "plot", None)
     if path is None:
         return
     if Path(path).suffix not in PICTURES:
-        raise InvalidArgument(f"--plot is {path!r}, expected a name that ends in {', '.join(PICTURES)}")
+        raise InvalidArgument(
+            f"--plot is {path!r}, expected a name that ends in {', '.join(PICTURES)}"
+        )
     if find_spec("matplotlib") is None and not getattr(options, "draws_itself", False):
         raise MissingPackage("--plot needs matplotlib: pip install 'commpress[demo]'")
 
@@ -127,21 +144,43 @@ def check_file(name: str, path: str | None) -> None:
     if not path:
         return
     folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise InvalidArgument(f"--{name} is {path!r}, expected the name of a file in a folder that is there and can be written")
+    if (
+        os.path.isdir(path)
+        or not os.path.isdir(folder)
+        or not os.access(path if os.path.exists(path) else folder, os.W_OK)
+    ):
+        raise InvalidArgument(
+            f"--{name} is {path!r}, expected the name of a file in a folder that is there and "
+            "can be written"
+        )
 
 
 def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
-    parser.add_argument("--min-bytes", type=size, default=least, metavar="SIZE", help=f"default {least}")
-    parser.add_argument("--max-bytes", type=size, default=most, metavar="SIZE", help=f"default {most}")
-    parser.add_argument("--factor", type=at_least(2), default=factor, metavar="N",
-                        help=f"from one size to the next (default {factor})")
+    parser.add_argument(
+        "--min-bytes", type=size, default=least, metavar="SIZE", help=f"default {least}"
+    )
+    parser.add_argument(
+        "--max-bytes", type=size, default=most, metavar="SIZE", help=f"default {most}"
+    )
+    parser.add_argument(
+        "--factor",
+        type=at_least(2),
+        default=factor,
+        metavar="N",
+        help=f"from one size to the next (default {factor})",
+    )
 
 
 def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
     says = f"local processes (default {ranks}); a launcher's own number wins"
     parser.add_argument("--ranks", type=at_least(1), default=ranks, metavar="N", help=says)
-    parser.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="threads of each rank (default 1)")
+    parser.add_argument(
+        "--threads",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="threads of each rank (default 1)",
+    )
 
 
 def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
@@ -153,10 +192,18 @@ def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, ba
         ("width", 384, "N", "of the model"),
         ("layers", 6, "N", "of the model"),
     ):
-        parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar=metavar, help=f"{what} (default {default})")
+        parser.add_argument(
+            f"--{name}",
+            type=at_least(1),
+            default=default,
+            metavar=metavar,
+            help=f"{what} (default {default})",
+        )
 
 
-def add_measuring(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int, check: str) -> None:
+def add_measuring(
+    parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int, check: str
+) -> None:
     """All options of a command that times training steps on ranks, but for its own."""
     add_training(parser, rounds=rounds, steps=steps, batch=batch)
     add_ranks(parser)
@@ -165,73 +212,195 @@ def add_measuring(parser: argparse.ArgumentParser, *, rounds: int, steps: int, b
 
 def add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--topology", default="auto", metavar="NODES",
-        help="nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says (default auto)",
-    )  # fmt: skip
+        "--topology",
+        default="auto",
+        metavar="NODES",
+        help=(
+            "nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher "
+            "says (default auto)"
+        ),
+    )
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machines")
     group.add_argument(
-        "--nodes", type=checked(parse_nodes), default="4x1", metavar="NxR",
-        help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)"
+        "--nodes",
+        type=checked(parse_nodes),
+        default="4x1",
+        metavar="NxR",
+        help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)",
     )
     group.add_argument(
-        "--link", action="append", type=checked(parse_link), metavar="RATE,TIME",
-        help="of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node (default 1gbit,100us)",
-    )  # fmt: skip
-    group.add_argument("--links", metavar="FILE", help="what commpress probe wrote, for --nodes, --link and --inside")
-    group.add_argument(
-        "--inside", type=checked(parse_link), metavar="RATE,TIME",
-        help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
+        "--link",
+        action="append",
+        type=checked(parse_link),
+        metavar="RATE,TIME",
+        help=(
+            "of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node "
+            "(default 1gbit,100us)"
+        ),
     )
-    group.add_argument("--foreign", type=checked(parse_link), metavar="RATE",
-                       help="between nodes of different kinds, where that is slower")
-    group.add_argument("--rack", type=at_least(0), default=0, metavar="N", help="nodes below one switch (default: all)")
-    group.add_argument("--oversubscription", type=positive, default=1.0, metavar="F", help="of a rack's uplink (default 1)")
-    group.add_argument("--straggler", type=positive, default=1.0, metavar="F", help="one node computes F times slower")
     group.add_argument(
-        "--device", type=told(_device), default="cpu", metavar="D",
-        help="cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, as 900GB/s (default cpu)",
-    )  # fmt: skip
-    group.add_argument("--cores", type=float, default=0, metavar="N", help="of each node, for its ranks (default: enough)")
-    group.add_argument(
-        "--machine-cores", type=float, default=0, metavar="N", help="all nodes lie on one machine of N cores (namespaces)"
+        "--links",
+        metavar="FILE",
+        help="what commpress probe wrote, for --nodes, --link and --inside",
     )
-    group.add_argument("--message-us", type=float, metavar="T", help="of a core for each message (default 60 over cpu, else 5)")
     group.add_argument(
-        "--byte-ns", type=float, metavar="T", help="of a core for each byte sent or received (default 0.4, else 0)"
+        "--inside",
+        type=checked(parse_link),
+        metavar="RATE,TIME",
+        help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)",
+    )
+    group.add_argument(
+        "--foreign",
+        type=checked(parse_link),
+        metavar="RATE",
+        help="between nodes of different kinds, where that is slower",
+    )
+    group.add_argument(
+        "--rack",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="nodes below one switch (default: all)",
+    )
+    group.add_argument(
+        "--oversubscription",
+        type=positive,
+        default=1.0,
+        metavar="F",
+        help="of a rack's uplink (default 1)",
+    )
+    group.add_argument(
+        "--straggler",
+        type=positive,
+        default=1.0,
+        metavar="F",
+        help="one node computes F times slower",
+    )
+    group.add_argument(
+        "--device",
+        type=told(_device),
+        default="cpu",
+        metavar="D",
+        help=(
+            "cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, "
+            "as 900GB/s (default cpu)"
+        ),
+    )
+    group.add_argument(
+        "--cores",
+        type=float,
+        default=0,
+        metavar="N",
+        help="of each node, for its ranks (default: enough)",
+    )
+    group.add_argument(
+        "--machine-cores",
+        type=float,
+        default=0,
+        metavar="N",
+        help="all nodes lie on one machine of N cores (namespaces)",
+    )
+    group.add_argument(
+        "--message-us",
+        type=float,
+        metavar="T",
+        help="of a core for each message (default 60 over cpu, else 5)",
+    )
+    group.add_argument(
+        "--byte-ns",
+        type=float,
+        metavar="T",
+        help="of a core for each byte sent or received (default 0.4, else 0)",
     )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--parameters", type=checked(parse_count), metavar="N", help="a transformer of about so many, as 110M")
-    group.add_argument("--model", metavar="M:F", help="what calling F of the Python module M returns, a torch.nn.Module")
+    group.add_argument(
+        "--parameters",
+        type=checked(parse_count),
+        metavar="N",
+        help="a transformer of about so many, as 110M",
+    )
+    group.add_argument(
+        "--model",
+        metavar="M:F",
+        help="what calling F of the Python module M returns, a torch.nn.Module",
+    )
     group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
-    group.add_argument("--compute-ms", type=positive, metavar="T", help="of a step on a rank of its own, without communication")
-    group.add_argument("--bucket-mb", type=positive, default=25.0, metavar="MB", help="of DDP (default 25)")
+    group.add_argument(
+        "--compute-ms",
+        type=positive,
+        metavar="T",
+        help="of a step on a rank of its own, without communication",
+    )
+    group.add_argument(
+        "--bucket-mb", type=positive, default=25.0, metavar="MB", help="of DDP (default 25)"
+    )
 
 
 def add_experts(group: Any, chosen: int) -> None:
-    group.add_argument("--experts", type=at_least(0), default=0, metavar="E",
-                       help="of a layer, all ranks together (default: many)")
+    group.add_argument(
+        "--experts",
+        type=at_least(0),
+        default=0,
+        metavar="E",
+        help="of a layer, all ranks together (default: many)",
+    )
     said = f"that a gate chooses (default {chosen})"
-    group.add_argument("--experts-per-token", type=at_least(0), default=chosen, metavar="K", help=said)
+    group.add_argument(
+        "--experts-per-token", type=at_least(0), default=chosen, metavar="K", help=said
+    )
 
 
 def add_batch(group: Any) -> None:
-    group.add_argument("--batch", type=at_least(1), metavar="N",
-                       help="sequences of a step on all ranks (default 4 for each rank)")
-    group.add_argument("--length", type=at_least(1), default=512, metavar="N", help="tokens of a sequence (default 512)")
-    group.add_argument("--micro", type=at_least(1), default=1, metavar="N", help="sequences of a micro-batch (default 1)")
+    group.add_argument(
+        "--batch",
+        type=at_least(1),
+        metavar="N",
+        help="sequences of a step on all ranks (default 4 for each rank)",
+    )
+    group.add_argument(
+        "--length",
+        type=at_least(1),
+        default=512,
+        metavar="N",
+        help="tokens of a sequence (default 512)",
+    )
+    group.add_argument(
+        "--micro",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="sequences of a micro-batch (default 1)",
+    )
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("meshes")
-    group.add_argument("--mesh", action="store_true", help="every grid of parallelism instead of ways to average gradients")
-    group.add_argument("--pairs", metavar="FILE", help="links of every two ranks: what commpress probe --pairs --json wrote")
+    group.add_argument(
+        "--mesh",
+        action="store_true",
+        help="every grid of parallelism instead of ways to average gradients",
+    )
+    group.add_argument(
+        "--pairs",
+        metavar="FILE",
+        help="links of every two ranks: what commpress probe --pairs --json wrote",
+    )
     add_batch(group)
-    group.add_argument("--dims", default="", metavar="D=C,…", help="codecs, as dp=int4,ep=int8 (default: dp chosen)")
+    group.add_argument(
+        "--dims",
+        default="",
+        metavar="D=C,…",
+        help="codecs, as dp=int4,ep=int8 (default: dp chosen)",
+    )
     add_experts(group, 2)
-    group.add_argument("--speeds", metavar="A,B", help="of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)")
+    group.add_argument(
+        "--speeds",
+        metavar="A,B",
+        help="of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)",
+    )

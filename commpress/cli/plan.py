@@ -1,4 +1,5 @@
-"""Advice for given machines and links: what to use and what it gains, or that nothing should be compressed."""
+"""Advice for given machines and links: what to use and what it gains, or that nothing should be
+compressed."""
 
 import argparse
 import re
@@ -25,8 +26,11 @@ from commpress.plan.candidates import (
 from commpress.plan.choice import Assignment, assign
 
 LOCAL = "local"
-HEAD = ["candidate", "step ms", "gain", "MB sent", "GB device", "host", "disk", "effect"]  # within 100 columns
-NAMES = re.compile(r"\b(compress|compress_fsdp|LocalUpdates|SparseLoCo|ZeroOneAdam|OneBitAdam|overlap|Partitioned)\b")
+# within 100 columns
+HEAD = ["candidate", "step ms", "gain", "MB sent", "GB device", "host", "disk", "effect"]
+NAMES = re.compile(
+    r"\b(compress|compress_fsdp|LocalUpdates|SparseLoCo|ZeroOneAdam|OneBitAdam|overlap|Partitioned)\b"
+)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,19 +48,27 @@ def run(options: argparse.Namespace) -> int:
         if way not in HOOK and way != "plain":
             codec_named(way)
     if not options.compute_ms or options.compute_ms < 0:
-        raise InvalidArgument("--compute-ms is missing: what one rank takes for a step without communication")
+        raise InvalidArgument(
+            "--compute-ms is missing: what one rank takes for a step without communication"
+        )
     codec_named(options.uniform)
     model, cluster = cluster_options.model_of(options), cluster_options.cluster_of(options)
     if cluster.size < 2:
         raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
     settings = Settings(
-        1e-3 * options.compute_ms, options.bucket_mb, cluster_options.memory_of(options.memory),
-        cluster_options.rate_of(options.host_rate), cluster_options.rate_of(options.disk_rate),
-    )  # fmt: skip
+        1e-3 * options.compute_ms,
+        options.bucket_mb,
+        cluster_options.memory_of(options.memory),
+        cluster_options.rate_of(options.host_rate),
+        cluster_options.rate_of(options.disk_rate),
+    )
     found = candidates(cluster, cluster_options.costs_of(options), model, settings, ways)
     chosen = recommended(found, able)
     plan = plan_of(chosen, found, cluster, options.bucket_mb)
-    print(f"{model.numel / 1e6:.1f} M parameters on {cluster.size} ranks, {1e3 * settings.compute_seconds:.4g} ms alone")
+    print(
+        f"{model.numel / 1e6:.1f} M parameters on {cluster.size} ranks, "
+        f"{1e3 * settings.compute_seconds:.4g} ms alone"
+    )
     plain = next(c for c in found if c.codec == "plain")
     best, advice = advised(found, chosen, local_updates=local)
     effects = list(dict.fromkeys(effect(c) for c in found))
@@ -68,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     if options.gradients and plan.compresses and not chosen.layered:
         chosen_rules = per_layer(options.gradients, cluster.size, options.uniform)
         print(
-            f"a codec for every layer: {chosen_rules.gain:.2f} times fewer bytes than {options.uniform} for all, at "
+            f"a codec for every layer: {chosen_rules.gain:.2f} times fewer bytes than "
+            f"{options.uniform} for all, at "
             f"{chosen_rules.error / max(chosen_rules.uniform_error, 1e-300):.2f} of its error"
         )
         plan = replace(plan, codec=options.uniform, rules=chosen_rules.rules)
@@ -77,19 +90,26 @@ def run(options: argparse.Namespace) -> int:
     terminal.say(f"advice: {advice}")
     faster, more = advised(found, recommended(found, ways))
     if faster.seconds < 0.97 * chosen.seconds and not (local and faster.local):
-        terminal.say(f"with --allow {LOCAL if faster.local else faster.codec}, which may change the loss: {more}")
+        terminal.say(
+            f"with --allow {LOCAL if faster.local else faster.codec}, which may change the "
+            f"loss: {more}"
+        )
     print(f"\n    {call_of(best)}\n\nsaved: {options.out}")
     title = f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks"
-    return harness.deliver(options, found, draw=partial(draw, chosen=chosen, title=title), plan=asdict(plan))
+    return harness.deliver(
+        options, found, draw=partial(draw, chosen=chosen, title=title), plan=asdict(plan)
+    )
 
 
 def per_layer(path: str, ranks: int, uniform: str) -> Assignment:
     gradients = torch.load(path, weights_only=True, map_location="cpu")
     if not isinstance(gradients, dict) or not all(
-        isinstance(k, str) and isinstance(v, torch.Tensor) and v.is_floating_point() for k, v in gradients.items()
+        isinstance(k, str) and isinstance(v, torch.Tensor) and v.is_floating_point()
+        for k, v in gradients.items()
     ):
         raise InvalidArgument(
-            f"{path} holds no {{parameter name: gradient}}: save {{n: p.grad for n, p in model.named_parameters()}}"
+            f"{path} holds no {{parameter name: gradient}}: save "
+            f"{{n: p.grad for n, p in model.named_parameters()}}"
         )
     return assign(gradients, ranks=ranks, uniform=uniform)
 
@@ -106,9 +126,13 @@ def call_of(c: Candidate) -> str:
 def cells(c: Candidate, plain: Candidate, effects: list[str]) -> list[str]:
     memory = [f"{c.memory[tier] / 1e9:.2f}" if tier in c.memory else "-" for tier in TIERS]
     return [
-        c.name, f"{1e3 * c.seconds:.1f}", f"{plain.seconds / c.seconds:.2f}x", f"{c.sent_bytes / 1e6:.2f}", *memory,
+        c.name,
+        f"{1e3 * c.seconds:.1f}",
+        f"{plain.seconds / c.seconds:.2f}x",
+        f"{c.sent_bytes / 1e6:.2f}",
+        *memory,
         str(effects.index(effect(c)) + 1),
-    ]  # fmt: skip
+    ]
 
 
 def draw(path: str, found: list[Candidate], *, chosen: Candidate, title: str) -> None:
@@ -121,11 +145,28 @@ def draw(path: str, found: list[Candidate], *, chosen: Candidate, title: str) ->
         "a plan can name it": [c is not chosen and bool(c.codec) for c in found],
         "done otherwise": [not c.codec for c in found],
     }
-    seconds = {kind: [1e3 * c.seconds if is_it else 0.0 for c, is_it in zip(found, which, strict=True)]
-               for kind, which in kinds.items()}  # fmt: skip
+    seconds = {
+        kind: [1e3 * c.seconds if is_it else 0.0 for c, is_it in zip(found, which, strict=True)]
+        for kind, which in kinds.items()
+    }
     memory = {tier: [c.memory.get(tier, 0.0) / 1e9 for c in found] for tier in TIERS}
     memory = {tier: sizes for tier, sizes in memory.items() if any(sizes)}
-    with charts.chart(path, f"Predicted: {title}", panels=2, size=(6.6, 0.3 * len(found) + 1.8), share=True) as (times, room):
-        charts.stacked(times, names, seconds, "ms a step", show="{:.4g}", colours=("#2ca02c", "#1f77b4", "#c7c7c7"))
-        charts.stacked(room, names, memory, "GB on a rank, without activations", show="{:.3g}",
-                       colours=("#9467bd", "#ff7f0e", "#8c564b"))  # fmt: skip
+    with charts.chart(
+        path, f"Predicted: {title}", panels=2, size=(6.6, 0.3 * len(found) + 1.8), share=True
+    ) as (times, room):
+        charts.stacked(
+            times,
+            names,
+            seconds,
+            "ms a step",
+            show="{:.4g}",
+            colours=("#2ca02c", "#1f77b4", "#c7c7c7"),
+        )
+        charts.stacked(
+            room,
+            names,
+            memory,
+            "GB on a rank, without activations",
+            show="{:.3g}",
+            colours=("#9467bd", "#ff7f0e", "#8c564b"),
+        )

@@ -1,4 +1,5 @@
-"""Measurement of how fast ranks reach each other inside a node and between nodes, and of what processors pay for it."""
+"""Measurement of how fast ranks reach each other inside a node and between nodes, and of what
+processors pay for it."""
 
 import argparse
 import os
@@ -56,18 +57,32 @@ def run(options: argparse.Namespace) -> int:
     links, pairs = found
     links.save(options.out)
     rows = [
-        [name, f"{1e6 * link.latency:.0f}", f"{link.bandwidth / 1e6:.1f}", f"{link.together / 1e6:.1f}"]
+        [
+            name,
+            f"{1e6 * link.latency:.0f}",
+            f"{link.bandwidth / 1e6:.1f}",
+            f"{link.together / 1e6:.1f}",
+        ]
         for name, link in (("inside a node", links.inside), ("between nodes", links.between))
         if link is not None
     ]
     print(f"nodes {links.topology}")
     terminal.show(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows)
     if (stack := links.stack) is not None:
-        print(f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce {1e6 * stack.reduce:.0f}, "
-              f"torch's {1e6 * stack.ring:.0f}")  # fmt: skip
-        print(f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for a byte at each end, "
-              f"{1e6 * stack.reduce_core:.0f} us for a rank's compressed all-reduce")  # fmt: skip
-        print(f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, {1e9 * stack.ring_byte:.2f} ns for a byte")
+        print(
+            f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed "
+            f"all-reduce {1e6 * stack.reduce:.0f}, "
+            f"torch's {1e6 * stack.ring:.0f}"
+        )
+        print(
+            f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns "
+            "for a byte at each end, "
+            f"{1e6 * stack.reduce_core:.0f} us for a rank's compressed all-reduce"
+        )
+        print(
+            f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, "
+            f"{1e9 * stack.ring_byte:.2f} ns for a byte"
+        )
     if pairs:
         print("\nevery pair: MB/s each way above the diagonal, latency in us below it")
         print(matrix_text(pairs, links.topology.size))
@@ -76,7 +91,10 @@ def run(options: argparse.Namespace) -> int:
         draw(options.plot, pairs, links.topology.size)
         print(f"picture: {options.plot}")
     if options.json:
-        harness.write_json(options.json, {**harness.machine(), "nodes": links.topology.nodes, "rows": list(map(asdict, pairs))})
+        harness.write_json(
+            options.json,
+            {**harness.machine(), "nodes": links.topology.nodes, "rows": list(map(asdict, pairs))},
+        )
     return 0
 
 
@@ -91,7 +109,10 @@ def matrix_text(pairs: Sequence["Pair"], size: int) -> str:
     rows = []
     for i, row in enumerate(grid(pairs, size)):
         shown = ((j, pair) for j, pair in enumerate(row))
-        cells = ("-" if p is None else f"{p.bandwidth / 1e6:.1f}" if j > i else f"{1e6 * p.latency:.0f}" for j, p in shown)
+        cells = (
+            "-" if p is None else f"{p.bandwidth / 1e6:.1f}" if j > i else f"{1e6 * p.latency:.0f}"
+            for j, p in shown
+        )
         rows.append([str(i), *cells])
     return harness.render(["rank", *map(str, range(size))], rows)
 
@@ -99,8 +120,13 @@ def matrix_text(pairs: Sequence["Pair"], size: int) -> str:
 def draw(path: str, pairs: Sequence["Pair"], size: int) -> None:
     values = [[None if p is None else p.bandwidth / 1e6 for p in row] for row in grid(pairs, size)]
     slowest = min(pairs, key=lambda pair: pair.bandwidth)
-    note = f"MB/s each way; slowest: ranks {slowest.first} and {slowest.second}, {slowest.bandwidth / 1e6:.3g}"
-    svg.matrix(path, "One pair of ranks at a time", [str(i) for i in range(size)], values, note=note)
+    note = (
+        f"MB/s each way; slowest: ranks {slowest.first} and {slowest.second}, "
+        f"{slowest.bandwidth / 1e6:.3g}"
+    )
+    svg.matrix(
+        path, "One pair of ranks at a time", [str(i) for i in range(size)], values, note=note
+    )
 
 
 def check_topology(text: str) -> None:
@@ -170,7 +196,9 @@ def on_nodes(topology: str) -> tuple[Channel, Hierarchy]:
     return channel, hierarchy_of(drive(agree(channel.inner, given)), channel.inner)
 
 
-def measure(rank: int, size: int, options: argparse.Namespace, report: Callable[[float, str], None]) -> Links:
+def measure(
+    rank: int, size: int, options: argparse.Namespace, report: Callable[[float, str], None]
+) -> Links:
     """Needs ``topology``, ``bytes`` and ``rounds`` of the options."""
     channel, hierarchy = on_nodes(options.topology)
     topology, probe, transport = hierarchy.topology, Probe(options.rounds), channel.inner
@@ -179,14 +207,37 @@ def measure(rank: int, size: int, options: argparse.Namespace, report: Callable[
         for pair in pairs:
             alone = part_of(transport, pair)
             among: Mapping[int, Transport] = {} if alone is None else {0: alone}
-            tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} latency", among, 8)))
-            tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} alone", among, options.bytes)))
+            tasks.append(
+                (
+                    name,
+                    f"{name}: ranks {pair[0]} and {pair[1]}",
+                    probe.task(f"{name} latency", among, 8),
+                )
+            )
+            tasks.append(
+                (
+                    name,
+                    f"{name}: ranks {pair[0]} and {pair[1]}",
+                    probe.task(f"{name} alone", among, options.bytes),
+                )
+            )
             if name == "between":
-                tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.rested_task(among)))
-    every: Mapping[str, Mapping[int, Transport]] = {"inside": {0: hierarchy.inside}, "between": hierarchy.between}
+                tasks.append(
+                    (name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.rested_task(among))
+                )
+    every: Mapping[str, Mapping[int, Transport]] = {
+        "inside": {0: hierarchy.inside},
+        "between": hierarchy.between,
+    }
     for name, all_of in every.items():
         if pairs_of(topology)[name]:
-            tasks.append((name, f"{name}: all at once", probe.task(f"{name} together", all_of, options.bytes)))
+            tasks.append(
+                (
+                    name,
+                    f"{name}: all at once",
+                    probe.task(f"{name} together", all_of, options.bytes),
+                )
+            )
     count = len(tasks) + 1 + (len(TRIED) if topology.layered else 0)
 
     def say(done: int, what: str) -> None:
@@ -206,7 +257,8 @@ def measure(rank: int, size: int, options: argparse.Namespace, report: Callable[
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks that exchange rows while all others wait: seconds of the shortest exchange, bytes per second each way."""
+    """Two ranks that exchange rows while all others wait: seconds of the shortest exchange, bytes
+    per second each way."""
 
     first: int
     second: int
@@ -222,7 +274,9 @@ def measure_both(
     wanted = options.pairs or bool(options.plot) or bool(options.json)
     share = 0.5 if wanted else 1.0
     links = measure(rank, size, options, lambda done, what: report(share * done, what))
-    return links, every_pair(options, lambda done, what: report(share + share * done, what)) if wanted else []
+    return links, every_pair(
+        options, lambda done, what: report(share + share * done, what)
+    ) if wanted else []
 
 
 def every_pair(options: argparse.Namespace, report: Callable[[float, str], None]) -> list[Pair]:
@@ -248,7 +302,8 @@ def pairs_of(topology: Topology) -> dict[str, list[tuple[int, int]]]:
 
 
 class Probe:
-    """Runs exchanges and keeps the median seconds of each: the slowest rank's, equal on all ranks."""
+    """Runs exchanges and keeps the median seconds of each: the slowest rank's, equal on all
+    ranks."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds, self.sequence = rounds, 1
@@ -258,7 +313,9 @@ class Probe:
         return lambda: self.seconds.setdefault(name, []).append(self.time(among, payload))
 
     def time(self, among: Mapping[int, Transport], payload: int) -> float:
-        rows = {i: torch.zeros(2, t.size, HEADER + payload, dtype=torch.uint8) for i, t in among.items()}
+        rows = {
+            i: torch.zeros(2, t.size, HEADER + payload, dtype=torch.uint8) for i, t in among.items()
+        }
         took = []
         for _ in range(self.rounds + 1):
             dist.barrier()
@@ -267,7 +324,8 @@ class Probe:
             drive(overlapped(jobs, limit=max(len(jobs), 1)))
             took.append(perf_counter() - start if among else 0.0)
             self.sequence += 1
-        slowest = torch.tensor(took[1:], dtype=torch.float64)  # the first opens connections and touches memory
+        # the first opens connections and touches memory
+        slowest = torch.tensor(took[1:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return median(slowest.tolist())
 
@@ -275,7 +333,8 @@ class Probe:
         return lambda: self.seconds.setdefault("between rested", []).append(self._rested(among))
 
     def _rested(self, among: Mapping[int, Transport]) -> float:
-        """Seconds that ``RESTED`` bytes take longer than the shortest exchange, each time after a rest."""
+        """Seconds that ``RESTED`` bytes take longer than the shortest exchange, each time after a
+        rest."""
         short, long_one = ([self._rows(t, row) for t in among.values()] for row in (8, RESTED))
         took = []
         for _ in range(REPEATS * self.rounds):
@@ -299,10 +358,11 @@ class Probe:
         return Stack(*map(median, zip(*passes, strict=True)))
 
     def _stack(self, channel: Channel, payload: int) -> Stack:
-        """All ranks with all others: short rows for messages, ``payload`` bytes of a rank in all for bytes.
+        """All ranks with all others: short rows for messages, ``payload`` bytes of a rank in all
+        for bytes.
 
-        Short calls alternate with work, as they do with encoding: a thread that sleeps is woken late on a busy processor, and
-        what it needs has left the caches.
+        Short calls alternate with work, as they do with encoding: a thread that sleeps is woken
+        late on a busy processor, and what it needs has left the caches.
         """
         transport, peers, size = channel.inner, channel.size - 1, channel.size
         fresh = cycle(torch.ones(16, 2, WORK, dtype=torch.uint8))
@@ -342,22 +402,45 @@ class Probe:
             with instead(kernels):
                 cost = beside(reduced.reduce, 4 * self.few)[1]
             besides.append(cost - self._sum(kernels.seconds) / (4 * self.few + WARM))
-        first = max(besides[1] - besides[0], 0.0) / size / (4 * peers)  # each end of each row, twice
+        # each end of each row, twice
+        first = max(besides[1] - besides[0], 0.0) / size / (4 * peers)
         cores = host_cores()
-        uneven = self._uneven(short, torch.ones(payload // 4), max(size / cores, 1.0)) if cores else 0.0
+        uneven = (
+            self._uneven(short, torch.ones(payload // 4), max(size / cores, 1.0)) if cores else 0.0
+        )
         with computing():
-            busy = self._in_a_row(short, SHORT, fmean)[0]  # here being late is not others' work but what is asked for
+            # here being late is not others' work but what is asked for
+            busy = self._in_a_row(short, SHORT, fmean)[0]
             ring_busy = self._in_a_row(lambda: dist.all_reduce(few), SHORT, fmean)[0]
-        whole, half = (self._ring_byte(size, payload, kind, ring_cost) for kind in (torch.float32, torch.bfloat16))
+        whole, half = (
+            self._ring_byte(size, payload, kind, ring_cost)
+            for kind in (torch.float32, torch.bfloat16)
+        )
         return Stack(
-            exchange, message, byte, ring, cores, whole, half, reduce, busy, ring_message, reduce_core / size, ring_busy, first,
+            exchange,
+            message,
+            byte,
+            ring,
+            cores,
+            whole,
+            half,
+            reduce,
+            busy,
+            ring_message,
+            reduce_core / size,
+            ring_busy,
+            first,
             uneven,
-        )  # fmt: skip
+        )
 
     def _uneven(self, short: Callable[[], None], x: torch.Tensor, share: float) -> float:
-        """The scheduler moves threads to idle cores late, and an exchange waits for the last of them."""
+        """The scheduler moves threads to idle cores late, and an exchange waits for the last of
+        them."""
         pieces = one_message(x.numel(), codec_named("int8"), ROWS).pieces
-        encode, alone = encoding(x, torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), pieces), 0.0
+        encode, alone = (
+            encoding(x, torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), pieces),
+            0.0,
+        )
 
         def watched() -> None:
             nonlocal alone
@@ -382,11 +465,13 @@ class Probe:
         return max(self.rounds, 2)
 
     def _rows(self, transport: Transport, row: int) -> Callable[[], None]:
-        rows = torch.ones(2, transport.size, HEADER + row, dtype=torch.uint8)  # not zeros: nobody has touched such memory
+        # not zeros: nobody has touched such memory
+        rows = torch.ones(2, transport.size, HEADER + row, dtype=torch.uint8)
         return lambda: drive(self._exchange(transport, rows[0], rows[1], 0))
 
     def _ring_byte(self, size: int, payload: int, kind: torch.dtype, short: float) -> float:
-        """Of cores for a byte sent by torch's own all-reduce, of gradients that no cache holds any more.
+        """Of cores for a byte sent by torch's own all-reduce, of gradients that no cache holds any
+        more.
 
         ``short``: what as many messages cost without bytes.
         """
@@ -397,7 +482,8 @@ class Probe:
     def _in_a_row(
         self, call: Callable[[], object], calls: int, usual: Callable[[list[float]], float] = median
     ) -> tuple[float, float]:
-        """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together; the usual stretch counts."""
+        """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together; the
+        usual stretch counts."""
 
         def repeat(count: int) -> None:
             for _ in range(count):
@@ -423,8 +509,12 @@ class Probe:
         dist.all_reduce(every)
         return float(every)
 
-    def _exchange(self, transport: Transport, out: torch.Tensor, inp: torch.Tensor, index: int) -> Steps[None]:
-        packed = Frame(ALL_TO_ALL, transport.size, "probe", inp.shape[1], self.sequence, index).pack()
+    def _exchange(
+        self, transport: Transport, out: torch.Tensor, inp: torch.Tensor, index: int
+    ) -> Steps[None]:
+        packed = Frame(
+            ALL_TO_ALL, transport.size, "probe", inp.shape[1], self.sequence, index
+        ).pack()
         inp[:, :HEADER] = packed
         yield transport.all_to_all(out, inp, 64 * self.sequence + index % 64)
 
@@ -438,10 +528,15 @@ class Probe:
         for name in found:
             if f"{name} together" in self.seconds:
                 latency = median(self.seconds[f"{name} latency"])
-                alone, together = median(self.seconds[f"{name} alone"]), self.seconds[f"{name} together"][0]
+                alone, together = (
+                    median(self.seconds[f"{name} alone"]),
+                    self.seconds[f"{name} together"][0],
+                )
                 least = latency / 10  # an exchange too fast to tell from an empty one
                 bandwidth = payload / max(alone - latency, least)
                 rested = self.seconds.get(f"{name} rested")
                 burst = max(RESTED - bandwidth * median(rested), 0.0) if rested else 0.0
-                found[name] = Link(latency, bandwidth, sent[name] / max(together - latency, least), burst)
+                found[name] = Link(
+                    latency, bandwidth, sent[name] / max(together - latency, least), burst
+                )
         return Links(topology, found["inside"], found["between"])

@@ -1,4 +1,5 @@
-"""A race: ways of training one model take turns on the same ranks, each for the same time from the same start."""
+"""A race: ways of training one model take turns on the same ranks, each for the same time from the
+same start."""
 
 import gc
 import logging
@@ -16,7 +17,8 @@ from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.training import HELD_OUT
 from commpress.errors import InvalidArgument
 
-WARM = 4  # steps before the race, of a model that is thrown away: kernels, connections, PowerSGD's third step
+# steps before the race, of a model that is thrown away: kernels, connections, PowerSGD's third step
+WARM = 4
 WINDOWS, HELD_OUT_BATCH = 64, 16  # held-out windows per rank, and how many at once
 RISING = 10  # steps, or a tenth of the race, over which the learning rate rises
 LAST = 0.1  # of the peak of the learning rate, at the end
@@ -24,7 +26,8 @@ LAST = 0.1  # of the peak of the learning rate, at the end
 
 @dataclass(frozen=True)
 class Course:
-    """The model and the data of all, and how long they train: ``seconds``, or ``steps`` where that is not 0."""
+    """The model and the data of all, and how long they train: ``seconds``, or ``steps`` where that
+    is not 0."""
 
     width: int = 384
     layers: int = 3
@@ -39,10 +42,18 @@ class Course:
     def check(self) -> None:
         """Refuse what cannot be run before a process starts."""
         if min(self.width, self.layers, self.length, self.batch) < 1 or self.steps < 0:
-            raise InvalidArgument("--width, --layers, --length, --batch and --steps must be at least 1")
-        if self.width % 4 or self.width > 1 << 14 or self.layers > 1 << 10 or max(self.length, self.batch) > 1 << 16:
             raise InvalidArgument(
-                f"got --width {self.width}, --layers {self.layers}, --length {self.length} and --batch {self.batch}, expected "
+                "--width, --layers, --length, --batch and --steps must be at least 1"
+            )
+        if (
+            self.width % 4
+            or self.width > 1 << 14
+            or self.layers > 1 << 10
+            or max(self.length, self.batch) > 1 << 16
+        ):
+            raise InvalidArgument(
+                f"got --width {self.width}, --layers {self.layers}, --length {self.length} and "
+                f"--batch {self.batch}, expected "
                 "a width that 4 heads share, and a model and batches that one core trains"
             )
         if not 0 < self.seconds < float("inf"):
@@ -51,7 +62,11 @@ class Course:
             raise InvalidArgument("--exact-steps and --min-numel must be at least 0")
 
     def sent_bytes(self) -> int | None:
-        return connections.interface_bytes(self.interface) if self.interface else connections.sent_bytes()
+        return (
+            connections.interface_bytes(self.interface)
+            if self.interface
+            else connections.sent_bytes()
+        )
 
     def model(self, seed: int) -> GPT:
         torch.manual_seed(seed)
@@ -84,7 +99,8 @@ class Finish:
     counters: dict[str, Any] = field(default_factory=dict)  # commpress's own, of this rank
     seconds: float = 0.0  # of the clock, which all ways share
     times: list[float] = field(default_factory=list)  # when each step was done
-    losses: list[float] = field(default_factory=list)  # of each step, mean over the ranks, in nats per byte
+    # of each step, mean over the ranks, in nats per byte
+    losses: list[float] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -92,20 +108,25 @@ class Finish:
 
 
 class RaceClock:
-    """The time of one run, kept by the process that all ranks ask before each step: so all stop after the same one.
+    """The time of one run, kept by the process that all ranks ask before each step: so all stop
+    after the same one.
 
     ``show`` is told the share that is over and the losses so far.
     """
 
-    def __init__(self, lane: Lane, size: int, show: Callable[[float, list[float], int], None]) -> None:
+    def __init__(
+        self, lane: Lane, size: int, show: Callable[[float, list[float], int], None]
+    ) -> None:
         self.course, self.size, self.show = lane.course, size, show
         self.start = self.end = 0.0
-        self.shares: list[float | None] = []  # of each step: of the time when it began; None: it is not to be
+        # of each step: of the time when it began; None: it is not to be
+        self.shares: list[float | None] = []
         self.times: list[float] = []
         self.said: dict[int, list[float]] = {}
 
     def answer(self, rank: int, step: int, loss: float | None, sent: int) -> float | None:
-        """The share of the run that is over when ``step`` begins, None if it is not to; ``loss`` is that of the step before."""
+        """The share of the run that is over when ``step`` begins, None if it is not to; ``loss`` is
+        that of the step before."""
         now = perf_counter()
         if step == 0 and not self.shares:
             self.start = now
@@ -114,7 +135,11 @@ class RaceClock:
             if len(self.said[step - 1]) == 1:
                 self.times.append(now - self.start)
         if step == len(self.shares):
-            done = step / self.course.steps if self.course.steps else (now - self.start) / self.course.seconds
+            done = (
+                step / self.course.steps
+                if self.course.steps
+                else (now - self.start) / self.course.seconds
+            )
             self.shares.append(None if done >= 1 else done)
         if rank == 0:
             self.show(min(self.shares[step] or 1.0, 1.0) if step else 0.0, self.losses, sent)
@@ -126,10 +151,14 @@ class RaceClock:
     @property
     def losses(self) -> list[float]:
         """Mean over the ranks, of the steps that all have done."""
-        return [sum(losses) / self.size for losses in self.said.values() if len(losses) == self.size]
+        return [
+            sum(losses) / self.size for losses in self.said.values() if len(losses) == self.size
+        ]
 
 
-def time_it(pool: Any, lane: Lane, size: int, show: Callable[[float, list[float], int], None]) -> Finish:
+def time_it(
+    pool: Any, lane: Lane, size: int, show: Callable[[float, list[float], int], None]
+) -> Finish:
     """Run one lane on a pool of ranks."""
     clock = RaceClock(lane, size, show)
 
@@ -149,13 +178,23 @@ def time_it(pool: Any, lane: Lane, size: int, show: Callable[[float, list[float]
 
 def warm(rank: int, size: int, lanes: list[Lane], report: Callable[[float, str], None]) -> None:
     """A few steps of each way: what is compiled and connected once is not in anybody's time."""
-    logging.getLogger("commpress").setLevel(logging.ERROR)  # a warning would go between the lines of the live table
+    # a warning would go between the lines of the live table
+    logging.getLogger("commpress").setLevel(logging.ERROR)
     for i, lane in enumerate(lanes):
         report(i / len(lanes), lane.name)
-        racer = Racer(contender(lane.name), lane.course.model(lane.seed), lane.lr, lane.course.choices, lane.seed)
+        racer = Racer(
+            contender(lane.name),
+            lane.course.model(lane.seed),
+            lane.lr,
+            lane.course.choices,
+            lane.seed,
+        )
         draws = torch.Generator().manual_seed(rank)
         for _ in range(WARM):
-            racer.step(batch(standard_library()[:-HELD_OUT], lane.course.batch, lane.course.length, draws), 1e-6)
+            racer.step(
+                batch(standard_library()[:-HELD_OUT], lane.course.batch, lane.course.length, draws),
+                1e-6,
+            )
         racer.finish()
 
 
@@ -180,17 +219,27 @@ def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
     if rank == 0:
         ask("finished")
     sent = (course.sent_bytes() or 0) - (before or 0)
-    means = torch.tensor([held_out_loss(model, library[-HELD_OUT:], course.length, rank), sent], dtype=torch.float64)
+    means = torch.tensor(
+        [held_out_loss(model, library[-HELD_OUT:], course.length, rank), sent], dtype=torch.float64
+    )
     dist.all_reduce(means)
     return Finish(
-        who.name, who.what, who.ours, lane.lr, lane.seed, size, sum(p.numel() for p in model.parameters()),
-        float(means[0]) / size, float(means[1]) / size if before is not None else None,
+        who.name,
+        who.what,
+        who.ours,
+        lane.lr,
+        lane.seed,
+        size,
+        sum(p.numel() for p in model.parameters()),
+        float(means[0]) / size,
+        float(means[1]) / size if before is not None else None,
         racer.state.counters.as_dict() if racer.state is not None else {},
-    )  # fmt: skip
+    )
 
 
 def schedule(step: int, share: float) -> float:
-    """Factor of the learning rate: up over ``RISING`` steps or a tenth of the run, then down in a line."""
+    """Factor of the learning rate: up over ``RISING`` steps or a tenth of the run, then down in a
+    line."""
     up = max((step + 1) / RISING, 10 * share)
     return min(up, 1.0) * (1 - (1 - LAST) * share)
 
@@ -199,4 +248,6 @@ def held_out_loss(model: GPT, held_out: torch.Tensor, length: int, rank: int) ->
     """Of this rank's share of the held-out windows, the same for every way."""
     draws, parts = torch.Generator().manual_seed(rank), range(WINDOWS // HELD_OUT_BATCH)
     with torch.no_grad():
-        return sum(float(model(*batch(held_out, HELD_OUT_BATCH, length, draws))) for _ in parts) / len(parts)
+        return sum(
+            float(model(*batch(held_out, HELD_OUT_BATCH, length, draws))) for _ in parts
+        ) / len(parts)

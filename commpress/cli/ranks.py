@@ -1,4 +1,5 @@
-"""The ranks that a demo or benchmark runs on: those a launcher started, or local processes of our own."""
+"""The ranks that a demo or benchmark runs on: those a launcher started, or local processes of our
+own."""
 
 import argparse
 import contextlib
@@ -34,14 +35,16 @@ def launched() -> bool:
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if missing and ("RANK" in there or "WORLD_SIZE" in there):
         raise InvalidArgument(
-            f"{', '.join(there)} set but {', '.join(missing)} not: a launcher sets all four, unset them for local ranks"
+            f"{', '.join(there)} set but {', '.join(missing)} not: a launcher sets all four, "
+            "unset them for local ranks"
         )
     where = place()
     return where is not None and (where.launcher == "torchrun" or where.size > 1)
 
 
 def on_ranks(function: Callable[..., Any], options: argparse.Namespace, report: Report) -> Any:
-    """``function(rank, size, options, report)`` on every rank; the result of rank 0, and None on a launcher's others.
+    """``function(rank, size, options, report)`` on every rank; the result of rank 0, and None on a
+    launcher's others.
 
     ``report`` is called in this process with what rank 0 reports; on other ranks it does nothing.
     """
@@ -66,17 +69,22 @@ def _silent(*values: object) -> None:
 
 def check_size(size: int) -> None:
     if size < 2:
-        raise InvalidArgument(f"got {size} rank, expected at least 2: there is nothing to reduce among fewer")
+        raise InvalidArgument(
+            f"got {size} rank, expected at least 2: there is nothing to reduce among fewer"
+        )
 
 
 class LocalRanks:
-    """Processes on this machine, one rank each, over Gloo on the loopback interface; used for several calls.
+    """Processes on this machine, one rank each, over Gloo on the loopback interface; used for
+    several calls.
 
-    ``forked`` from this process, which must have no threads and no CUDA yet, they need not import anything anew. With ``hosts``
-    each rank is on a host of its own.
+    ``forked`` from this process, which must have no threads and no CUDA yet, they need not import
+    anything anew. With ``hosts`` each rank is on a host of its own.
     """
 
-    def __init__(self, size: int, *, threads: int = 1, forked: bool = False, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, size: int, *, threads: int = 1, forked: bool = False, hosts: Hosts | None = None
+    ) -> None:
         check_size(size)
         self._folder = tempfile.TemporaryDirectory(prefix="commpress-")
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
@@ -105,25 +113,36 @@ class LocalRanks:
         self._folder.cleanup()
 
     def call(
-        self, function: Callable[..., Any], settings: Any, report: Report, *, answer: Callable[..., Any] | None = None
+        self,
+        function: Callable[..., Any],
+        settings: Any,
+        report: Report,
+        *,
+        answer: Callable[..., Any] | None = None,
     ) -> Any:
         """``function(rank, size, settings, report)`` on every rank; the result of rank 0.
 
-        With ``answer`` the function gets ``ask`` instead of ``report``: what it asks on any rank comes back as what
-        ``answer(rank, ...)`` returns in this process.
+        With ``answer`` the function gets ``ask`` instead of ``report``: what it asks on any rank
+        comes back as what ``answer(rank, ...)`` returns in this process.
         """
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # a rank that has ended: its exit code is told below
+            # a rank that has ended: its exit code is told below
+            with contextlib.suppress(BrokenPipeError):
                 pipe.send((function, settings, answer is not None))
         results: dict[int, Any] = {}
         while len(results) < len(self._pipes):
-            for ready in wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results]):
+            for ready in wait(
+                [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ):
                 rank = self._pipes.index(ready)  # type: ignore[arg-type]
                 try:
                     what, value = self._pipes[rank].recv()
                 except EOFError:
                     self._processes[rank].join()
-                    sys.exit(f"commpress: rank {rank} ended with exit code {self._processes[rank].exitcode}")
+                    sys.exit(
+                        f"commpress: rank {rank} ended with exit code "
+                        f"{self._processes[rank].exitcode}"
+                    )
                 if what == "refused":
                     raise CommpressError(f"rank {rank}: {value}")
                 if what == "error":
@@ -153,14 +172,20 @@ def _on_host(hosts: Hosts, rank: int, *more: Any) -> tuple[Connection, "HostProc
     """A process that ends with this one, or when its end of the connection closes."""
     ours, theirs = socket.socketpair()
     finds = f"import sys; sys.path[:] = {sys.path!r}"  # modules of this process, as spawned ones do
-    code = f"{finds}; from commpress.cli.ranks import serve_on_host; serve_on_host({theirs.fileno()}, {rank}, *{more!r})"
+    code = (
+        f"{finds}; from commpress.cli.ranks import serve_on_host; "
+        f"serve_on_host({theirs.fileno()}, {rank}, *{more!r})"
+    )
     with theirs, _undisturbed():
         process = HostProcess(
             hosts.start(
-                rank, [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                rank,
+                [sys.executable, "-P", "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        )  # fmt: skip
+        )
     return Connection(ours.detach()), process
 
 
@@ -171,7 +196,8 @@ def _serve_locally(*more: Any) -> None:
 
 
 def serve_on_host(pipe: int, rank: int, size: int, threads: int, rendezvous: str) -> None:
-    """Jobs that come by the inherited connection ``pipe`` are done: a process on a host runs this."""
+    """Jobs that come by the inherited connection ``pipe`` are done: a process on a host runs
+    this."""
     _serve(rank, size, threads, rendezvous, Connection(pipe))
 
 
@@ -195,7 +221,8 @@ class HostProcess:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Processes that are started inside never see Ctrl-C: they inherit that it is blocked. Who started them ends them."""
+    """Processes that are started inside never see Ctrl-C: they inherit that it is blocked. Who
+    started them ends them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -217,7 +244,9 @@ def _serve(rank: int, size: int, threads: int, rendezvous: str, pipe: Connection
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
         while (job := pipe.recv()) is not None:
             function, settings, asks = job
-            report: Report = (lambda *values: pipe.send(("report", values))) if rank == 0 else _silent
+            report: Report = (
+                (lambda *values: pipe.send(("report", values))) if rank == 0 else _silent
+            )
             result = function(rank, size, settings, ask if asks else report)
             dist.barrier()
             pipe.send(("result", result if rank == 0 else None))

@@ -1,4 +1,5 @@
-"""One buffer that is all-reduced again and again, as the DDP hook does it, flat or by way of nodes."""
+"""One buffer that is all-reduced again and again, as the DDP hook does it, flat or by way of
+nodes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,8 @@ from commpress.work import run as drive
 
 CALLS = 7  # calls back to back of one side in a round
 WARM = 1  # rounds that do not count: the first calls of a process are slow
-SPAN, MOST = 2.0, 60  # seconds that short calls are repeated for, and rounds at most: near a crossing a few say little
+# seconds that short calls are repeated for, and rounds at most: near a crossing a few say little
+SPAN, MOST = 2.0, 60
 TRIED = ("none", "sign")  # the longest rows and the shortest
 LADDER = tuple(1 << n for n in range(10, 21, 2))  # elements
 ENOUGH = 0.3  # seconds of a call, from which larger buffers need no trial: bandwidth decides
@@ -38,7 +40,10 @@ class Reduced:
 
     def forget(self) -> None:
         """Let go of what compression has left behind."""
-        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.residual_numel else None for m in self.messages]
+        self.feedbacks = [
+            ErrorFeedback.zeros(m.pieces) if m.pieces.residual_numel else None
+            for m in self.messages
+        ]
         self.rounds = 0
 
     def fill(self) -> None:
@@ -46,9 +51,14 @@ class Reduced:
 
     def reduce(self) -> None:
         steps = reduce_bucket(
-            self.buffer, self.feedbacks, messages=self.messages, transport=self.channel.transport,
-            workspace=self.workspace, sequence=self.channel.take(len(self.messages)), key=self.rounds,
-        )  # fmt: skip
+            self.buffer,
+            self.feedbacks,
+            messages=self.messages,
+            transport=self.channel.transport,
+            workspace=self.workspace,
+            sequence=self.channel.take(len(self.messages)),
+            key=self.rounds,
+        )
         self._commit(drive(steps))
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:
@@ -57,7 +67,8 @@ class Reduced:
         self.rounds += 1
 
     def timed(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds of one of several calls back to back, which all ranks begin together with the input."""
+        """Seconds of one of several calls back to back, which all ranks begin together with the
+        input."""
         self.fill()
         return harness.together(call, calls)
 
@@ -80,20 +91,32 @@ class TwoLevel(Reduced):
         self.routes = routes(self.spans, self.policy, self.hierarchy)
         self.route_feedbacks = [route.zeros() for route in self.routes]
 
-    def run(self, others: Mapping[str, Callable[[], object]], iterations: int) -> tuple[dict[str, float], int]:
-        """Median seconds of each way, "flat" and "levels" last, interleaved; and how often "levels" was called for that."""
+    def run(
+        self, others: Mapping[str, Callable[[], object]], iterations: int
+    ) -> tuple[dict[str, float], int]:
+        """Median seconds of each way, "flat" and "levels" last, interleaved; and how often "levels"
+        was called for that."""
         ways = {**others, "flat": self.reduce, "levels": self.levels}
         once = harness.medians({name: partial(self.timed, way, 1) for name, way in ways.items()}, 1)
-        calls = {name: max(min(int(1 / s), CALLS), 1) for name, s in once.items()}  # in a round: about a second, or CALLS
-        iterations = max(iterations, min(int(SPAN / sum(calls[name] * s for name, s in once.items())), MOST))
+        # in a round: about a second, or CALLS
+        calls = {name: max(min(int(1 / s), CALLS), 1) for name, s in once.items()}
+        iterations = max(
+            iterations, min(int(SPAN / sum(calls[name] * s for name, s in once.items())), MOST)
+        )
         timings = {name: partial(self.timed, way, calls[name]) for name, way in ways.items()}
-        return harness.medians(timings, iterations, warm=WARM), 1 + (WARM + iterations) * calls["levels"]
+        return harness.medians(timings, iterations, warm=WARM), 1 + (WARM + iterations) * calls[
+            "levels"
+        ]
 
     def levels(self) -> None:
         steps = reduce_routes(
-            self.buffer, self.route_feedbacks, plan=self.routes, hierarchy=self.hierarchy, workspace=self.workspace,
+            self.buffer,
+            self.route_feedbacks,
+            plan=self.routes,
+            hierarchy=self.hierarchy,
+            workspace=self.workspace,
             sequence=self.channel.take(len(self.routes)),
-        )  # fmt: skip
+        )
         self._commit(drive(steps))
 
     def sent(self) -> int:
@@ -102,7 +125,12 @@ class TwoLevel(Reduced):
 
 
 def trials(
-    codec: str, channel: Channel, hierarchy: Hierarchy, iterations: int, *, ladder: Sequence[int] = LADDER
+    codec: str,
+    channel: Channel,
+    hierarchy: Hierarchy,
+    iterations: int,
+    *,
+    ladder: Sequence[int] = LADDER,
 ) -> list[BufferTrial]:
     """Both ways at the sizes of ``ladder``, until one takes long."""
     found: list[BufferTrial] = []

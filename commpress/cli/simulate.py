@@ -1,4 +1,5 @@
-"""Time of all-reduces and training steps on a cluster that is described, up to thousands of ranks."""
+"""Time of all-reduces and training steps on a cluster that is described, up to thousands of
+ranks."""
 
 import argparse
 import re
@@ -25,7 +26,16 @@ from commpress.plan.simulator import Simulated, simulate_calls, simulate_step
 from commpress.plan.ways import RINGS, buffer_by, step_by, widest
 from commpress.tiered_mem import parse_bytes
 
-HEAD = ["nodes", "ranks", "way", "ms", "exposed ms", "MB sent/rank", "MB out of node", "against plain"]
+HEAD = [
+    "nodes",
+    "ranks",
+    "way",
+    "ms",
+    "exposed ms",
+    "MB sent/rank",
+    "MB out of node",
+    "against plain",
+]
 LEVELS = "/2"
 EXPERT_CODECS = ("none", "bf16", "int8", "int4")
 
@@ -53,21 +63,35 @@ def run(options: argparse.Namespace) -> int:
     if options.parameters or options.model or options.config:
         model = cluster_options.model_of(options)
         if not options.compute_ms or options.compute_ms < 0:
-            raise InvalidArgument("a training step needs --compute-ms: what one rank takes for it without communication")
+            raise InvalidArgument(
+                "a training step needs --compute-ms: what one rank takes for it without "
+                "communication"
+            )
     for way in ways:
         if way.startswith(PREFIX):
             local_way(way)
             if model is None:
-                raise InvalidArgument(f"{way} needs a model: give --parameters, --model or --config, and --compute-ms")
+                raise InvalidArgument(
+                    f"{way} needs a model: give --parameters, --model or --config, and --compute-ms"
+                )
         elif way not in RINGS and isinstance(codec_named(way), LowRankCodec) and model is None:
             raise InvalidArgument(f"{way} needs shapes: give --parameters, --model or --config")
     cluster = cluster_options.cluster_of(options)
     if cluster.size < 2:
         raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
     numel = parse_bytes(options.bytes) // 4
-    clusters = [cluster] if not options.scaling else [scaled(cluster, n) for n in counts("--scaling", options.scaling)]
+    clusters = (
+        [cluster]
+        if not options.scaling
+        else [scaled(cluster, n) for n in counts("--scaling", options.scaling)]
+    )
     costs, start = cluster_options.costs_of(options), perf_counter()
-    rows = [row for one in clusters if one.size > 1 for row in simulated(one, costs, ways, options, model, numel)]
+    rows = [
+        row
+        for one in clusters
+        if one.size > 1
+        for row in simulated(one, costs, ways, options, model, numel)
+    ]
     print(harness.render(HEAD, [cells(row) for row in rows]))
     print(f"simulated in {perf_counter() - start:.1f} s")
     return harness.deliver(options, rows, draw=partial(draw, title=title(options, model)))
@@ -77,19 +101,49 @@ def experts(options: argparse.Namespace) -> int:
     """Dispatch to experts and back in each codec, with what every token and node saves."""
     cluster = cluster_options.cluster_of(options)
     if cluster.size < 2 or min(options.tokens, options.width) < 1:
-        raise InvalidArgument("experts need --nodes with at least two ranks, and --tokens and --width of at least 1")
+        raise InvalidArgument(
+            "experts need --nodes with at least two ranks, and --tokens and --width of at least 1"
+        )
     links, costs = PairLinks.of_cluster(cluster), cluster_options.costs_of(options)
     rows: list[dict[str, Any]] = []
     for codec in EXPERT_CODECS:
         ranks, node = tuple(range(cluster.size)), tuple(int(n) for n in cluster.node_of)
-        way = ExpertWay(ranks, node, options.tokens, options.width, options.experts_per_token, options.experts, codec)
-        took = [hop_seconds([hops], links) + way.coded(costs) for hops in (way.forward, way.backward)]
-        leaving = [sum(links.leaving_of(*hop) for hop in hops) for hops in (way.forward, way.backward)]
-        rows.append({"codec": codec, "forward": took[0], "backward": took[1], "between": sum(leaving)})
-    table = [[str(r["codec"]), *(f"{r[of] * by:.4g}" for of, by in (("forward", 1e3), ("backward", 1e3), ("between", 1e-6)))]
-             for r in rows]  # fmt: skip
-    what = f"{options.tokens} tokens of width {options.width} a rank, {options.experts_per_token} experts each"
-    print(f"{what}, {cluster.size} ranks: a layer's routing, dispatch and combine, and their gradients")
+        way = ExpertWay(
+            ranks,
+            node,
+            options.tokens,
+            options.width,
+            options.experts_per_token,
+            options.experts,
+            codec,
+        )
+        took = [
+            hop_seconds([hops], links) + way.coded(costs) for hops in (way.forward, way.backward)
+        ]
+        leaving = [
+            sum(links.leaving_of(*hop) for hop in hops) for hops in (way.forward, way.backward)
+        ]
+        rows.append(
+            {"codec": codec, "forward": took[0], "backward": took[1], "between": sum(leaving)}
+        )
+    table = [
+        [
+            str(r["codec"]),
+            *(
+                f"{r[of] * by:.4g}"
+                for of, by in (("forward", 1e3), ("backward", 1e3), ("between", 1e-6))
+            ),
+        ]
+        for r in rows
+    ]
+    what = (
+        f"{options.tokens} tokens of width {options.width} a rank, "
+        f"{options.experts_per_token} experts each"
+    )
+    print(
+        f"{what}, {cluster.size} ranks: a layer's routing, dispatch and combine, and their "
+        "gradients"
+    )
     print(harness.render(["codec", "forward ms", "backward ms", "MB/node"], table))
     return harness.deliver(options, rows)
 
@@ -98,39 +152,79 @@ def on_a_grid(options: argparse.Namespace, ways: list[str]) -> int:
     """A step on a grid of parallelism, its gradients averaged in each way."""
     cluster, grid = cluster_options.cluster_of(options), grid_of(options.grid)
     if grid.size != cluster.size:
-        raise InvalidArgument(f"--grid {grid} has {grid.size} ranks and the nodes have {cluster.size}: they must be as many")
+        raise InvalidArgument(
+            f"--grid {grid} has {grid.size} ranks and the nodes have {cluster.size}: they must "
+            "be as many"
+        )
     if not options.compute_ms or options.compute_ms < 0:
-        raise InvalidArgument("a step on a grid needs --compute-ms: what a rank takes for its share of it, alone")
+        raise InvalidArgument(
+            "a step on a grid needs --compute-ms: what a rank takes for its share of it, alone"
+        )
     for way in ways:
-        if way.startswith(PREFIX) or (way not in RINGS and isinstance(codec_named(way), WholeTensorCodec)):
-            raise InvalidArgument(f"--ways has {way}, not simulated on a grid: name rings, or codecs of rows such as int8")
+        if way.startswith(PREFIX) or (
+            way not in RINGS and isinstance(codec_named(way), WholeTensorCodec)
+        ):
+            raise InvalidArgument(
+                f"--ways has {way}, not simulated on a grid: name rings, or codecs of rows such "
+                "as int8"
+            )
     work = MeshWork.of(
-        cluster_options.model_of(options), 1e-3 * options.compute_ms, length=options.length, micro=options.micro,
-        batch=4 * cluster.size if options.batch is None else options.batch, experts=options.experts,
+        cluster_options.model_of(options),
+        1e-3 * options.compute_ms,
+        length=options.length,
+        micro=options.micro,
+        batch=4 * cluster.size if options.batch is None else options.batch,
+        experts=options.experts,
         experts_per_token=options.experts_per_token or 2,
-    )  # fmt: skip
+    )
     if unfit := work.fits(grid):
         raise InvalidArgument(f"--grid {grid} does not divide this model and batch: {unfit}")
     costs = cluster_options.costs_of(options)
-    steps = {way: simulate_mesh(cluster, costs, work, grid, way, bucket_mb=options.bucket_mb) for way in dict.fromkeys(ways)}
-    print(f"{grid} on {cluster.size} ranks, a step of {work.batch} sequences of {work.length} tokens")
+    steps = {
+        way: simulate_mesh(cluster, costs, work, grid, way, bucket_mb=options.bucket_mb)
+        for way in dict.fromkeys(ways)
+    }
+    print(
+        f"{grid} on {cluster.size} ranks, a step of {work.batch} sequences of {work.length} tokens"
+    )
     table = [
-        [way, f"{1e3 * step.seconds:.4g}", f"{1e3 * step.parts['dp']:.4g}", f"{step.sent['dp'] / 1e6:.4g}",
-         f"{step.between / 1e6:.4g}"]
+        [
+            way,
+            f"{1e3 * step.seconds:.4g}",
+            f"{1e3 * step.parts['dp']:.4g}",
+            f"{step.sent['dp'] / 1e6:.4g}",
+            f"{step.between / 1e6:.4g}",
+        ]
         for way, step in steps.items()
-    ]  # fmt: skip
-    print(harness.render(["way", "step ms", "of it averaging", "MB of gradients/rank", "MB out of node"], table))
-    others = {name: seconds for name, seconds in next(iter(steps.values())).parts.items() if name != "dp" and seconds > 5e-7}
-    print("the rest: " + ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in others.items()))
+    ]
+    print(
+        harness.render(
+            ["way", "step ms", "of it averaging", "MB of gradients/rank", "MB out of node"], table
+        )
+    )
+    others = {
+        name: seconds
+        for name, seconds in next(iter(steps.values())).parts.items()
+        if name != "dp" and seconds > 5e-7
+    }
+    print(
+        "the rest: "
+        + ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in others.items())
+    )
     return harness.deliver(options, [{"way": way, **asdict(step)} for way, step in steps.items()])
 
 
 def grid_of(text: str) -> Grid:
     """The grid that 'pp2,dp4,tp4' names."""
-    parts = [re.fullmatch(r"(pp|dp|ep|sp|tp)([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")]
+    parts = [
+        re.fullmatch(r"(pp|dp|ep|sp|tp)([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")
+    ]
     found = {part[1]: int(part[2]) for part in parts if part}
     if None in parts or len(found) < len(parts):
-        raise InvalidArgument(f"--grid is {text!r}, expected ranks of {', '.join(AXES)}, each at most once, as pp2,dp4,tp4")
+        raise InvalidArgument(
+            f"--grid is {text!r}, expected ranks of {', '.join(AXES)}, each at most once, as "
+            "pp2,dp4,tp4"
+        )
     return Grid(**found)
 
 
@@ -140,48 +234,86 @@ def scaled(cluster: Cluster, nodes: int) -> Cluster:
 
 
 def simulated(
-    cluster: Cluster, costs: Costs, ways: list[str], options: argparse.Namespace, model: Model | None, numel: int
+    cluster: Cluster,
+    costs: Costs,
+    ways: list[str],
+    options: argparse.Namespace,
+    model: Model | None,
+    numel: int,
 ) -> list[Row]:
     rows, plain = [], 0.0
     wanted = [(way, False) for way in dict.fromkeys(["plain", *ways])]
     if options.layered and cluster.topology.layered:
-        flat = [way for way in ways if way in RINGS or way.startswith(PREFIX) or isinstance(codec_named(way), LowRankCodec)]
+        flat = [
+            way
+            for way in ways
+            if way in RINGS or way.startswith(PREFIX) or isinstance(codec_named(way), LowRankCodec)
+        ]
         wanted += [(way, True) for way in ways if way not in flat]
     for way, layered in wanted:
         found = one(cluster, costs, way, layered, options, model, numel)
         plain = plain or found.seconds
         rows.append(
             Row(
-                len(cluster.topology.nodes), cluster.size, way + (LEVELS if layered else ""), found.seconds,
-                found.exposed_seconds, found.traffic.nbytes, found.traffic.between, found.traffic.messages, plain,
+                len(cluster.topology.nodes),
+                cluster.size,
+                way + (LEVELS if layered else ""),
+                found.seconds,
+                found.exposed_seconds,
+                found.traffic.nbytes,
+                found.traffic.between,
+                found.traffic.messages,
+                plain,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
 def one(
-    cluster: Cluster, costs: Costs, way: str, layered: bool, options: argparse.Namespace, model: Model | None, numel: int
+    cluster: Cluster,
+    costs: Costs,
+    way: str,
+    layered: bool,
+    options: argparse.Namespace,
+    model: Model | None,
+    numel: int,
 ) -> Simulated:
     if model is None:
-        return simulate_calls(cluster, costs, buffer_by(way, numel, costs, layered=layered), numel, calls=3)
+        return simulate_calls(
+            cluster, costs, buffer_by(way, numel, costs, layered=layered), numel, calls=3
+        )
     if way.startswith(PREFIX):
         return simulate_local(cluster, costs, model, 1e-3 * options.compute_ms, local_way(way))
     build = step_by(way, model, costs, bucket_mb=options.bucket_mb, layered=layered)
     return simulate_step(
-        cluster, costs, build, widest(model.buckets(options.bucket_mb)),
-        training(model, 1e-3 * options.compute_ms, options.bucket_mb), limit=1 if layered else 4,
-    )  # fmt: skip
+        cluster,
+        costs,
+        build,
+        widest(model.buckets(options.bucket_mb)),
+        training(model, 1e-3 * options.compute_ms, options.bucket_mb),
+        limit=1 if layered else 4,
+    )
 
 
 def cells(row: Row) -> list[str]:
     return [
-        str(row.nodes), str(row.ranks), row.way, f"{1e3 * row.seconds:.1f}", f"{1e3 * row.exposed_seconds:.1f}",
-        f"{row.sent_bytes / 1e6:.3f}", f"{row.between_bytes / 1e6:.3f}", f"{row.plain_seconds / row.seconds:.2f}x",
-    ]  # fmt: skip
+        str(row.nodes),
+        str(row.ranks),
+        row.way,
+        f"{1e3 * row.seconds:.1f}",
+        f"{1e3 * row.exposed_seconds:.1f}",
+        f"{row.sent_bytes / 1e6:.3f}",
+        f"{row.between_bytes / 1e6:.3f}",
+        f"{row.plain_seconds / row.seconds:.2f}x",
+    ]
 
 
 def title(options: argparse.Namespace, model: Model | None) -> str:
-    what = f"all-reduce of {options.bytes}" if model is None else f"step of a model of {model.numel / 1e6:.4g} M parameters"
+    what = (
+        f"all-reduce of {options.bytes}"
+        if model is None
+        else f"step of a model of {model.numel / 1e6:.4g} M parameters"
+    )
     return f"Simulated {what}, links {' and '.join(options.link or ['1gbit,100us'])}"
 
 
@@ -211,7 +343,9 @@ def _scaling(times: Any, other: Any, rows: list[Row], sizes: list[int]) -> None:
     flat = [way for way in ways if "/" not in way]
     for way in ways:
         mine = [row for row in rows if row.way == way]
-        style = charts.curve(flat.index(way.partition("/")[0])) | ({"linestyle": "--"} if "/" in way else {})
+        style = charts.curve(flat.index(way.partition("/")[0])) | (
+            {"linestyle": "--"} if "/" in way else {}
+        )
         at = [row.ranks for row in mine]
         times.plot(at, [1e3 * row.seconds for row in mine], label=named(way), **style)
         other.plot(at, [row.plain_seconds / row.seconds for row in mine], label=named(way), **style)
@@ -232,12 +366,22 @@ def _bars(times: Any, other: Any, rows: list[Row]) -> None:
     names = [named(row.way) for row in rows]
     alone = [1e3 * (row.seconds - row.exposed_seconds) for row in rows]
     exposed = [1e3 * row.exposed_seconds for row in rows]
-    parts = {"computing alone": alone, "exposed communication": exposed} if any(alone) else {"": exposed}
+    parts = (
+        {"computing alone": alone, "exposed communication": exposed}
+        if any(alone)
+        else {"": exposed}
+    )
     charts.stacked(times, names, parts, "time, ms", show="{:.3g}")
     out = [row.between_bytes / 1e6 for row in rows]
     inside = [(row.sent_bytes - row.between_bytes) / 1e6 for row in rows]
     if any(inside):
-        charts.stacked(other, names, {"out of the node": out, "inside the node": inside}, "MB sent by one rank", show="{:.3g}",
-                       first=2)  # fmt: skip
+        charts.stacked(
+            other,
+            names,
+            {"out of the node": out, "inside the node": inside},
+            "MB sent by one rank",
+            show="{:.3g}",
+            first=2,
+        )
     else:
         charts.stacked(other, names, {"": out}, "MB sent by one rank", show="{:.3g}", first=2)

@@ -1,7 +1,9 @@
-"""Small model whose computing is slept, under ``commpress.elastic``: what ``commpress chaos`` runs without a COMMAND.
+"""Small model whose computing is slept, under ``commpress.elastic``: what ``commpress chaos`` runs
+without a COMMAND.
 
-Most of a step is a sleep, so that a process which starts again, importing torch, does not take the survivors' cores.
-All else is real: DDP with a compressed hook, the backend "commpress", positions in data, weights hashed after every step.
+Most of a step is a sleep, so that a process which starts again, importing torch, does not take the
+survivors' cores. All else is real: DDP with a compressed hook, the backend "commpress", positions
+in data, weights hashed after every step.
 """
 
 import argparse
@@ -42,7 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("commpress", timeout=timedelta(seconds=options.timeout))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, FEATURES))
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 256),
+        nn.Tanh(),
+        nn.Linear(256, 256),
+        nn.Tanh(),
+        nn.Linear(256, FEATURES),
+    )
     ddp = DistributedDataParallel(model)
     commpress.compress(ddp, options.codec, min_numel=1)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
@@ -57,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     data = Noise()
     loader = DataLoader(data, BATCH, sampler=commpress.ElasticSampler(data, BATCH, shuffle=False))
-    for _ in commpress.elastic(train_step, {"model": ddp, "optimizer": optimizer}, data=loader, steps=options.steps):
+    for _ in commpress.elastic(
+        train_step, {"model": ddp, "optimizer": optimizer}, data=loader, steps=options.steps
+    ):
         pass
     dist.destroy_process_group()
     return 0

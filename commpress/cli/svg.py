@@ -24,10 +24,18 @@ class Curve:
 
 
 def curves(
-    path: str | Path, title: str, lines: Mapping[str, Curve], *, x: str, y: str, size: tuple[int, int] = (860, 480),
-    low: float | None = None, high: float | None = None,
-) -> None:  # fmt: skip
-    """One picture of all lines from 0 on, each named where it ends; ``low`` and ``high`` bound the y axis."""
+    path: str | Path,
+    title: str,
+    lines: Mapping[str, Curve],
+    *,
+    x: str,
+    y: str,
+    size: tuple[int, int] = (860, 480),
+    low: float | None = None,
+    high: float | None = None,
+) -> None:
+    """One picture of all lines from 0 on, each named where it ends; ``low`` and ``high`` bound the
+    y axis."""
     width, height = size[0] - LEFT - RIGHT, size[1] - TOP - BOTTOM
     every = [v for line in lines.values() for v in line.ys if math.isfinite(v)] or [0.0]
     low, high = min(every) if low is None else low, max(every) if high is None else high
@@ -42,15 +50,23 @@ def curves(
     parts = [_frame(title, size)]
     for tick in ticks(low, high):
         _, level = at(0, tick)
-        parts.append(f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{level:.1f}" y2="{level:.1f}" stroke="{GRID}"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{level:.1f}" y2="{level:.1f}" '
+            f'stroke="{GRID}"/>'
+        )
         parts.append(_text(LEFT - 8, level + 4, f"{tick:g}", anchor="end", colour=PALE))
     for tick in ticks(0, right):
         place, _ = at(tick, low)
-        parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{TOP}" y2="{TOP + height}" stroke="{GRID}"/>')
+        parts.append(
+            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{TOP}" y2="{TOP + height}" '
+            f'stroke="{GRID}"/>'
+        )
         parts.append(_text(place, TOP + height + 20, f"{tick:g}", anchor="middle", colour=PALE))
     parts.append(_text(LEFT + width / 2, size[1] - 14, x, anchor="middle"))
     middle = TOP + height / 2
-    parts.append(f'<g transform="rotate(-90 18 {middle:g})">{_text(18, middle, y, anchor="middle")}</g>')
+    parts.append(
+        f'<g transform="rotate(-90 18 {middle:g})">{_text(18, middle, y, anchor="middle")}</g>'
+    )
     ends = []
     for name, line in lines.items():
         points = [at(px, py) for px, py in zip(line.xs, line.ys, strict=True) if math.isfinite(py)]
@@ -60,19 +76,33 @@ def curves(
         where = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
         look = f'stroke="{line.colour}" stroke-width="2.4" stroke-linejoin="round"{dashes}'
         parts.append(f'<polyline points="{where}" fill="none" {look}/>')
-        parts.append(f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="3.5" fill="{line.colour}"/>')
+        parts.append(
+            f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="3.5" '
+            f'fill="{line.colour}"/>'
+        )
         ends.append((points[-1][1], name, line))
     beside = LEFT + width + 12
-    for level, (_, name, line) in zip(apart([end[0] for end in ends]), sorted(ends, key=lambda end: end[0]), strict=True):
-        parts.append(_text(beside, level + 4, f"{name} {line.note}".strip(), colour=line.colour, weight=600))
+    for level, (_, name, line) in zip(
+        apart([end[0] for end in ends]), sorted(ends, key=lambda end: end[0]), strict=True
+    ):
+        parts.append(
+            _text(beside, level + 4, f"{name} {line.note}".strip(), colour=line.colour, weight=600)
+        )
     Path(path).write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
 
 
 def matrix(
-    path: str | Path, title: str, names: Sequence[str], values: Sequence[Sequence[float | None]], *, note: str = "",
-    show: str = "{:.3g}", reverse: bool = False,
-) -> None:  # fmt: skip
-    """Numbers in coloured cells, rows and columns named; ``reverse``: small ones are dark. None: no such pair."""
+    path: str | Path,
+    title: str,
+    names: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    *,
+    note: str = "",
+    show: str = "{:.3g}",
+    reverse: bool = False,
+) -> None:
+    """Numbers in coloured cells, rows and columns named; ``reverse``: small ones are dark. None: no
+    such pair."""
     cell = max(min(560 // max(len(names), 1), 64), 18)
     side, left = cell * len(names), 30 + 7 * max(map(len, names), default=0)
     size = (max(left + side + 30, 420), TOP + side + 70)
@@ -83,7 +113,10 @@ def matrix(
         parts.append(_text(left - 8, TOP + 24 + cell * (i + 0.5) + 4, names[i], anchor="end"))
         parts.append(_text(left + cell * (i + 0.5), TOP + 16, names[i], anchor="middle"))
         for j, value in enumerate(row):
-            where = f'x="{left + cell * j}" y="{TOP + 24 + cell * i}" width="{cell - 2}" height="{cell - 2}" rx="3"'
+            where = (
+                f'x="{left + cell * j}" y="{TOP + 24 + cell * i}" width="{cell - 2}" '
+                f'height="{cell - 2}" rx="3"'
+            )
             if value is None:
                 parts.append(f'<rect {where} fill="#f4f4f4"/>')
                 continue
@@ -91,8 +124,16 @@ def matrix(
             parts.append(f'<rect {where} fill="{shade(1 - share if reverse else share)}"/>')
             if cell >= 36:
                 dark = (1 - share if reverse else share) > 0.55
-                parts.append(_text(left + cell * (j + 0.5) - 1, TOP + 24 + cell * (i + 0.5) + 4, show.format(value),
-                                   anchor="middle", colour="white" if dark else INK, size=min(13, cell // 4)))  # fmt: skip
+                parts.append(
+                    _text(
+                        left + cell * (j + 0.5) - 1,
+                        TOP + 24 + cell * (i + 0.5) + 4,
+                        show.format(value),
+                        anchor="middle",
+                        colour="white" if dark else INK,
+                        size=min(13, cell // 4),
+                    )
+                )
     parts.append(_text(left, size[1] - 16, note, colour=PALE))
     Path(path).write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
 
@@ -117,17 +158,24 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     raw = (high - low) / about or 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / raw)))
-    return [round(i * step, 10) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        round(i * step, 10)
+        for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def apart(levels: Sequence[float]) -> list[float]:
-    """The levels in their order, moved as little as it takes for names at them not to cover each other."""
+    """The levels in their order, moved as little as it takes for names at them not to cover each
+    other."""
     groups: list[list[float]] = []  # [sum of the wanted first levels, names]
     for level in sorted(levels):
         groups.append([level, 1])
         while len(groups) > 1 and _end(groups[-2]) > groups[-1][0] / groups[-1][1]:
             total, count = groups.pop()
-            groups[-1] = [groups[-1][0] + total - LINE * count * groups[-1][1], groups[-1][1] + count]
+            groups[-1] = [
+                groups[-1][0] + total - LINE * count * groups[-1][1],
+                groups[-1][1] + count,
+            ]
     return [total / count + LINE * i for total, count in groups for i in range(int(count))]
 
 
@@ -137,16 +185,25 @@ def _end(group: list[float]) -> float:
 
 def _frame(title: str, size: tuple[int, int]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}" '
-        f'{FONT} role="img" aria-label="{escape(title)}">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + _text(20, 32, title, size=16, weight=600)
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
+        f'width="{size[0]}" height="{size[1]}" '
+        f'{FONT} role="img" aria-label="{escape(title)}">\n<rect width="100%" height="100%" '
+        'fill="white"/>\n' + _text(20, 32, title, size=16, weight=600)
     )
 
 
 def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", colour: str = INK, size: int = 13, weight: int = 400
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    colour: str = INK,
+    size: int = 13,
+    weight: int = 400,
 ) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{colour}">'
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" '
+        f'text-anchor="{anchor}" fill="{colour}">'
         f"{escape(text)}</text>"
     )

@@ -1,4 +1,5 @@
-"""The terminal: tables, bars and progress in colour where somebody looks and ``rich`` is installed, else plain text."""
+"""The terminal: tables, bars and progress in colour where somebody looks and ``rich`` is installed,
+else plain text."""
 
 import os
 import shutil
@@ -23,7 +24,12 @@ def colourful(stream: IO[str] | None) -> bool:
 
 
 def looked_at(stream: IO[str] | None) -> bool:
-    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return (
+        stream is not None
+        and not stream.closed
+        and stream.isatty()
+        and os.environ.get("TERM", "dumb") != "dumb"
+    )
 
 
 def coloured(text: str, colour: str) -> str:
@@ -48,19 +54,27 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = (
-        cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        cell.rjust(width) if i else cell.ljust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return "  ".join([first, *rest]).rstrip()
 
 
 def show(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, best: Collection[int] = (), left: Collection[int] = (0,)
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    best: Collection[int] = (),
+    left: Collection[int] = (0,),
 ) -> None:
     """Print a table; ``best``: rows that stand out; ``left``: columns that are flush left."""
     if not colourful(sys.stdout):
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         for row in [head, *rows]:
-            cells = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            cells = (
+                c.ljust(w) if i in left else c.rjust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
             print("  ".join(cells).rstrip())
         return
     from rich.console import Console
@@ -68,13 +82,19 @@ def show(
     Console().print(_table(head, rows, best, left))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Collection[int], left: Collection[int]) -> Any:
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], best: Collection[int], left: Collection[int]
+) -> Any:
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
 
     table = RichTable(  # as wide as plain text: two spaces between columns
-        box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
     for i, name in enumerate(head):
         table.add_column(name, justify="left" if i in left else "right", no_wrap=True)
@@ -84,10 +104,19 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Collection[
 
 
 def wrapped(text: str, indent: str = "", first: str = "") -> str:
-    """A paragraph within 100 columns, or those of a narrower terminal; ``first`` begins it, ``indent`` its other lines."""
+    """A paragraph within 100 columns, or those of a narrower terminal; ``first`` begins it,
+    ``indent`` its other lines."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    return "\n".join(textwrap.wrap(text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False,
-                                   break_on_hyphens=False))  # fmt: skip
+    return "\n".join(
+        textwrap.wrap(
+            text,
+            width,
+            initial_indent=first,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
 
 
 def say(text: str) -> None:
@@ -98,9 +127,14 @@ def say(text: str) -> None:
 class Table:
     """A table that is printed as its rows are measured; text goes before it."""
 
-    def __init__(self, head: Sequence[str], widths: Sequence[int], cells: Callable[[Any], Sequence[str]]) -> None:
+    def __init__(
+        self, head: Sequence[str], widths: Sequence[int], cells: Callable[[Any], Sequence[str]]
+    ) -> None:
         self.head: Sequence[str] | None = head
-        self.cells, self.widths = cells, [max(width, len(word)) for width, word in zip(widths, head, strict=True)]
+        self.cells, self.widths = (
+            cells,
+            [max(width, len(word)) for width, word in zip(widths, head, strict=True)],
+        )
 
     def __call__(self, row: Any) -> None:
         if isinstance(row, str):
@@ -149,7 +183,8 @@ class ProgressBar:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A sign of life with the seconds so far, below all that is printed meanwhile, where somebody looks."""
+    """A sign of life with the seconds so far, below all that is printed meanwhile, where somebody
+    looks."""
     if not (colourful(sys.stdout) and colourful(sys.stderr)):
         yield
         return
@@ -163,7 +198,8 @@ def working(what: str) -> Iterator[None]:
 
 
 class LiveTable:
-    """A table that changes while it is looked at; elsewhere nothing is shown: ``said`` prints a line there."""
+    """A table that changes while it is looked at; elsewhere nothing is shown: ``said`` prints a
+    line there."""
 
     def __init__(self, head: Sequence[str], *, left: Collection[int] = (0,)) -> None:
         self.head, self.left, self.last = head, left, 0.0
@@ -178,11 +214,22 @@ class LiveTable:
             self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
 
-    def show(self, rows: Callable[[], Sequence[Sequence[str]]], *, best: Collection[int] = (), now: bool = False) -> None:
+    def show(
+        self,
+        rows: Callable[[], Sequence[Sequence[str]]],
+        *,
+        best: Collection[int] = (),
+        now: bool = False,
+    ) -> None:
         if self._live is None or (not now and perf_counter() - self.last < EVERY):
             return
         self.last = perf_counter()
@@ -196,4 +243,6 @@ class LiveTable:
 
 def check_picture(path: str, kinds: Sequence[str]) -> None:
     if not path.endswith(tuple(kinds)):
-        raise InvalidArgument(f"the picture's name is {path!r}, expected one that ends in {', '.join(kinds)}")
+        raise InvalidArgument(
+            f"the picture's name is {path!r}, expected one that ends in {', '.join(kinds)}"
+        )

@@ -1,4 +1,5 @@
-"""Training steps of benchmarks: one small GPT per variant, equal weights and batches, rounds of a few steps, bytes counted."""
+"""Training steps of benchmarks: one small GPT per variant, equal weights and batches, rounds of a
+few steps, bytes counted."""
 
 import argparse
 from collections.abc import Mapping
@@ -38,19 +39,32 @@ class Load:
 
 
 def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
-    load = Load(options.rounds, options.steps, options.width, options.layers, options.length, options.batch, seed)
+    load = Load(
+        options.rounds,
+        options.steps,
+        options.width,
+        options.layers,
+        options.length,
+        options.batch,
+        seed,
+    )
     if min(load.rounds, load.steps, load.batch, load.length, load.width, load.layers) < 1:
-        raise InvalidArgument("--rounds, --steps, --batch, --length, --width and --layers must be at least 1")
+        raise InvalidArgument(
+            "--rounds, --steps, --batch, --length, --width and --layers must be at least 1"
+        )
     return load
 
 
 class Trainee:
     """One model with its optimizer; all of a load start from equal weights and see equal batches.
 
-    ``wrapped`` is what is called with a batch and returns the loss: the model, or what was put around it.
+    ``wrapped`` is what is called with a batch and returns the loss: the model, or what was put
+    around it.
     """
 
-    def __init__(self, name: str, wrapped: nn.Module, optimizer: torch.optim.Optimizer, load: Load) -> None:
+    def __init__(
+        self, name: str, wrapped: nn.Module, optimizer: torch.optim.Optimizer, load: Load
+    ) -> None:
         self.name, self.wrapped, self.optimizer, self.load = name, wrapped, optimizer, load
         self.corpus = standard_library()
         self.draws = torch.Generator().manual_seed(load.seed * 4096 + dist.get_rank())
@@ -70,7 +84,8 @@ class Trainee:
         return took
 
     def train(self, steps: int) -> list[float]:
-        """Barriers part the counts of two rounds: a send is done when the kernel holds its bytes, which may leave later."""
+        """Barriers part the counts of two rounds: a send is done when the kernel holds its bytes,
+        which may leave later."""
         dist.barrier()
         before = sent_bytes()
         took = [self.step() for _ in range(steps)]
@@ -80,18 +95,26 @@ class Trainee:
         return took
 
 
-def timed(trainees: Mapping[str, Trainee], load: Load) -> tuple[dict[str, torch.Tensor], dict[str, float | None]]:
-    """The slowest rank's seconds [round, step] of each, and bytes sent per step, mean over the ranks, where known."""
+def timed(
+    trainees: Mapping[str, Trainee], load: Load
+) -> tuple[dict[str, torch.Tensor], dict[str, float | None]]:
+    """The slowest rank's seconds [round, step] of each, and bytes sent per step, mean over the
+    ranks, where known."""
     for trainee in trainees.values():
         trainee.sent = 0
     rounds = {name: partial(trainee.train, load.steps) for name, trainee in trainees.items()}
     seconds = harness.slowest(harness.interleaved(rounds, load.rounds))
-    sent = torch.tensor([t.sent for t in trainees.values()]) / (load.rounds * load.steps * dist.get_world_size())
+    sent = torch.tensor([t.sent for t in trainees.values()]) / (
+        load.rounds * load.steps * dist.get_world_size()
+    )
     dist.all_reduce(sent)
     counted = sent_bytes() is not None
-    return seconds, {name: float(s) if counted else None for name, s in zip(trainees, sent, strict=True)}
+    return seconds, {
+        name: float(s) if counted else None for name, s in zip(trainees, sent, strict=True)
+    }
 
 
 def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's own hook under another name: DDP refuses that name without NCCL, though Gloo adds bfloat16 as well."""
+    """torch's own hook under another name: DDP refuses that name without NCCL, though Gloo adds
+    bfloat16 as well."""
     return bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]

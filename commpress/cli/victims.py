@@ -29,9 +29,12 @@ sys.stdin.read()
 
 
 class Victim:
-    """One of the processes, in its first or a later life; it leads a process group, so that what it starts shares its fate."""
+    """One of the processes, in its first or a later life; it leads a process group, so that what it
+    starts shares its fate."""
 
-    def __init__(self, number: int, command: Sequence[str], folder: Path, hosts: Hosts | None) -> None:
+    def __init__(
+        self, number: int, command: Sequence[str], folder: Path, hosts: Hosts | None
+    ) -> None:
         self.number, self.command, self.folder, self.hosts = number, list(command), folder, hosts
         self.life, self.stopped = -1, False
         self.process: subprocess.Popen[bytes] | None = None
@@ -52,9 +55,22 @@ class Victim:
     def start(self, environment: Mapping[str, str]) -> None:
         """Begin the next life."""
         self.life, self.stopped = self.life + 1, False
-        env = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment, "COMMPRESS_EVENTS": str(self.events)}
+        env = {
+            **os.environ,
+            "PYTHONFAULTHANDLER": "1",
+            **environment,
+            "COMMPRESS_EVENTS": str(self.events),
+        }
         with open(self.log, "wb") as log:
-            self.process = _start(self.command, self.hosts, self.number, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = _start(
+                self.command,
+                self.hosts,
+                self.number,
+                env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the process and all that it has started."""
@@ -65,22 +81,29 @@ class Victim:
 
     def last_words(self) -> str:
         """The last line that this life has written."""
-        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        lines = (
+            self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        )
         return lines[-1].strip()[:400] if lines else ""
 
 
 class LauncherStore:
-    """A process that holds the store of the rendezvous, as torchrun's agent does: it is none of the ranks."""
+    """A process that holds the store of the rendezvous, as torchrun's agent does: it is none of the
+    ranks."""
 
     def __init__(self, hosts: Hosts | None) -> None:
         self.address = "127.0.0.1" if hosts is None else hosts.addresses[-1]
         host = 0 if hosts is None else len(hosts) - 1
         command = [sys.executable, "-c", _STORE, self.address]
-        self.process = _start(command, hosts, host, os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = _start(
+            command, hosts, host, os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
         if not said:
-            raise CommpressError("the process that holds the store of the rendezvous has ended before it listened")
+            raise CommpressError(
+                "the process that holds the store of the rendezvous has ended before it listened"
+            )
         self.port = int(said)
 
     def send(self, number: signal.Signals) -> None:
@@ -117,7 +140,8 @@ class Ended(BaseException):
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """End all processes that were started inside, and theirs, however it ends; a signal that asks for it raises ``Ended``."""
+    """End all processes that were started inside, and theirs, however it ends; a signal that asks
+    for it raises ``Ended``."""
     asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in asked}
     here = set(_descendants(os.getpid()))
@@ -146,7 +170,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _adopt(orphans: bool) -> None:
-    """Orphans among our descendants become children of this process, where it finds them (Linux)."""
+    """Orphans among our descendants become children of this process, where it finds them
+    (Linux)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, int(orphans), 0, 0, 0)
 
@@ -156,7 +181,9 @@ def _descendants(of: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, IndexError, ValueError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
     found, waiting = [], [of]
     while waiting:
         pid = waiting.pop()

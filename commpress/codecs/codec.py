@@ -4,7 +4,8 @@ from typing import Protocol
 
 
 class Codec(Protocol):
-    """Frozen and comparable. All arithmetic is in ``commpress.kernels``; two equal ``spec`` mean equal bytes."""
+    """Frozen and comparable. All arithmetic is in ``commpress.kernels``; two equal ``spec`` mean
+    equal bytes."""
 
     @property
     def kind(self) -> int: ...
@@ -21,11 +22,13 @@ class Codec(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """True if what it leaves behind is to be kept and sent later: not where it is noise of zero mean."""
+        """True if what it leaves behind is to be kept and sent later: not where it is noise of zero
+        mean."""
 
     @property
     def back(self) -> "Codec":
-        """Codec in which the mean comes back to the ranks: itself, unless what it does to a mean would be waste."""
+        """Codec in which the mean comes back to the ranks: itself, unless what it does to a mean
+        would be waste."""
 
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of ``width`` elements (a multiple of 8)."""

@@ -1,4 +1,5 @@
-"""The family: sign, ternary, block-wise integers and fp8, casts, outliers apart, and sparse rows."""
+"""The family: sign, ternary, block-wise integers and fp8, casts, outliers apart, and sparse
+rows."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,7 +13,8 @@ def _check_block(block: int, *, row: bool) -> None:
     allowed = [2**k for k in range(3, 12)]
     if block not in allowed and not (row and block == 0):
         raise InvalidArgument(
-            f"block is {block!r}, expected a power of two from 8 to 2048{' or 0 for one scale per row' if row else ''}"
+            f"block is {block!r}, expected a power of two from 8 to "
+            f"2048{' or 0 for one scale per row' if row else ''}"
         )
 
 
@@ -34,9 +36,10 @@ class _Kernel:
 class SignCodec(_Kernel):
     """One bit per element, ± the scale of its block.
 
-    ``l1`` is mean |c|, the least-squares choice and always a contraction; ``rms`` keeps the norm: a worse guess in one
-    step, but it drains the residual of spiky input faster, and trained better in every comparison so far. ``block`` = 0
-    gives one scale per row: fewest bytes, but large and small gradients share it.
+    ``l1`` is mean |c|, the least-squares choice and always a contraction; ``rms`` keeps the norm: a
+    worse guess in one step, but it drains the residual of spiky input faster, and trained better in
+    every comparison so far. ``block`` = 0 gives one scale per row: fewest bytes, but large and
+    small gradients share it.
     """
 
     scale: Literal["l1", "rms"] = "rms"
@@ -58,13 +61,15 @@ class SignCodec(_Kernel):
 
 @dataclass(frozen=True)
 class TernaryCodec(_Kernel):
-    """−1, 0 or +1 times the block's largest magnitude, drawn so that the mean is the input (2 bits).
+    """−1, 0 or +1 times the block's largest magnitude, drawn so that the mean is the input (2
+    bits).
 
-    ``clip`` > 0 is TernGrad: the block is first clipped to ± so many root mean squares, which cuts the noise by much for a
-    little bias, and no residual is kept. The usual value is 2.5.
+    ``clip`` > 0 is TernGrad: the block is first clipped to ± so many root mean squares, which cuts
+    the noise by much for a little bias, and no residual is kept. The usual value is 2.5.
 
-    ``mean``: what the mean over the ranks comes back in, a codec by name. It is finer than any rank's gradient: drawn once more
-    from three values it would have the noise of a single rank, however many there are. The usual one is right on average too.
+    ``mean``: what the mean over the ranks comes back in, a codec by name. It is finer than any
+    rank's gradient: drawn once more from three values it would have the noise of a single rank,
+    however many there are. The usual one is right on average too.
     """
 
     block: int = 2048
@@ -74,9 +79,14 @@ class TernaryCodec(_Kernel):
     def __post_init__(self) -> None:
         _check_block(self.block, row=False)
         if self.clip and not 0.1 <= self.clip <= 100:
-            raise InvalidArgument(f"clip is {self.clip!r}, expected 0 for none or a number from 0.1 to 100, such as 2.5")
+            raise InvalidArgument(
+                f"clip is {self.clip!r}, expected 0 for none or a number from 0.1 to 100, such "
+                "as 2.5"
+            )
         if self.mean not in MEANS:
-            raise InvalidArgument(f"mean is {self.mean!r}, expected one of {', '.join(map(repr, MEANS))}")
+            raise InvalidArgument(
+                f"mean is {self.mean!r}, expected one of {', '.join(map(repr, MEANS))}"
+            )
 
     @property
     def back(self) -> Codec:
@@ -95,16 +105,22 @@ class TernaryCodec(_Kernel):
         return f"ternary/{self.block}/{round(10 * self.clip)}/{self.mean}"
 
 
-KINDS = {"int8": reference.INT8, "int4": reference.INT4, "fp8": reference.FP8, "log3": reference.LOG}
+KINDS = {
+    "int8": reference.INT8,
+    "int4": reference.INT4,
+    "fp8": reference.FP8,
+    "log3": reference.LOG,
+}
 
 
 @dataclass(frozen=True)
 class BlockCodec(_Kernel):
     """int8, int4, fp8 (e4m3) or log3 codes under one scale per block, set by its largest magnitude.
 
-    log3: ± 1, 1/4 or 1/16 of the scale, in 3 bits, and 0 for 0 alone. What is squared and divided by, as gradients that become
-    a variance are, must not round to zero; a factor of two is no matter. In blocks of up to 256 a contraction: every error is
-    at most |c| or 1/16 of the peak, whose own is none, and 255/16² < 1.
+    log3: ± 1, 1/4 or 1/16 of the scale, in 3 bits, and 0 for 0 alone. What is squared and divided
+    by, as gradients that become a variance are, must not round to zero; a factor of two is no
+    matter. In blocks of up to 256 a contraction: every error is at most |c| or 1/16 of the peak,
+    whose own is none, and 255/16² < 1.
     """
 
     number: Literal["int8", "int4", "fp8", "log3"] = "int8"
@@ -112,7 +128,9 @@ class BlockCodec(_Kernel):
 
     def __post_init__(self) -> None:
         if self.number not in KINDS:
-            raise InvalidArgument(f"number is {self.number!r}, expected one of {', '.join(map(repr, KINDS))}")
+            raise InvalidArgument(
+                f"number is {self.number!r}, expected one of {', '.join(map(repr, KINDS))}"
+            )
         _check_block(self.block, row=False)
 
     @property
@@ -126,7 +144,8 @@ class BlockCodec(_Kernel):
 
 @dataclass(frozen=True)
 class CastCodec(_Kernel):
-    """bf16, fp16 (saturating) or, as ``none``, the float32 itself: an exact mean, added in rank order."""
+    """bf16, fp16 (saturating) or, as ``none``, the float32 itself: an exact mean, added in rank
+    order."""
 
     number: Literal["bf16", "fp16", "none"] = "bf16"
     block: ClassVar[int] = 0
@@ -150,11 +169,12 @@ class CastCodec(_Kernel):
 
 @dataclass(frozen=True)
 class BitsCodec(_Kernel):
-    """2 to 8 bits: of each block the least and the greatest element exactly, the others on an even grid over theirs and zero.
+    """2 to 8 bits: of each block the least and the greatest element exactly, the others on an even
+    grid over theirs and zero.
 
-    One outlier would stretch the grid of all its neighbours; gradients of embeddings and output layers are full of them.
-    ``shifted`` moves each block's grid by a part of its step that is drawn anew at every call: right on average, for weights,
-    which have no error feedback.
+    One outlier would stretch the grid of all its neighbours; gradients of embeddings and output
+    layers are full of them. ``shifted`` moves each block's grid by a part of its step that is drawn
+    anew at every call: right on average, for weights, which have no error feedback.
     """
 
     bits: int = 4
@@ -177,7 +197,8 @@ class BitsCodec(_Kernel):
 
 @dataclass(frozen=True)
 class TopKCodec(_Kernel):
-    """Of each block the elements of largest magnitude, exactly: a share ``density`` of them, with error feedback.
+    """Of each block the elements of largest magnitude, exactly: a share ``density`` of them, with
+    error feedback.
 
     ‖c − Q(c)‖² ≤ (1 − density)·‖c‖², block by block. Needs 48 bits per element sent.
     """
@@ -189,7 +210,8 @@ class TopKCodec(_Kernel):
         _check_block(self.block, row=False)
         if not 1 / self.block <= self.density <= 1:
             raise InvalidArgument(
-                f"density is {self.density!r}, expected a share from 1/{self.block} (one element per block) to 1"
+                f"density is {self.density!r}, expected a share from 1/{self.block} (one "
+                "element per block) to 1"
             )
 
     @property
@@ -203,10 +225,12 @@ class TopKCodec(_Kernel):
 
 @dataclass(frozen=True)
 class RandomKCodec(_Kernel):
-    """Of every ``run`` elements one, drawn evenly; its place follows from a seed in the row, so 32 bits per element sent.
+    """Of every ``run`` elements one, drawn evenly; its place follows from a seed in the row, so 32
+    bits per element sent.
 
-    As it is: a contraction by 1 − 1/run in the mean, for error feedback. ``unbiased``: times ``run``, so that the mean over
-    the draws is the input and the variance (run − 1)·‖c‖²; no feedback, which such noise would fill.
+    As it is: a contraction by 1 − 1/run in the mean, for error feedback. ``unbiased``: times
+    ``run``, so that the mean over the draws is the input and the variance (run − 1)·‖c‖²; no
+    feedback, which such noise would fill.
     """
 
     run: int = 32
@@ -215,8 +239,14 @@ class RandomKCodec(_Kernel):
 
     def __post_init__(self) -> None:
         _check_block(self.block, row=False)
-        if not isinstance(self.run, int) or not 1 <= self.run <= self.block or self.block % self.run:
-            raise InvalidArgument(f"run is {self.run!r}, expected a divisor of the block {self.block}, such as 32")
+        if (
+            not isinstance(self.run, int)
+            or not 1 <= self.run <= self.block
+            or self.block % self.run
+        ):
+            raise InvalidArgument(
+                f"run is {self.run!r}, expected a divisor of the block {self.block}, such as 32"
+            )
 
     @property
     def feedback(self) -> bool:  # type: ignore[override]
@@ -224,7 +254,9 @@ class RandomKCodec(_Kernel):
 
     @property
     def kind(self) -> int:
-        return reference.kind_of(reference.UNBIASED if self.unbiased else reference.RANDOM, self.run)
+        return reference.kind_of(
+            reference.UNBIASED if self.unbiased else reference.RANDOM, self.run
+        )
 
     @property
     def spec(self) -> str:

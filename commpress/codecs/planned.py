@@ -1,12 +1,14 @@
 """A plan as a file: which codec for which parameter, or that nothing should be compressed.
 
-JSON of at most 4 MiB, written by ``commpress plan`` and read by the hook, the backend and the trainers:
+JSON of at most 4 MiB, written by ``commpress plan`` and read by the hook, the backend and the
+trainers:
 
-    {"format": "commpress plan", "version": 1, "codec": "int8", "min_numel": 256, "topology": null, "bucket_mb": 25.0,
+    {"format": "commpress plan", "version": 1, "codec": "int8", "min_numel": 256, "topology": null,
+    "bucket_mb": 25.0,
      "rules": {"head.weight": "bits6"}, "why": "int8 takes 210 ms a step, plain 480 ms"}
 
-``codec`` is that of every parameter without a rule; "plain" means: do not compress. Nothing in a file is ever evaluated:
-codecs are names that ``codec_named`` knows.
+``codec`` is that of every parameter without a rule; "plain" means: do not compress. Nothing in a
+file is ever evaluated: codecs are names that ``codec_named`` knows.
 """
 
 from collections.abc import Mapping
@@ -22,9 +24,13 @@ from commpress.errors import InvalidArgument
 FILE = Document("commpress plan", 1, 1 << 22, "commpress plan")
 PLAIN = "plain"
 _TYPES: dict[str, tuple[type, ...]] = {
-    "codec": (str,), "min_numel": (int,), "topology": (str, type(None)), "bucket_mb": (int, float), "rules": (dict,),
+    "codec": (str,),
+    "min_numel": (int,),
+    "topology": (str, type(None)),
+    "bucket_mb": (int, float),
+    "rules": (dict,),
     "why": (str,),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,17 @@ class Planned:
         for name in {self.codec, *self.rules.values()} - {PLAIN}:
             codec_named(name)
         if self.codec == PLAIN and self.rules:
-            raise InvalidArgument("a plan says 'plain' and has rules: for single exact parameters the codec is 'none'")
+            raise InvalidArgument(
+                "a plan says 'plain' and has rules: for single exact parameters the codec is 'none'"
+            )
         if PLAIN in self.rules.values():
-            raise InvalidArgument("a rule of a plan says 'plain', expected a codec: 'none' sends a parameter exactly")
+            raise InvalidArgument(
+                "a rule of a plan says 'plain', expected a codec: 'none' sends a parameter exactly"
+            )
         if self.min_numel < 0 or not self.bucket_mb > 0:
             raise InvalidArgument(
-                f"a plan has min_numel {self.min_numel} and bucket_mb {self.bucket_mb}, expected positive numbers"
+                f"a plan has min_numel {self.min_numel} and bucket_mb {self.bucket_mb}, "
+                "expected positive numbers"
             )
 
     @property
@@ -68,8 +79,13 @@ def load_plan(path: str | Path) -> Planned:
     values = FILE.read(path)
     for key, value in values.items():
         if key not in _TYPES or not isinstance(value, _TYPES[key]) or isinstance(value, bool):
-            raise InvalidArgument(f"{path} has {key} {value!r}, which no plan has: make it again with commpress plan")
+            raise InvalidArgument(
+                f"{path} has {key} {value!r}, which no plan has: make it again with commpress plan"
+            )
     rules = values.get("rules", {})
     if "codec" not in values or not all(isinstance(codec, str) for codec in rules.values()):
-        raise InvalidArgument(f"{path} has no codec, or a rule that is no codec's name: make it again with commpress plan")
+        raise InvalidArgument(
+            f"{path} has no codec, or a rule that is no codec's name: make it again with "
+            "commpress plan"
+        )
     return Planned(**values)

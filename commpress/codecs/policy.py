@@ -30,7 +30,8 @@ class Same:
 
 @dataclass(frozen=True)
 class BySize:
-    """Tensors of fewer than ``min_numel`` elements travel exactly: they cost few bytes and lose most."""
+    """Tensors of fewer than ``min_numel`` elements travel exactly: they cost few bytes and lose
+    most."""
 
     large: "Policy | Codec | str"
     min_numel: int
@@ -41,9 +42,11 @@ class BySize:
 
 @dataclass(frozen=True)
 class ByName:
-    """The first pattern (regular expression, anywhere in the name) that matches decides, else ``otherwise``.
+    """The first pattern (regular expression, anywhere in the name) that matches decides, else
+    ``otherwise``.
 
-    ``ByName({"head": "int8"}, "sign")`` spends eight bits on an output layer, whose gradients are the spikiest.
+    ``ByName({"head": "int8"}, "sign")`` spends eight bits on an output layer, whose gradients are
+    the spikiest.
     """
 
     rules: Mapping[str, Codec | str]
@@ -58,7 +61,8 @@ class ByName:
 
 @dataclass(frozen=True)
 class ByRole:
-    """A codec for each role a tensor plays in a model: made by ``by_role``, which finds the roles."""
+    """A codec for each role a tensor plays in a model: made by ``by_role``, which finds the
+    roles."""
 
     roles: Mapping[str, str]  # parameter → one of ROLES
     codecs: Mapping[str, Codec]  # role → codec
@@ -81,19 +85,26 @@ def by_role(
     norm: Codec | str = "none",
     bias: Codec | str = "none",
 ) -> ByRole:
-    """A policy for ``model``: the cheap codec where most elements are, finer ones where errors cost most.
+    """A policy for ``model``: the cheap codec where most elements are, finer ones where errors cost
+    most.
 
-    Gradients of embeddings and of the output layer are the spikiest: a few tokens get most of them. Norms and biases are few
-    elements that move everything, and travel exactly. ``attention`` is ``body`` if None; ``attention="none"`` compresses
-    only the large layers between (the layer-selective choice of TAGC).
+    Gradients of embeddings and of the output layer are the spikiest: a few tokens get most of them.
+    Norms and biases are few elements that move everything, and travel exactly. ``attention`` is
+    ``body`` if None; ``attention="none"`` compresses only the large layers between (the
+    layer-selective choice of TAGC).
     """
-    codecs = {"body": body, "attention": attention if attention is not None else body, "embedding": embedding}
+    codecs = {
+        "body": body,
+        "attention": attention if attention is not None else body,
+        "embedding": embedding,
+    }
     codecs |= {"output": output, "norm": norm, "bias": bias}
     return ByRole(roles_of(model), {role: codec_named(codec) for role, codec in codecs.items()})
 
 
 def roles_of(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter → role. The output layer is the last of several matrices that are no embeddings, or the embedding if tied."""
+    """Parameter → role. The output layer is the last of several matrices that are no embeddings, or
+    the embedding if tied."""
     roles: dict[str, str] = {}
     matrices: list[str] = []
     seen: set[int] = set()
@@ -110,10 +121,14 @@ def roles_of(model: torch.nn.Module) -> dict[str, str]:
             elif parameter.dim() < 2:
                 roles[name] = "bias"
             else:
-                attention = isinstance(module, torch.nn.MultiheadAttention) or _ATTENTION.search(name)
+                attention = isinstance(module, torch.nn.MultiheadAttention) or _ATTENTION.search(
+                    name
+                )
                 roles[name] = "attention" if attention else "body"
                 matrices.append(name)
-    last = next((m for m in reversed(list(model.modules())) if isinstance(m, torch.nn.Linear)), None)
+    last = next(
+        (m for m in reversed(list(model.modules())) if isinstance(m, torch.nn.Linear)), None
+    )
     tied = last is not None and any(
         isinstance(m, torch.nn.Embedding) and m.weight is last.weight for m in model.modules()
     )
@@ -125,11 +140,16 @@ def roles_of(model: torch.nn.Module) -> dict[str, str]:
 def check_exclude(exclude: object) -> None:
     """A lone string would count as one pattern for each of its letters."""
     if isinstance(exclude, str):
-        raise InvalidArgument(f"exclude is {exclude!r}, expected a tuple of regular expressions: ({exclude!r},)")
+        raise InvalidArgument(
+            f"exclude is {exclude!r}, expected a tuple of regular expressions: ({exclude!r},)"
+        )
 
 
-def policy_of(codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()) -> Policy:
-    """``codec`` for tensors of at least ``min_numel`` elements whose name matches no pattern of ``exclude``."""
+def policy_of(
+    codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()
+) -> Policy:
+    """``codec`` for tensors of at least ``min_numel`` elements whose name matches no pattern of
+    ``exclude``."""
     check_counts(min_numel=min_numel)
     check_exclude(exclude)
     policy: Policy = codec if hasattr(codec, "choose") else Same(codec_named(codec))  # type: ignore[assignment]

@@ -1,4 +1,5 @@
-"""Registry of codecs by name: those of the family, patterns such as ``topk-64``, and codecs of users in plain torch."""
+"""Registry of codecs by name: those of the family, patterns such as ``topk-64``, and codecs of
+users in plain torch."""
 
 import difflib
 import re
@@ -17,8 +18,15 @@ from commpress.kernels.reference import CHUNK
 from commpress.kernels.registered import PlainCodec
 
 EXAMPLES = (  # of names that are patterns
-    "terngrad", "bits3", "shift8", "topk-64", "topk-64+bits2", "randk-32", "sketch-64", "powersgd-4",
-)  # fmt: skip
+    "terngrad",
+    "bits3",
+    "shift8",
+    "topk-64",
+    "topk-64+bits2",
+    "randk-32",
+    "sketch-64",
+    "powersgd-4",
+)
 REGISTERED: dict[str, Codec] = {}
 
 
@@ -26,7 +34,9 @@ def codec_named(codec: str | Codec) -> Codec:
     """The codec a string stands for; a codec stays itself."""
     if not isinstance(codec, str):
         if not hasattr(codec, "row_bytes"):
-            raise InvalidArgument(f"codec is {codec!r}, expected a name or a codec such as SignCodec(scale='rms')")
+            raise InvalidArgument(
+                f"codec is {codec!r}, expected a name or a codec such as SignCodec(scale='rms')"
+            )
         return codec
     if codec in NAMES:
         return NAMES[codec]
@@ -37,14 +47,17 @@ def codec_named(codec: str | Codec) -> Codec:
     every = [*NAMES, *REGISTERED, *EXAMPLES]
     close = difflib.get_close_matches(codec, every, n=1)
     raise InvalidArgument(
-        f"codec is {codec!r}, expected one of {', '.join(map(repr, every))} (the numbers may differ)"
+        (
+            f"codec is {codec!r}, expected one of {', '.join(map(repr, every))} (the numbers may "
+            "differ)"
+        )
         + (f": did you mean {close[0]!r}?" if close else "")
     )
 
 
 def _numbered(name: str) -> Codec | None:
-    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64 likewise, powersgd-4 (rank 4);
-    topk-64+bits2: values in two bits."""
+    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64
+    likewise, powersgd-4 (rank 4); topk-64+bits2: values in two bits."""
     if name == "terngrad":
         return TernaryCodec(clip=2.5)
     if sparse := re.fullmatch(r"topk-([1-9]\d{0,3})\+bits(\d)", name):
@@ -85,13 +98,17 @@ def register_codec(name: str, codec: PlainCodec, *, feedback: bool = True) -> Co
 
     - ``codec.row_bytes(width)``: bytes of a row of ``width`` elements.
     - ``codec.encode(values)``: uint8[row_bytes(len)] for float32[len].
-    - ``codec.decode(row, numel)``: float32[numel] from the first bytes of a row, the same on every rank.
+    - ``codec.decode(row, numel)``: float32[numel] from the first bytes of a row, the same on every
+      rank.
 
-    Rows are short ends and whole rows alike; tensors are on the device of the gradients. ``feedback``: what it leaves out is
-    sent later; False for a codec whose error is noise of zero mean.
+    Rows are short ends and whole rows alike; tensors are on the device of the gradients.
+    ``feedback``: what it leaves out is sent later; False for a codec whose error is noise of zero
+    mean.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_.-]{0,23}", name):
-        raise InvalidArgument(f"name is {name!r}, expected up to 24 small letters, digits and .-_, such as 'mine-3'")
+        raise InvalidArgument(
+            f"name is {name!r}, expected up to 24 small letters, digits and .-_, such as 'mine-3'"
+        )
     _refuse_known(name)
     _try(name, codec)
     REGISTERED[name] = UserCodec(name, registered.add(codec), feedback)
@@ -107,22 +124,33 @@ def _refuse_known(name: str) -> None:
 
 
 def _try(name: str, codec: PlainCodec) -> None:
-    """See it code rows of several lengths, so that a mistake is found now and not in a thread of step 1."""
+    """See it code rows of several lengths, so that a mistake is found now and not in a thread of
+    step 1."""
     for method in ("row_bytes", "encode", "decode"):
         if not callable(getattr(codec, method, None)):
-            raise InvalidArgument(f"codec {name!r} is a {type(codec).__name__} without {method}(): see help(register_codec)")
+            raise InvalidArgument(
+                f"codec {name!r} is a {type(codec).__name__} without {method}(): see "
+                "help(register_codec)"
+            )
     for numel in (1, 8, 77, 2048, 3000):
         values = torch.linspace(-1, 1, numel)
         width, size = -(-numel // 8) * 8, codec.row_bytes(-(-numel // 8) * 8)
         codes = codec.encode(values)
-        if not isinstance(size, int) or codes.dtype != torch.uint8 or codes.dim() != 1 or codes.numel() > size:
+        if (
+            not isinstance(size, int)
+            or codes.dtype != torch.uint8
+            or codes.dim() != 1
+            or codes.numel() > size
+        ):
             raise InvalidArgument(
-                f"codec {name!r} made {tuple(codes.shape)} {codes.dtype} of {numel} values, expected up to row_bytes({width}), "
+                f"codec {name!r} made {tuple(codes.shape)} {codes.dtype} of {numel} values, "
+                f"expected up to row_bytes({width}), "
                 f"{size}, of torch.uint8"
             )
         back = codec.decode(torch.nn.functional.pad(codes, (0, size - codes.numel())), numel)
         if back.shape != (numel,) or back.dtype != torch.float32 or not torch.isfinite(back).all():
             raise InvalidArgument(
-                f"codec {name!r} made {tuple(back.shape)} {back.dtype} of the codes of {numel} values, expected finite "
+                f"codec {name!r} made {tuple(back.shape)} {back.dtype} of the codes of {numel} "
+                "values, expected finite "
                 f"torch.float32 of shape ({numel},)"
             )

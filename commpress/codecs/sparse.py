@@ -14,11 +14,13 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class SparseCodec:
-    """Of every 4096 elements the share ``density`` of largest magnitude, their values in ``bits`` bits, with error feedback.
+    """Of every 4096 elements the share ``density`` of largest magnitude, their values in ``bits``
+    bits, with error feedback.
 
-    The values of a block fall into bins that divide 6σ around their mean, and each comes back as the mean of its bin. 64 of
-    4096 in 2 bits take 96 bytes, 0.19 bits an element, where ``TopKCodec`` takes 0.75. A contraction:
-    ‖c − Q(c)‖² ≤ ‖c‖² − Σ n·μ² over bins of n values and mean μ.
+    The values of a block fall into bins that divide 6σ around their mean, and each comes back as
+    the mean of its bin. 64 of 4096 in 2 bits take 96 bytes, 0.19 bits an element, where
+    ``TopKCodec`` takes 0.75. A contraction: ‖c − Q(c)‖² ≤ ‖c‖² − Σ n·μ² over bins of n values and
+    mean μ.
     """
 
     density: float = 1 / 64
@@ -30,10 +32,14 @@ class SparseCodec:
     def __post_init__(self) -> None:
         if not 1 / BLOCK <= self.density <= 1 / 2:
             raise InvalidArgument(
-                f"density is {self.density!r}, expected a share from 1/{BLOCK} to 1/2: what keeps more is no sparse codec"
+                f"density is {self.density!r}, expected a share from 1/{BLOCK} to 1/2: what "
+                "keeps more is no sparse codec"
             )
         if self.bits not in range(1, 5):
-            raise InvalidArgument(f"bits is {self.bits!r}, expected 1 to 4: the means of more bins would outweigh the values")
+            raise InvalidArgument(
+                f"bits is {self.bits!r}, expected 1 to 4: the means of more bins would outweigh "
+                "the values"
+            )
 
     @property
     def arithmetic(self) -> SparseBlocks:

@@ -1,4 +1,5 @@
-"""Codecs of whole tensors: PowerSGD and summable sketches. ``collectives.powersgd`` and ``collectives.sketch`` send them."""
+"""Codecs of whole tensors: PowerSGD and summable sketches. ``collectives.powersgd`` and
+``collectives.sketch`` send them."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,7 +13,8 @@ from commpress.errors import InvalidArgument
 
 
 class WholeTensorCodec(ABC):
-    """A codec of tensors, with their shapes: exchanges of whole tensors take it, calls that see flat rows refuse it."""
+    """A codec of tensors, with their shapes: exchanges of whole tensors take it, calls that see
+    flat rows refuse it."""
 
     @property
     @abstractmethod
@@ -25,7 +27,8 @@ class WholeTensorCodec(ABC):
 
     @abstractmethod
     def bits(self, shape: Sequence[int], ranks: int) -> float:
-        """Bits of each element of a tensor that it takes, the mean of the way there and the way back."""
+        """Bits of each element of a tensor that it takes, the mean of the way there and the way
+        back."""
 
     @property
     def back(self) -> Codec:
@@ -44,23 +47,28 @@ class WholeTensorCodec(ABC):
 
     def refuse(self) -> NoReturn:
         raise InvalidArgument(
-            f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat buffer: use it with "
-            "commpress.compress(ddp, codec=...), compress_fsdp(model, gradients=...), Partitioned(gradients=...) or OneBitAdam("
+            f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat "
+            "buffer: use it with "
+            "commpress.compress(ddp, codec=...), compress_fsdp(model, gradients=...), "
+            "Partitioned(gradients=...) or OneBitAdam("
             "codec=...), or choose a codec of rows such as 'int4' here"
         )
 
 
 def travels_whole(codec: object, shape: Sequence[int]) -> bool:
-    """False also where such a codec leaves a tensor of this shape alone, which then travels exactly, in rows."""
+    """False also where such a codec leaves a tensor of this shape alone, which then travels
+    exactly, in rows."""
     return isinstance(codec, WholeTensorCodec) and codec.takes(shape)
 
 
 @dataclass(frozen=True)
 class LowRankCodec(WholeTensorCodec):
-    """PowerSGD: tensors of two and more dimensions, seen as matrices of shape[0] rows, as products of two thin ones.
+    """PowerSGD: tensors of two and more dimensions, seen as matrices of shape[0] rows, as products
+    of two thin ones.
 
-    A tensor of one dimension, and one whose factors would have more than 1 / ``min_rate`` of its elements, travels exactly.
-    For gradients, by itself or inside a policy; calls that know no shapes refuse it.
+    A tensor of one dimension, and one whose factors would have more than 1 / ``min_rate`` of its
+    elements, travels exactly. For gradients, by itself or inside a policy; calls that know no
+    shapes refuse it.
     """
 
     rank: int = 4
@@ -72,7 +80,9 @@ class LowRankCodec(WholeTensorCodec):
         if not isinstance(self.rank, int) or not 1 <= self.rank <= 1024:
             raise InvalidArgument(f"rank is {self.rank!r}, expected a whole number from 1 to 1024")
         if not self.min_rate > 0:
-            raise InvalidArgument(f"min_rate is {self.min_rate!r}, expected a number above 0, such as 2")
+            raise InvalidArgument(
+                f"min_rate is {self.min_rate!r}, expected a number above 0, such as 2"
+            )
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a tensor of this shape, or None if it travels exactly."""
@@ -96,10 +106,12 @@ class LowRankCodec(WholeTensorCodec):
 
 @dataclass(frozen=True)
 class SketchCodec(WholeTensorCodec):
-    """Every rank keeps a share ``density`` of each block's elements, the largest; what all kept together is added up exactly.
+    """Every rank keeps a share ``density`` of each block's elements, the largest; what all kept
+    together is added up exactly.
 
-    ``cells``: of the table, per element that all ranks together keep if they keep different ones. ``TopKCodec`` leaves
-    something out twice, on the way to the owner of a row and on the way back; this one does so once.
+    ``cells``: of the table, per element that all ranks together keep if they keep different ones.
+    ``TopKCodec`` leaves something out twice, on the way to the owner of a row and on the way back;
+    this one does so once.
     """
 
     density: float = 1 / 64
@@ -110,7 +122,8 @@ class SketchCodec(WholeTensorCodec):
     def __post_init__(self) -> None:
         if not self.cells >= 1.25:
             raise InvalidArgument(
-                f"cells is {self.cells!r}, expected at least 1.25 per kept element: with fewer they cannot be told apart"
+                f"cells is {self.cells!r}, expected at least 1.25 per kept element: with fewer "
+                "they cannot be told apart"
             )
         TopKCodec(self.density)
 

@@ -1,4 +1,5 @@
-"""Optimizers that compress what they send: momentum, accumulated steps or differences instead of gradients."""
+"""Optimizers that compress what they send: momentum, accumulated steps or differences instead of
+gradients."""
 
 from commpress.optim.decoupled_momentum import DeMo
 from commpress.optim.masha import Masha
@@ -8,4 +9,12 @@ from commpress.optim.sharded_adam import ShardedOneBitAdam
 from commpress.optim.sharded_zero_one import ShardedZeroOneAdam
 from commpress.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = ["DeMo", "Masha", "OneBitAdam", "OneBitLamb", "ShardedOneBitAdam", "ShardedZeroOneAdam", "ZeroOneAdam"]
+__all__ = [
+    "DeMo",
+    "Masha",
+    "OneBitAdam",
+    "OneBitLamb",
+    "ShardedOneBitAdam",
+    "ShardedZeroOneAdam",
+    "ZeroOneAdam",
+]

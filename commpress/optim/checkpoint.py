@@ -1,7 +1,8 @@
 """Saving and loading an optimizer: exact for a bitwise resume, elastic for another number of ranks.
 
-A state is what torch's Adam gives, ``state`` and ``param_groups``, plus ``commpress``: where the schedule stands and what
-compression left behind. Plain tensors, numbers and text throughout: it loads with ``weights_only=True``.
+A state is what torch's Adam gives, ``state`` and ``param_groups``, plus ``commpress``: where the
+schedule stands and what compression left behind. Plain tensors, numbers and text throughout: it
+loads with ``weights_only=True``.
 """
 
 import logging
@@ -22,16 +23,24 @@ if TYPE_CHECKING:
     from commpress.optim.optimizer import CompressedOptimizer
     from commpress.optim.replicated import ReplicatedOptimizer
 
-ENTRIES = ("optimizer", "step", "facts", "schedule", "full", "quantized")  # of what every rank saves
+# of what every rank saves
+ENTRIES = ("optimizer", "step", "facts", "schedule", "full", "quantized")
 
 log = logging.getLogger("commpress")
 
 
 def exact(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
-    return _head(optimizer) | own_state(optimizer) | {
-        name: exact_state(exchanges.residuals, optimizer.channel.transport, optimizer.steps_done) | exchanges.choices()
-        for name, exchanges in _exchanges(optimizer)
-    }
+    return (
+        _head(optimizer)
+        | own_state(optimizer)
+        | {
+            name: exact_state(
+                exchanges.residuals, optimizer.channel.transport, optimizer.steps_done
+            )
+            | exchanges.choices()
+            for name, exchanges in _exchanges(optimizer)
+        }
+    )
 
 
 def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
@@ -39,8 +48,12 @@ def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[di
     shared, part = (yield from optimizer.shared()), _head(optimizer)
     momentum = shared.get("exp_avg")
     if optimizer.channel.rank == 0:
-        for i, (number, p) in enumerate(zip(optimizer.shared_numbers(), optimizer._flat.parameters, strict=True)):
-            state["state"][number] = {key: local(value).clone() for key, value in optimizer.state[p].items()}
+        for i, (number, p) in enumerate(
+            zip(optimizer.shared_numbers(), optimizer._flat.parameters, strict=True)
+        ):
+            state["state"][number] = {
+                key: local(value).clone() for key, value in optimizer.state[p].items()
+            }
             if momentum is not None:
                 state["state"][number]["exp_avg"] = optimizer._flat.view(momentum, i).clone()
         part["schedule"] |= shared
@@ -48,7 +61,10 @@ def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[di
         state["state"], part["schedule"] = {}, {}
     for name, exchanges in _exchanges(optimizer):
         residuals = yield from elastic_state(
-            exchanges.residuals, optimizer.channel.transport, optimizer.steps_done, optimizer.channel.take()
+            exchanges.residuals,
+            optimizer.channel.transport,
+            optimizer.steps_done,
+            optimizer.channel.take(),
         )
         part[name] = residuals | exchanges.choices()
     if optimizer.columns is not None:
@@ -80,7 +96,8 @@ def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> 
 
 
 def tensors_of(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tensors of each parameter as the ranks with the same shards have them: rank 0 has saved all."""
+    """Tensors of each parameter as the ranks with the same shards have them: rank 0 has saved
+    all."""
     first = next(state for state in column if state["commpress"]["quantized"]["rank"] == 0)
     return [first["state"].get(i, {}) for i in range(len(first["commpress"]["boxes"]))]
 
@@ -114,7 +131,9 @@ def load_common(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None
     head = state["commpress"]
     check_entries(head, ("optimizer", "step", "facts", "schedule"), "the state that ranks share")
     if head["optimizer"] != type(optimizer).__name__:
-        raise StateMismatch(f"the state is of {head['optimizer']}, this is a {type(optimizer).__name__}")
+        raise StateMismatch(
+            f"the state is of {head['optimizer']}, this is a {type(optimizer).__name__}"
+        )
     check_groups(optimizer, state["param_groups"])
     _check(optimizer, state, whole=True)
     optimizer.check_schedule(head["schedule"])
@@ -129,7 +148,8 @@ def check_step(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]
     steps = sorted({int(part["step"]) for part in parts})
     if steps != [optimizer.steps_done]:
         raise StateMismatch(
-            f"what ranks have apart from each other is of step {', '.join(map(str, steps))}, what was loaded before is of step "
+            f"what ranks have apart from each other is of step {', '.join(map(str, steps))}, "
+            "what was loaded before is of step "
             f"{optimizer.steps_done}: load the states of one checkpoint"
         )
 
@@ -145,19 +165,28 @@ def own_state(optimizer: "CompressedOptimizer") -> dict[str, Any]:
     return {} if optimizer.own is None else {"own": optimizer.own.state()}
 
 
-def own_in(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """State that this rank saved of the parameters that not all hold; None in the state of another rank alone."""
+def own_in(
+    optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """State that this rank saved of the parameters that not all hold; None in the state of another
+    rank alone."""
     if optimizer.own is None:
         return None
     transport = optimizer.channel.transport
-    mine = [part for part in own_of(parts, transport.rank, transport.size) if part["quantized"]["rank"] == transport.rank]
+    mine = [
+        part
+        for part in own_of(parts, transport.rank, transport.size)
+        if part["quantized"]["rank"] == transport.rank
+    ]
     sizes = sorted({part["quantized"]["size"] for part in parts})
     if len(parts) == 1 and sizes == [transport.size] and not mine:
         return None  # each rank's own comes next
     if sizes != [transport.size] or "own" not in mine[0]:
         raise StateMismatch(
-            f"the state of {sizes} ranks has nothing of {optimizer.own.flat.names[0]!r}, which lies on this rank of "
-            f"{transport.size} alone: load this rank's own state_dict(), on as many ranks as saved it"
+            f"the state of {sizes} ranks has nothing of {optimizer.own.flat.names[0]!r}, which "
+            "lies on this rank of "
+            f"{transport.size} alone: load this rank's own state_dict(), on as many ranks as "
+            "saved it"
         )
     found: dict[str, Any] = mine[0]["own"]
     optimizer.own.check(found)
@@ -174,16 +203,21 @@ def check_closed(parts: Sequence[dict[str, Any]], size: int) -> None:
     of = parts[0]["quantized"]
     if len(parts) > 1 and of["kind"] == "exact" and parts[0]["schedule"].get("held"):
         raise StateMismatch(
-            f"the states of {of['size']} ranks were saved {parts[0]['schedule']['held']} steps into a window, in which ranks "
-            f"differ, and {size} go on: call optimizer.synchronize() before state_dict(), or save with elastic_state_dict()"
+            f"the states of {of['size']} ranks were saved {parts[0]['schedule']['held']} steps "
+            "into a window, in which ranks "
+            f"differ, and {size} go on: call optimizer.synchronize() before state_dict(), or "
+            "save with elastic_state_dict()"
         )
 
 
 def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    sizes, mine = ([len(group["params"]) for group in every] for every in (groups, optimizer.param_groups))
+    sizes, mine = (
+        [len(group["params"]) for group in every] for every in (groups, optimizer.param_groups)
+    )
     if sizes != mine:
         raise StateMismatch(
-            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state of this model, after "
+            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the "
+            "state of this model, after "
             "add_param_group for groups that came late"
         )
 
@@ -192,38 +226,50 @@ def check_entries(state: Mapping[str, Any], entries: Iterable[str], what: str) -
     missing = [entry for entry in entries if entry not in state]
     if missing:
         raise StateMismatch(
-            f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or of another version of commpress. "
+            f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or "
+            "of another version of commpress. "
             "Load all that state_dict() or elastic_state_dict() of this version gave"
         )
 
 
 def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) -> None:
     if len(found) != wanted:
-        raise StateMismatch(f"the state has {len(found)} {what}, expected {wanted}: load the state of this model")
+        raise StateMismatch(
+            f"the state has {len(found)} {what}, expected {wanted}: load the state of this model"
+        )
 
 
 def other_dtype(name: str, parameter: torch.Tensor, *, was: str) -> StateMismatch:
     """The error for a parameter whose float32 master one side has and the other has not."""
     return StateMismatch(
-        f"parameter {name!r} is {parameter.dtype}, and was {was} when the state was saved: give it that dtype before its "
-        "optimizer is made. peft turns half-precision adapters into float32 where it makes or loads them, unless "
+        f"parameter {name!r} is {parameter.dtype}, and was {was} when the state was saved: give "
+        "it that dtype before its "
+        "optimizer is made. peft turns half-precision adapters into float32 where it makes or "
+        "loads them, unless "
         "autocast_adapter_dtype=False is given"
     )
 
 
 def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Hyperparameters as the state has them, and when each group came: of groups that do not say so, at the beginning."""
+    """Hyperparameters as the state has them, and when each group came: of groups that do not say
+    so, at the beginning."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         beginning = {"added_at": 0} if "added_at" in group else {}
-        group.update(beginning | {key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        group.update(
+            beginning
+            | {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        )
 
 
 def _exchanges(optimizer: "ReplicatedOptimizer") -> list[tuple[str, Exchanges]]:
     return [("full", optimizer.full), ("quantized", optimizer.quantized)]
 
 
-def _take_left(optimizer: "ReplicatedOptimizer", part: dict[str, Any], residuals: dict[str, Any]) -> None:
-    """Take over what compression left behind on this rank, nothing if that is not known, and what codecs have learnt on all."""
+def _take_left(
+    optimizer: "ReplicatedOptimizer", part: dict[str, Any], residuals: dict[str, Any]
+) -> None:
+    """Take over what compression left behind on this rank, nothing if that is not known, and what
+    codecs have learnt on all."""
     for name, exchanges in _exchanges(optimizer):
         exchanges.load_choices(part.get(name, {}))
         exchanges.residuals.load(residuals.get(name, {}))
@@ -241,31 +287,45 @@ def _head(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
 def _residuals(
     optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's residuals, and the part that holds what all share. Of another rank's exact state alone there are none."""
+    """This rank's residuals, and the part that holds what all share. Of another rank's exact state
+    alone there are none."""
     for part in parts:
         check_entries(part, ENTRIES, "the state of a rank")
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
-        raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
+        raise StateMismatch(
+            f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}"
+        )
     mine, flat = optimizer.channel.transport, optimizer._flat
     parts = own_of(parts, mine.rank, mine.size)
     check_closed(parts, mine.size)
     head = next((part for part in parts if part["quantized"]["rank"] == 0), parts[0])
     of = parts[0]["quantized"]
-    if len(parts) == 1 and of["kind"] == "exact" and (of["rank"], of["size"]) != (mine.rank, mine.size):
+    if (
+        len(parts) == 1
+        and of["kind"] == "exact"
+        and (of["rank"], of["size"]) != (mine.rank, mine.size)
+    ):
         if of["size"] > 1:  # one rank alone owes nothing
             log.warning(
-                "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left behind here starts from "
-                "zero, unless a callback of commpress loads it next. Load each rank's own state_dict(), or all ranks' to "
+                "the loaded state is of rank %d of %d, this is rank %d of %d: what compression "
+                "left behind here starts from "
+                "zero, unless a callback of commpress loads it next. Load each rank's own "
+                "state_dict(), or all ranks' to "
                 "change the world size",
-                of["rank"], of["size"], mine.rank, mine.size,
-            )  # fmt: skip
+                of["rank"],
+                of["size"],
+                mine.rank,
+                mine.size,
+            )
         optimizer.check_schedule(head["schedule"])
         return {}, head
     numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
     residuals = {}
     for name, _ in _exchanges(optimizer):
-        _, residuals[name] = residuals_of([part[name] for part in parts], optimizer.channel.transport)
+        _, residuals[name] = residuals_of(
+            [part[name] for part in parts], optimizer.channel.transport
+        )
         check_fit(residuals[name], numels)
     optimizer.check_schedule(head["schedule"])
     for name, exchanges in _exchanges(optimizer):
@@ -275,12 +335,15 @@ def _residuals(
 
 
 def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
-    """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps. One that torch's tools have
-    carried from here to here goes on as it was, but for what compression left behind."""
+    """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps.
+    One that torch's tools have carried from here to here goes on as it was, but for what
+    compression left behind."""
     _check(optimizer, state)
     counts, own = _steps_of_groups(optimizer, state), None
     if optimizer.own is not None:
-        own = optimizer.own.of_adam([state["state"].get(i, {}) for i in _numbers(optimizer, state, shared=False)])
+        own = optimizer.own.of_adam(
+            [state["state"].get(i, {}) for i in _numbers(optimizer, state, shared=False)]
+        )
     optimizer.forget()
     _fill(optimizer, state)
     optimizer.steps_done, optimizer.facts = max(counts), Facts()
@@ -306,15 +369,23 @@ def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) ->
     counts: list[int] = []
     shared = set(_numbers(optimizer, state, shared=True))
     for number, group in enumerate(state["param_groups"]):
-        steps = {int(state["state"][i]["step"]) for i in group["params"] if i in state["state"] and i in shared}
+        steps = {
+            int(state["state"][i]["step"])
+            for i in group["params"]
+            if i in state["state"] and i in shared
+        }
         if len(steps) > 1:
             raise StateMismatch(
-                f"the parameters of group {number} have taken {sorted(steps)} steps, expected one number for all: give those "
+                f"the parameters of group {number} have taken {sorted(steps)} steps, expected "
+                "one number for all: give those "
                 "that began late a group of their own"
             )
         counts.append(steps.pop() if steps else 0)
     every = max(counts)
-    return [count if group["params"] else every for count, group in zip(counts, state["param_groups"], strict=True)]
+    return [
+        count if group["params"] else every
+        for count, group in zip(counts, state["param_groups"], strict=True)
+    ]
 
 
 def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bool = False) -> None:
@@ -328,7 +399,11 @@ def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bo
         saved = state["state"].get(number, {})
         if whole or saved:
             wanted = own[i].keys() - {"master"} if whole else ("step", "exp_avg", "exp_avg_sq")
-            check_entries(saved, sorted(wanted), f"the state of parameter {flat.names[i]!r} {tuple(flat.shapes[i])}")
+            check_entries(
+                saved,
+                sorted(wanted),
+                f"the state of parameter {flat.names[i]!r} {tuple(flat.shapes[i])}",
+            )
         for key, value in saved.items():
             into = own[i].get(key)
             if into is None and key == "master":
@@ -338,9 +413,18 @@ def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bo
             if into is None or (torch.is_tensor(value) and value.shape != into.shape):
                 raise StateMismatch(
                     f"the state holds {key!r} of parameter {flat.names[i]!r} "
-                    + (f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}: load the state of this model"
-                       if into is not None else f"but {type(optimizer).__name__} has no such thing: expected {sorted(own[i])}")
-                )  # fmt: skip
+                    + (
+                        (
+                            f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}: load "
+                            "the state of this model"
+                        )
+                        if into is not None
+                        else (
+                            f"but {type(optimizer).__name__} has no such thing: expected "
+                            f"{sorted(own[i])}"
+                        )
+                    )
+                )
 
 
 def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:

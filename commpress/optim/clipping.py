@@ -16,28 +16,35 @@ if TYPE_CHECKING:
 class Clipping:
     """Gradients clipped to ``max_norm`` by one factor for all ranks; None leaves them as they are.
 
-    After the freeze nobody has the mean gradient. Its norm is estimated as √(mean ‖g_i‖²) times the ratio that the two had
-    during the exact steps, which ``facts.norm_ratio`` records.
+    After the freeze nobody has the mean gradient. Its norm is estimated as √(mean ‖g_i‖²) times the
+    ratio that the two had during the exact steps, which ``facts.norm_ratio`` records.
     """
 
     def __init__(self, max_norm: float | None) -> None:
         if max_norm is not None and max_norm <= 0:
-            raise InvalidArgument(f"max_grad_norm is {max_norm!r}, expected a positive number or None")
+            raise InvalidArgument(
+                f"max_grad_norm is {max_norm!r}, expected a positive number or None"
+            )
         self.max_norm = max_norm
         self._local_norm = 0.0  # √(mean ‖g_i‖²) of this step
         self.last = 1.0  # the factor of this step, for gradients that are not in its messages
 
     def factor(self, norm: float, own: float = 0.0) -> float:
         """Of gradients of this norm; ``own``: squares of those that not all ranks hold."""
-        self.last = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm_of(norm, own) + 1e-6))
+        self.last = (
+            1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm_of(norm, own) + 1e-6))
+        )
         return self.last
 
     def agreed(self, optimizer: "CompressedOptimizer", gain: float, *, exact: bool) -> Steps[float]:
-        """The factor of this rank's gradients, ``gain`` included; an exact round clips their mean instead."""
+        """The factor of this rank's gradients, ``gain`` included; an exact round clips their mean
+        instead."""
         if self.max_norm is None:
             return gain
         if optimizer.columns is not None:
-            gradients = [optimizer._flat.gradient(i) for i in range(len(optimizer._flat.parameters))]
+            gradients = [
+                optimizer._flat.gradient(i) for i in range(len(optimizer._flat.parameters))
+            ]
             self._local_norm = (yield from optimizer.squares_of_mesh(gradients, gain)) ** 0.5
         else:
             every = yield from optimizer.gathered([optimizer.squares(gain)])
@@ -50,11 +57,17 @@ class Clipping:
         """The factor where ranks' own gradients have this norm."""
         return self.factor((optimizer.facts.norm_ratio or 1.0) * norm, optimizer.own_squares)
 
-    def clip(self, optimizer: "CompressedOptimizer", mean: torch.Tensor, norm: float | None = None) -> bool:
-        """Clip the mean gradient as ``clip_grad_norm_`` does; False if its ``norm``, given if this is a part, is not finite."""
+    def clip(
+        self, optimizer: "CompressedOptimizer", mean: torch.Tensor, norm: float | None = None
+    ) -> bool:
+        """Clip the mean gradient as ``clip_grad_norm_`` does; False if its ``norm``, given if this
+        is a part, is not finite."""
         if self.max_norm is None:
             return True
-        norm, facts = float(torch.linalg.vector_norm(mean)) if norm is None else norm, optimizer.facts
+        norm, facts = (
+            float(torch.linalg.vector_norm(mean)) if norm is None else norm,
+            optimizer.facts,
+        )
         if not np.isfinite(norm):
             return False
         mean.mul_(self.factor(norm, optimizer.own_squares))

@@ -1,7 +1,9 @@
-"""Parameters of which each rank has a shard (DTensors of tensor parallelism), and the ranks that have the other shards.
+"""Parameters of which each rank has a shard (DTensors of tensor parallelism), and the ranks that
+have the other shards.
 
-A row of the mesh, the ranks with the same shard, averages what it sends; a column, those with the other shards of the same
-replica, decides together. Only norms, votes and steps cross a column: shards are never put together.
+A row of the mesh, the ranks with the same shard, averages what it sends; a column, those with the
+other shards of the same replica, decides together. Only norms, votes and steps cross a column:
+shards are never put together.
 """
 
 from collections.abc import Sequence
@@ -47,7 +49,9 @@ def largest_shard(parameter: Any) -> torch.Size:
     """Shape of what the first rank has of it: nobody has more, and every rank knows."""
     shape = list(parameter.shape)
     if is_cut(parameter):
-        for ranks, placement in zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True):
+        for ranks, placement in zip(
+            parameter.device_mesh.mesh.shape, parameter.placements, strict=True
+        ):
             if placement.is_shard():
                 shape[placement.dim] = -(-shape[placement.dim] // ranks)
     return torch.Size(shape)
@@ -69,14 +73,16 @@ def settle_gradient(parameter: Any) -> None:
 
 
 class Columns:
-    """Ranks that have the other shards of these parameters. None of this communicates where there are no DTensors."""
+    """Ranks that have the other shards of these parameters. None of this communicates where there
+    are no DTensors."""
 
     def __init__(self, mesh: Any, *, timeout: timedelta | None) -> None:
         self.mesh = mesh
         self._consensus = Consensus(own_transport(group_of(mesh), timeout=timeout))
 
     def share(self, parameter: Any) -> float:
-        """Share of this rank in a sum over the column: its shard counts once, however many have it."""
+        """Share of this rank in a sum over the column: its shard counts once, however many have
+        it."""
         return shards_of(parameter) / self.mesh.size()
 
     def agreed(self, finite: bool, device: torch.device) -> Steps[bool]:
@@ -101,11 +107,13 @@ def shards_of(parameter: Any) -> int:
     if not is_cut(parameter):
         return 1
     sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
-    return prod(size for size, placement in sizes if not placement.is_replicate())  # a _StridedShard of FSDP2 is no shard
+    # a _StridedShard of FSDP2 is no shard
+    return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:
-    """None where no parameter is a DTensor; else over their mesh, of several the largest; collective."""
+    """None where no parameter is a DTensor; else over their mesh, of several the largest;
+    collective."""
     meshes = dict.fromkeys(p.device_mesh for p in parameters if is_cut(p))
     return Columns(max(meshes, key=lambda mesh: mesh.size()), timeout=timeout) if meshes else None
 
@@ -118,45 +126,57 @@ def columns_over(
     agree_over: AgreeOver | None,
     timeout: timedelta | None,
 ) -> Columns | None:
-    """None where no parameter is a DTensor; collective. ``process_group``: the ranks that average."""
+    """None where no parameter is a DTensor; collective. ``process_group``: the ranks that
+    average."""
     cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
     if not cut:
         return None
     check_cut(cut, process_group)
     if agree_over is None:
         raise InvalidArgument(
-            f"parameter {cut[0][0]!r} is a DTensor and agree_over is None: ranks with other shards of it would skip steps, "
+            f"parameter {cut[0][0]!r} is a DTensor and agree_over is None: ranks with other "
+            "shards of it would skip steps, "
             "freeze and thaw apart. Pass the whole mesh, as in agree_over=mesh"
         )
     return Columns(cut[0][1].device_mesh, timeout=timeout)
 
 
 def check_cut(cut: Sequence[tuple[str, Any]], process_group: Any) -> None:
-    """Raise ``InvalidArgument`` unless these DTensors lie on one mesh, whose ranks do not average with each other."""
+    """Raise ``InvalidArgument`` unless these DTensors lie on one mesh, whose ranks do not average
+    with each other."""
     name, first = cut[0]
     mesh = first.device_mesh
     if process_group is None:
         raise InvalidArgument(
-            f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor parallelism), and process_group is "
-            "None, which means all ranks: pass the ranks that have the same part, as in process_group=mesh['dp'].get_group(). "
+            f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
+            "parallelism), and process_group is "
+            "None, which means all ranks: pass the ranks that have the same part, as in "
+            "process_group=mesh['dp'].get_group(). "
             "With fully_shard use torch's own optimizer and commpress.compress_fsdp(model)"
         )
     for other, parameter in cut:
         if parameter.device_mesh != mesh:
             raise InvalidArgument(
-                f"parameters are DTensors on several meshes, {name!r} on {mesh} and {other!r} on {parameter.device_mesh}: "
+                f"parameters are DTensors on several meshes, {name!r} on {mesh} and {other!r} "
+                f"on {parameter.device_mesh}: "
                 "make an optimizer for each"
             )
-        odd = [p for p in parameter.placements if not p.is_replicate() and type(p).__name__ != "Shard"]
+        odd = [
+            p for p in parameter.placements if not p.is_replicate() and type(p).__name__ != "Shard"
+        ]
         if odd:
             raise InvalidArgument(
-                f"parameter {other!r} is a DTensor placed {parameter.placements}, expected Shard and Replicate: under "
+                f"parameter {other!r} is a DTensor placed {parameter.placements}, expected "
+                "Shard and Replicate: under "
                 "fully_shard use torch's own optimizer and commpress.compress_fsdp(model)"
             )
     shared = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks_of(process_group)))
     if len(shared) > 1:
         raise InvalidArgument(
-            f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks {shared} of that mesh, which have "
-            "other parts of it, or gradients that torch has averaged: pass the ranks that have the same part, as in "
-            "process_group=mesh['dp'].get_group(), and with fully_shard use commpress.compress_fsdp(model)"
+            f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks "
+            f"{shared} of that mesh, which have "
+            "other parts of it, or gradients that torch has averaged: pass the ranks that have "
+            "the same part, as in "
+            "process_group=mesh['dp'].get_group(), and with fully_shard use "
+            "commpress.compress_fsdp(model)"
         )

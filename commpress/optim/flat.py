@@ -1,7 +1,7 @@
 """All parameters side by side: where each lies in a flat float32 buffer, and buffers laid out so.
 
-Note: why flat. A message then is a table of runs in one buffer, whichever parameters it carries, and one call of a
-kernel walks all of them.
+Note: why flat. A message then is a table of runs in one buffer, whichever parameters it carries,
+and one call of a kernel walks all of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,17 +27,29 @@ class Flat:
             check_parameter(name, p, cut=True)
             if p.device != self.device:
                 raise InvalidArgument(
-                    f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: all parameters of one optimizer "
+                    f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: "
+                    "all parameters of one optimizer "
                     "must be on one device, make one optimizer per device"
                 )
         self.index = {id(p): i for i, p in enumerate(parameters)}
-        twice = next((name for i, (p, name) in enumerate(zip(parameters, names, strict=True)) if self.index[id(p)] != i), None)
+        twice = next(
+            (
+                name
+                for i, (p, name) in enumerate(zip(parameters, names, strict=True))
+                if self.index[id(p)] != i
+            ),
+            None,
+        )
         if twice is not None:
-            raise InvalidArgument(f"parameter {twice!r} is in params twice: pass a tied one once, as model.parameters() does")
+            raise InvalidArgument(
+                f"parameter {twice!r} is in params twice: pass a tied one once, as "
+                "model.parameters() does"
+            )
         if len(set(names)) < len(names):
             alike = next(name for i, name in enumerate(names) if name in names[:i])
             raise InvalidArgument(
-                f"two parameters are called {alike!r}, and what compression leaves behind is kept by name: pass named "
+                f"two parameters are called {alike!r}, and what compression leaves behind is "
+                "kept by name: pass named "
                 "parameters under the names that the whole model gives them, or all without names"
             )
         shards = [local(p) for p in parameters]
@@ -49,15 +61,19 @@ class Flat:
             at += -(-shard.numel() // ALIGN) * ALIGN
         self.numel = at
         self._dtypes = [p.dtype for p in parameters]
-        self.shadowed = [i for i, p in enumerate(shards) if p.dtype != torch.float32 or not p.is_contiguous()]
-        self.master = self.new() if self.shadowed else None  # float32 weights of parameters that are not
+        self.shadowed = [
+            i for i, p in enumerate(shards) if p.dtype != torch.float32 or not p.is_contiguous()
+        ]
+        # float32 weights of parameters that are not
+        self.master = self.new() if self.shadowed else None
         self._cast: torch.Tensor | None = None
         self._placed: dict[range | tuple[int, ...], Segments] = {}
         self.weights: list[torch.Tensor] = [shard.detach() for shard in shards]
         self.adopt()
 
     def new(self) -> torch.Tensor:
-        """A buffer of zeros that begins with a cache line. NumPy asks for huge pages, torch does not."""
+        """A buffer of zeros that begins with a cache line. NumPy asks for huge pages, torch does
+        not."""
         if self.device.type == "cpu":
             room = np.zeros(self.numel + ALIGN, np.float32)
             first = -room.ctypes.data % (4 * ALIGN) // 4
@@ -72,11 +88,13 @@ class Flat:
         return buffer
 
     def shard(self, i: int) -> torch.Tensor:
-        """Values of a parameter as far as this rank has them: all of them, unless it is a DTensor."""
+        """Values of a parameter as far as this rank has them: all of them, unless it is a
+        DTensor."""
         return local(self.parameters[i]).detach()
 
     def follow(self, before: "Flat") -> None:
-        """Weights of the first parameters are those that ``before`` has of them, more exact than the parameters may be."""
+        """Weights of the first parameters are those that ``before`` has of them, more exact than
+        the parameters may be."""
         for i in before.shadowed:
             self.weights[i].copy_(before.weights[i])
 
@@ -107,7 +125,8 @@ class Flat:
             moved = i not in shadowed and p.data_ptr() != self.weights[i].data_ptr()
             if p.device != self.device or p.dtype != dtype or (moved and not p.is_contiguous()):
                 raise InvalidArgument(
-                    f"parameter {self.names[i]!r} is now {p.dtype} on {p.device}, it was {dtype} on {self.device}: "
+                    f"parameter {self.names[i]!r} is now {p.dtype} on {p.device}, it was "
+                    f"{dtype} on {self.device}: "
                     "construct the optimizer after moving or converting the model"
                 )
             if moved:
@@ -115,7 +134,8 @@ class Flat:
                 self._placed.clear()
 
     def gradient(self, i: int, given: torch.Tensor | None = None) -> torch.Tensor | None:
-        """float32 and contiguous; None stands for zeros: membership is fixed, so a missing gradient stops nobody."""
+        """float32 and contiguous; None stands for zeros: membership is fixed, so a missing gradient
+        stops nobody."""
         g = self.parameters[i].grad if given is None else given
         if g is None:
             return None
@@ -136,9 +156,12 @@ class Flat:
         return self._placed[indices]
 
     def segments(
-        self, indices: Iterable[int], given: Mapping[int, torch.Tensor] | Sequence[torch.Tensor] | None = None
+        self,
+        indices: Iterable[int],
+        given: Mapping[int, torch.Tensor] | Sequence[torch.Tensor] | None = None,
     ) -> Segments:
-        """``given``: gradients, found by the number of their parameter, if not those in ``grad``."""
+        """``given``: gradients, found by the number of their parameter, if not those in
+        ``grad``."""
         every = indices if isinstance(indices, range) else tuple(indices)
         gradients = [self.gradient(i, None if given is None else given[i]) for i in every]
         return self.placed(every).having(gradients)

@@ -1,4 +1,5 @@
-"""Fragments of a model that is trained locally: parameters that are exchanged together, with their shared weights."""
+"""Fragments of a model that is trained locally: parameters that are exchanged together, with their
+shared weights."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,21 +23,30 @@ Arrived = tuple[bool, Pace | None]  # whether the mean counts, and the pace that
 
 
 class Fragment:
-    """Weights that are exchanged together: what is shared of them (Θ and the outer state), and what has been trained since."""
+    """Weights that are exchanged together: what is shared of them (Θ and the outer state), and what
+    has been trained since."""
 
-    def __init__(self, number: int, locals_: Sequence[LocalWeights], outer: Outer, *, host: bool) -> None:
+    def __init__(
+        self, number: int, locals_: Sequence[LocalWeights], outer: Outer, *, host: bool
+    ) -> None:
         self.number, self.locals = number, list(locals_)
         self.device = self.locals[0].device
         if any(each.device != self.device for each in self.locals):
-            raise InvalidArgument(f"parameters of fragment {number} are on several devices: give each device its own fragments")
+            raise InvalidArgument(
+                f"parameters of fragment {number} are on several devices: give each device its "
+                "own fragments"
+            )
         self.spans, at = list[Span](), 0
         for each in self.locals:
             self.spans.append(Span(each.name, at, each.numel))
             at += each.numel
         self.numel = at
-        self.layout = zlib.crc32(repr([(each.name, tuple(each.shape)) for each in self.locals]).encode())
+        self.layout = zlib.crc32(
+            repr([(each.name, tuple(each.shape)) for each in self.locals]).encode()
+        )
         self.steps = self.tokens = 0
-        self.weights = torch.empty(at, dtype=torch.float32, device="cpu" if host else self.device)  # Θ
+        # Θ
+        self.weights = torch.empty(at, dtype=torch.float32, device="cpu" if host else self.device)
         self.read(self.weights)
         self.state: State = outer.state(self.weights)
         self._work: torch.Tensor | None = None
@@ -58,7 +68,10 @@ class Fragment:
         return self._work
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[s.source : s.source + s.numel].view(one.shape) for s, one in zip(self.spans, self.locals, strict=True)]
+        return [
+            flat[s.source : s.source + s.numel].view(one.shape)
+            for s, one in zip(self.spans, self.locals, strict=True)
+        ]
 
     # ------------------------------------------------------------ where Θ and the outer state lie
 
@@ -88,7 +101,9 @@ class Fragment:
     def average(self, exact: Exchanges, channel: Channel) -> Steps[None]:
         """``work`` := its mean over the ranks in float32, the same bits on each."""
         exchange = exact.of(self.names, lambda: (self.spans, self.shapes), self.device)
-        outcomes = yield from exchange.steps(channel, self.work, sequence=channel.take(exchange.sequences), key=0)
+        outcomes = yield from exchange.steps(
+            channel, self.work, sequence=channel.take(exchange.sequences), key=0
+        )
         settle(outcomes, taken=True)
 
     def mean_of_all(self, flat: torch.Tensor, exact: Exchanges, channel: Channel) -> Steps[None]:
@@ -108,13 +123,17 @@ class Fragment:
     def change(self, weights: torch.Tensor | None = None) -> None:
         """``work`` := Θ, or ``weights``, as the parameters would hold it, minus the parameters."""
         weights = self.weights if weights is None else weights
-        for shared, out, each in zip(self.views(weights), self.views(self.work), self.locals, strict=True):
+        for shared, out, each in zip(
+            self.views(weights), self.views(self.work), self.locals, strict=True
+        ):
             with each.opened(write=False) as p:
                 out.copy_(shared.to(device=out.device, dtype=p.dtype)).sub_(p.to(out.device))
 
     def set_change(self, change: torch.Tensor) -> None:
         """Parameters := Θ − change."""
-        for shared, moved, each in zip(self.views(self.weights), self.views(change), self.locals, strict=True):
+        for shared, moved, each in zip(
+            self.views(self.weights), self.views(change), self.locals, strict=True
+        ):
             with each.opened(write=True) as p:
                 p.copy_(shared - moved.to(shared.device))
 
@@ -150,18 +169,21 @@ class Fragment:
 
 @dataclass(eq=False)
 class Flight:
-    """An exchange under way: its fragment leaves after one step and arrives after another, however long the network takes."""
+    """An exchange under way: its fragment leaves after one step and arrives after another, however
+    long the network takes."""
 
     fragment: Fragment
     due: int  # step after which it arrives
-    steps: Steps[Arrived] | None = None  # to be run, or ``future``, if it runs in the background; neither from a checkpoint
+    # to be run, or ``future``, if it runs in the background; neither from a checkpoint
+    steps: Steps[Arrived] | None = None
     future: torch.futures.Future[Arrived] | None = None
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
     trained: tuple[int, int] = (0, 0)  # steps and tokens that its change came from
     finite: bool = True  # whether this rank's change was, as it left
     alpha: float = 0.0  # share of the rank's own weights when it arrives
     long: bool = False  # of a round of every="auto" that needs an outer momentum
-    pace: Pace | None = None  # of the slowest rank, as far as it was measured; once ``arrival`` has run
+    # of the slowest rank, as far as it was measured; once ``arrival`` has run
+    pace: Pace | None = None
     error: CommunicationError | None = None
 
     def arrival(self) -> Steps[bool]:
@@ -182,39 +204,48 @@ class Flight:
     def give_up(self) -> None:
         """It never arrives anywhere: its change goes with the next exchange."""
         self.fragment.steps, self.fragment.tokens = (
-            of + left for of, left in zip((self.fragment.steps, self.fragment.tokens), self.trained, strict=True)
+            of + left
+            for of, left in zip(
+                (self.fragment.steps, self.fragment.tokens), self.trained, strict=True
+            )
         )
 
 
 def cut(
     weights: Sequence[LocalWeights], fragments: int | Sequence[Sequence[torch.Tensor]]
 ) -> list[list[LocalWeights]]:
-    """Parts of these weights: so many of about equal size, or those given as lists of parameters."""
+    """Parts of these weights: so many of about equal size, or those given as lists of
+    parameters."""
     if isinstance(fragments, int):
         if not 1 <= fragments <= len(weights):
-            raise InvalidArgument(f"fragments is {fragments}, expected 1 to {len(weights)}, the number of parameters")
+            raise InvalidArgument(
+                f"fragments is {fragments}, expected 1 to {len(weights)}, the number of parameters"
+            )
         return _even(list(weights), fragments)
     of = {id(each.parameter): each for each in weights}
     parts = [[id(p) for p in part if id(p) in of or p.requires_grad] for part in fragments]
     if sorted(one for part in parts for one in part) != sorted(of) or not all(parts):
         raise InvalidArgument(
-            "fragments do not hold each trained parameter of inner once: every list must, and no other. For streamed "
+            "fragments do not hold each trained parameter of inner once: every list must, and "
+            "no other. For streamed "
             "parameters give a number"
         )
     return [[of[one] for one in part] for part in parts]
 
 
 def _even(weights: list[LocalWeights], count: int) -> list[list[LocalWeights]]:
-    """Consecutive parts of about equal size, none empty, of the same parameters on all ranks that have shards of them."""
+    """Consecutive parts of about equal size, none empty, of the same parameters on all ranks that
+    have shards of them."""
     parts: list[list[LocalWeights]] = []
     left, rest = sum(each.parameter.numel() for each in weights), list(weights)
     for more in range(count, 0, -1):
         part = [rest.pop(0)]
         size = part[0].parameter.numel()
-        while len(rest) > more - 1 and (more == 1 or size + rest[0].parameter.numel() / 2 <= left / more):
+        while len(rest) > more - 1 and (
+            more == 1 or size + rest[0].parameter.numel() / 2 <= left / more
+        ):
             size += rest[0].parameter.numel()
             part.append(rest.pop(0))
         left -= size
         parts.append(part)
     return parts
-

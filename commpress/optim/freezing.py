@@ -1,4 +1,5 @@
-"""Freezing of the variance: steps are exact until it has settled, then tensors stand still and wake up when they must."""
+"""Freezing of the variance: steps are exact until it has settled, then tensors stand still and wake
+up when they must."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -17,20 +18,33 @@ class FreezingOptimizer(CompressedOptimizer):
     """Optimizer whose steps are exact until its variance freezes, whole or sharded."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, *, warmup_steps: int | Literal["auto"] | Freeze = "auto", **options: Any,
-    ) -> None:  # fmt: skip
-        if options.get("agree_over") is not None and not isinstance(warmup_steps, (int, AfterSteps)):
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int | Literal["auto"] | Freeze = "auto",
+        **options: Any,
+    ) -> None:
+        if options.get("agree_over") is not None and not isinstance(
+            warmup_steps, (int, AfterSteps)
+        ):
             raise InvalidArgument(
-                f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks that communicate would freeze "
+                f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks "
+                "that communicate would freeze "
                 "its variance at a step of its own. Pass a number of steps"
             )
-        self.frozen_at: int | None = None  # the end of the warm-up; each tensor has a time of its own
+        # the end of the warm-up; each tensor has a time of its own
+        self.frozen_at: int | None = None
         super().__init__(params, lr, betas, eps, weight_decay, **options)
         if warmup_steps == "auto":
             self.freeze: Freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
         else:
-            self.freeze = AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
+            self.freeze = (
+                AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
+            )
 
     @abstractmethod
     def variance_sum(self) -> Steps[float]:
@@ -45,16 +59,23 @@ class FreezingOptimizer(CompressedOptimizer):
         total = 0.0
         for i, v in enumerate(self.variances()):
             own = self.tensors.own_steps(i, self.steps_done)
-            total += float(v.sum(dtype=torch.float64)) / (1 - self.tensors.group(i)["betas"][1] ** own) if own else 0.0
+            total += (
+                float(v.sum(dtype=torch.float64)) / (1 - self.tensors.group(i)["betas"][1] ** own)
+                if own
+                else 0.0
+            )
         return total
 
     def ends_warmup(self) -> Steps[bool]:
-        """End of the warm-up, if it comes with the step that was taken; then what is owed of gradients is owed of momentum."""
+        """End of the warm-up, if it comes with the step that was taken; then what is owed of
+        gradients is owed of momentum."""
         step = self.steps_done
         self.tensors.record(step, self.variances())
         if self.freeze.probes(step):
             norm = yield from self.variance_sum()
-            self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
+            self.facts.norms = pruned(
+                [*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0)
+            )
         if not self.freeze.freezes(step, self.facts):
             return False
         self.frozen_at = step
@@ -63,10 +84,14 @@ class FreezingOptimizer(CompressedOptimizer):
 
     def due(self) -> bool:
         """True when live tensors may freeze again: not because a state was loaded."""
-        return self.frozen_at is not None and (self.steps_done - self.frozen_at) % max(self.patience // 8, 1) == 0
+        return (
+            self.frozen_at is not None
+            and (self.steps_done - self.frozen_at) % max(self.patience // 8, 1) == 0
+        )
 
     def ready(self, live: Iterable[int]) -> list[int]:
-        """Those of the live tensors that have been so for long enough and whose variance may stand still."""
+        """Those of the live tensors that have been so for long enough and whose variance may stand
+        still."""
         woken = self.tensors.thawed_at.tolist()
         rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
         ready = [i for i in rested if self._warmed_up(i) and self.tensors.may_freeze(i)]
@@ -75,7 +100,8 @@ class FreezingOptimizer(CompressedOptimizer):
         return ready
 
     def _warmed_up(self, i: int) -> bool:
-        """True unless the parameter came late: then it is live for as long as the warm-up took, at most ``patience``."""
+        """True unless the parameter came late: then it is live for as long as the warm-up took, at
+        most ``patience``."""
         assert self.frozen_at is not None
         own = self.tensors.own_steps(i, self.steps_done)
         return own == self.steps_done or own >= min(self.patience, self.frozen_at)
@@ -83,20 +109,28 @@ class FreezingOptimizer(CompressedOptimizer):
     def _warn_of_unstable(self, ready: Sequence[int]) -> None:
         found = self.tensors.unstable(ready, self.steps_done, self.variances())
         if found:
-            partial = sum(v.numel() for v in self.variances()) < self._flat.numel  # then others have not seen these
+            # then others have not seen these
+            partial = sum(v.numel() for v in self.variances()) < self._flat.numel
             warn_on_first(
                 0 if partial else self.channel.rank,
-                "step %d: the variance freezes, but gradients have changed in size: in the second half of these steps their "
-                "mean square was %s of that in the first%s. Under a variance that does not hold steps are too long or too "
-                "short. Choose warmup_steps so that half of them come after the learning rate has risen, or 'auto'",
-                self.steps_done, ", ".join(f"{ratio:.2g} times ({self.tensors.name(i)})" for i, ratio in found[:3]),
+                "step %d: the variance freezes, but gradients have changed in size: in the "
+                "second half of these steps their "
+                "mean square was %s of that in the first%s. Under a variance that does not hold "
+                "steps are too long or too "
+                "short. Choose warmup_steps so that half of them come after the learning rate "
+                "has risen, or 'auto'",
+                self.steps_done,
+                ", ".join(f"{ratio:.2g} times ({self.tensors.name(i)})" for i, ratio in found[:3]),
                 f", and in {len(found) - 3} more tensors" if len(found) > 3 else "",
-            )  # fmt: skip
+            )
 
     def warn_woken(self, indices: Sequence[int]) -> None:
         warn_on_first(
             self.channel.rank,
-            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
+            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact "
+            "steps from here, and freezes "
             "again after %d of them",
-            self.steps_done, ", ".join(map(self.tensors.name, indices)), self.patience,
-        )  # fmt: skip
+            self.steps_done,
+            ", ".join(map(self.tensors.name, indices)),
+            self.patience,
+        )

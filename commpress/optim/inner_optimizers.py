@@ -1,4 +1,5 @@
-"""Inner optimizers of local updates: which of them train weights that may be moved from outside, and over which ranks."""
+"""Inner optimizers of local updates: which of them train weights that may be moved from outside,
+and over which ranks."""
 
 import gc
 import weakref
@@ -19,8 +20,12 @@ from commpress.optim.sharded import ShardedOptimizer
 from commpress.optim.windows import WindowedOptimizer
 from commpress.schedules import Hidden, Seconds, Sync
 
-ALONE: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # DDP modules whose ranks each keep their own gradients
-BETWEEN = 'group= is for the ranks between which LocalUpdates averages, as mesh["replicate"].get_group(); '
+# DDP modules whose ranks each keep their own gradients
+ALONE: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+BETWEEN = (
+    "group= is for the ranks between which LocalUpdates averages, as "
+    'mesh["replicate"].get_group(); '
+)
 
 
 class InnerOptimizers(list[torch.optim.Optimizer]):
@@ -30,7 +35,9 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         given = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
         super().__init__(given if isinstance(given, Iterable) else ())
         if not self or not all(isinstance(each, torch.optim.Optimizer) for each in self):
-            raise InvalidArgument(f"inner is {inner!r}, expected a torch optimizer or a list of them")
+            raise InvalidArgument(
+                f"inner is {inner!r}, expected a torch optimizer or a list of them"
+            )
         self._given = len(self.parameters)
         self._frozen = [p for p in self.parameters if not p.requires_grad]
         self._holders = [each for each in self if isinstance(each, WeightHolder)]
@@ -40,13 +47,16 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
 
     @property
     def together(self) -> bool:
-        """True if some of them train with other ranks in every step: these have shards, or average gradients."""
+        """True if some of them train with other ranks in every step: these have shards, or average
+        gradients."""
         return self.communicate or any(_mesh(p) is not None for p in self.parameters)
 
     @property
     def communicate(self) -> bool:
         """True if some of them exchange gradients or weights with other ranks by themselves."""
-        held = any(isinstance(each, WeightHolder) and each.inner_channel is not None for each in self)
+        held = any(
+            isinstance(each, WeightHolder) and each.inner_channel is not None for each in self
+        )
         return held or any(isinstance(each, CompressedOptimizer) for each in self)
 
     @property
@@ -64,7 +74,8 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         return max(float(group["lr"]) for group in self.param_groups)
 
     def weights(self) -> list[LocalWeights]:
-        """Weights that they train, as far as this rank has them; parameters without names are counted."""
+        """Weights that they train, as far as this rank has them; parameters without names are
+        counted."""
         found: list[LocalWeights] = []
         first = 0
         for number, optimizer in enumerate(self):
@@ -73,20 +84,31 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
                 mine = optimizer.local_weights()
             else:
                 for group in optimizer.param_groups:
-                    names = group.get("param_names") or [f"#{i:05d}" for i in range(first, first + len(group["params"]))]
+                    names = group.get("param_names") or [
+                        f"#{i:05d}" for i in range(first, first + len(group["params"]))
+                    ]
                     first += len(group["params"])
-                    mine += [LocalWeights(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
-            taken = {each.name for each in found}  # of optimizers before: of several modules, say, that name theirs alike
+                    mine += [
+                        LocalWeights(name, p)
+                        for name, p in zip(names, group["params"], strict=True)
+                        if p.requires_grad
+                    ]
+            # of optimizers before: of several modules, say, that name theirs alike
+            taken = {each.name for each in found}
             for each in mine:
                 each.name = f"{number}: {each.name}" if each.name in taken else each.name
             found += mine
         if not found:
-            raise InvalidArgument("inner has no parameter that requires a gradient, expected at least one")
+            raise InvalidArgument(
+                "inner has no parameter that requires a gradient, expected at least one"
+            )
         seen: dict[int, str] = {}
         for each in found:
             if id(each.source) in seen:
                 other = seen[id(each.source)]
-                raise InvalidArgument(f"parameter {each.name!r} is in inner twice, also as {other!r}: leave one out")
+                raise InvalidArgument(
+                    f"parameter {each.name!r} is in inner twice, also as {other!r}: leave one out"
+                )
             seen[id(each.source)] = each.name
         return found
 
@@ -104,10 +126,15 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
             holder.weights_written()
 
     def restart(self) -> int:
-        """Let state of parameters that is not finite start anew, as before the first step; the number of these parameters."""
+        """Let state of parameters that is not finite start anew, as before the first step; the
+        number of these parameters."""
         count = 0
         for optimizer in self:
-            wild = [p for p, state in optimizer.state.items() if torch.is_tensor(p) and not _finite(state)]
+            wild = [
+                p
+                for p, state in optimizer.state.items()
+                if torch.is_tensor(p) and not _finite(state)
+            ]
             begin = _first_state(optimizer) if wild else {}
             for p in wild:
                 if not begin:
@@ -122,14 +149,18 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         parameters = self.parameters
         if len(parameters) != self._given or any(p.requires_grad for p in self._frozen):
             more = len(parameters) != self._given
-            what = "more parameters than" if more else "parameters that require a gradient and did not"
+            what = (
+                "more parameters than" if more else "parameters that require a gradient and did not"
+            )
             raise InvalidArgument(
-                f"inner has {what} when LocalUpdates was made (add_param_group, or layers that were unfrozen): call drain(), "
+                f"inner has {what} when LocalUpdates was made (add_param_group, or layers that "
+                "were unfrozen): call drain(), "
                 "and make a new LocalUpdates"
             )
 
     def check_unaveraged(self) -> None:
-        """Raise ``InvalidArgument`` where DistributedDataParallel averages their gradients. Looks once: wrappers come late."""
+        """Raise ``InvalidArgument`` where DistributedDataParallel averages their gradients. Looks
+        once: wrappers come late."""
         if not self._unaveraged and initialized():
             _refuse_ddp(self.parameters)
         self._unaveraged = True
@@ -141,44 +172,61 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: in
         what = type(optimizer).__name__
         if isinstance(optimizer, WindowedOptimizer | Masha):
             raise InvalidArgument(
-                f"inner is {what}, which goes apart from its ranks and comes back by itself: use OneBitAdam within a node, or "
+                f"inner is {what}, which goes apart from its ranks and comes back by itself: "
+                "use OneBitAdam within a node, or "
                 "an optimizer of torch"
             )
         if warmup and isinstance(optimizer, WeightHolder):
             raise InvalidArgument(
-                f"warmup is {warmup}, and inner is {what}, whose gradients are not in parameter.grad when it steps: leave "
+                f"warmup is {warmup}, and inner is {what}, whose gradients are not in "
+                "parameter.grad when it steps: leave "
                 "warmup= out"
             )
-        masters = isinstance(optimizer, CompressedOptimizer) and optimizer.flat is not None and optimizer.flat.shadowed
+        masters = (
+            isinstance(optimizer, CompressedOptimizer)
+            and optimizer.flat is not None
+            and optimizer.flat.shadowed
+        )
         if isinstance(optimizer, ShardedOptimizer) or masters:
             raise InvalidArgument(
-                f"inner is {what} with float32 master weights beside the parameters, which would not follow Θ: use "
+                f"inner is {what} with float32 master weights beside the parameters, which "
+                "would not follow Θ: use "
                 "commpress.Partitioned, or float32 parameters and no sharding"
             )
     if isinstance(every, Seconds) and optimizers.together:
         raise InvalidArgument(
-            f"every is {every!r}, but the ranks inside a group train together (shards, or gradients that are averaged) and "
+            f"every is {every!r}, but the ranks inside a group train together (shards, or "
+            "gradients that are averaged) and "
             "must count steps alike: give a number of steps or commpress.QSR"
         )
 
 
 def check_hidden(optimizers: InnerOptimizers, every: "Sync | Seconds") -> None:
-    """Raise ``InvalidArgument`` where ranks that train together would choose rounds apart: they share no headers."""
+    """Raise ``InvalidArgument`` where ranks that train together would choose rounds apart: they
+    share no headers."""
     if isinstance(every, Hidden) and optimizers.communicate:
         raise InvalidArgument(
-            "every is 'auto', but inner communicates in every step with ranks that have exchanges of their own, and they must "
+            "every is 'auto', but inner communicates in every step with ranks that have "
+            "exchanges of their own, and they must "
             "count steps alike: give a number of steps or commpress.QSR"
         )
 
 
 def check_ranks(optimizers: InnerOptimizers, channel: Channel) -> None:
-    """Raise ``InvalidArgument`` where ranks that average here do so in every step already, or have other shards."""
+    """Raise ``InvalidArgument`` where ranks that average here do so in every step already, or have
+    other shards."""
     for optimizer in optimizers:
-        inner = optimizer.inner_channel if isinstance(optimizer, WeightHolder) else getattr(optimizer, "channel", None)
+        inner = (
+            optimizer.inner_channel
+            if isinstance(optimizer, WeightHolder)
+            else getattr(optimizer, "channel", None)
+        )
         if isinstance(inner, Channel) and inner.shares_ranks(channel):
             raise InvalidArgument(
-                f"inner is {type(optimizer).__name__} over the ranks between which LocalUpdates averages: it averages their "
-                f"gradients in every step, so nothing would be saved. {BETWEEN}give the optimizer (or stream) the ranks "
+                f"inner is {type(optimizer).__name__} over the ranks between which LocalUpdates "
+                "averages: it averages their "
+                f"gradients in every step, so nothing would be saved. {BETWEEN}give the "
+                "optimizer (or stream) the ranks "
                 "inside a node as process_group="
             )
     for p in optimizers.parameters:
@@ -188,22 +236,31 @@ def check_ranks(optimizers: InnerOptimizers, channel: Channel) -> None:
         shared = len(set(mesh.mesh.flatten().tolist()) & set(channel.members)) > 1
         if shared or channel.group is None:
             raise InvalidArgument(
-                f"parameters are DTensors on {mesh}, and LocalUpdates averages between ranks of that mesh: these have other "
-                f"shards, or average gradients in every step. {BETWEEN}and the model's mesh has the others: "
+                f"parameters are DTensors on {mesh}, and LocalUpdates averages between ranks of "
+                "that mesh: these have other "
+                f"shards, or average gradients in every step. {BETWEEN}and the model's mesh has "
+                "the others: "
                 'fully_shard(..., mesh=mesh["shard"])'
             )
 
 
 def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
-    """Raise ``InvalidArgument`` where DistributedDataParallel averages gradients of these parameters at every step."""
+    """Raise ``InvalidArgument`` where DistributedDataParallel averages gradients of these
+    parameters at every step."""
     mine, kinds = {id(p) for p in parameters}, [DistributedDataParallel]
     for kind in kinds:
         kinds += kind.__subclasses__()
         for each in gc.get_referrers(kind):  # its instances are among them
-            if isinstance(each, kind) and each not in ALONE and any(id(p) in mine for p in each.parameters()):
+            if (
+                isinstance(each, kind)
+                and each not in ALONE
+                and any(id(p) in mine for p in each.parameters())
+            ):
                 raise InvalidArgument(
-                    "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would "
-                    "be saved. Leave the wrapper out, or call commpress.keep_local(ddp) before the first backward"
+                    "the model is wrapped in DistributedDataParallel, which averages gradients "
+                    "at every step: nothing would "
+                    "be saved. Leave the wrapper out, or call commpress.keep_local(ddp) before "
+                    "the first backward"
                 )
 
 
@@ -213,11 +270,14 @@ def _finite(state: Any) -> bool:
         return all(_finite(each) for each in state.values())
     if isinstance(state, list | tuple):
         return all(_finite(each) for each in state)
-    return not (torch.is_tensor(state) and state.is_floating_point()) or bool(torch.isfinite(state).all())
+    return not (torch.is_tensor(state) and state.is_floating_point()) or bool(
+        torch.isfinite(state).all()
+    )
 
 
 def _first_state(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Numbers that fill the state of a parameter from its construction, as Adagrad's; nothing if the first step makes it."""
+    """Numbers that fill the state of a parameter from its construction, as Adagrad's; nothing if
+    the first step makes it."""
     one = torch.nn.Parameter(torch.zeros(1))
     try:
         state = type(optimizer)([one], **optimizer.defaults).state

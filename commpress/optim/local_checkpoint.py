@@ -1,7 +1,9 @@
-"""Saving and loading local updates: exact for a resume in every bit, elastic for another number of ranks.
+"""Saving and loading local updates: exact for a resume in every bit, elastic for another number of
+ranks.
 
-A state has what ranks hold alike (Θ, the outer state, where the round stands), and this rank's own: its inner optimizers, what
-compression left behind, and the mean that is under way. Plain tensors, numbers and text: it loads with ``weights_only=True``.
+A state has what ranks hold alike (Θ, the outer state, where the round stands), and this rank's own:
+its inner optimizers, what compression left behind, and the mean that is under way. Plain tensors,
+numbers and text: it loads with ``weights_only=True``.
 """
 
 import logging
@@ -36,9 +38,15 @@ def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
     if flight is not None:
         taken = yield from flight.arrival()
         under_way = {
-            "fragment": flight.fragment.number, "due": flight.due, "taken": taken, "mean": flight.fragment.work.clone(),
-            "finite": flight.finite, "alpha": flight.alpha, "long": flight.long, "pace": list(flight.pace or ()),
-        }  # fmt: skip
+            "fragment": flight.fragment.number,
+            "due": flight.due,
+            "taken": taken,
+            "mean": flight.fragment.work.clone(),
+            "finite": flight.finite,
+            "alpha": flight.alpha,
+            "long": flight.long,
+            "pace": list(flight.pace or ()),
+        }
     with _residuals(local) as store:
         residuals = exact_state(store, transport, local.exchanged)
     return _shared(local) | {
@@ -62,9 +70,14 @@ def common(local: "LocalUpdates") -> dict[str, Any]:
 
 def load_common(local: "LocalUpdates", state: dict[str, Any]) -> None:
     """Take over another rank's ``common``; residuals stay."""
-    if state.get("format") != FORMAT or state.get("kind") != "shared" or len(state["inner"]) != len(local.inner):
+    if (
+        state.get("format") != FORMAT
+        or state.get("kind") != "shared"
+        or len(state["inner"]) != len(local.inner)
+    ):
         raise StateMismatch(
-            f"expected what LocalUpdates.shared_state() gave, format {FORMAT}, of {len(local.inner)} inner optimizers; this is "
+            f"expected what LocalUpdates.shared_state() gave, format {FORMAT}, of "
+            f"{len(local.inner)} inner optimizers; this is "
             f"of format {state.get('format')!r} and kind {state.get('kind')!r}"
         )
     shared = _shared_of(local, [state])
@@ -81,7 +94,8 @@ def load_common(local: "LocalUpdates", state: dict[str, Any]) -> None:
 
 
 def elastic(local: "LocalUpdates") -> Steps[dict[str, Any]]:
-    """This rank's part: of the mean change, with what compression owes, its shard, and on rank 0 what all ranks share."""
+    """This rank's part: of the mean change, with what compression owes, its shard, and on rank 0
+    what all ranks share."""
     transport, changes = local.channel.transport, {}
     shared: dict[str, Any] = {"format": FORMAT}
     if transport.rank == 0 or not local.outer.equal:
@@ -89,7 +103,9 @@ def elastic(local: "LocalUpdates") -> Steps[dict[str, Any]]:
     with _residuals(local) as store:
         owed = flat_parts(store, transport)
     if not local.outer.equal:
-        for fragment, weights, outer in zip(local.fragments, shared["weights"], shared["outer"], strict=True):
+        for fragment, weights, outer in zip(
+            local.fragments, shared["weights"], shared["outer"], strict=True
+        ):
             for flat in (weights, *(outer[name] for name in local.outer.buffers)):
                 yield from fragment.mean_of_all(flat, local.exact, local.channel)
     local.inner.settle_weights()
@@ -142,18 +158,22 @@ def _residuals(local: "LocalUpdates") -> Iterator[ResidualStore]:
 
 
 def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
-    """Take a rank's own exact state, or those of all ranks, exact or elastic; nothing if they do not fit."""
+    """Take a rank's own exact state, or those of all ranks, exact or elastic; nothing if they do
+    not fit."""
     for state in states:
         if state.get("format") != FORMAT or state.get("kind") not in ("exact", "elastic"):
             raise StateMismatch(
-                f"expected what LocalUpdates.state_dict() or elastic_state_dict() gave, format {FORMAT}; this is of format "
+                "expected what LocalUpdates.state_dict() or elastic_state_dict() gave, format "
+                f"{FORMAT}; this is of format "
                 f"{state.get('format')!r} and kind {state.get('kind')!r}"
             )
     is_exact, transport = states[0]["kind"] == "exact", local.channel.transport
     states = _own(local, states) if is_exact else states
     shared, inner = _shared_of(local, states), states[transport.rank % len(states)]["inner"]
     if len(inner) != len(local.inner):
-        raise StateMismatch(f"the state holds {len(inner)} inner optimizers, expected {len(local.inner)}")
+        raise StateMismatch(
+            f"the state holds {len(inner)} inner optimizers, expected {len(local.inner)}"
+        )
     residuals: Any = {}
     if is_exact and (len(states) > 1 or _place(states[0]) == (transport.rank, transport.size)):
         _, residuals = residuals_of([each["residuals"] for each in states], transport)
@@ -175,34 +195,45 @@ def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
 
 
 def _own(local: "LocalUpdates", states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The one that this rank saved, if as many ranks saved it; else all of them, which must be of the end of a round."""
+    """The one that this rank saved, if as many ranks saved it; else all of them, which must be of
+    the end of a round."""
     place = local.channel.rank, local.channel.size
     own = [each for each in states if _place(each) == place]
     if own:
         return own
     rank, size = _place(states[0])
-    if states[0]["flight"] is not None or any(steps for each in states for steps, _ in each["counts"]):
+    if states[0]["flight"] is not None or any(
+        steps for each in states for steps, _ in each["counts"]
+    ):
         raise StateMismatch(
-            f"the state was saved by rank {rank} of {size} in the middle of a round, in which ranks differ, and this is "
-            f"rank {place[0]} of {place[1]}: load each rank's own, or call drain() before state_dict(), or save with "
+            f"the state was saved by rank {rank} of {size} in the middle of a round, in which "
+            "ranks differ, and this is "
+            f"rank {place[0]} of {place[1]}: load each rank's own, or call drain() before "
+            "state_dict(), or save with "
             "elastic_state_dict()"
         )
     if len(states) == 1 and size > 1:
         log.warning(
-            "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left behind here starts from "
-            "zero, unless what this rank saved is loaded next", rank, size, *place,
-        )  # fmt: skip
+            "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left "
+            "behind here starts from "
+            "zero, unless what this rank saved is loaded next",
+            rank,
+            size,
+            *place,
+        )
     return states
 
 
 def _shared_of(local: "LocalUpdates", states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state with what ranks hold alike; where they are not equal, the one that this rank goes on from."""
+    """The state with what ranks hold alike; where they are not equal, the one that this rank goes
+    on from."""
     shared = next((each for each in states if "weights" in each), None)
     if states[0]["kind"] == "exact" and not local.outer.equal:
         shared = states[local.channel.rank % len(states)]
     if shared is None or shared["layout"] != [f.layout for f in local.fragments]:
         raise StateMismatch(
-            "the state is of other parameters or fragments, or that of rank 0 is missing: load the state of this model, "
+            "the state is of other parameters or fragments, or that of rank 0 is missing: load "
+            "the state of this model, "
             "with the fragments= of the run that saved it"
         )
     return shared
@@ -222,7 +253,9 @@ def _load_shared(local: "LocalUpdates", state: dict[str, Any]) -> None:
     local.finished = local.exchanged  # a mean under way is known too
     local.facts = Facts.of(state["facts"])
     local.schedule.load(state["round"])
-    for fragment, weights, outer in zip(local.fragments, state["weights"], state["outer"], strict=True):
+    for fragment, weights, outer in zip(
+        local.fragments, state["weights"], state["outer"], strict=True
+    ):
         with fragment.opened(write=True):
             fragment.weights.copy_(weights)
             fragment.state.clear()
@@ -242,10 +275,14 @@ def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
         fragment.attach(local.exchanges)
         fragment.work.copy_(flight["mean"])
         local.flight = Flight(
-            fragment, int(flight["due"]), taken=bool(flight["taken"]), finite=bool(flight.get("finite", True)),
-            alpha=float(flight.get("alpha", local.alpha or 0.0)), long=bool(flight.get("long", False)),
+            fragment,
+            int(flight["due"]),
+            taken=bool(flight["taken"]),
+            finite=bool(flight.get("finite", True)),
+            alpha=float(flight.get("alpha", local.alpha or 0.0)),
+            long=bool(flight.get("long", False)),
             pace=Pace(*map(float, flight["pace"])) if flight.get("pace") else None,
-        )  # fmt: skip
+        )
         local.taken = local.flight.taken
 
 

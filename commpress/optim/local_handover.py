@@ -1,8 +1,10 @@
-"""Local updates among other ranks: Θ and the outer state stay equal, residuals each rank's own, rounds begin anew.
+"""Local updates among other ranks: Θ and the outer state stay equal, residuals each rank's own,
+rounds begin anew.
 
-    exchange that nobody has finished         left out; what was trained goes with the next one
-    exchange that some ranks have finished    counts: the others take its mean, or Θ where that has moved already
-    overlap under way                         arrives now
+exchange that nobody has finished         left out; what was trained goes with the next one
+exchange that some ranks have finished    counts: the others take its mean, or Θ where that has
+                                          moved already
+overlap under way                         arrives now
 """
 
 from collections.abc import Callable
@@ -19,24 +21,32 @@ from commpress.work import Steps
 if TYPE_CHECKING:
     from commpress.optim.local_updates import LocalUpdates
 
-MEAN, WEIGHTS, OUTER = "mean", "weights", "outer "  # tensors of the last exchange; others are bases of codecs
+# tensors of the last exchange; others are bases of codecs
+MEAN, WEIGHTS, OUTER = "mean", "weights", "outer "
 
 
 def reform(local: "LocalUpdates", change: Change) -> Steps[Callable[[], None]]:
     """Hand residuals over; the result makes the change, once all ranks have come as far."""
     if local.inner.together:
-        raise cannot_follow(local, "inner has ranks that train together (they have shards, or average gradients)")
+        raise cannot_follow(
+            local, "inner has ranks that train together (they have shards, or average gradients)"
+        )
     came = local.flight is not None and local.finished == local.exchanged
     mine = [0.0 if change.was is None else float(local.steps_done)]
-    counts = yield from gathered(mine, transport=local.channel.transport, sequence=local.channel.take())
+    counts = yield from gathered(
+        mine, transport=local.channel.transport, sequence=local.channel.take()
+    )
     common = {"steps": int(counts.max()), "exchanged": local.finished, "taken": local.taken}
     for fragment in local.fragments:
         fragment.bring(local.exchanges)
     try:
         standing = yield from local.handover.steps(
-            change, {"": local.exchanges.residuals}, local.channel.workspace, shared=common,
+            change,
+            {"": local.exchanges.residuals},
+            local.channel.workspace,
+            shared=common,
             tensors=_last(local, came=came) | local.exchanges.bases,
-        )  # fmt: skip
+        )
     except BaseException:
         for fragment in local.fragments:
             fragment.put_back(local.exchanges)
@@ -45,14 +55,19 @@ def reform(local: "LocalUpdates", change: Change) -> Steps[Callable[[], None]]:
 
 
 def _last(local: "LocalUpdates", *, came: bool) -> dict[str, torch.Tensor]:
-    """Outcome of the last exchange that this rank has finished: its mean, or the shared weights that this has moved."""
+    """Outcome of the last exchange that this rank has finished: its mean, or the shared weights
+    that this has moved."""
     if local.flight is not None and came:
         return {MEAN: local.flight.fragment.work}
     if local.moved is None or local.flight is not None:
         return {}
     fragment = local.fragments[local.moved]
     with fragment.opened():
-        outer = {OUTER + name: each.float().clone() for name, each in fragment.state.items() if torch.is_tensor(each)}
+        outer = {
+            OUTER + name: each.float().clone()
+            for name, each in fragment.state.items()
+            if torch.is_tensor(each)
+        }
         return {WEIGHTS: fragment.weights.clone()} | outer
 
 
@@ -72,7 +87,9 @@ def _follow(local: "LocalUpdates", change: Change, standing: Standing, *, came: 
             flight.give_up()
     if flight is not None:
         flight.fragment.detach(local.exchanges)
-    local.exchanges.bases.update({n: t for n, t in given.items() if n not in (MEAN, WEIGHTS) and not n.startswith(OUTER)})
+    local.exchanges.bases.update(
+        {n: t for n, t in given.items() if n not in (MEAN, WEIGHTS) and not n.startswith(OUTER)}
+    )
     local.channel.workspace.clear()
     local.exchanges.reform(local.channel.size)
     local.exact.reform(local.channel.size)
@@ -83,7 +100,8 @@ def _follow(local: "LocalUpdates", change: Change, standing: Standing, *, came: 
 
 
 def _move(local: "LocalUpdates", flight: Flight, given: dict[str, Any]) -> None:
-    """Θ := that of a rank where the mean has arrived; then this rank's weights follow as if it had arrived here."""
+    """Θ := that of a rank where the mean has arrived; then this rank's weights follow as if it had
+    arrived here."""
     fragment = flight.fragment
     with fragment.opened(write=True):
         fragment.weights.copy_(given[WEIGHTS])

@@ -1,14 +1,16 @@
-"""Local updates: every rank trains by itself for a round of steps, then all exchange what changed, once.
+"""Local updates: every rank trains by itself for a round of steps, then all exchange what changed,
+once.
 
-    Δᵢ = Θ − θᵢ          aᵢ = K·wᵢ/Σw · Δᵢ + ρ·eᵢ         Δ̄ = mean of Q(aᵢ), the same bits on every rank
-    Θ ← Outer(Θ, Δ̄)      θᵢ ← α·θᵢ + (1 − α)·Θ            α = τ / (τ + H): τ steps of H were computed meanwhile
+    Δᵢ = Θ − θᵢ       aᵢ = K·wᵢ/Σw · Δᵢ + ρ·eᵢ  Δ̄ = mean of Q(aᵢ), the same bits on every rank
+    Θ ← Outer(Θ, Δ̄)   θᵢ ← α·θᵢ + (1 − α)·Θ   α = τ / (τ + H): τ steps of H were computed meanwhile
 
-θᵢ are the parameters of rank i, Θ the shared weights, w counts what a rank has trained on. ``fragments`` of the parameters take
-turns within a round; with ``overlap`` a fragment's exchange runs while the next so many steps are computed. By default a round
-is as short as it can be while its exchange hides behind computing.
+θᵢ are the parameters of rank i, Θ the shared weights, w counts what a rank has trained on.
+``fragments`` of the parameters take turns within a round; with ``overlap`` a fragment's exchange
+runs while the next so many steps are computed. By default a round is as short as it can be while
+its exchange hides behind computing.
 
-Note: Θ follows from the steps at which fragments leave and arrive alone. Where the network's pace decides these, all ranks go
-by the same recorded seconds.
+Note: Θ follows from the steps at which fragments leave and arrive alone. Where the network's pace
+decides these, all ranks go by the same recorded seconds.
 """
 
 import logging
@@ -58,26 +60,40 @@ WEIGHTS = ("equal", "tokens", "steps")
 
 
 class LocalUpdates(torch.optim.Optimizer):
-    """Trains with ``inner`` on every rank by itself and exchanges changes once a round. Takes the optimizer's place in a loop,
-    and in what expects one: schedulers of learning rates, GradScaler, Accelerate's ``prepare``.
+    """Trains with ``inner`` on every rank by itself and exchanges changes once a round. Takes the
+    optimizer's place in a loop, and in what expects one: schedulers of learning rates, GradScaler,
+    Accelerate's ``prepare``.
 
-    - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel around it.
-    - ``every``: steps of a round: "auto", a number, ``commpress.QSR(alpha, base)`` or ``commpress.Seconds(60)``. With "auto" a
-      round is the smallest whose exchange hides behind computing, as both are measured, and overlaps with all of it.
-    - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``, ``SparseLoCo``, ``Gossip``, or a
-      function that makes a torch optimizer. By default ``Nesterov``; of "auto" ``Average`` in rounds of up to 20 steps.
-    - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None: float32.
+    - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel
+      around it.
+    - ``every``: steps of a round: "auto", a number, ``commpress.QSR(alpha, base)`` or
+      ``commpress.Seconds(60)``. With "auto" a
+      round is the smallest whose exchange hides behind computing, as both are measured, and
+      overlaps with all of it.
+    - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``,
+      ``SparseLoCo``, ``Gossip``, or a
+      function that makes a torch optimizer. By default ``Nesterov``; of "auto" ``Average`` in
+      rounds of up to 20 steps.
+    - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None:
+      float32.
     - ``feedback_decay``: residuals are multiplied by it each round.
-    - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a round.
-    - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of the rank's own weights when it
+    - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a
+      round.
+    - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of
+      the rank's own weights when it
       arrives, by default overlap / (overlap + every).
-    - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 or tensor parallelism
+    - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as
+      FSDP2 or tensor parallelism
       over other ranks, which then leave out together what is not finite in a shard of one of them.
-      Experts that are divided among these ranks are not averaged: each rank trains its own, in every step.
-    - ``warmup``: steps before the first round in which all ranks train as one: their gradients are averaged exactly.
+      Experts that are divided among these ranks are not averaged: each rank trains its own, in
+      every step.
+    - ``warmup``: steps before the first round in which all ranks train as one: their gradients are
+      averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
-    - ``keep``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore of this rank's own, which
-      also has the residuals, under ``prefix``, and brings those of a fragment to memory for its exchange.
+    - ``keep``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore of
+      this rank's own, which
+      also has the residuals, under ``prefix``, and brings those of a fragment to memory for its
+      exchange.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler calls ``step`` always: ranks count steps alike
@@ -104,48 +120,76 @@ class LocalUpdates(torch.optim.Optimizer):
         transport: Transport | None = None,
         seed: int = 0,
     ) -> None:
-        self.__setstate__({"defaults": {}})  # as torch's own from a file: groups and state are those of ``inner``
+        # as torch's own from a file: groups and state are those of ``inner``
+        self.__setstate__({"defaults": {}})
         self.inner = InnerOptimizers(inner)
         if not 0 <= feedback_decay <= 1:
-            raise InvalidArgument(f"feedback_decay is {feedback_decay!r}, expected a number from 0 to 1")
+            raise InvalidArgument(
+                f"feedback_decay is {feedback_decay!r}, expected a number from 0 to 1"
+            )
         if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 0:
             raise InvalidArgument(
-                f"overlap is {overlap!r}, expected a number of steps, at most those of a round, 0 for none"
+                f"overlap is {overlap!r}, expected a number of steps, at most those of a round, "
+                "0 for none"
             )
         if every == "auto" and overlap:
             raise InvalidArgument(
-                f"overlap is {overlap} with every='auto', which chooses it: leave it out, or give every= as a number"
+                f"overlap is {overlap} with every='auto', which chooses it: leave it out, or "
+                "give every= as a number"
             )
-        if alpha is not None and (not 0 <= alpha < 1 or (alpha and not overlap and every != "auto")):
+        if alpha is not None and (
+            not 0 <= alpha < 1 or (alpha and not overlap and every != "auto")
+        ):
             raise InvalidArgument(
-                f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap a number from 0 to below 1: "
+                f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap a "
+                "number from 0 to below 1: "
                 "without overlap nothing has been trained since the change left"
             )
         if weight not in WEIGHTS:
-            raise InvalidArgument(f"weight is {weight!r}, expected one of {', '.join(map(repr, WEIGHTS))}")
+            raise InvalidArgument(
+                f"weight is {weight!r}, expected one of {', '.join(map(repr, WEIGHTS))}"
+            )
         if not isinstance(keep, TieredStore) and keep not in ("host", "device"):
             raise InvalidArgument(f"keep is {keep!r}, expected 'host', 'device' or a TieredStore")
         self.every = sync_of(every)
         usual = Average() if isinstance(self.every, Hidden) else Nesterov()
         self.outer = outer_of(usual if outer is None else outer)
         self._outer_of_long_rounds = Nesterov() if outer is None else self.outer
-        self.feedback_decay, self.alpha, self.weight, self.keep = feedback_decay, alpha, weight, keep
-        self.seed, self.counters, self.facts, self.meter = seed, LocalCounters(), Facts(), PaceMeter()
+        self.feedback_decay, self.alpha, self.weight, self.keep = (
+            feedback_decay,
+            alpha,
+            weight,
+            keep,
+        )
+        self.seed, self.counters, self.facts, self.meter = (
+            seed,
+            LocalCounters(),
+            Facts(),
+            PaceMeter(),
+        )
         self._backgrounds = transport is None
         check_inner(self.inner, self.every, warmup)
         ranks = ranks_of(group) if transport is None else tuple(range(transport.size))
         trained = self.inner.weights()
         shared = [each for each in trained if not is_held(each.name, each.parameter, ranks)]
-        self.apart = len(trained) - len(shared)  # parameters that not all of these ranks hold: each goes on with its own
+        # parameters that not all of these ranks hold: each goes on with its own
+        self.apart = len(trained) - len(shared)
         if not shared:
-            raise InvalidArgument("inner trains nothing but experts that are divided among ranks: there is nothing to average")
+            raise InvalidArgument(
+                "inner trains nothing but experts that are divided among ranks: there is "
+                "nothing to average"
+            )
         parts = cut(shared, fragments)
         self.schedule = RoundSchedule(self.every, len(parts), overlap=overlap)
-        whole = isinstance(self.every, Hidden) or (isinstance(self.every, Every) and 0 < overlap == self.every.steps)
+        whole = isinstance(self.every, Hidden) or (
+            isinstance(self.every, Every) and 0 < overlap == self.every.steps
+        )
         if alpha == 0 and whole and len(parts) == 1:
             raise InvalidArgument(
-                f"alpha is 0 and with every={every!r} an exchange overlaps with a whole round: a rank would begin each round "
-                "at weights that are a round old, which made the loss more than 6 % worse in trials. Leave alpha out, or "
+                f"alpha is 0 and with every={every!r} an exchange overlaps with a whole round: "
+                "a rank would begin each round "
+                "at weights that are a round old, which made the loss more than 6 % worse in "
+                "trials. Leave alpha out, or "
                 "overlap less"
             )
         self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
@@ -156,17 +200,25 @@ class LocalUpdates(torch.optim.Optimizer):
             self.channel = Channel(transport, name="commpress-local")
             self.control = self.channel.beside("commpress-local-control")
         policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
-        self.exchanges = self.outer.exchanges(policy, self.channel, feedback=error_feedback and codec is not None, seed=seed)
+        self.exchanges = self.outer.exchanges(
+            policy, self.channel, feedback=error_feedback and codec is not None, seed=seed
+        )
         check_ranks(self.inner, self.channel)
         check_hidden(self.inner, self.every)
-        self.columns = columns_of(self.inner.parameters, timeout=timeout) if transport is None else None
+        self.columns = (
+            columns_of(self.inner.parameters, timeout=timeout) if transport is None else None
+        )
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
-        self._warmup = SharedWarmup(warmup, self.fragments, self.exact, self.channel, self.control, self.columns)
+        self._warmup = SharedWarmup(
+            warmup, self.fragments, self.exact, self.channel, self.control, self.columns
+        )
         if isinstance(keep, TieredStore):
             check_room(self.fragments, keep, overlap=overlap > 0 or isinstance(self.every, Hidden))
         self.steps_done, self.exchanged = 0, 0
-        self.finished, self.taken = 0, True  # exchanges whose outcome is known here, and that of the last
-        self.moved: int | None = None  # the fragment whose shared weights followed from the last exchange
+        # exchanges whose outcome is known here, and that of the last
+        self.finished, self.taken = 0, True
+        # the fragment whose shared weights followed from the last exchange
+        self.moved: int | None = None
         self._decayed = -1  # the exchange for which residuals were
         self.handover = Handover(self.channel)
         self.flight: Flight | None = None
@@ -199,9 +251,11 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, *, tokens: int = 0) -> Any:
-        """A step of each inner optimizer; then, where it is time, an exchange. ``tokens``: what the step was computed from.
+        """A step of each inner optimizer; then, where it is time, an exchange. ``tokens``: what the
+        step was computed from.
 
-        With a GradScaler a rank whose gradients overflowed leaves its step out, and takes part in the exchange all the same.
+        With a GradScaler a rank whose gradients overflowed leaves its step out, and takes part in
+        the exchange all the same.
         """
         loss = loss_of(closure)
         run(self.stepping(tokens=tokens))
@@ -232,7 +286,8 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @untraced
     def synchronize(self) -> None:
-        """Average gradients over the ranks, in a step of the warm-up. Call it before clipping; ``step`` does it otherwise."""
+        """Average gradients over the ranks, in a step of the warm-up. Call it before clipping;
+        ``step`` does it otherwise."""
         run(self.synchronizing())
 
     @torch.no_grad()
@@ -242,13 +297,16 @@ class LocalUpdates(torch.optim.Optimizer):
         yield from self._warmup.average(self.steps_done)
 
     def advance(self, *, tokens: int = 0) -> None:
-        """Somebody else has called the inner optimizers, such as a GradScaler or a trainer: exchange where it is time."""
+        """Somebody else has called the inner optimizers, such as a GradScaler or a trainer:
+        exchange where it is time."""
         run(self.steps(tokens=tokens))
 
     def steps(self, *, tokens: int = 0) -> Steps[None]:
         """``advance`` as an algorithm that may wait."""
         if isinstance(self.every, Hidden) and self._exchanges_next():
-            for device in {fragment.device for fragment in self.fragments if fragment.device.type == "cuda"}:
+            for device in {
+                fragment.device for fragment in self.fragments if fragment.device.type == "cuda"
+            }:
                 torch.cuda.synchronize(device)  # its computing is none of what an exchange takes
         with self.meter.between_steps():
             yield from self._after_step(tokens)
@@ -261,12 +319,17 @@ class LocalUpdates(torch.optim.Optimizer):
     @torch.no_grad()
     def _after_step(self, tokens: int) -> Steps[None]:
         if self.weight == "tokens" and tokens <= 0:
-            raise InvalidArgument(f"tokens is {tokens}, expected a positive number in every step, as weight='tokens' asks")
+            raise InvalidArgument(
+                f"tokens is {tokens}, expected a positive number in every step, as "
+                "weight='tokens' asks"
+            )
         self.inner.check_unaveraged()
         if self.warms_up and self._warmup.averaged != self.steps_done:
             raise InvalidArgument(
-                f"warmup is {self._warmup.steps} and step {self.steps_done} was taken without averaging gradients: call "
-                "synchronize() between backward and the inner optimizer's step, or let LocalUpdates.step() do both"
+                f"warmup is {self._warmup.steps} and step {self.steps_done} was taken without "
+                "averaging gradients: call "
+                "synchronize() between backward and the inner optimizer's step, or let "
+                "LocalUpdates.step() do both"
             )
         self.inner.check_unchanged()
         self.facts.see(self.steps_done, self.inner.rate)
@@ -306,7 +369,9 @@ class LocalUpdates(torch.optim.Optimizer):
     # ------------------------------------------------------------ exchanges
 
     def _begin_round(self) -> None:
-        self.schedule.begin(self.steps_done, self.inner.rate, self.facts, alone=self.channel.size == 1)
+        self.schedule.begin(
+            self.steps_done, self.inner.rate, self.facts, alone=self.channel.size == 1
+        )
         self.counters.every, self.counters.overlap = self.schedule.length, self.schedule.overlap
 
     def _leave(self) -> Steps[None]:
@@ -321,7 +386,14 @@ class LocalUpdates(torch.optim.Optimizer):
         trained, fragment.steps, fragment.tokens = (fragment.steps, fragment.tokens), 0, 0
         sequences = self.control.take(), self.channel.take(exchange.sequences)
         steps = self._exchange(fragment, exchange, header, sequences)
-        self.flight = Flight(fragment, self.steps_done, steps, trained=trained, finite=header.finite, long=self.schedule.long)
+        self.flight = Flight(
+            fragment,
+            self.steps_done,
+            steps,
+            trained=trained,
+            finite=header.finite,
+            long=self.schedule.long,
+        )
         self.exchanged += 1
         if self.schedule.leave():
             self._begin_round()
@@ -332,7 +404,8 @@ class LocalUpdates(torch.optim.Optimizer):
             self.flight.future = self.channel.submit(steps, fragment.work)
 
     def _alpha(self, overlap: int) -> float:
-        """Share of a rank's own weights where an exchange arrives after so many steps: that of what the mean does not know."""
+        """Share of a rank's own weights where an exchange arrives after so many steps: that of what
+        the mean does not know."""
         if not overlap:
             return 0.0
         if self.alpha is not None:
@@ -342,28 +415,45 @@ class LocalUpdates(torch.optim.Optimizer):
     def _header(self, fragment: Fragment) -> ExchangeHeader:
         """This rank's, of the exchange of the change in the fragment's ``work``."""
         square = square_sum(fragment.work)
-        weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[self.weight]
+        weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[
+            self.weight
+        ]
         return ExchangeHeader(
-            self.exchanged, fragment.number,
-            fragment.halves() if self.outer.equal else (float(fragment.layout), float(self._key(self.exchanged))),
-            weight if fragment.steps and isfinite(square) else 0.0, square, self._ended, self.meter.tell(),
-        )  # fmt: skip
+            self.exchanged,
+            fragment.number,
+            fragment.halves()
+            if self.outer.equal
+            else (float(fragment.layout), float(self._key(self.exchanged))),
+            weight if fragment.steps and isfinite(square) else 0.0,
+            square,
+            self._ended,
+            self.meter.tell(),
+        )
 
     def _key(self, exchanged: int) -> int:
         """Seed of what is drawn in this exchange, the same on every rank."""
         return self.seed * 1_000_003 + exchanged
 
     def _exchange(
-        self, fragment: Fragment, exchange: Exchange, header: ExchangeHeader, sequences: tuple[int, int]
+        self,
+        fragment: Fragment,
+        exchange: Exchange,
+        header: ExchangeHeader,
+        sequences: tuple[int, int],
     ) -> Steps[tuple[bool, Pace | None]]:
-        """``work`` := its weighted mean; True if it is to be taken, False if nobody has trained or a mean is not finite.
+        """``work`` := its weighted mean; True if it is to be taken, False if nobody has trained or
+        a mean is not finite.
 
         And the pace of the slowest rank before, if all have measured it.
         """
         sent_before = self._sent_bytes()
         if self.columns is not None:
-            column = yield from self.columns.gathered([float(header.finite), *header.pace], fragment.device)
-            header = replace(header, pace=slowest([Pace(*row) for row in column[:, 1:].tolist()]) or UNKNOWN)
+            column = yield from self.columns.gathered(
+                [float(header.finite), *header.pace], fragment.device
+            )
+            header = replace(
+                header, pace=slowest([Pace(*row) for row in column[:, 1:].tolist()]) or UNKNOWN
+            )
             header = header if column[:, 0].all() else header.left_out()
         headers = yield from header.gathered(self.control, sequences[0])
         check_same(headers, shared=self.outer.equal)
@@ -372,7 +462,10 @@ class LocalUpdates(torch.optim.Optimizer):
         wild = [rank for rank, each in enumerate(headers) if not each.finite]
         if wild:
             self.counters.dropped += 1
-            text = "weights of ranks %s are not finite: their change is left out, they get the shared weights"
+            text = (
+                "weights of ranks %s are not finite: their change is left out, they get the "
+                "shared weights"
+            )
             warn_on_first(self.channel.rank, text, wild)
         weights = [each.weight for each in headers]
         total, pace = sum(weights), slowest([each.pace for each in headers])
@@ -382,9 +475,15 @@ class LocalUpdates(torch.optim.Optimizer):
             self._decayed = header.number
             self.exchanges.residuals.decay({s.name for s in fragment.spans}, self.feedback_decay)
         outcomes = yield from self.outer.exchange(
-            exchange, self.channel, fragment.work, fragment.weights, fragment.state,
-            shares=[weight * len(weights) / total for weight in weights], sequence=sequences[1], key=self._key(header.number),
-        )  # fmt: skip
+            exchange,
+            self.channel,
+            fragment.work,
+            fragment.weights,
+            fragment.state,
+            shares=[weight * len(weights) / total for weight in weights],
+            sequence=sequences[1],
+            key=self._key(header.number),
+        )
         taken = all(outcome.finite for outcome in outcomes)
         self.meter.exchanged(monotonic() - start)
         if self.columns is not None:
@@ -397,7 +496,9 @@ class LocalUpdates(torch.optim.Optimizer):
         if any(squares):
             self.counters.participants = sum(weight > 0 for weight in weights)
             fine = self._fine(fragment)
-            self.counters.spread = self.outer.spread(exchange, fragment.work, weights, squares) if fine else None
+            self.counters.spread = (
+                self.outer.spread(exchange, fragment.work, weights, squares) if fine else None
+            )
         return self._finish(header, taken=taken), pace
 
     def _finish(self, header: ExchangeHeader, *, taken: bool) -> bool:
@@ -406,7 +507,8 @@ class LocalUpdates(torch.optim.Optimizer):
         return taken
 
     def _arrive(self) -> Steps[None]:
-        """Take in the mean change that is under way: move the shared weights, then the parameters."""
+        """Take in the mean change that is under way: move the shared weights, then the
+        parameters."""
         flight, start = self.flight, monotonic()
         assert flight is not None
         taken = yield from flight.arrival()
@@ -427,7 +529,12 @@ class LocalUpdates(torch.optim.Optimizer):
         if taken:
             with fragment.opened(write=True):
                 outer.ready(fragment.weights, fragment.state)
-                outer.step(fragment.weights, fragment.work.to(fragment.weights.device), fragment.state, self.inner.rate)
+                outer.step(
+                    fragment.weights,
+                    fragment.work.to(fragment.weights.device),
+                    fragment.state,
+                    self.inner.rate,
+                )
         with self.inner.weights_rewritten():
             if not flight.finite:
                 self._restart()
@@ -435,9 +542,11 @@ class LocalUpdates(torch.optim.Optimizer):
                 fragment.merge(flight.alpha)
 
     def _restart(self) -> None:
-        """Replace weights that are not finite by Θ, and begin inner states that are not finite anew.
+        """Replace weights that are not finite by Θ, and begin inner states that are not finite
+        anew.
 
-        All fragments at once: a forward through one that is not finite would spoil the others again.
+        All fragments at once: a forward through one that is not finite would spoil the others
+        again.
         """
         for each in self.fragments:
             if not each.finite():
@@ -447,15 +556,20 @@ class LocalUpdates(torch.optim.Optimizer):
         restarts = self.inner.restart()
         if restarts and not self.counters.restarts:
             log.warning(
-                "weights of this rank were not finite: states of %d parameters in its inner optimizers were not either and "
-                "start anew, here and whenever it happens again", restarts,
-            )  # fmt: skip
+                "weights of this rank were not finite: states of %d parameters in its inner "
+                "optimizers were not either and "
+                "start anew, here and whenever it happens again",
+                restarts,
+            )
         self.counters.restarts += restarts
 
     def _fine(self, fragment: Fragment) -> bool:
         """True if codecs' errors are small beside the spread of changes."""
         codecs = [self.exchanges.policy.choose(each.name, each.numel) for each in fragment.locals]
-        return all(isinstance(c, CastCodec) or (isinstance(c, BlockCodec) and c.number != "log3") for c in codecs)
+        return all(
+            isinstance(c, CastCodec) or (isinstance(c, BlockCodec) and c.number != "log3")
+            for c in codecs
+        )
 
     def _sent_bytes(self) -> int:
         return self.channel.sent_bytes + self.control.sent_bytes
@@ -463,10 +577,11 @@ class LocalUpdates(torch.optim.Optimizer):
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among other ranks, those of the channels by now; collective. Call the result when all have come as far.
+        """Go on among other ranks, those of the channels by now; collective. Call the result when
+        all have come as far.
 
-        An exchange that was under way counts if some rank has finished it, else what was trained goes with the next. A round
-        begins on all ranks. Who is new needs ``load_shared_state``.
+        An exchange that was under way counts if some rank has finished it, else what was trained
+        goes with the next. A round begins on all ranks. Who is new needs ``load_shared_state``.
         """
         return run(self.reforming(change))
 
@@ -485,7 +600,8 @@ class LocalUpdates(torch.optim.Optimizer):
         self._begin_round()
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Let the others take over what these ranks owe, which are about to leave; collective over all, between exchanges."""
+        """Let the others take over what these ranks owe, which are about to leave; collective over
+        all, between exchanges."""
         for fragment in self.fragments:
             fragment.bring(self.exchanges)
         self.channel.run(self.handover.leaving(leaving, {"": self.exchanges.residuals}))
@@ -498,20 +614,24 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take over another rank's ``shared_state``; parameters are Θ then. What this rank's compression owes stays."""
+        """Take over another rank's ``shared_state``; parameters are Θ then. What this rank's
+        compression owes stays."""
         local_checkpoint.load_common(self, state)
 
     # ------------------------------------------------------------ the end
 
     @property
     def pending(self) -> bool:
-        """True if this rank has trained what the others do not know of, or waits for an exchange under way."""
+        """True if this rank has trained what the others do not know of, or waits for an exchange
+        under way."""
         return self.flight is not None or any(fragment.steps for fragment in self.fragments)
 
     def drain(self) -> None:
-        """Exchange all that is left, until every rank has called it; afterwards parameters are Θ, equal on every rank.
+        """Exchange all that is left, until every rank has called it; afterwards parameters are Θ,
+        equal on every rank.
 
-        A rank that runs out of data calls it and goes on taking part in the others' rounds, with weight 0.
+        A rank that runs out of data calls it and goes on taking part in the others' rounds, with
+        weight 0.
         """
         run(self.draining())
 
@@ -545,7 +665,8 @@ class LocalUpdates(torch.optim.Optimizer):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, the inner optimizers' included: with the model's it resumes in every bit, also in an overlap."""
+        """This rank's state, the inner optimizers' included: with the model's it resumes in every
+        bit, also in an overlap."""
         return run(self.saving())
 
     @torch.no_grad()
@@ -557,10 +678,11 @@ class LocalUpdates(torch.optim.Optimizer):
             return (yield from local_checkpoint.exact(self))
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """This rank's part of a state for any number of ranks; collective. Load the parts of all ranks, on each.
+        """This rank's part of a state for any number of ranks; collective. Load the parts of all
+        ranks, on each.
 
-        What is under way arrives first. What ranks have trained since their last exchange is in it as its mean, with what
-        compression owes: who loads it starts from there, on all ranks alike.
+        What is under way arrives first. What ranks have trained since their last exchange is in it
+        as its mean, with what compression owes: who loads it starts from there, on all ranks alike.
         """
         return run(self.saving_elastically())
 
@@ -569,7 +691,8 @@ class LocalUpdates(torch.optim.Optimizer):
         """``elastic_state_dict`` as an algorithm that may wait."""
         if self.apart:
             raise InvalidArgument(
-                f"elastic_state_dict fits any number of ranks, but {self.apart} parameters are of experts that lie on this one "
+                f"elastic_state_dict fits any number of ranks, but {self.apart} parameters are "
+                "of experts that lie on this one "
                 "alone: save state_dict() on every rank, and load it on as many"
             )
         if self.warms_up:
@@ -580,9 +703,11 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], *others: dict[str, Any]) -> None:
-        """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. The model is to be loaded before.
+        """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. The model is to be
+        loaded before.
 
-        Where ``drain`` came before ``state_dict``, the states of all ranks fit another number of them too.
+        Where ``drain`` came before ``state_dict``, the states of all ranks fit another number of
+        them too.
         """
         local_checkpoint.load(self, [state, *others])
         self._decayed = -1  # what is owed now has not been, whichever exchange comes next
@@ -595,4 +720,7 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def report(self) -> str:
         """Figures of the run so far, for people."""
-        return f"{self.counters.summary(spread_of=self.outer.spread_of)}, shared weights {self.digest()}"
+        return (
+            f"{self.counters.summary(spread_of=self.outer.spread_of)}, shared weights "
+            f"{self.digest()}"
+        )

@@ -2,9 +2,10 @@
 
 ``step`` drives an algorithm that may wait; a simulation steps many of them in lockstep.
 
-Note: nothing happens before everybody agrees. A round writes what it wants to communicate into ``work`` and leaves
-momentum, variance, parameters and residuals alone; only when every message of the step was finite on every rank are they
-replaced. A skipped step has changed nothing, on all ranks alike; nor has one that raised, on this rank.
+Note: nothing happens before everybody agrees. A round writes what it wants to communicate into
+``work`` and leaves momentum, variance, parameters and residuals alone; only when every message of
+the step was finite on every rank are they replaced. A skipped step has changed nothing, on all
+ranks alike; nor has one that raised, on this rank.
 """
 
 import logging
@@ -59,7 +60,8 @@ from commpress.torch_private import untraced
 from commpress.work import Steps
 
 SAME_GROUPS = (
-    "Call add_param_group on every rank between the same two steps, with the same parameters in the same order."
+    "Call add_param_group on every rank between the same two steps, with the same "
+    "parameters in the same order."
 )
 
 log = logging.getLogger("commpress")
@@ -72,11 +74,13 @@ class RoundKind(Enum):
 
 
 class CompressedOptimizer(torch.optim.Optimizer, ABC):
-    """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with the answer.
+    """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with
+    the answer.
 
-    Note: one verdict for all GradScalers. A scaler looks at the gradients of its own rank. So it must call ``step`` in any
-    case, which it does for who supports scaling, and is told afterwards what all ranks agreed on, in the tensors that its
-    ``update`` reads: all halve their scale, or none does. In a step without communication nobody is asked, and none does.
+    Note: one verdict for all GradScalers. A scaler looks at the gradients of its own rank. So it
+    must call ``step`` in any case, which it does for who supports scaling, and is told afterwards
+    what all ranks agreed on, in the tensors that its ``update`` reads: all halve their scale, or
+    none does. In a step without communication nobody is asked, and none does.
     """
 
     averages_gradients = True  # of all ranks, in ``step``: nobody else may
@@ -118,7 +122,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         check_feedback(error_feedback)
         check_counts(check_every=check_every, seed=seed)
         check_on_nonfinite(on_nonfinite, propagates=False)
-        self.codec, self.exact_codec = policy_of(codec, min_numel=min_numel), codec_named(exact_codec)
+        self.codec, self.exact_codec = (
+            policy_of(codec, min_numel=min_numel),
+            codec_named(exact_codec),
+        )
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.tensors = TensorStates(self.codec, finer, self.exact_codec, min_numel, variance_floor)
         self.clipping, self.facts = Clipping(max_grad_norm), Facts()
@@ -126,11 +133,18 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.counters = OptimizerCounters()
         self.steps_done = 0
-        self.bucket_rounds: Any = None  # what an overlapping hook has started (``integrations.ddp.overlap``)
+        # what an overlapping hook has started (``integrations.ddp.overlap``)
+        self.bucket_rounds: Any = None
         self._asked = False  # whether some rank did in this step's headers
         self._counted = 0  # bytes that ``counters`` know of
         self.flat: Flat | None = None
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        own = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
         self._ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         self.own: HeldAdam | None = None  # steps of what not all ranks hold
         super().__init__(params, own | {"added_at": 0})
@@ -140,17 +154,22 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         cut = any(map(is_cut, flat.parameters))
         if agree_over is not None and max_grad_norm is not None and not (cut and self.clips_shards):
             raise InvalidArgument(
-                f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that communicate apart would each clip by "
-                "a factor of its own, and weights that all of them hold would drift apart. Leave max_grad_norm out, or use "
+                f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that "
+                "communicate apart would each clip by "
+                "a factor of its own, and weights that all of them hold would drift apart. "
+                "Leave max_grad_norm out, or use "
                 "OneBitAdam or OneBitLamb on parameters that are DTensors, which say who holds what"
             )
         # where ranks have shards of parameters
         self.columns = columns_over(flat.parameters, flat.names, **among) if cut else None
-        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)  # where more must stay equal
+        # where more must stay equal
+        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         self._laid_out = list(self.param_groups)
         name = "commpress-optimizer"
         self.channel = (
-            Channel.among(process_group, timeout=timeout, name=name) if transport is None else Channel(transport, name=name)
+            Channel.among(process_group, timeout=timeout, name=name)
+            if transport is None
+            else Channel(transport, name=name)
         )
         self.handover = Handover(self.channel)
         self._woken: list[int] = []  # tensors that the last round woke
@@ -162,24 +181,31 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_codecs(self, flat: Flat) -> None:
         """Refuse what no round can send, on however many ranks."""
-        for option, codec in (("exact_codec", self.exact_codec), ("spiky_codec", self.tensors.finer)):
+        for option, codec in (
+            ("exact_codec", self.exact_codec),
+            ("spiky_codec", self.tensors.finer),
+        ):
             if isinstance(codec, WholeTensorCodec):
                 raise InvalidArgument(
-                    f"{option} is {codec.spec!r}, which compresses whole tensors: gradients travel in rows where every element "
+                    f"{option} is {codec.spec!r}, which compresses whole tensors: gradients "
+                    "travel in rows where every element "
                     "counts for its variance. Choose a codec of rows such as 'int8'"
                 )
 
     # ------------------------------------------------------------ parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train these parameters too, from the next step on: before the first or between any two, in a warm-up or after it.
+        """Train these parameters too, from the next step on: before the first or between any two,
+        in a warm-up or after it.
 
-        Call it on every rank between the same two steps, with the same parameters of the same values. It sends nothing itself;
-        the next ``step`` first compares the groups and weights of all ranks, and ends an open window of 0/1 Adam.
+        Call it on every rank between the same two steps, with the same parameters of the same
+        values. It sends nothing itself; the next ``step`` first compares the groups and weights of
+        all ranks, and ends an open window of 0/1 Adam.
 
-        What the others have stays theirs in every bit. New ones begin as those of AdamW do, with a count of steps of their own
-        (since ``added_at``, which the group holds), in 1-bit Adam and LAMB live until they have been so for as long as the
-        warm-up took, in 0/1 Adam with as many exact steps of all parameters as a run begins with.
+        What the others have stays theirs in every bit. New ones begin as those of AdamW do, with a
+        count of steps of their own (since ``added_at``, which the group holds), in 1-bit Adam and
+        LAMB live until they have been so for as long as the warm-up took, in 0/1 Adam with as many
+        exact steps of all parameters as a run begins with.
         """
         count = len(self.param_groups)
         super().add_param_group(param_group)
@@ -193,25 +219,33 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def _follow_groups(self) -> None:
-        """Lay out anew if groups came, or others took their place: Lightning assigns ``param_groups`` when it goes on."""
+        """Lay out anew if groups came, or others took their place: Lightning assigns
+        ``param_groups`` when it goes on."""
         groups, before = self.param_groups, self._flat
-        same = len(groups) == len(self._laid_out) and all(a is b for a, b in zip(groups, self._laid_out, strict=True))
+        same = len(groups) == len(self._laid_out) and all(
+            a is b for a, b in zip(groups, self._laid_out, strict=True)
+        )
         had = len(before.parameters) + (0 if self.own is None else len(self.own))
         if same and sum(len(group["params"]) for group in groups) == had:
             return
         parameters, names = self.named_parameters()
         count = len(parameters)
-        if count < len(before.parameters) or any(p is not q for p, q in zip(before.parameters, parameters, strict=False)):
+        if count < len(before.parameters) or any(
+            p is not q for p, q in zip(before.parameters, parameters, strict=False)
+        ):
             raise InvalidArgument(
-                f"param_groups holds {count} parameters, not those {len(before.parameters)} that the optimizer has state of, "
-                "in their order, and then new ones: call add_param_group for new ones, construct another optimizer for others"
+                f"param_groups holds {count} parameters, not those {len(before.parameters)} "
+                "that the optimizer has state of, "
+                "in their order, and then new ones: call add_param_group for new ones, "
+                "construct another optimizer for others"
             )
         flat = Flat(parameters, names)
         self._check_codecs(flat)
         cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
         if cut and self.columns is None:
             raise InvalidArgument(
-                f"parameter {cut[0][0]!r} is a DTensor, and the optimizer was constructed without any: construct one for these"
+                f"parameter {cut[0][0]!r} is a DTensor, and the optimizer was constructed "
+                "without any: construct one for these"
             )
         if cut:
             check_cut(cut, self.channel.group)
@@ -228,7 +262,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         shared = [i for i, p in enumerate(parameters) if not is_held(names[i], p, self._ranks)]
         if parameters and not shared:
             raise InvalidArgument(
-                f"params has {len(parameters)} parameters, all of experts that are divided among ranks: nothing of them is "
+                f"params has {len(parameters)} parameters, all of experts that are divided "
+                "among ranks: nothing of them is "
                 "sent, so give them to torch.optim.AdamW, or this optimizer the others too"
             )
         return [parameters[i] for i in shared], [names[i] for i in shared]
@@ -236,20 +271,29 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def shared_numbers(self) -> list[int]:
         """The numbers, as torch counts over all groups, of the parameters that all ranks hold."""
         known = self._flat.index
-        return [i for i, p in enumerate(p for group in self.param_groups for p in group["params"]) if id(p) in known]
+        return [
+            i
+            for i, p in enumerate(p for group in self.param_groups for p in group["params"])
+            if id(p) in known
+        ]
 
     def _place_own(self) -> None:
         """Make the state of what not all ranks hold; what earlier ones have stays theirs."""
         names, known = named_parameters(self.param_groups)[1], self._flat.index
         every = [(group, p) for group in self.param_groups for p in group["params"]]
-        own = [(group, name, p) for (group, p), name in zip(every, names, strict=True) if id(p) not in known]
+        own = [
+            (group, name, p)
+            for (group, p), name in zip(every, names, strict=True)
+            if id(p) not in known
+        ]
         self.own = HeldAdam(own, self.state, self.own) if own else None
 
     @property
     def _flat(self) -> Flat:
         if self.flat is None:
             raise InvalidArgument(
-                f"this {type(self).__name__} was copied or unpickled, and a copy has no connection to other ranks: construct "
+                f"this {type(self).__name__} was copied or unpickled, and a copy has no "
+                "connection to other ranks: construct "
                 "one on every rank and load_state_dict()"
             )
         return self.flat
@@ -259,7 +303,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.flat = self.grad_scaler = self.own = None
 
     def groups(self) -> Iterator[tuple[dict[str, Any], range | tuple[int, ...]]]:
-        """Each group and the numbers of those of its parameters that are trained, the same on every rank."""
+        """Each group and the numbers of those of its parameters that are trained, the same on every
+        rank."""
         first, known = 0, self._flat.index
         for group in self.param_groups:
             every = range(first, first + sum(id(p) in known for p in group["params"]))
@@ -268,7 +313,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             yield group, every if len(trained) == len(every) else trained
 
     def is_trained(self, i: int) -> bool:
-        """Like torch's, an optimizer leaves alone what needs no gradient and has none. One that is missing here is zero."""
+        """Like torch's, an optimizer leaves alone what needs no gradient and has none. One that is
+        missing here is zero."""
         p = self._flat.parameters[i]
         return p.requires_grad or p.grad is not None
 
@@ -277,7 +323,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return [Span(flat.names[i], *flat.places[i]) for i in indices]
 
     def _place(self, flat: Flat) -> None:
-        """Make the buffers of these parameters; what earlier ones had, which are the first of them, stays theirs."""
+        """Make the buffers of these parameters; what earlier ones had, which are the first of them,
+        stays theirs."""
         self.flat = flat
         self.kernels = adam_arithmetic(flat.device)
         self.work = flat.new()
@@ -290,13 +337,16 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _count_shares(self) -> None:
         flat, size = self._flat, self.channel.size
         shapes = dict(zip(flat.names, flat.shapes, strict=True))
-        self.counters.shares = {n: share(s, self.tensors.choose(n, s.numel()), size) for n, s in shapes.items()}
+        self.counters.shares = {
+            n: share(s, self.tensors.choose(n, s.numel()), size) for n, s in shapes.items()
+        }
 
     # ------------------------------------------------------------ what subclasses say
 
     @abstractmethod
     def round(self) -> RoundKind:
-        """The kind of this step: a function of the step and of recorded facts, the same on every rank."""
+        """The kind of this step: a function of the step and of recorded facts, the same on every
+        rank."""
 
     @abstractmethod
     def take(self, kind: RoundKind) -> Steps[bool]:
@@ -311,7 +361,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         yield from ()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """Some rank saw that these tensors are no longer those whose variance was frozen (see ``tensor_states``)."""
+        """Some rank saw that these tensors are no longer those whose variance was frozen (see
+        ``tensor_states``)."""
         yield from ()
 
     def replicated(self) -> list[torch.Tensor]:
@@ -327,7 +378,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._follow_groups()
         if self.grad_scaler is None and hasattr(self, "found_inf"):
             raise InvalidArgument(
-                "step was called by a GradScaler that this optimizer does not know, and cannot tell what all ranks agreed on: "
+                "step was called by a GradScaler that this optimizer does not know, and cannot "
+                "tell what all ranks agreed on: "
                 "pass it as grad_scaler= to the constructor, or to commpress.overlap"
             )
         try:
@@ -339,7 +391,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def steps(self) -> Steps[bool]:
-        """One step as an algorithm that may wait; returns whether it was taken, the same on every rank."""
+        """One step as an algorithm that may wait; returns whether it was taken, the same on every
+        rank."""
         self._follow_groups()
         self._flat.check()
         for p in self._flat.parameters if self.columns is not None else ():
@@ -363,14 +416,16 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             self.steps_done += 1
             yield from self.after(kind)
             yield from self._agree_who_wakes(waking)
-        self.counters.step(kind.value, taken, self.sent_bytes(), self._flat.numel, self.channel.size)
+        self.counters.step(
+            kind.value, taken, self.sent_bytes(), self._flat.numel, self.channel.size
+        )
         if not taken:
             self._report_skipped()
         return taken
 
     def _agree_on_own(self, kind: RoundKind) -> Steps[None]:
-        """Σ squares, over all ranks, of the gradients of what not all of them hold. In a step that sends nothing those of
-        others are taken to be like the own."""
+        """Σ squares, over all ranks, of the gradients of what not all of them hold. In a step that
+        sends nothing those of others are taken to be like the own."""
         if self.own is None:
             return
         squares = inf if self.overflowed else self.own.squares(self.gain())
@@ -381,7 +436,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def own_squares(self) -> float:
-        """Squares that ``_agree_on_own`` found, not finite if a gradient was not; 0 where all ranks hold all."""
+        """Squares that ``_agree_on_own`` found, not finite if a gradient was not; 0 where all ranks
+        hold all."""
         return 0.0 if self.own is None else self.own.total
 
     def _step_own(self, kind: RoundKind) -> None:
@@ -399,13 +455,20 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
         """These numbers of every rank: float64[ranks, len(values)]."""
         return gathered(
-            values, transport=self.channel.transport, sequence=self.channel.take(), device=self._flat.device
+            values,
+            transport=self.channel.transport,
+            sequence=self.channel.take(),
+            device=self._flat.device,
         )
 
     def exact_mean(self, indices: Sequence[int]) -> Steps[bool]:
         """``work`` of these parameters := its exact mean; whether it is finite."""
-        exchanges = Exchanges(Same(EXACT), self.channel.size, self.channel.workspace, feedback=False)
-        exact = exchanges.of(tuple(indices), lambda: (self.spans(indices), [()] * len(indices)), self._flat.device)
+        exchanges = Exchanges(
+            Same(EXACT), self.channel.size, self.channel.workspace, feedback=False
+        )
+        exact = exchanges.of(
+            tuple(indices), lambda: (self.spans(indices), [()] * len(indices)), self._flat.device
+        )
         sequence = self.channel.take(exact.sequences)
         outcomes = yield from exact.steps(self.channel, self.work, sequence=sequence, key=0)
         return all(outcome.finite for outcome in outcomes)
@@ -422,10 +485,15 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def squares(self, gain: float = 1.0) -> float:
         """‖gain·g‖² of this rank."""
-        return self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters)))) * gain * gain
+        return (
+            self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters))))
+            * gain
+            * gain
+        )
 
     def sent_bytes(self) -> int:
-        """Bytes that left this rank since it was last asked: rounds may begin long before ``step``."""
+        """Bytes that left this rank since it was last asked: rounds may begin long before
+        ``step``."""
         before, self._counted = self._counted, self.channel.sent_bytes
         return self._counted - before
 
@@ -433,10 +501,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def settled(self, outcomes: Sequence[Outcome], finite: bool = True) -> Steps[bool]:
         """Commit all of them if all ranks that must stay equal were finite, else discard them."""
-        finite = finite and isfinite(self.own_squares) and all(outcome.finite for outcome in outcomes)
+        finite = (
+            finite and isfinite(self.own_squares) and all(outcome.finite for outcome in outcomes)
+        )
         asked = any(outcome.asks for outcome in outcomes)
         if self.consensus is not None:
-            every = yield from self.consensus.gathered([float(finite), float(asked)], self._flat.device)
+            every = yield from self.consensus.gathered(
+                [float(finite), float(asked)], self._flat.device
+            )
             finite = bool(every[:, 0].all())
             if self.columns is not None:
                 asked = bool(every[:, 1].any())
@@ -446,14 +518,18 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._asked = finite and asked
         return finite
 
-    def squares_of_mesh(self, tensors: Sequence[torch.Tensor | None], gain: float = 1.0) -> Steps[float]:
-        """‖gain·g‖² of whole gradients, of which this rank has these shards; the mean over the ranks that have the same."""
+    def squares_of_mesh(
+        self, tensors: Sequence[torch.Tensor | None], gain: float = 1.0
+    ) -> Steps[float]:
+        """‖gain·g‖² of whole gradients, of which this rank has these shards; the mean over the
+        ranks that have the same."""
         assert self.columns is not None
         assert self.consensus is not None
         own = sum(
             self.columns.share(p) * float(g.square().sum(dtype=torch.float64))
-            for p, g in zip(self._flat.parameters, tensors, strict=True) if g is not None
-        )  # fmt: skip
+            for p, g in zip(self._flat.parameters, tensors, strict=True)
+            if g is not None
+        )
         every = yield from self.consensus.gathered([own * gain * gain], self._flat.device)
         return float(every.sum()) / self.channel.size
 
@@ -463,8 +539,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
 
     def agree_on_floor(self) -> Steps[None]:
-        """The floor of tensors without any variance is that of all others: with ``agree_over`` of those of all its ranks, for
-        each tensor-parallel column has others."""
+        """The floor of tensors without any variance is that of all others: with ``agree_over`` of
+        those of all its ranks, for each tensor-parallel column has others."""
         if self.consensus is not None:
             squares = yield from self.consensus.gathered(self.tensors.squares(), self._flat.device)
             total, numel = squares.sum(axis=0)
@@ -475,10 +551,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return bool(self.tensors.waking().any())
 
     def _agree_who_wakes(self, waking: np.ndarray) -> Steps[None]:
-        """Wake the tensors that some rank meant when it asked for it in a header: not those that it means by now, for what
-        others ask for would decide then when these wake up, and tensor-parallel columns would part.
+        """Wake the tensors that some rank meant when it asked for it in a header: not those that it
+        means by now, for what others ask for would decide then when these wake up, and
+        tensor-parallel columns would part.
 
-        The step before it stands whatever becomes of this: where a peer fails, the next one raises."""
+        The step before it stands whatever becomes of this: where a peer fails, the next one
+        raises."""
         if not self._asked:
             return
         self._asked = False
@@ -491,7 +569,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             if indices:
                 yield from self.wake(indices)
         except CommunicationError as error:
-            log.warning("step %d is done, but tensors that should wake up after it could not: %s", self.steps_done, error)
+            log.warning(
+                "step %d is done, but tensors that should wake up after it could not: %s",
+                self.steps_done,
+                error,
+            )
             return
         if indices:
             self.handover.settle(taken=True)
@@ -504,18 +586,29 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @max_grad_norm.setter
     def max_grad_norm(self, norm: float | None) -> None:
-        if norm is not None and self.consensus is not None and not (self.columns is not None and self.clips_shards):
-            raise InvalidArgument(f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there")
+        if (
+            norm is not None
+            and self.consensus is not None
+            and not (self.columns is not None and self.clips_shards)
+        ):
+            raise InvalidArgument(
+                f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there"
+            )
         self.clipping = Clipping(norm)
 
     def _comparison_is_due(self) -> bool:
-        came = self._reformed or any(group["added_at"] == self.steps_done for group in self.param_groups)
+        came = self._reformed or any(
+            group["added_at"] == self.steps_done for group in self.param_groups
+        )
         return self.check_every > 0 and (came or self.steps_done % self.check_every == 0)
 
     def _compare_replicas(self) -> Steps[None]:
-        """Every rank has the same groups, and holds the same parameters (mid-window: the same anchor), in every bit."""
+        """Every rank has the same groups, and holds the same parameters (mid-window: the same
+        anchor), in every bit."""
         flat = self._flat
-        sums = [0 if g is None else _bits(g) for g in map(flat.gradient, range(len(flat.parameters)))]
+        sums = [
+            0 if g is None else _bits(g) for g in map(flat.gradient, range(len(flat.parameters)))
+        ]
         mine = checksum(self.replicated())
         gradients = zlib.crc32(np.array(sums, np.int64).tobytes()) if any(sums) else 0
         try:
@@ -528,42 +621,61 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             warn_on_first(
                 self.channel.rank,
-                "gradients are the same in every bit on all ranks: somebody averaged them already, so compression saves "
-                "nothing. Under DistributedDataParallel call commpress.overlap(ddp, optimizer)."
+                "gradients are the same in every bit on all ranks: somebody averaged them "
+                "already, so compression saves "
+                "nothing. Under DistributedDataParallel call commpress.overlap(ddp, optimizer).",
             )
 
     def _layout(self) -> tuple[int, int, int]:
         """Numbers of groups and of parameters, and a sum of names, shapes and dtypes."""
         flat = self._flat
-        said = [(group["added_at"], sum(id(p) in flat.index for p in group["params"])) for group in self.param_groups]
-        every = [(n, tuple(s), p.dtype) for n, s, p in zip(flat.names, flat.shapes, flat.parameters, strict=True)]
+        said = [
+            (group["added_at"], sum(id(p) in flat.index for p in group["params"]))
+            for group in self.param_groups
+        ]
+        every = [
+            (n, tuple(s), p.dtype)
+            for n, s, p in zip(flat.names, flat.shapes, flat.parameters, strict=True)
+        ]
         return len(said), len(every), zlib.crc32(repr((said, every, self.own is None)).encode())
 
     def _report_skipped(self) -> None:
-        report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite, self.channel.rank)
+        report_skipped(
+            self.steps_done, self.counters.skipped_steps, self.on_nonfinite, self.channel.rank
+        )
 
     def _update_scaler(self, *, taken: bool) -> None:
-        if self.grad_scaler is not None and self.grad_scaler._scale is not None and hasattr(self, "found_inf"):
+        if (
+            self.grad_scaler is not None
+            and self.grad_scaler._scale is not None
+            and hasattr(self, "found_inf")
+        ):
             verdict = torch.tensor(float(not taken), device=self.grad_scaler._scale.device)
-            self.grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {verdict.device: verdict}
+            self.grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {
+                verdict.device: verdict
+            }
 
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among other ranks, those of the channel by now; collective. Call the result when all have come as far."""
+        """Go on among other ranks, those of the channel by now; collective. Call the result when
+        all have come as far."""
         raise cannot_follow(self, "every rank has a part of its state")
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, for a bitwise resume at the same world size: every rank saves and loads its own."""
+        """This rank's state, for a bitwise resume at the same world size: every rank saves and
+        loads its own."""
         return super().state_dict() | {"commpress": self.rank_state()}
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """This rank's part of a state that fits any world size; collective, between steps. Rank 0's is the large one."""
+        """This rank's part of a state that fits any world size; collective, between steps. Rank 0's
+        is the large one."""
         if self.own is not None:
             raise InvalidArgument(
-                f"elastic_state_dict fits any number of ranks, but {self.own.flat.names[0]!r} lies on this one alone: save "
+                f"elastic_state_dict fits any number of ranks, but {self.own.flat.names[0]!r} "
+                "lies on this one alone: save "
                 "state_dict() on every rank, and load it on as many"
             )
         return self.channel.run(self.elastic_steps())
@@ -580,35 +692,44 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
-        """Load this rank's ``state_dict`` or all ranks' ``elastic_state_dict``s. Where every rank has all state, that of
-        torch's Adam or AdamW will do; where it is divided, load the model first. A state that does not fit changes nothing."""
+        """Load this rank's ``state_dict`` or all ranks' ``elastic_state_dict``s. Where every rank
+        has all state, that of torch's Adam or AdamW will do; where it is divided, load the model
+        first. A state that does not fit changes nothing."""
         self._follow_groups()
         self.states.load(self, [state_dict, *others])
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's own part, for ``load_rank_state`` after the state of another rank was loaded."""
+        """This rank's own part, for ``load_rank_state`` after the state of another rank was
+        loaded."""
         state: dict[str, Any] = self.states.exact(self)
         return state
 
     @torch.no_grad()
     def load_rank_state(self, *parts: dict[str, Any]) -> None:
-        """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``; or all ranks', however many."""
+        """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``; or all
+        ranks', however many."""
         self.states.load_rank(self, parts)
 
     # ------------------------------------------------------------ what compression leaves behind
 
     def owed(self) -> float:
-        """‖what this rank's compression owes‖ / ‖momentum‖, both as steps are made of them: divided by s."""
+        """‖what this rank's compression owes‖ / ‖momentum‖, both as steps are made of them: divided
+        by s."""
         numbers, left = {name: i for i, name in enumerate(self._flat.names)}, 0.0
         for (name, offset), sent, _ in self.quantized.residuals.places():
             left += float(self.as_momentum(numbers[name], offset, sent).square().sum())
         return (left / self.momentum_squares()) ** 0.5 if left else 0.0
 
     def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
-        """The residual of a piece of a parameter as a part of m/s: of live tensors gradients are owed."""
+        """The residual of a piece of a parameter as a part of m/s: of live tensors gradients are
+        owed."""
         if self.tensors.frozen[i]:
             return owed
-        return owed * (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).view(-1)[offset : offset + owed.numel()]
+        return (
+            owed
+            * (1 - self.tensors.group(i)["betas"][0])
+            / self.tensors.divisor(i).view(-1)[offset : offset + owed.numel()]
+        )
 
     @abstractmethod
     def momentum_squares(self) -> float:
@@ -616,13 +737,21 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
 
 DEEPSPEED = {  # its words, and ours
-    "freeze_step": "warmup_steps=", "var_freeze_step": "variance_updates=, which become ever rarer and do not end",
+    "freeze_step": "warmup_steps=",
+    "var_freeze_step": "variance_updates=, which become ever rarer and do not end",
     "var_update_scaler": "variance_updates=",
-    "local_step_scaler": "sync=", "local_step_clipper": "sync=", "comm_backend_name": "process_group=",
-    "cuda_aware": "process_group=", "deepspeed": "no engine: call step() yourself", "max_coeff": "coefficients=(low, high)",
-    "min_coeff": "coefficients=(low, high)", "factor_max": "factors=(low, high)", "factor_min": "factors=(low, high)",
-    "factor_threshold": "factor_change=", "coeff_beta": "coefficient_beta=",
-}  # fmt: skip
+    "local_step_scaler": "sync=",
+    "local_step_clipper": "sync=",
+    "comm_backend_name": "process_group=",
+    "cuda_aware": "process_group=",
+    "deepspeed": "no engine: call step() yourself",
+    "max_coeff": "coefficients=(low, high)",
+    "min_coeff": "coefficients=(low, high)",
+    "factor_max": "factors=(low, high)",
+    "factor_min": "factors=(low, high)",
+    "factor_threshold": "factor_change=",
+    "coeff_beta": "coefficient_beta=",
+}
 
 
 def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
@@ -630,8 +759,15 @@ def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
     for word, value in options.items():
         if word in DEEPSPEED:
             name = kind.__name__
-            raise InvalidArgument(f"{name} got {word}={value!r}, which is DeepSpeed's word; here it is {DEEPSPEED[word]}")
-    refuse_unknown(kind.__name__, options, *(base.__init__ for base in kind.__mro__ if issubclass(base, CompressedOptimizer)))
+            raise InvalidArgument(
+                f"{name} got {word}={value!r}, which is DeepSpeed's word; here it is "
+                f"{DEEPSPEED[word]}"
+            )
+    refuse_unknown(
+        kind.__name__,
+        options,
+        *(base.__init__ for base in kind.__mro__ if issubclass(base, CompressedOptimizer)),
+    )
 
 
 def check_numbers(group: dict[str, Any]) -> None:
@@ -644,7 +780,8 @@ def check_numbers(group: dict[str, Any]) -> None:
         raise InvalidArgument(f"betas is {betas!r}, expected two numbers of at least 0 and below 1")
     if betas[0] ** 2 >= betas[1]:
         raise InvalidArgument(
-            f"betas is {betas!r}, expected the square of the first to be below the second: else a step of Adam has "
+            f"betas is {betas!r}, expected the square of the first to be below the second: else "
+            "a step of Adam has "
             "no bound, and what one bit says of momentum would be divided by next to nothing"
         )
 
@@ -661,12 +798,19 @@ def report_skipped(step: int, count: int, on_nonfinite: str, rank: int) -> None:
     """Raise, or warn at times, that the step was left out on all ranks, the ``count``-th."""
     if on_nonfinite == "raise":
         raise NonFiniteGradient(
-            f"the gradients of step {step} hold NaN or infinity on some rank. Nothing was changed. Look for the cause in the "
+            f"the gradients of step {step} hold NaN or infinity on some rank. Nothing was "
+            "changed. Look for the cause in the "
             "loss, or pass on_nonfinite='skip'."
         )
     if count <= 3 or count % 100 == 0:
         warn_on_first(
-            rank, "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d so far)", step, count
+            rank,
+            (
+                "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d "
+                "so far)"
+            ),
+            step,
+            count,
         )
 
 
@@ -675,24 +819,32 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def require_same(every: np.ndarray, steps_done: int) -> None:
-    """Raise unless all ranks have the same checksum of parameters, and have done as many steps: the columns of ``every``."""
+    """Raise unless all ranks have the same checksum of parameters, and have done as many steps: the
+    columns of ``every``."""
     different = tuple(r for r in range(len(every)) if (every[r] != every[0]).any())
     if different:
         raise Mismatch(
-            f"after {steps_done} steps the parameters of ranks {list(different)} differ from those of rank 0 (steps "
-            f"done: {[int(s) for s in every[:, 1]]}). Start every rank from the same weights (DistributedDataParallel "
+            f"after {steps_done} steps the parameters of ranks {list(different)} differ from "
+            "those of rank 0 (steps "
+            f"done: {[int(s) for s in every[:, 1]]}). Start every rank from the same weights "
+            "(DistributedDataParallel "
             "broadcasts them) and change parameters only through this optimizer.",
             ranks=different,
         )
 
 
 def _require_same_groups(layouts: np.ndarray) -> None:
-    """Raise unless all ranks train the same parameters: the rows of ``layouts`` are those of ``_layout``."""
+    """Raise unless all ranks train the same parameters: the rows of ``layouts`` are those of
+    ``_layout``."""
     different = tuple(r for r in range(len(layouts)) if (layouts[r] != layouts[0]).any())
     if different:
-        counts = ", ".join(f"rank {r} {int(groups)} with {int(count)}" for r, (groups, count, _) in enumerate(layouts))
+        counts = ", ".join(
+            f"rank {r} {int(groups)} with {int(count)}"
+            for r, (groups, count, _) in enumerate(layouts)
+        )
         raise Mismatch(
-            f"ranks {list(different)} have other parameter groups than rank 0 (groups and parameters: {counts}; or names, "
+            f"ranks {list(different)} have other parameter groups than rank 0 (groups and "
+            f"parameters: {counts}; or names, "
             f"shapes, dtypes, or the step at which they came). {SAME_GROUPS}",
             ranks=different,
         )

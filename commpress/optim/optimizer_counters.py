@@ -19,13 +19,16 @@ class OptimizerCounters(Totals):
     skipped_steps: int = 0
     ignored_gradients: int = 0  # not finite, in a step without communication
     woken_tensors: int = 0  # whose variance was frozen too early (``optim.tensor_states``)
-    lost_ranks: int = 0  # that died, and with each what it owed; those that handed it over are not counted
+    # that died, and with each what it owed; those that handed it over are not counted
+    lost_ranks: int = 0
     exact_bytes: int = 0
     compressed_bytes: int = 0
     local_bytes: int = 0  # zero, or something is wrong
-    logical_bytes: int = 0  # what float32 ring all-reduces of every step's gradients would have sent
+    # what float32 ring all-reduces of every step's gradients would have sent
+    logical_bytes: int = 0
     round_bytes: int = 0  # what one of them would have
-    shares: Mapping[str, Share] = field(default_factory=dict)  # what each parameter sends in a compressed round, by name
+    # what each parameter sends in a compressed round, by name
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
     def step(self, kind: str, taken: bool, sent_bytes: int, numel: int, ranks: int) -> None:
         self.steps += taken
@@ -49,12 +52,14 @@ class OptimizerCounters(Totals):
 
     @property
     def bits(self) -> float:
-        """Per parameter in a compressed round, each way, headers included: float32 has 32. 0.0 before the first one."""
+        """Per parameter in a compressed round, each way, headers included: float32 has 32. 0.0
+        before the first one."""
         logical = self.round_bytes * self.compressed_rounds
         return 32 * self.compressed_bytes / logical if logical else 0.0
 
     def by_codec(self) -> dict[str, tuple[list[str], int, float]]:
-        """Codec → the parameters that travel by it, how many elements they have, and bits of each; most bits first."""
+        """Codec → the parameters that travel by it, how many elements they have, and bits of each;
+        most bits first."""
         found: dict[str, tuple[list[str], int, float]] = {}
         for name, (numel, codec, bits) in self.shares.items():
             names, elements, sent = found.get(codec, ([], 0, 0.0))
@@ -64,8 +69,10 @@ class OptimizerCounters(Totals):
 
     def summary(self) -> str:
         return (
-            f"{self.steps} steps: {self.exact_rounds} exact rounds, {self.compressed_rounds} compressed, "
-            f"{self.local_steps} without communication; {self.wire_bytes / 1e6:.3f} MB sent instead of "
+            f"{self.steps} steps: {self.exact_rounds} exact rounds, {self.compressed_rounds} "
+            "compressed, "
+            f"{self.local_steps} without communication; {self.wire_bytes / 1e6:.3f} MB sent "
+            "instead of "
             f"{self.logical_bytes / 1e6:.3f} ({self.ratio:.1f} times fewer){self._of_a_round()}"
         )
 
@@ -78,4 +85,8 @@ class OptimizerCounters(Totals):
             + (f" and {len(names) - 3} more)" if len(names) > 3 else ")")
             for codec, (names, numel, bits) in self.by_codec().items()
         ]
-        return f"; a compressed round sends {self.bits:.2f} bits per parameter" + ": " * bool(groups) + ", ".join(groups)
+        return (
+            f"; a compressed round sends {self.bits:.2f} bits per parameter"
+            + ": " * bool(groups)
+            + ", ".join(groups)
+        )

@@ -27,10 +27,11 @@ State = dict[str, Any]  # tensors by name, as long as the weights
 
 
 class Outer(ABC):
-    """Rule of the outer step. ``buffers`` names what it keeps between rounds, 4 bytes per parameter each.
+    """Rule of the outer step. ``buffers`` names what it keeps between rounds, 4 bytes per parameter
+    each.
 
-    It also says how changes cross: ``exchanges`` makes the kind of exchange, ``exchange`` runs one. ``equal``: whether the
-    shared weights are the same on every rank after each.
+    It also says how changes cross: ``exchanges`` makes the kind of exchange, ``exchange`` runs one.
+    ``equal``: whether the shared weights are the same on every rank after each.
     """
 
     buffers: ClassVar[tuple[str, ...]] = ()
@@ -41,15 +42,26 @@ class Outer(ABC):
         """State for these weights before the first round."""
         return {name: torch.zeros_like(weights) for name in self.buffers}
 
-    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool, seed: int) -> Exchanges:
+    def exchanges(
+        self, policy: Policy, channel: Channel, *, feedback: bool, seed: int
+    ) -> Exchanges:
         """Exchanges of a run, and their residuals. Refuses a policy that it cannot carry."""
         return Exchanges(policy, channel.size, channel.workspace, feedback=feedback, seed=seed)
 
     def exchange(
-        self, exchange: Exchange, channel: Channel, change: torch.Tensor, weights: torch.Tensor, state: State, *,
-        shares: Sequence[float], sequence: int, key: int,
-    ) -> Steps[list[Outcome]]:  # fmt: skip
-        """``change`` := what ``step`` is to get, here its mean over the ranks; their ``shares`` are 1 in the mean.
+        self,
+        exchange: Exchange,
+        channel: Channel,
+        change: torch.Tensor,
+        weights: torch.Tensor,
+        state: State,
+        *,
+        shares: Sequence[float],
+        sequence: int,
+        key: int,
+    ) -> Steps[list[Outcome]]:
+        """``change`` := what ``step`` is to get, here its mean over the ranks; their ``shares`` are
+        1 in the mean.
 
         May run in the background: ``weights`` and ``state`` are read only until ``step``.
         """
@@ -60,8 +72,15 @@ class Outer(ABC):
             change.mul_(share)
         return (yield from exchange.steps(channel, change, sequence=sequence, key=key))
 
-    def spread(self, exchange: Exchange, change: torch.Tensor, weights: Sequence[float], squares: Sequence[float]) -> float:
-        """Root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖. ``change``: Δ̄; ``squares``: of the ranks' own."""
+    def spread(
+        self,
+        exchange: Exchange,
+        change: torch.Tensor,
+        weights: Sequence[float],
+        squares: Sequence[float],
+    ) -> float:
+        """Root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖. ``change``: Δ̄;
+        ``squares``: of the ranks' own."""
         mean = square_sum(change)
         around = sum(w * s for w, s in zip(weights, squares, strict=True)) / sum(weights) - mean
         return sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0
@@ -77,7 +96,8 @@ class Outer(ABC):
 
     @abstractmethod
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
-        """Move ``weights``. ``change`` may be overwritten; ``lr`` is the inner learning rate of now."""
+        """Move ``weights``. ``change`` may be overwritten; ``lr`` is the inner learning rate of
+        now."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,8 @@ class SlowMo(WithMomentum):
     momentum: float = 0.5
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
-        if lr <= 0:  # a schedule's last step: its changes are zero, and momentum would be divided by nothing
+        # a schedule's last step: its changes are zero, and momentum would be divided by nothing
+        if lr <= 0:
             return
         u = state["momentum"].mul_(self.momentum).add_(change, alpha=1.0 / lr)
         weights.sub_(u, alpha=self.lr * lr)
@@ -126,11 +147,13 @@ class SlowMo(WithMomentum):
 
 @dataclass(frozen=True)
 class SparseLoCo(Outer):
-    """SparseLoCo: Θ ← Θ − α·Δ̄ without momentum; the residual that decays, e ← β·e + Δ, stands in for it.
+    """SparseLoCo: Θ ← Θ − α·Δ̄ without momentum; the residual that decays, e ← β·e + Δ, stands in
+    for it.
 
-    Takes a sparse codec, such as "topk-64+bits2". Every rank sends its payload to every other, so traffic grows with their
-    number; it weighs what has been decoded, Δ̄ = Σ wᵢ·clip(yᵢ) / Σ wᵢ. ``clip``: no rank's block counts for more than the
-    median of the ranks' norms, which holds a rank whose change is wild.
+    Takes a sparse codec, such as "topk-64+bits2". Every rank sends its payload to every other, so
+    traffic grows with their number; it weighs what has been decoded, Δ̄ = Σ wᵢ·clip(yᵢ) / Σ wᵢ.
+    ``clip``: no rank's block counts for more than the median of the ranks' norms, which holds a
+    rank whose change is wild.
     """
 
     lr: float = 1.0
@@ -141,15 +164,29 @@ class SparseLoCo(Outer):
         if not isinstance(self.clip, bool):
             raise InvalidArgument(f"clip is {self.clip!r}, expected True or False")
 
-    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool, seed: int) -> Exchanges:
-        return GatherMeans(policy, channel.size, channel.workspace, clip=self.clip, feedback=feedback, seed=seed)
+    def exchanges(
+        self, policy: Policy, channel: Channel, *, feedback: bool, seed: int
+    ) -> Exchanges:
+        return GatherMeans(
+            policy, channel.size, channel.workspace, clip=self.clip, feedback=feedback, seed=seed
+        )
 
     def exchange(
-        self, exchange: Exchange, channel: Channel, change: torch.Tensor, weights: torch.Tensor, state: State, *,
-        shares: Sequence[float], sequence: int, key: int,
-    ) -> Steps[list[Outcome]]:  # fmt: skip
+        self,
+        exchange: Exchange,
+        channel: Channel,
+        change: torch.Tensor,
+        weights: torch.Tensor,
+        state: State,
+        *,
+        shares: Sequence[float],
+        sequence: int,
+        key: int,
+    ) -> Steps[list[Outcome]]:
         assert isinstance(exchange, GatherMean)
-        return (yield from exchange.steps(channel, change, sequence=sequence, key=key, shares=shares))
+        return (
+            yield from exchange.steps(channel, change, sequence=sequence, key=key, shares=shares)
+        )
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         weights.sub_(change.mul_(self.lr))
@@ -157,30 +194,50 @@ class SparseLoCo(Outer):
 
 @dataclass(frozen=True)
 class Gossip(WithMomentum):
-    """NoLoCo: m ← μ·m + η·(Θᵢ − x̄), Θᵢ ← Θᵢ − m, with x̄ the mean of θᵢ and the θⱼ of one partner, drawn anew each round.
+    """NoLoCo: m ← μ·m + η·(Θᵢ − x̄), Θᵢ ← Θᵢ − m, with x̄ the mean of θᵢ and the θⱼ of one partner,
+    drawn anew each round.
 
-    Θᵢ − x̄ = mean of Δ − (mean of Θ − Θᵢ): the pair's mean change, and a pull of its shared weights to each other. These differ
-    from rank to rank until ``LocalUpdates.drain``, which takes their mean over all. An odd rank is alone for a round.
+    Θᵢ − x̄ = mean of Δ − (mean of Θ − Θᵢ): the pair's mean change, and a pull of its shared weights
+    to each other. These differ from rank to rank until ``LocalUpdates.drain``, which takes their
+    mean over all. An odd rank is alone for a round.
     """
 
     equal: ClassVar[bool] = False
     spread_of: ClassVar[str] = "the pair's mean weights"
 
-    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool, seed: int) -> Exchanges:
+    def exchanges(
+        self, policy: Policy, channel: Channel, *, feedback: bool, seed: int
+    ) -> Exchanges:
         return PairMeans(policy, channel.size, channel.workspace, seed=seed)
 
     def exchange(
-        self, exchange: Exchange, channel: Channel, change: torch.Tensor, weights: torch.Tensor, state: State, *,
-        shares: Sequence[float], sequence: int, key: int,
-    ) -> Steps[list[Outcome]]:  # fmt: skip
+        self,
+        exchange: Exchange,
+        channel: Channel,
+        change: torch.Tensor,
+        weights: torch.Tensor,
+        state: State,
+        *,
+        shares: Sequence[float],
+        sequence: int,
+        key: int,
+    ) -> Steps[list[Outcome]]:
         assert isinstance(exchange, PairMean)
         shared = weights.to(change.device)
         torch.sub(shared, change, out=change)
-        outcomes = yield from exchange.steps(channel, change, sequence=sequence, key=key, shares=shares)
+        outcomes = yield from exchange.steps(
+            channel, change, sequence=sequence, key=key, shares=shares
+        )
         torch.sub(shared, change, out=change)
         return outcomes
 
-    def spread(self, exchange: Exchange, change: torch.Tensor, weights: Sequence[float], squares: Sequence[float]) -> float:
+    def spread(
+        self,
+        exchange: Exchange,
+        change: torch.Tensor,
+        weights: Sequence[float],
+        squares: Sequence[float],
+    ) -> float:
         """Distance of this rank's weights from the mean of the pair, relative to it."""
         assert isinstance(exchange, PairMean)
         return exchange.apart
@@ -192,16 +249,20 @@ class Gossip(WithMomentum):
 class TorchOuter(Outer):
     """Any optimizer of torch, given by a function from parameters to it: Δ is the gradient."""
 
-    def __init__(self, factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
         self.factory = factory
-        self._of: dict[int, tuple[torch.nn.Parameter, torch.optim.Optimizer]] = {}  # by address of the weights
+        # by address of the weights
+        self._of: dict[int, tuple[torch.nn.Parameter, torch.optim.Optimizer]] = {}
 
     def state(self, weights: torch.Tensor) -> State:
         parameter = torch.nn.Parameter(weights)
         optimizer = self.factory([parameter])
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(
-                f"outer made {type(optimizer).__name__} of a list of parameters, expected a torch optimizer, as "
+                f"outer made {type(optimizer).__name__} of a list of parameters, expected a "
+                "torch optimizer, as "
                 "lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True) does"
             )
         self._of[weights.data_ptr()] = parameter, optimizer
@@ -222,7 +283,8 @@ def outer_of(outer: "Outer | Callable[..., torch.optim.Optimizer]") -> Outer:
         return outer
     if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
         raise InvalidArgument(
-            f"outer is {outer!r}, expected commpress.Nesterov(), Average(), SlowMo(), SparseLoCo() or Gossip(), or a function "
+            f"outer is {outer!r}, expected commpress.Nesterov(), Average(), SlowMo(), "
+            "SparseLoCo() or Gossip(), or a function "
             "that makes a torch optimizer of a list of parameters"
         )
     return TorchOuter(outer)
@@ -230,9 +292,14 @@ def outer_of(outer: "Outer | Callable[..., torch.optim.Optimizer]") -> Outer:
 
 def _check_rate(lr: float) -> None:
     if not 0 < lr <= 10:
-        raise InvalidArgument(f"lr of the outer step is {lr!r}, expected a number above 0 and at most 10, such as 0.7")
+        raise InvalidArgument(
+            f"lr of the outer step is {lr!r}, expected a number above 0 and at most 10, such as 0.7"
+        )
 
 
 def _check_momentum(momentum: float) -> None:
     if not 0 <= momentum < 1:
-        raise InvalidArgument(f"momentum of the outer step is {momentum!r}, expected a number from 0 to below 1, such as 0.9")
+        raise InvalidArgument(
+            f"momentum of the outer step is {momentum!r}, expected a number from 0 to below 1, "
+            "such as 0.9"
+        )

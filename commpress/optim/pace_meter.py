@@ -1,4 +1,5 @@
-"""Meter of a rank's pace: seconds of its steps and exchanges, as the header of its next exchange tells them to the others."""
+"""Meter of a rank's pace: seconds of its steps and exchanges, as the header of its next exchange
+tells them to the others."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ UNTIMED = 1  # first exchange among these ranks: connections are made, kernels c
 
 
 class PaceMeter:
-    """Measures one rank. A step's seconds are their mean since the last ``tell``: a device may be behind in single ones."""
+    """Measures one rank. A step's seconds are their mean since the last ``tell``: a device may be
+    behind in single ones."""
 
     def __init__(self) -> None:
         self.begin_anew()
@@ -57,7 +59,6 @@ class PaceMeter:
         pace = Pace(self._computing / max(self._steps, 1), self._exchange, self._standing)
         self._steps, self._computing, self._exchange, self._standing = 0, 0.0, 0.0, 0.0
         return pace
-
 
     def state(self) -> list[float]:
         return [self._steps, self._computing, self._exchange, self._standing, self._untimed]

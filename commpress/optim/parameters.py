@@ -24,37 +24,50 @@ def named_parameters(groups: Iterable[dict[str, Any]]) -> tuple[list[torch.Tenso
 
 
 def check_parameter(name: str, parameter: torch.Tensor, *, cut: bool = False) -> None:
-    """Raise ``InvalidArgument`` for what has no plain numbers in memory; ``cut``: DTensors are welcome."""
+    """Raise ``InvalidArgument`` for what has no plain numbers in memory; ``cut``: DTensors are
+    welcome."""
     if is_lazy(parameter):
         raise InvalidArgument(
-            f"parameter {name!r} has no shape yet: run the model once on a sample before you construct the optimizer"
+            f"parameter {name!r} has no shape yet: run the model once on a sample before you "
+            "construct the optimizer"
         )
     if hasattr(parameter, "to_local"):
         if cut:
             return
         raise InvalidArgument(
-            f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor parallelism): this optimizer needs "
-            "whole parameters. With fully_shard use torch's own optimizer and commpress.compress_fsdp(model); with tensor "
-            "parallelism commpress.OneBitAdam or another that takes DTensors (docs/meshes.md); or leave the model whole"
+            f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
+            "parallelism): this optimizer needs "
+            "whole parameters. With fully_shard use torch's own optimizer and "
+            "commpress.compress_fsdp(model); with tensor "
+            "parallelism commpress.OneBitAdam or another that takes DTensors (docs/meshes.md); "
+            "or leave the model whole"
         )
     wrapped: bool = is_traceable_wrapper_subclass(parameter)
     if wrapped:
         raise InvalidArgument(
-            f"parameter {name!r} is a {type(parameter).__name__}, expected a plain tensor: train it with another optimizer, or "
+            f"parameter {name!r} is a {type(parameter).__name__}, expected a plain tensor: "
+            "train it with another optimizer, or "
             "convert it before"
         )
     if parameter.layout != torch.strided:
         raise InvalidArgument(
-            f"parameter {name!r} is sparse ({parameter.layout}), expected a dense one: convert it with .to_dense(). Sparse "
+            f"parameter {name!r} is sparse ({parameter.layout}), expected a dense one: convert "
+            "it with .to_dense(). Sparse "
             "gradients of dense parameters are welcome"
         )
     if parameter.is_meta:
         raise InvalidArgument(
-            f"parameter {name!r} is on the meta device, without values: construct the optimizer after the model is on its "
+            f"parameter {name!r} is on the meta device, without values: construct the optimizer "
+            "after the model is on its "
             "device, as with model.to_empty(device=...) and its weights loaded"
         )
     if parameter.dtype not in DTYPES:
-        cure = "train real and imaginary part as one float32 parameter (torch.view_as_real)" if parameter.is_complex() else (
-            "convert it with .float(), or give it to another optimizer"
-        )  # fmt: skip
-        raise InvalidArgument(f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16: {cure}")
+        cure = (
+            "train real and imaginary part as one float32 parameter (torch.view_as_real)"
+            if parameter.is_complex()
+            else ("convert it with .float(), or give it to another optimizer")
+        )
+        raise InvalidArgument(
+            f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16: "
+            f"{cure}"
+        )

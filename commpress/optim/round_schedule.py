@@ -1,7 +1,10 @@
-"""Schedule of a round of local updates: the steps after which its fragments leave, one after the other, evenly spread.
+"""Schedule of a round of local updates: the steps after which its fragments leave, one after the
+other, evenly spread.
 
-    fragment f of F leaves after step ⌈H·(f + 1)/F⌉ of a round of H steps, or after that share of a round's seconds
-    every="auto"            H = F·h, and each fragment is under way for the h steps that its exchange needs
+fragment f of F leaves after step ⌈H·(f + 1)/F⌉ of a round of H steps, or after that share of a
+round's seconds
+every="auto"            H = F·h, and each fragment is under way for the h steps that its exchange
+                        needs
 """
 
 from math import ceil
@@ -12,27 +15,37 @@ from commpress.schedules import QSR, Every, Facts, Hidden, Seconds, Sync
 
 
 class RoundSchedule:
-    """Says when the next fragment leaves. ``next`` is its number; a round ends when the last has left.
+    """Says when the next fragment leaves. ``next`` is its number; a round ends when the last has
+    left.
 
-    A fragment arrives before the next one leaves, so no round has fewer than fragments · overlap steps. A fixed length, or the
-    ``base`` of QSR, below that is refused; other schedules are held to it. ``overlap`` is that of the round; ``Hidden`` chooses
-    it, others keep that which was given.
+    A fragment arrives before the next one leaves, so no round has fewer than fragments · overlap
+    steps. A fixed length, or the ``base`` of QSR, below that is refused; other schedules are held
+    to it. ``overlap`` is that of the round; ``Hidden`` chooses it, others keep that which was
+    given.
     """
 
     def __init__(self, every: Sync | Seconds, fragments: int, *, overlap: int) -> None:
         self.every, self.fragments, self.overlap = every, fragments, overlap
         self.shortest = fragments * max(overlap, 1)
-        least = every.steps if isinstance(every, Every) else every.base if isinstance(every, QSR) else self.shortest
+        least = (
+            every.steps
+            if isinstance(every, Every)
+            else every.base
+            if isinstance(every, QSR)
+            else self.shortest
+        )
         if least < self.shortest:
             raise InvalidArgument(
-                f"every is {least} with overlap={overlap} and fragments={fragments}, expected at least fragments · overlap = "
+                f"every is {least} with overlap={overlap} and fragments={fragments}, expected "
+                "at least fragments · overlap = "
                 f"{self.shortest} steps: a fragment arrives before the next one leaves"
             )
         self.next = self.start = self.length = 0
         self._clock = monotonic()
 
     def begin(self, step: int, rate: float, facts: Facts, *, alone: bool = False) -> None:
-        """A round begins after so many steps. ``rate``: the inner learning rate; ``alone``: there are no other ranks."""
+        """A round begins after so many steps. ``rate``: the inner learning rate; ``alone``: there
+        are no other ranks."""
         self.next, self.start, self.length, self._clock = 0, step, 0, monotonic()
         if isinstance(self.every, Hidden):
             each = self.every.long if alone else self.every.interval(step, rate, facts)
@@ -42,7 +55,8 @@ class RoundSchedule:
 
     @property
     def long(self) -> bool:
-        """True in a round of every="auto" that is so long that the shared weights move with momentum."""
+        """True in a round of every="auto" that is so long that the shared weights move with
+        momentum."""
         return isinstance(self.every, Hidden) and self.length > self.every.long * self.fragments
 
     def due(self, step: int) -> bool:
@@ -63,7 +77,11 @@ class RoundSchedule:
     def _turn(self) -> float:
         """Steps, or seconds, of the round after which the next fragment leaves."""
         share = (self.next + 1) / self.fragments
-        return self.every.seconds * share if isinstance(self.every, Seconds) else ceil(self.length * share)
+        return (
+            self.every.seconds * share
+            if isinstance(self.every, Seconds)
+            else ceil(self.length * share)
+        )
 
     def leave(self) -> bool:
         """The next fragment has left; True if it was the round's last: then ``begin``."""

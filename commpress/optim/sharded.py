@@ -1,14 +1,16 @@
-"""Optimizers whose state is partitioned over the ranks (ZeRO-1): master weights, variance and momentum of 1/P each.
+"""Optimizers whose state is partitioned over the ranks (ZeRO-1): master weights, variance and
+momentum of 1/P each.
 
-Each rank owns an equal part of every tensor (``Scatter``); what goes to the owners and comes back is compressed both ways.
+Each rank owns an equal part of every tensor (``Scatter``); what goes to the owners and comes back
+is compressed both ways.
 
-Note: no second residual. What the all-gather could not say is w − x itself, the gap between master weights and the
-parameters that all ranks hold; the next step sends it.
+Note: no second residual. What the all-gather could not say is w − x itself, the gap between master
+weights and the parameters that all ranks hold; the next step sends it.
 
-Note: what everybody knows of the variance. s is about √v̂, which only the owner has. Divided by it all elements are of one
-size, as one bit for each and one scale for a block assume; else an element with a small variance would get its neighbours'
-magnitude and move by that over its own √v. So owners tell v to everybody, in bfloat16, whenever it has moved and is to be
-divided by.
+Note: what everybody knows of the variance. s is about √v̂, which only the owner has. Divided by it
+all elements are of one size, as one bit for each and one scale for a block assume; else an element
+with a small variance would get its neighbours' magnitude and move by that over its own √v. So
+owners tell v to everybody, in bfloat16, whenever it has moved and is to be divided by.
 """
 
 import math
@@ -32,7 +34,8 @@ from commpress.work import Steps
 
 @dataclass(frozen=True)
 class Owned:
-    """This rank's part of a parameter: ``numel`` elements from ``begin`` on, in row buffers from ``at`` on."""
+    """This rank's part of a parameter: ``numel`` elements from ``begin`` on, in row buffers from
+    ``at`` on."""
 
     parameter: int
     begin: int
@@ -54,7 +57,8 @@ def grown(before: torch.Tensor, numel: int, device: torch.device) -> torch.Tenso
 
 
 class ShardedOptimizer(CompressedOptimizer):
-    """Optimizer of which each rank has the state of an equal part of every tensor: rows go to their owners and come back."""
+    """Optimizer of which each rank has the state of an equal part of every tensor: rows go to their
+    owners and come back."""
 
     full: Scatter
     quantized: Scatter
@@ -74,8 +78,10 @@ class ShardedOptimizer(CompressedOptimizer):
             codec = self.codec.choose(name, numel)
             if isinstance(codec, WholeTensorCodec):
                 raise InvalidArgument(
-                    f"codec is {codec.spec!r} for parameter {name!r}, which compresses whole tensors: {type(self).__name__} "
-                    "sends rows to their owners, and changes of weights back, which it cannot say. Choose a codec of rows such "
+                    f"codec is {codec.spec!r} for parameter {name!r}, which compresses whole "
+                    f"tensors: {type(self).__name__} "
+                    "sends rows to their owners, and changes of weights back, which it cannot "
+                    "say. Choose a codec of rows such "
                     "as 'int4', or the optimizer that has its state on every rank"
                 )
 
@@ -83,11 +89,15 @@ class ShardedOptimizer(CompressedOptimizer):
         first, had = self.flat is None, len(self.parts)
         super()._place(flat)
         self.known = grown(self.known, flat.numel, flat.device)
-        every = [group for group in self.param_groups for p in group["params"] if id(p) in flat.index]
+        every = [
+            group for group in self.param_groups for p in group["params"] if id(p) in flat.index
+        ]
         self.tensors.lay_out(flat, every, self.known, self.channel.size)
         spans = self.spans(range(len(flat.places)))
         if first:
-            self.full = self._scatter(policy_of(self.exact_codec, min_numel=256), feedback=self.error_feedback)
+            self.full = self._scatter(
+                policy_of(self.exact_codec, min_numel=256), feedback=self.error_feedback
+            )
             self.quantized = self._scatter(self.tensors, feedback=self.error_feedback)
             self.rounded = self._scatter(policy_of("bf16"), feedback=False)
         for scatter in (self.full, self.quantized, self.rounded):
@@ -118,7 +128,9 @@ class ShardedOptimizer(CompressedOptimizer):
     def take(self, kind: RoundKind) -> Steps[bool]:
         if kind is RoundKind.LOCAL:
             if self.consensus is not None and not (
-                yield from self.consensus.agreed(math.isfinite(self.squares() + self.own_squares), self._flat.device)
+                yield from self.consensus.agreed(
+                    math.isfinite(self.squares() + self.own_squares), self._flat.device
+                )
             ):
                 return False
             self.local()
@@ -127,7 +139,9 @@ class ShardedOptimizer(CompressedOptimizer):
         scatter = self.full if exact else self.quantized
         gain = yield from self.clipping.agreed(self, self.gain(), exact=exact)
         self.prepare(kind, gain)
-        outcomes = yield from scatter.reduce(self.work, self.mean, key=self._key(), asks=self.asks())
+        outcomes = yield from scatter.reduce(
+            self.work, self.mean, key=self._key(), asks=self.asks()
+        )
         finite = all(outcome.finite for outcome in outcomes)
         if finite and exact:
             finite = yield from self._clip()
@@ -139,7 +153,10 @@ class ShardedOptimizer(CompressedOptimizer):
 
     def local(self) -> None:
         """A step without communication, for those whose ``round`` may say LOCAL."""
-        raise TypeError(f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step that sends nothing")
+        raise TypeError(
+            f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step "
+            "that sends nothing"
+        )
 
     @abstractmethod
     def update(self, kind: RoundKind) -> Steps[None]:
@@ -174,23 +191,35 @@ class ShardedOptimizer(CompressedOptimizer):
             (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
 
     def longest(self, i: int) -> float:
-        """The longest way that parameters go in one step: Adam's own bound. What is more of w − x goes in the next."""
+        """The longest way that parameters go in one step: Adam's own bound. What is more of w − x
+        goes in the next."""
         group = self.tensors.group(i)
         rate = float(group["lr"]) or self.facts.peak_lr
-        return self.tensors.bound(i) * rate / self.correction(group) / math.sqrt(self.tensors.share_of_variance(i))
+        return (
+            self.tensors.bound(i)
+            * rate
+            / self.correction(group)
+            / math.sqrt(self.tensors.share_of_variance(i))
+        )
 
     def correction(self, group: dict[str, Any]) -> float:
         """m̂ = m / this, in this step."""
-        return 1 - group["betas"][0] ** (self.steps_done + 1 - group["added_at"]) if group["bias_correction"] else 1.0
+        return (
+            1 - group["betas"][0] ** (self.steps_done + 1 - group["added_at"])
+            if group["bias_correction"]
+            else 1.0
+        )
 
     def _clip(self) -> Steps[bool]:
         if self.clipping.max_norm is None:
             return True
-        squares = sum(float(part.of(self.mean).square().sum(dtype=torch.float64)) for part in self.parts)
+        squares = sum(
+            float(part.of(self.mean).square().sum(dtype=torch.float64)) for part in self.parts
+        )
         every = yield from self.gathered([squares])
         return self.clipping.clip(self, self.mean, norm=float(every.sum()) ** 0.5)
 
-    # ------------------------------------------------------------ what travels and what becomes of it
+    # ---------------------------------------------------------- what travels and what becomes of it
 
     def prepare(self, kind: RoundKind, gain: float) -> None:
         """work := what goes to the owners."""
@@ -201,7 +230,9 @@ class ShardedOptimizer(CompressedOptimizer):
         if kind is RoundKind.COMPRESSED:
             self.cut(frozen, gain, self.work)
             for i in frozen:
-                self._flat.view(self.work, i).div_(self.tensors.divisor(i)).mul_(1 - self.tensors.group(i)["betas"][0])
+                self._flat.view(self.work, i).div_(self.tensors.divisor(i)).mul_(
+                    1 - self.tensors.group(i)["betas"][0]
+                )
 
     def cut(self, indices: Sequence[int], gain: float, out: torch.Tensor) -> None:
         """out := gain·g within ±κ·s. What is not finite stays as it is, for all to see."""
@@ -216,7 +247,9 @@ class ShardedOptimizer(CompressedOptimizer):
             root = (self._flat.view(self.known, i).float() * k).sqrt_()
             counts[number] = (into.abs() > reach * (root + eps)).sum()
             most = root.clamp_(min=low).add_(eps).mul_(reach)
-            into.copy_(torch.where(into.isfinite(), torch.minimum(torch.maximum(into, -most), most), into))
+            into.copy_(
+                torch.where(into.isfinite(), torch.minimum(torch.maximum(into, -most), most), into)
+            )
         self.tensors.see(indices, counts)
 
     def adam(self, indices: Iterable[int]) -> None:
@@ -227,17 +260,34 @@ class ShardedOptimizer(CompressedOptimizer):
             if not parts:
                 continue
             done = self.steps_done - group["added_at"] if group["bias_correction"] else ENDLESS
-            w, g, m, v = ([part.of(b) for part in parts] for b in (self.master, self.mean, self.momentum, self.variance))
+            w, g, m, v = (
+                [part.of(b) for part in parts]
+                for b in (self.master, self.mean, self.momentum, self.variance)
+            )
             adam(
-                w, g, m, v, [], [torch.tensor(float(done)) for _ in parts], fused=True, amsgrad=False,
-                beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]), weight_decay=group["weight_decay"],
-                eps=group["eps"], maximize=False, decoupled_weight_decay=True,
-            )  # fmt: skip
+                w,
+                g,
+                m,
+                v,
+                [],
+                [torch.tensor(float(done)) for _ in parts],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                decoupled_weight_decay=True,
+            )
         self.tensors.count(taken, self.steps_done + 1)
 
     def root(self, part: Owned) -> torch.Tensor:
         """√v̂ of what is owned."""
-        correction = self.tensors.correction(part.parameter, int(self.tensors.variance_steps[part.parameter]))
+        correction = self.tensors.correction(
+            part.parameter, int(self.tensors.variance_steps[part.parameter])
+        )
         return (part.of(self.variance) / correction).sqrt_()
 
     def unit(self, part: Owned) -> torch.Tensor:
@@ -247,10 +297,13 @@ class ShardedOptimizer(CompressedOptimizer):
     def apply_step(self, part: Owned, m: torch.Tensor, *, step: float, decay: float) -> None:
         """w ← decay·w − step·m/s."""
         _, low, eps, _ = self.tensors.divisors([part.parameter])[0].tolist()
-        part.of(self.master).mul_(decay).addcdiv_(m, self.root(part).clamp_(min=low).add_(eps), value=-step)
+        part.of(self.master).mul_(decay).addcdiv_(
+            m, self.root(part).clamp_(min=low).add_(eps), value=-step
+        )
 
     def bound_momentum(self, part: Owned, m: torch.Tensor) -> None:
-        """m within Adam's own bound where it is noise: whoever divides it by the true √v does no harm."""
+        """m within Adam's own bound where it is noise: whoever divides it by the true √v does no
+        harm."""
         low, root = float(self.tensors.divisors([part.parameter])[0, 1]), self.root(part)
         most = torch.where(root < low, root * self.tensors.bound(part.parameter), torch.inf)
         m.copy_(torch.minimum(torch.maximum(m, -most), most))
@@ -279,7 +332,9 @@ class ShardedOptimizer(CompressedOptimizer):
 
     def momentum_squares(self) -> float:
         """Other ranks' rows are taken to be like the own."""
-        return self.channel.size * sum(float((p.of(self.momentum) / self.unit(p)).square().sum()) for p in self.parts)
+        return self.channel.size * sum(
+            float((p.of(self.momentum) / self.unit(p)).square().sum()) for p in self.parts
+        )
 
     @abstractmethod
     def schedule_state(self) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""1-bit Adam with its state partitioned over the ranks: what is new in the momentum goes to the owners in one bit.
+"""1-bit Adam with its state partitioned over the ranks: what is new in the momentum goes to the
+owners in one bit.
 
 A compressed step of a frozen tensor (``tensor_states``):
 
-    to the owner     what is new in the momentum, (1 − β1)·g_i/s + e_i, in one bit; e_i keeps the rest    (all-to-all)
-    at the owner     m ← β1·m + s·mean        w ← Adam's step from m and the frozen v
-    to everybody     w − x in one bit, x ← x + what arrived                                               (all-gather)
+    to the owner  what is new in the momentum, (1 − β1)·g_i/s + e_i, in one bit; e_i keeps the rest  (all-to-all)
+    at the owner  m ← β1·m + s·mean        w ← Adam's step from m and the frozen v
+    to everybody  w − x in one bit, x ← x + what arrived                                             (all-gather)
 
-Live tensors send gradients in eight bits, and their owner takes Adam's step; exact steps send gradients to the owner and w to
-everybody as they are.
+Live tensors send gradients in eight bits, and their owner takes Adam's step; exact steps send
+gradients to the owner and w to everybody as they are.
 
 Note: only what is new. The owner has β1·m already, so nothing is lost and nobody else needs m.
 """
@@ -24,10 +25,12 @@ from commpress.work import Steps
 
 
 class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
-    """AdamW: per parameter 12/P bytes of state, 2 of what all know of the variance and 4 of residual on each rank.
+    """AdamW: per parameter 12/P bytes of state, 2 of what all know of the variance and 4 of
+    residual on each rank.
 
-    Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step. Gradients must be local: under
-    DistributedDataParallel call ``commpress.overlap(ddp, optimizer)``, which keeps it from averaging them.
+    Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step.
+    Gradients must be local: under DistributedDataParallel call ``commpress.overlap(ddp,
+    optimizer)``, which keeps it from averaging them.
     """
 
     schedule_entries = ("frozen_at",)
@@ -45,13 +48,17 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
             group, m = self.tensors.group(part.parameter), part.of(self.momentum)
             beta1, lr = group["betas"][0], float(group["lr"])
             m.mul_(beta1).addcmul_(part.of(self.mean), self.unit(part))
-            self.apply_step(part, m, step=lr / self.correction(group), decay=1 - lr * group["weight_decay"])
+            self.apply_step(
+                part, m, step=lr / self.correction(group), decay=1 - lr * group["weight_decay"]
+            )
             self.bound_momentum(part, m)
 
     # ------------------------------------------------------------ freezing and thawing
 
     def schedule(self, kind: RoundKind) -> Steps[None]:
-        self.unknown |= self.due() if self.frozen_at is not None else (yield from self.ends_warmup())
+        self.unknown |= (
+            self.due() if self.frozen_at is not None else (yield from self.ends_warmup())
+        )
 
     def variance_sum(self) -> Steps[float]:
         every = yield from self.gathered([self.corrected_sum()])
@@ -63,11 +70,15 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
     def agree(self) -> Steps[None]:
         live, _ = self.tensors.part(range(len(self._flat.parameters)))
         self._ready = self.ready(live) if self.due() else []
-        if self.columns is not None and self.due():  # shards of a tensor are frozen or live together
-            self._ready = yield from self.columns.all_of(self._ready, len(self._flat.parameters), self._flat.device)
+        # shards of a tensor are frozen or live together
+        if self.columns is not None and self.due():
+            self._ready = yield from self.columns.all_of(
+                self._ready, len(self._flat.parameters), self._flat.device
+            )
 
     def sort(self) -> None:
-        """Live tensors whose variance may stand still freeze. What is owed of them is owed in units of p."""
+        """Live tensors whose variance may stand still freeze. What is owed of them is owed in units
+        of p."""
         _, frozen = self.tensors.part(range(len(self._flat.parameters)))
         for i in frozen:
             self.tensors.divide(i)
@@ -79,12 +90,15 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
         self.recut()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
+        """One exact message brings what is owed into momentum; then these are live, and nothing is
+        owed."""
         step = self.steps_done
         self.warn_woken(indices)
         for i in indices:
             owed = self._flat.view(self.work, i).view(-1).zero_()
-            self.quantized.residuals.pay(self._flat.names[i], owed, self.channel.rank, self.channel.size)
+            self.quantized.residuals.pay(
+                self._flat.names[i], owed, self.channel.rank, self.channel.size
+            )
         finite = yield from self.exact_mean(indices)
         for part in self.owned(indices):
             i, m = part.parameter, part.of(self.momentum)
@@ -93,7 +107,9 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
                 most = self.root(part).mul_(self.tensors.bound(i))
                 m.addcmul_(part.of_whole(self._flat.view(self.work, i)), self.unit(part))
                 m.copy_(torch.minimum(torch.maximum(m, -most), most))
-            part.of(self.variance).mul_(self.tensors.correction(i, self.tensors.own_steps(i, step)) / before)
+            part.of(self.variance).mul_(
+                self.tensors.correction(i, self.tensors.own_steps(i, step)) / before
+            )
         self.tensors.thaw(indices, step)
         self.tensors.count(indices, step)
         self.recut()

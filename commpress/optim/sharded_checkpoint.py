@@ -1,4 +1,5 @@
-"""Saving and loading an optimizer whose state is divided over the ranks: for as many ranks, or for any number."""
+"""Saving and loading an optimizer whose state is divided over the ranks: for as many ranks, or for
+any number."""
 
 import logging
 from collections.abc import Sequence
@@ -41,25 +42,45 @@ LISTS = (*STATE, "trips", "lines")  # of what ``tensor_states`` knows
 
 def exact(optimizer: "ShardedOptimizer") -> dict[str, Any]:
     waiting = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
-    return _head(optimizer) | own_state(optimizer) | {"waiting": waiting} | {
-        name: exact_state(getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done)
-        for name in SCATTERS
-    }  # fmt: skip
+    return (
+        _head(optimizer)
+        | own_state(optimizer)
+        | {"waiting": waiting}
+        | {
+            name: exact_state(
+                getattr(optimizer, name).residuals,
+                optimizer.channel.transport,
+                optimizer.steps_done,
+            )
+            for name in SCATTERS
+        }
+    )
 
 
 def elastic(optimizer: "ShardedOptimizer") -> Steps[dict[str, Any]]:
-    """This rank's part. What waits differs between ranks; what counts for the run is its mean, which rank 0 saves."""
-    part, waiting = _head(optimizer), {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
+    """This rank's part. What waits differs between ranks; what counts for the run is its mean,
+    which rank 0 saves."""
+    part, waiting = (
+        _head(optimizer),
+        {name: buffer.clone() for name, buffer in optimizer.waiting().items()},
+    )
     for name in SCATTERS:
         part[name] = yield from elastic_state(
-            getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done, optimizer.channel.take()
+            getattr(optimizer, name).residuals,
+            optimizer.channel.transport,
+            optimizer.steps_done,
+            optimizer.channel.take(),
         )
     message = one_message(optimizer._flat.numel, EXACT, optimizer.channel.size, name="window")
     for mean in waiting.values():
         yield from reduce_message(
-            mean, None, message=message, transport=optimizer.channel.transport, workspace=optimizer.channel.workspace,
+            mean,
+            None,
+            message=message,
+            transport=optimizer.channel.transport,
+            workspace=optimizer.channel.workspace,
             sequence=optimizer.channel.take(),
-        )  # fmt: skip
+        )
     boxes = {} if optimizer.columns is None else {"boxes": boxes_of(optimizer)}
     return part | {"waiting": waiting if optimizer.channel.rank == 0 else {}} | boxes
 
@@ -68,8 +89,10 @@ def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> Non
     """Take all of it, or nothing if something does not fit."""
     if any("commpress" not in state for state in states):
         raise StateMismatch(
-            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave. "
-            "torch.distributed.checkpoint.state_dict leaves out what each rank has for itself: save with "
+            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() "
+            "or elastic_state_dict() gave. "
+            "torch.distributed.checkpoint.state_dict leaves out what each rank has for itself: "
+            "save with "
             "commpress.save_distributed(optimizer, folder)"
         )
     if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
@@ -87,7 +110,8 @@ def load_rank(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) ->
 
 
 def tensors_of(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tensors of each parameter, put together from what the ranks with the same shards own of them."""
+    """Tensors of each parameter, put together from what the ranks with the same shards own of
+    them."""
     parts = [state["commpress"] for state in column]
     check_entries(parts[0], ("shapes",), "the state of a rank")
     every = [{name: torch.zeros(shape) for name in SHARDED} for shape in parts[0]["shapes"]]
@@ -124,27 +148,43 @@ def _head(optimizer: "ShardedOptimizer") -> dict[str, Any]:
     ]
     tensors = {name: getattr(optimizer.tensors, name).tolist() for name in LISTS}
     return {
-        "optimizer": type(optimizer).__name__, "step": optimizer.steps_done, "facts": optimizer.facts.as_dict(),
-        "schedule": optimizer.schedule_state(), "tensors": tensors, "shards": shards,
+        "optimizer": type(optimizer).__name__,
+        "step": optimizer.steps_done,
+        "facts": optimizer.facts.as_dict(),
+        "schedule": optimizer.schedule_state(),
+        "tensors": tensors,
+        "shards": shards,
         "shapes": [list(shape) for shape in optimizer._flat.shapes],
-    }  # fmt: skip
+    }
 
 
 def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
     for part in parts:
-        check_entries(part, (*ENTRIES, "shapes", "tensors", "shards", "waiting"), "the state of a rank")
+        check_entries(
+            part, (*ENTRIES, "shapes", "tensors", "shards", "waiting"), "the state of a rank"
+        )
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
-        raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
+        raise StateMismatch(
+            f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}"
+        )
     mine = optimizer.channel.transport
     parts = own_of(parts, mine.rank, mine.size)
     check_closed(parts, mine.size)
     head, of = parts[0], parts[0]["quantized"]
     partial = (
-        len(parts) == 1 < of["size"] and of["kind"] == "exact" and (of["rank"], of["size"]) != (mine.rank, mine.size)
+        len(parts) == 1 < of["size"]
+        and of["kind"] == "exact"
+        and (of["rank"], of["size"]) != (mine.rank, mine.size)
     )
-    residuals = {} if partial else {name: residuals_of([part[name] for part in parts], mine)[1] for name in SCATTERS}
-    saved: dict[str, torch.Tensor] = next((part["waiting"] for part in parts if part["waiting"]), {})
+    residuals = (
+        {}
+        if partial
+        else {name: residuals_of([part[name] for part in parts], mine)[1] for name in SCATTERS}
+    )
+    saved: dict[str, torch.Tensor] = next(
+        (part["waiting"] for part in parts if part["waiting"]), {}
+    )
     facts = Facts.of(head["facts"])
     _check_shapes(optimizer, head)
     optimizer.check_schedule(head["schedule"])
@@ -154,11 +194,18 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
     whole, own = _whole(optimizer, parts, partial=partial), own_in(optimizer, parts)
 
     optimizer.missing = (
-        f"the loaded state is of rank {of['rank']} of {of['size']}, and this is rank {mine.rank} of {mine.size}, which owns "
-        "other parts: load each rank's own state_dict(), or all ranks' to change the world size. With a Trainer use the "
-        "callback commpress.hf.Compress, with Lightning commpress.lightning.Compress, with Accelerate commpress.hf.RankFiles: "
-        "they save and load every rank's part"
-    ) if partial else ""  # fmt: skip
+        (
+            f"the loaded state is of rank {of['rank']} of {of['size']}, and this is rank "
+            f"{mine.rank} of {mine.size}, which owns "
+            "other parts: load each rank's own state_dict(), or all ranks' to change the world "
+            "size. With a Trainer use the "
+            "callback commpress.hf.Compress, with Lightning commpress.lightning.Compress, with "
+            "Accelerate commpress.hf.RankFiles: "
+            "they save and load every rank's part"
+        )
+        if partial
+        else ""
+    )
     for owned in optimizer.parts:
         first = optimizer._flat.places[owned.parameter][0] + owned.begin
         for name, buffer in whole.items():
@@ -184,7 +231,8 @@ def _check_shapes(optimizer: "ShardedOptimizer", head: dict[str, Any]) -> None:
     for name, mine, shape in zip(flat.names, flat.shapes, head["shapes"], strict=True):
         if tuple(shape) != tuple(mine):
             raise StateMismatch(
-                f"the state holds parameter {name!r} with shape {tuple(shape)}, expected {tuple(mine)}: load the state of "
+                f"the state holds parameter {name!r} with shape {tuple(shape)}, expected "
+                f"{tuple(mine)}: load the state of "
                 "this model"
             )
     check_entries(head["tensors"], LISTS, "the state of tensors")
@@ -195,7 +243,8 @@ def _check_shapes(optimizer: "ShardedOptimizer", head: dict[str, Any]) -> None:
 def _whole(
     optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]], *, partial: bool
 ) -> dict[str, torch.Tensor]:
-    """Buffers of all parameters from their parts, laid out as these are; what this rank owns must be there."""
+    """Buffers of all parameters from their parts, laid out as these are; what this rank owns must
+    be there."""
     flat = optimizer._flat
     whole, found = {name: flat.new() for name in SHARDED}, torch.zeros(flat.numel, dtype=torch.bool)
     for part in parts:
@@ -203,7 +252,8 @@ def _whole(
             i, begin, numel = shard["parameter"], shard["begin"], shard["master"].numel()
             if i >= len(flat.places) or begin + numel > flat.places[i][1]:
                 raise StateMismatch(
-                    f"the state has elements {begin} to {begin + numel} of parameter {i}, which this model lacks: load the "
+                    f"the state has elements {begin} to {begin + numel} of parameter {i}, which "
+                    "this model lacks: load the "
                     "state of this model"
                 )
             first = flat.places[i][0] + begin
@@ -215,7 +265,9 @@ def _whole(
         there = int(found[first : first + owned.numel].sum())
         if there != owned.numel:
             raise StateMismatch(
-                f"the state has {there} of the {owned.numel} elements of parameter {flat.names[owned.parameter]!r} "
-                f"{tuple(flat.shapes[owned.parameter])} that this rank owns: load the states of all ranks"
+                f"the state has {there} of the {owned.numel} elements of parameter "
+                f"{flat.names[owned.parameter]!r} "
+                f"{tuple(flat.shapes[owned.parameter])} that this rank owns: load the states of "
+                "all ranks"
             )
     return whole

@@ -1,8 +1,11 @@
-"""Fragments of local updates whose shared weights, outer state and residuals lie in a tiered store between their exchanges.
+"""Fragments of local updates whose shared weights, outer state and residuals lie in a tiered store
+between their exchanges.
 
-    the step before it leaves   read ahead
-    it leaves                   Θ and the outer state are borrowed, residuals copied to where codecs want them
-    it arrives                  Θ and the outer state change in place, residuals go back; what has no room goes to the disk
+the step before it leaves   read ahead
+it leaves                   Θ and the outer state are borrowed, residuals copied to where codecs
+                            want them
+it arrives                  Θ and the outer state change in place, residuals go back; what has no
+                            room goes to the disk
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,21 +25,30 @@ from commpress.tiered_mem.arena import padded
 
 
 class StoredFragment(Fragment):
-    """See ``Fragment``. ``weights`` and ``state`` have no elements unless they are opened, or the fragment is attached."""
+    """See ``Fragment``. ``weights`` and ``state`` have no elements unless they are opened, or the
+    fragment is attached."""
 
     def __init__(
-        self, number: int, locals_: Sequence[LocalWeights], outer: Outer, *, store: TieredStore, prefix: str
+        self,
+        number: int,
+        locals_: Sequence[LocalWeights],
+        outer: Outer,
+        *,
+        store: TieredStore,
+        prefix: str,
     ) -> None:
         if isinstance(outer, TorchOuter):
             raise InvalidArgument(
-                "keep is a TieredStore and outer makes an optimizer of torch, whose state stays in memory: use "
+                "keep is a TieredStore and outer makes an optimizer of torch, whose state stays "
+                "in memory: use "
                 "commpress.Nesterov() or SlowMo(), or keep='host'"
             )
         super().__init__(number, locals_, outer, host=True)
         self.store, self._prefix = store, f"{prefix}/{number:04d}"
         self._plain: dict[str, Any] = {}  # of the outer state, what is not as long as the weights
         self._stored: list[str] = []  # names of that which is
-        self._pieces: list[tuple[Key, list[int]]] = []  # of residuals, in the order in which they lie in the store
+        # of residuals, in the order in which they lie in the store
+        self._pieces: list[tuple[Key, list[int]]] = []
         self._borrowed: ExitStack | None = None
         self._attached = False
         store.put(self._name("weights"), self.weights)
@@ -50,7 +62,8 @@ class StoredFragment(Fragment):
         return [*self._shared_names(), *self._residual_names()]
 
     def _residual_names(self) -> list[str]:
-        """Of residuals in pieces no longer than the weights, so that these need the largest room."""
+        """Of residuals in pieces no longer than the weights, so that these need the largest
+        room."""
         numel = sum(sum(numels) for _, numels in self._pieces)
         return [self._name(f"residuals/{i}") for i in range(-(-numel // self.numel))]
 
@@ -77,7 +90,11 @@ class StoredFragment(Fragment):
         try:
             yield
         finally:
-            new = {key: value for key, value in self.state.items() if lent.get(key) is not value} if write else {}
+            new = (
+                {key: value for key, value in self.state.items() if lent.get(key) is not value}
+                if write
+                else {}
+            )
             self._let_go()
             self._store_state(new)
             if held:
@@ -85,8 +102,14 @@ class StoredFragment(Fragment):
 
     def _borrow(self, *, write: bool) -> None:
         self._borrowed = ExitStack()
-        lend = [self._borrowed.enter_context(self.store.borrow(name, write=write)) for name in self._shared_names()]
-        self.weights, self.state = lend[0], self._plain | dict(zip(self._stored, lend[1:], strict=True))
+        lend = [
+            self._borrowed.enter_context(self.store.borrow(name, write=write))
+            for name in self._shared_names()
+        ]
+        self.weights, self.state = (
+            lend[0],
+            self._plain | dict(zip(self._stored, lend[1:], strict=True)),
+        )
 
     def _shared_names(self) -> list[str]:
         return [self._name("weights"), *(self._name(key) for key in self._stored)]
@@ -105,7 +128,8 @@ class StoredFragment(Fragment):
 
     def attach(self, exchanges: Exchanges) -> Exchange:
         if not self._attached:
-            self.bring(exchanges)  # first: they are the largest, and nothing that is borrowed divides the memory now
+            # first: they are the largest, and nothing that is borrowed divides the memory now
+            self.bring(exchanges)
             self._borrow(write=False)
             self._attached = True
         return super().attach(exchanges)
@@ -124,15 +148,22 @@ class StoredFragment(Fragment):
             with self.store.borrow(name, write=False) as kept:
                 part.copy_(kept)
         parts = iter(flat.split([numel for _, numels in self._pieces for numel in numels]))
-        exchanges.residuals.bring({key: tuple(next(parts) for _ in numels) for key, numels in self._pieces})
+        exchanges.residuals.bring(
+            {key: tuple(next(parts) for _ in numels) for key, numels in self._pieces}
+        )
 
     def put_back(self, exchanges: Exchanges) -> None:
         """Residuals to the store; ``exchanges`` has none of these weights any more."""
         if self._attached:
             return
         exchanges.forget(self.names)
-        residuals, before = exchanges.residuals.take({span.name for span in self.spans}), self._residual_names()
-        self._pieces = [(key, [tensor.numel() for tensor in kept]) for key, kept in residuals.items()]
+        residuals, before = (
+            exchanges.residuals.take({span.name for span in self.spans}),
+            self._residual_names(),
+        )
+        self._pieces = [
+            (key, [tensor.numel() for tensor in kept]) for key, kept in residuals.items()
+        ]
         names = self._residual_names()
         if names:
             flat = torch.cat([tensor.cpu() for kept in residuals.values() for tensor in kept])
@@ -148,10 +179,12 @@ class StoredFragment(Fragment):
 
 
 def check_room(fragments: Sequence[Fragment], store: TieredStore, *, overlap: bool) -> None:
-    """Raise ``InvalidArgument`` if tensors of a fragment may find no room in the store's host memory.
+    """Raise ``InvalidArgument`` if tensors of a fragment may find no room in the store's host
+    memory.
 
-    n tensors that are borrowed leave up to n + 1 gaps, and the next finds room wherever they lie if one gap is as large as it.
-    With ``overlap`` a checkpoint reads another fragment while one is on its way.
+    n tensors that are borrowed leave up to n + 1 gaps, and the next finds room wherever they lie if
+    one gap is as large as it. With ``overlap`` a checkpoint reads another fragment while one is on
+    its way.
     """
     stored = [f for f in fragments if isinstance(f, StoredFragment)]
     rooms = {f.number: (2 * f.tensors * (1 + overlap) - 1) * padded(4 * f.numel) for f in stored}
@@ -159,6 +192,7 @@ def check_room(fragments: Sequence[Fragment], store: TieredStore, *, overlap: bo
     if most > capacity:
         number = next(number for number, room in rooms.items() if room == most)
         raise InvalidArgument(
-            f"keep is a store with {show_bytes(capacity)} of host memory, fragment {number} needs {show_bytes(most)} "
+            f"keep is a store with {show_bytes(capacity)} of host memory, fragment {number} "
+            f"needs {show_bytes(most)} "
             "while it is exchanged: open it with a larger host=, or pass more fragments="
         )

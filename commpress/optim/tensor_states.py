@@ -1,32 +1,36 @@
 """States of tensors, frozen or live, and what everything is divided by.
 
     live      g travels, eight bits or more an element; m, v and the step are Adam's own
-    frozen    v stands still, and in one bit travels         p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·s
-              m ← s·mean p,  where √v̂ < low within ±c·√v̂    s = max(√v̂, low) + ε             low² = φ·mean v̂ (of the
-                                                                                        tensor, or of all if that is 0)
+    frozen  v stands still, and in one bit travels        p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·s
+            m ← s·mean p,  where √v̂ < low within ±c·√v̂   s = max(√v̂, low) + ε             low² = φ·mean v̂ (of the
+                                                                                     tensor, or of all if that is 0)
 
-Why: all that enters m in exact steps enters v too, so |m| ≤ c·√v with c² = (1 − β1)² / ((1 − β2)(1 − β1²/β2)), and no step of
-Adam is longer than some 7.3 learning rates at the usual betas. The noise of one bit enters m alone. So every division has the
-floor ``low``; m keeps within Adam's own bound where it is noise (below the floor), so that exact steps and whoever
-loads the state divide by the true √v without harm; and no rank's gradient counts for more than κ times what the variance
-leads to expect. Of P ranks each has √P times the noise of their mean, so κ is 20, or 5·√P where that is more: steps stay
-within some κ learning rates, whatever the gradients are.
+Why: all that enters m in exact steps enters v too, so |m| ≤ c·√v with c² = (1 − β1)² / ((1 − β2)(1
+− β1²/β2)), and no step of Adam is longer than some 7.3 learning rates at the usual betas. The noise
+of one bit enters m alone. So every division has the floor ``low``; m keeps within Adam's own bound
+where it is noise (below the floor), so that exact steps and whoever loads the state divide by the
+true √v without harm; and no rank's gradient counts for more than κ times what the variance leads to
+expect. Of P ranks each has √P times the noise of their mean, so κ is 20, or 5·√P where that is
+more: steps stay within some κ learning rates, whatever the gradients are.
 
-Freezing: a tensor has been live for long enough, all but few of its elements (``UNSEEN``: units that are always off) have had a
-gradient, and its variance is not concentrated in few (``SPIKY``: embeddings, output layers), which one bit would serve badly.
-Tensors of fewer than ``min_numel`` elements travel as they are in either state, and are live for ever.
+Freezing: a tensor has been live for long enough, all but few of its elements (``UNSEEN``: units
+that are always off) have had a gradient, and its variance is not concentrated in few (``SPIKY``:
+embeddings, output layers), which one bit would serve badly. Tensors of fewer than ``min_numel``
+elements travel as they are in either state, and are live for ever.
 
-Note: the few. One bit cannot say zero. An element without variance has no momentum, so what it says too much in one step it
-takes back in the next, a fraction of a learning rate to and fro. Its first gradients move it at the floor's rate.
+Note: the few. One bit cannot say zero. An element without variance has no momentum, so what it says
+too much in one step it takes back in the next, a fraction of a learning rate to and fro. Its first
+gradients move it at the floor's rate.
 
-Waking: gradients beyond κ·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in ``PATIENCE`` more steps than not.
-This is no longer the tensor whose variance was frozen. Ranks see different gradients, so one that saw it asks in the header of
-its next message, all ranks see that somebody asked, and say once, after that step, which tensors they mean. So all change the
-state, and with it what messages look like, between the same two steps.
+Waking: gradients beyond κ·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in
+``PATIENCE`` more steps than not. This is no longer the tensor whose variance was frozen. Ranks see
+different gradients, so one that saw it asks in the header of its next message, all ranks see that
+somebody asked, and say once, after that step, which tensors they mean. So all change the state, and
+with it what messages look like, between the same two steps.
 
-Note: ``exp_avg_sq`` is what AdamW makes of it. AdamW divides v by 1 − β2^step, and step goes on while v stands still; so v is
-multiplied by (1 − β2^step)/(1 − β2^variance_steps) every now and then, and ``variance_steps`` says up to which step that was
-done. v̂ does not change.
+Note: ``exp_avg_sq`` is what AdamW makes of it. AdamW divides v by 1 − β2^step, and step goes on
+while v stands still; so v is multiplied by (1 − β2^step)/(1 − β2^variance_steps) every now and
+then, and ``variance_steps`` says up to which step that was done. v̂ does not change.
 """
 
 import math
@@ -44,34 +48,57 @@ from commpress.errors import InvalidArgument
 if TYPE_CHECKING:
     from commpress.optim.flat import Flat
 
-SPIKY = 0.2  # (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
+# (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
+SPIKY = 0.2
 UNSEEN = 1 / 16  # of a tensor's elements: so many may be without a gradient so far when it freezes
 REACH, DEVIATIONS = 20.0, 5.0  # κ is the first, or the second times √P
-UNSTABLE = 6.0  # mean squares of gradients in two halves of the warm-up that are further apart than this
+# mean squares of gradients in two halves of the warm-up that are further apart than this
+UNSTABLE = 6.0
 FEW = 1 / 64
 PATIENCE = 3
-STATE = ("frozen_at", "thawed_at", "variance_steps")  # of each parameter, as tensors of no dimension
+# of each parameter, as tensors of no dimension
+STATE = ("frozen_at", "thawed_at", "variance_steps")
 
 
 class TensorStates:
-    """``floor``: φ. ``finer``: the codec of tensors that are spiky; None for no codec of their own."""
+    """``floor``: φ. ``finer``: the codec of tensors that are spiky; None for no codec of their
+    own."""
 
-    def __init__(self, codec: Policy, finer: Codec | None, exact: Codec, min_numel: int, floor: float) -> None:
+    def __init__(
+        self, codec: Policy, finer: Codec | None, exact: Codec, min_numel: int, floor: float
+    ) -> None:
         if floor < 0:
             raise InvalidArgument(f"variance_floor is {floor!r}, expected a number of at least 0")
-        self.codec, self.finer, self.exact, self.min_numel, self.floor = codec, finer, exact, min_numel, floor
-        self.common: float | None = None  # ``low`` of tensors without variance, where others than these have a say in it
-        self.frozen_at, self.thawed_at, self.variance_steps = (torch.zeros(0, dtype=torch.int64) for _ in STATE)
+        self.codec, self.finer, self.exact, self.min_numel, self.floor = (
+            codec,
+            finer,
+            exact,
+            min_numel,
+            floor,
+        )
+        # ``low`` of tensors without variance, where others than these have a say in it
+        self.common: float | None = None
+        self.frozen_at, self.thawed_at, self.variance_steps = (
+            torch.zeros(0, dtype=torch.int64) for _ in STATE
+        )
         self.lines, self.trips = np.zeros((0, 4), np.float32), np.zeros(0, np.int64)
         self._sums: dict[int, list[float]] = {}
 
-    def lay_out(self, flat: "Flat", groups: Sequence[dict[str, Any]], variance: torch.Tensor, ranks: int) -> None:
-        """These parameters, each with its group: the first ones are as they were, the others live."""
+    def lay_out(
+        self, flat: "Flat", groups: Sequence[dict[str, Any]], variance: torch.Tensor, ranks: int
+    ) -> None:
+        """These parameters, each with its group: the first ones are as they were, the others
+        live."""
         self.flat, self._group, self.variance, self.ranks = flat, groups, variance, ranks
         new = len(flat.parameters) - len(self.trips)
         for name in STATE:
-            setattr(self, name, torch.cat([getattr(self, name), torch.zeros(new, dtype=torch.int64)]))
-        self.lines, self.trips = np.pad(self.lines, ((0, new), (0, 0))), np.pad(self.trips, (0, new))
+            setattr(
+                self, name, torch.cat([getattr(self, name), torch.zeros(new, dtype=torch.int64)])
+            )
+        self.lines, self.trips = (
+            np.pad(self.lines, ((0, new), (0, 0))),
+            np.pad(self.trips, (0, new)),
+        )
         self._numels = np.array([numel for _, numel in flat.places], np.int64)
         self._seen: dict[tuple[int, ...], torch.Tensor] = {}
         self._index = {name: i for i, name in enumerate(flat.names)}
@@ -85,11 +112,14 @@ class TensorStates:
         self.trips[:] = 0
 
     def follow(self, steps: int, *, doubt: bool = False) -> None:
-        """The variance and ``STATE`` were loaded, after so many steps; ``doubt`` if it may have come through an optimizer that
-        does not know ``STATE``, moves v on and leaves these as they were. Then v is as Adam counts it, and the tensor live."""
+        """The variance and ``STATE`` were loaded, after so many steps; ``doubt`` if it may have
+        come through an optimizer that does not know ``STATE``, moves v on and leaves these as they
+        were. Then v is as Adam counts it, and the tensor live."""
         for i in range(len(self._group)):
             done, own = int(self.variance_steps[i]), self.own_steps(i, steps)
-            if doubt and not (0 < done <= own and self.correction(i, own) < 1.5 * self.correction(i, done)):
+            if doubt and not (
+                0 < done <= own and self.correction(i, own) < 1.5 * self.correction(i, done)
+            ):
                 self.frozen_at[i] = self.thawed_at[i] = 0
                 self.variance_steps[i] = own
             self.divide(i)
@@ -110,14 +140,17 @@ class TensorStates:
         return tuple(i for i in every if not frozen[i]), tuple(i for i in every if frozen[i])
 
     def choose(self, name: str, numel: int) -> Codec:
-        """Codec in compressed rounds: this is a ``Policy``. Vectors that live are few elements that move everything."""
+        """Codec in compressed rounds: this is a ``Policy``. Vectors that live are few elements that
+        move everything."""
         codec, i = self.codec.choose(name, numel), self._index[name]
         if codec.lossless or self.frozen[i]:
             return codec
         return EXACT if len(self.flat.shapes[i]) < 2 else self.finer or self.exact
 
     def travels_whole(self, i: int) -> bool:
-        return travels_whole(self.choose(self.flat.names[i], self.flat.places[i][1]), self.flat.shapes[i])
+        return travels_whole(
+            self.choose(self.flat.names[i], self.flat.places[i][1]), self.flat.shapes[i]
+        )
 
     def may_freeze(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)
@@ -128,7 +161,11 @@ class TensorStates:
     def spiky(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)
         mean = float(v.mean(dtype=torch.float64)) if v.numel() else 0.0
-        return v.numel() > 1 and mean > 0 and float(v.sqrt().mean(dtype=torch.float64)) ** 2 / mean < SPIKY
+        return (
+            v.numel() > 1
+            and mean > 0
+            and float(v.sqrt().mean(dtype=torch.float64)) ** 2 / mean < SPIKY
+        )
 
     def freeze(self, indices: Iterable[int], step: int) -> None:
         for i in indices:
@@ -143,19 +180,25 @@ class TensorStates:
             self.trips[i] = 0
 
     def record(self, step: int, variances: Iterable[torch.Tensor]) -> None:
-        """Take note of Σv of each tensor, as far as this rank has it; steps of the warm-up that are powers of two are noted."""
+        """Take note of Σv of each tensor, as far as this rank has it; steps of the warm-up that are
+        powers of two are noted."""
         if step & (step - 1) == 0:
             self._sums[step] = [float(v.sum(dtype=torch.float64)) for v in variances]
 
-    def unstable(self, indices: Iterable[int], step: int, variances: Iterable[torch.Tensor]) -> list[tuple[int, float]]:
-        """Those of these tensors whose gradients changed in size during the warm-up, the worst first: their mean square since
-        about half of the steps over that before."""
+    def unstable(
+        self, indices: Iterable[int], step: int, variances: Iterable[torch.Tensor]
+    ) -> list[tuple[int, float]]:
+        """Those of these tensors whose gradients changed in size during the warm-up, the worst
+        first: their mean square since about half of the steps over that before."""
         half, found = max((at for at in self._sums if 2 * at <= step), default=0), []
         sums = [float(v.sum(dtype=torch.float64)) for v in variances]
         for i in indices if half else ():
             beta2, first = self._group[i]["betas"][1], self._sums[half][i]
             decayed = beta2 ** (step - half)
-            since, before = max(sums[i] - decayed * first, 0.0) / (1 - decayed), first / (1 - beta2**half)
+            since, before = (
+                max(sums[i] - decayed * first, 0.0) / (1 - decayed),
+                first / (1 - beta2**half),
+            )
             if before > 0 and not 1 / UNSTABLE <= since / before <= UNSTABLE:
                 found.append((i, since / before))
         self._sums.clear()
@@ -177,34 +220,48 @@ class TensorStates:
     def correction(self, i: int, steps: int) -> float:
         """v̂ = v / this, after so many updates."""
         group = self._group[i]
-        return 1 - group["betas"][1] ** steps if group.get("bias_correction", True) and steps else 1.0
+        return (
+            1 - group["betas"][1] ** steps if group.get("bias_correction", True) and steps else 1.0
+        )
 
     def share_of_variance(self, i: int) -> float:
-        """Share of the mean square of gradients that v̂ has: all of it, unless nobody corrects v."""
+        """Share of the mean square of gradients that v̂ has: all of it, unless nobody corrects
+        v."""
         steps = int(self.variance_steps[i])
-        return (1 - self._group[i]["betas"][1] ** steps) / self.correction(i, steps) if steps else 1.0
+        return (
+            (1 - self._group[i]["betas"][1] ** steps) / self.correction(i, steps) if steps else 1.0
+        )
 
     def divide(self, i: int, *, total: float | None = None) -> None:
-        """Look at the variance of a parameter as it is now; ``total``: the sum of one that lies elsewhere."""
+        """Look at the variance of a parameter as it is now; ``total``: the sum of one that lies
+        elsewhere."""
         v = self.flat.view(self.variance, i)
         k, group = 1 / self.correction(i, int(self.variance_steps[i])), self._group[i]
-        total = float(v.sum(dtype=torch.float64)) if total is None else total  # the same whatever order it is summed in
+        # the same whatever order it is summed in
+        total = float(v.sum(dtype=torch.float64)) if total is None else total
         mean = total / max(v.numel(), 1)
-        reach = max(REACH, DEVIATIONS * math.sqrt(self.ranks)) / math.sqrt(self.share_of_variance(i))
+        reach = max(REACH, DEVIATIONS * math.sqrt(self.ranks)) / math.sqrt(
+            self.share_of_variance(i)
+        )
         self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], reach
 
     def divisors(self, indices: Sequence[int]) -> np.ndarray:
-        """Divisors as kernels want them. A tensor without any variance has the floor of the others."""
+        """Divisors as kernels want them. A tensor without any variance has the floor of the
+        others."""
         lines = self.lines[list(indices)]
         if not lines[:, 1].all():
             squares, numel = self.squares()
-            lines[lines[:, 1] == 0, 1] = math.sqrt(squares / max(numel, 1)) if self.common is None else self.common
+            lines[lines[:, 1] == 0, 1] = (
+                math.sqrt(squares / max(numel, 1)) if self.common is None else self.common
+            )
         return lines
 
     def squares(self) -> tuple[float, int]:
         """Σ low² over the elements of tensors that have some variance, and how many these are."""
         seen = self.lines[:, 1] > 0
-        return float(np.square(self.lines[seen, 1], dtype=np.float64) @ self._numels[seen]), int(self._numels[seen].sum())
+        return float(np.square(self.lines[seen, 1], dtype=np.float64) @ self._numels[seen]), int(
+            self._numels[seen].sum()
+        )
 
     def divisor(self, i: int) -> torch.Tensor:
         """s of a whole parameter."""
@@ -220,7 +277,9 @@ class TensorStates:
     def count(self, indices: Iterable[int], step: int) -> None:
         """Variances of these were updated in the step before ``step``, as those of Adam are."""
         every = list(indices)
-        self.variance_steps[every] = torch.tensor([self.own_steps(i, step) for i in every], dtype=torch.int64)
+        self.variance_steps[every] = torch.tensor(
+            [self.own_steps(i, step) for i in every], dtype=torch.int64
+        )
 
     def bring_up(self, i: int, step: int) -> None:
         """v as AdamW would correct it after ``step`` steps of the optimizer."""
@@ -240,18 +299,22 @@ class TensorStates:
     # ------------------------------------------------------------ who wakes up
 
     def see(self, indices: Sequence[int], beyond: torch.Tensor) -> None:
-        """Take note of how many elements of each of these parameters had a gradient out of reach."""
+        """Take note of how many elements of each of these parameters had a gradient out of
+        reach."""
         self._seen[tuple(indices)] = beyond
 
     def remember(self, taken: bool) -> None:
-        """A step is over. What was seen in a step that was not taken does not count, nor new elements of a tensor that is
-        live and knows others: new rows of an embedding come all the time."""
+        """A step is over. What was seen in a step that was not taken does not count, nor new
+        elements of a tensor that is live and knows others: new rows of an embedding come all the
+        time."""
         watched = self.frozen.numpy() | (self.lines[:, 1] == 0)
         seen, self._seen = self._seen, {}
         for indices, beyond in seen.items() if taken else ():
             for i, count in zip(indices, beyond.tolist(), strict=True):
                 trip = count > FEW * self.flat.places[i][1] and watched[i]
-                self.trips[i] = min(self.trips[i] + 1, PATIENCE) if trip else max(self.trips[i] - 1, 0)
+                self.trips[i] = (
+                    min(self.trips[i] + 1, PATIENCE) if trip else max(self.trips[i] - 1, 0)
+                )
 
     def waking(self) -> np.ndarray:
         """Truth values: the tensors that this rank wants to be live."""

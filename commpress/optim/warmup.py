@@ -1,9 +1,9 @@
-"""Shared warm-up of local updates: steps in which all ranks train as one, their gradients averaged exactly.
+"""Shared warm-up of local updates: steps in which all ranks train as one, their gradients averaged
+exactly.
 
-Note: it is synchronous training. Parameters and inner optimizers are the same on every rank until it ends, and the shared
-weights begin there.
+Note: it is synchronous training. Parameters and inner optimizers are the same on every rank until
+it ends, and the shared weights begin there.
 """
-
 
 import numpy as np
 import torch
@@ -20,12 +20,18 @@ from commpress.work import Steps
 
 
 class SharedWarmup:
-    """Averages gradients of the first ``steps`` steps, a fragment at a time, in the fragment's ``work``."""
+    """Averages gradients of the first ``steps`` steps, a fragment at a time, in the fragment's
+    ``work``."""
 
     def __init__(
-        self, steps: int, fragments: list[Fragment], exact: Exchanges, channel: Channel, control: Channel,
+        self,
+        steps: int,
+        fragments: list[Fragment],
+        exact: Exchanges,
+        channel: Channel,
+        control: Channel,
         columns: Columns | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise InvalidArgument(f"warmup is {steps!r}, expected a number of steps, 0 for none")
         self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
@@ -33,31 +39,40 @@ class SharedWarmup:
         self.averaged = -1  # the step whose gradients are averaged already
         self.finite = True  # whether some rank's gradients were, in that step
         self.dropped = 0  # steps in which some rank's gradients were not finite
-        self._parameters = {each.name: each.parameter for fragment in fragments for each in fragment.locals}
+        self._parameters = {
+            each.name: each.parameter for fragment in fragments for each in fragment.locals
+        }
         self._exact = exact
         self._checked = False  # that ranks begin with the same weights
 
     def average(self, step: int) -> Steps[None]:
-        """Gradients := their mean over the ranks whose own are finite; once a step, nothing after the warm-up.
+        """Gradients := their mean over the ranks whose own are finite; once a step, nothing after
+        the warm-up.
 
-        A parameter without a gradient on some ranks counts as 0 there, one without on all keeps none. Where no rank is
-        finite, all get infinity, as a loss scale expects.
+        A parameter without a gradient on some ranks counts as 0 there, one without on all keeps
+        none. Where no rank is finite, all get infinity, as a loss scale expects.
         """
         if step >= self.steps or self.averaged == step:
             return
         every = list(self._parameters.values())
         present = [float(p.grad is not None) for p in every]
-        finite = all(bool(torch.isfinite(local_part(p.grad)).all()) for p in every if p.grad is not None)
+        finite = all(
+            bool(torch.isfinite(local_part(p.grad)).all()) for p in every if p.grad is not None
+        )
         if self._columns is not None:
             finite = yield from self._columns.agreed(finite, self.fragments[0].device)
         head = [float(step), float(finite), *self._digests(), *present]
-        heads = yield from gathered(head, transport=self._control.transport, sequence=self._control.take())
+        heads = yield from gathered(
+            head, transport=self._control.transport, sequence=self._control.take()
+        )
         same = len(head) - len(present)
-        agreed = np.delete(heads[:, :same], 1, axis=1)  # all but whether a rank's own gradients are finite
+        # all but whether a rank's own gradients are finite
+        agreed = np.delete(heads[:, :same], 1, axis=1)
         different = tuple(r for r in range(len(heads)) if (agreed[r] != agreed[0]).any())
         if different:
             raise Mismatch(
-                f"the weights of ranks {list(different)} differ from those of rank 0 in warm-up step {step}, or the step does. "
+                f"the weights of ranks {list(different)} differ from those of rank 0 in warm-up "
+                f"step {step}, or the step does. "
                 "Start every rank from the same weights and load checkpoints of one step.",
                 ranks=different,
             )
@@ -67,10 +82,18 @@ class SharedWarmup:
         if count < len(heads):
             self.dropped += 1
             wild = [r for r in range(len(heads)) if not heads[r, 1]]
-            warn_on_first(self._control.rank, "gradients of ranks %s are not finite: they are left out", wild)
-        wanted = {name for name, any_ in zip(self._parameters, heads[:, same:].sum(axis=0), strict=True) if any_}
+            warn_on_first(
+                self._control.rank, "gradients of ranks %s are not finite: they are left out", wild
+            )
+        wanted = {
+            name
+            for name, any_ in zip(self._parameters, heads[:, same:].sum(axis=0), strict=True)
+            if any_
+        }
         for fragment in self.fragments:
-            yield from self._average(fragment, wanted, finite=finite, share=len(heads) / count if count else 0.0)
+            yield from self._average(
+                fragment, wanted, finite=finite, share=len(heads) / count if count else 0.0
+            )
         self.averaged = step
 
     def begin_anew(self) -> None:
@@ -82,7 +105,9 @@ class SharedWarmup:
             return []
         return [half for f in self.fragments for half in f.halves()]
 
-    def _average(self, fragment: Fragment, wanted: set[str], *, finite: bool, share: float) -> Steps[None]:
+    def _average(
+        self, fragment: Fragment, wanted: set[str], *, finite: bool, share: float
+    ) -> Steps[None]:
         grads = [self._parameters[s.name].grad for s in fragment.spans]
         work = fragment.work
         for out, grad in zip(fragment.views(work), grads, strict=True):

@@ -1,7 +1,8 @@
-"""Windows of 0/1 Adam between synchronisations: when the variance was updated, how far one is, what its steps add up to.
+"""Windows of 0/1 Adam between synchronisations: when the variance was updated, how far one is, what
+its steps add up to.
 
-Γ and D of each parameter group are what learning rates and weight decay make of a window: Γ ← (1 − γλ)·Γ + γ' and
-D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
+Γ and D of each parameter group are what learning rates and weight decay make of a window: Γ ← (1 −
+γλ)·Γ + γ' and D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
 """
 
 from abc import abstractmethod
@@ -15,13 +16,31 @@ from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_length
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
-from commpress.schedules import DoublingUpdates, Facts, FollowRate, InverseRate, Sync, Updates, sync_named
+from commpress.schedules import (
+    DoublingUpdates,
+    Facts,
+    FollowRate,
+    InverseRate,
+    Sync,
+    Updates,
+    sync_named,
+)
 from commpress.work import Steps
 
 Group = dict[str, Any]
 Spans = Literal["qsr", "linear", "rate", "every"] | int | Sync
 
-ENTRIES = ("updates", "updated_at", "held", "span", "rates", "decays", "wakes", "exact_until", "quiet_until")
+ENTRIES = (
+    "updates",
+    "updated_at",
+    "held",
+    "span",
+    "rates",
+    "decays",
+    "wakes",
+    "exact_until",
+    "quiet_until",
+)
 WAKING = 8  # exact steps for tensors that woke up
 PATIENCE = 1000  # steps at its peak after which a rate that somebody schedules counts as constant
 LONGEST = 1000  # exact steps for parameters that came late
@@ -30,26 +49,37 @@ LONGEST = 1000  # exact steps for parameters that came late
 class Windows:
     def __init__(self, sync: Spans, variance_updates: int | Updates, warmup_steps: int) -> None:
         if warmup_steps < 0:
-            raise InvalidArgument(f"warmup_steps is {warmup_steps}, expected 0 or more steps that are exact")
+            raise InvalidArgument(
+                f"warmup_steps is {warmup_steps}, expected 0 or more steps that are exact"
+            )
         self.warmup = warmup_steps
         self.sync = sync_named(sync)
         self.variance_schedule: Updates = (
-            DoublingUpdates(variance_updates) if isinstance(variance_updates, int) else variance_updates
+            DoublingUpdates(variance_updates)
+            if isinstance(variance_updates, int)
+            else variance_updates
         )
         self.begin_anew(0)
 
     def begin_anew(self, steps_done: int) -> None:
         """Begin as after so many exact steps."""
-        self.updates, self.updated_at = steps_done, steps_done - 1  # of the variance: how many, and the last one's step
-        self.held, self.span = 0, 1  # steps since the last synchronisation; how many this window is to have
+        # of the variance: how many, and the last one's step
+        self.updates, self.updated_at = steps_done, steps_done - 1
+        # steps since the last synchronisation; how many this window is to have
+        self.held, self.span = 0, 1
         self.rates: list[float] = []  # Γ of each group
         self.decays: list[float] = []  # D of each group
-        self.wakes, self.exact_until, self.quiet_until = 0, 0, 0  # steps before which all are exact, and nobody may ask again
+        # steps before which all are exact, and nobody may ask again
+        self.wakes, self.exact_until, self.quiet_until = 0, 0, 0
 
     def follow(self, updates: int, updated_at: int, steps_done: int) -> None:
-        """After ``begin_anew``, as far as a state knows of updates; not if another optimizer went on from there meanwhile."""
+        """After ``begin_anew``, as far as a state knows of updates; not if another optimizer went
+        on from there meanwhile."""
         count = self.variance_schedule.count
-        if 0 < updates <= updated_at + 1 <= steps_done and count(steps_done) <= count(updated_at + 1) + 1:
+        if (
+            0 < updates <= updated_at + 1 <= steps_done
+            and count(steps_done) <= count(updated_at + 1) + 1
+        ):
             self.updates, self.updated_at = updates, updated_at
 
     def round(self, step: int, groups: Sequence[Group], facts: Facts) -> RoundKind:
@@ -60,7 +90,11 @@ class Windows:
         if self.held == 0 and count(step + 1) > count(self.updated_at + 1):
             return RoundKind.EXACT
         moved = any(rate > 0 for rate, _ in self.after(step, groups))
-        return RoundKind.COMPRESSED if self.held + 1 >= self.interval(step, groups, facts) and moved else RoundKind.LOCAL
+        return (
+            RoundKind.COMPRESSED
+            if self.held + 1 >= self.interval(step, groups, facts) and moved
+            else RoundKind.LOCAL
+        )
 
     def interval(self, step: int, groups: Sequence[Group], facts: Facts) -> int:
         if self.held:
@@ -68,17 +102,27 @@ class Windows:
         return max(self.sync.interval(step, max(float(group["lr"]) for group in groups), facts), 1)
 
     def waits_for_rate(self, step: int, groups: Sequence[Group], facts: Facts) -> bool:
-        """True if this step could be local and is not, because ``sync`` waits for a rate to fall that is constant."""
+        """True if this step could be local and is not, because ``sync`` waits for a rate to fall
+        that is constant."""
         count, rate = self.variance_schedule.count, max(float(group["lr"]) for group in groups)
-        if not isinstance(self.sync, FollowRate | InverseRate) or step < self.warmup or count(step + 1) > count(step):
+        if (
+            not isinstance(self.sync, FollowRate | InverseRate)
+            or step < self.warmup
+            or count(step + 1) > count(step)
+        ):
             return False
-        scheduled = any("initial_lr" in group for group in groups)  # which torch's schedulers leave there
+        # which torch's schedulers leave there
+        scheduled = any("initial_lr" in group for group in groups)
         passed = step - facts.peak_step > (PATIENCE if scheduled else 1)
         return passed and rate >= facts.peak_lr and self.sync.interval(step, rate, facts) <= 1
 
     def after(self, step: int, groups: Sequence[Group]) -> list[tuple[float, float]]:
         """(Γ, D) of each group once this step is in."""
-        before = list(zip(self.rates, self.decays, strict=True)) if self.held else [(0.0, 1.0)] * len(groups)
+        before = (
+            list(zip(self.rates, self.decays, strict=True))
+            if self.held
+            else [(0.0, 1.0)] * len(groups)
+        )
         return [
             (decay_of(group) * rate + rate_of(group, step), decay_of(group) * decay)
             for group, (rate, decay) in zip(groups, before, strict=True)
@@ -86,18 +130,25 @@ class Windows:
 
     def hold(self, window: Sequence[tuple[float, float]], span: int) -> None:
         """A local step is taken."""
-        self.rates, self.decays, self.span = [rate for rate, _ in window], [decay for _, decay in window], span
+        self.rates, self.decays, self.span = (
+            [rate for rate, _ in window],
+            [decay for _, decay in window],
+            span,
+        )
         self.held += 1
 
     @property
     def opening(self) -> int:
         """Exact steps with which a run begins, as long as they may be."""
         count = self.variance_schedule.count
-        scheduled = next((step for step in range(LONGEST) if count(step + 1) == count(step)), LONGEST)
+        scheduled = next(
+            (step for step in range(LONGEST) if count(step + 1) == count(step)), LONGEST
+        )
         return max(self.warmup, scheduled, 1)
 
     def grow(self, step: int, groups: int) -> None:
-        """So many groups from here on. What comes into a run begins as the run did; an open window knows nothing of it."""
+        """So many groups from here on. What comes into a run begins as the run did; an open window
+        knows nothing of it."""
         if self.held:
             self.rates += [0.0] * (groups - len(self.rates))
             self.decays += [1.0] * (groups - len(self.decays))
@@ -113,7 +164,10 @@ class Windows:
         self.quiet_until = self.exact_until + (steps << self.wakes)
 
     def state(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value := getattr(self, name), list) else value for name in ENTRIES}
+        return {
+            name: list(value) if isinstance(value := getattr(self, name), list) else value
+            for name in ENTRIES
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """A state that ``WindowedOptimizer.check_schedule`` has seen."""
@@ -128,13 +182,24 @@ class Windows:
 class WindowedOptimizer(CompressedOptimizer):
     """Optimizer that communicates at the end of windows, whole or sharded."""
 
-    at_constant_rate = "Pass sync=4 for one exchange in 4 steps at any rate, or sync='every' if this is what you want"
+    at_constant_rate = (
+        "Pass sync=4 for one exchange in 4 steps at any rate, or sync='every' if "
+        "this is what you want"
+    )
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, *, sync: Spans = "qsr", variance_updates: int | Updates = 16, warmup_steps: int = 0,
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        sync: Spans = "qsr",
+        variance_updates: int | Updates = 16,
+        warmup_steps: int = 0,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.windows = Windows(sync, variance_updates, warmup_steps)
         self._warned = False  # of a rate that never falls
         super().__init__(params, lr, betas, eps, weight_decay, **options)
@@ -153,32 +218,46 @@ class WindowedOptimizer(CompressedOptimizer):
     def steps(self) -> Steps[bool]:
         self._follow_groups()
         if not self._warned and self.channel.size > 1:
-            self._warned = self.windows.waits_for_rate(self.steps_done, self.param_groups, self.facts)
+            self._warned = self.windows.waits_for_rate(
+                self.steps_done, self.param_groups, self.facts
+            )
             if self._warned:
                 warn_on_first(
                     self.channel.rank,
-                    "step %d: the learning rate is constant at %g, and as long as it does not fall NO STEP IS LOCAL: sync "
-                    "follows the rate ('qsr', 'linear', 'rate'), so all ranks exchange momentum at every step. %s",
-                    self.steps_done, max(float(group["lr"]) for group in self.param_groups), self.at_constant_rate,
-                )  # fmt: skip
+                    "step %d: the learning rate is constant at %g, and as long as it does not "
+                    "fall NO STEP IS LOCAL: sync "
+                    "follows the rate ('qsr', 'linear', 'rate'), so all ranks exchange momentum "
+                    "at every step. %s",
+                    self.steps_done,
+                    max(float(group["lr"]) for group in self.param_groups),
+                    self.at_constant_rate,
+                )
         began = self.steps_done - self.windows.held
         if self.windows.held and any(group["added_at"] > began for group in self.param_groups):
             yield from self.synchronizing()  # who came since then has no part in the window
         return (yield from super().steps())
 
     def asks(self) -> bool:
-        """Never true with ``agree_over``: exact steps of one group of ranks alone would part weights that others have too."""
-        return self.consensus is None and self.steps_done >= self.windows.quiet_until and super().asks()
+        """Never true with ``agree_over``: exact steps of one group of ranks alone would part
+        weights that others have too."""
+        return (
+            self.consensus is None
+            and self.steps_done >= self.windows.quiet_until
+            and super().asks()
+        )
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
+        """The window is closed. The more often this happens, the longer nobody asks again: rare
+        tokens would ask for ever."""
         self.windows.wake(self.steps_done, WAKING)
         self.tensors.trips[:] = 0
         warn_on_first(
             self.channel.rank,
             "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
-            self.steps_done, ", ".join(map(self.tensors.name, indices)), WAKING,
-        )  # fmt: skip
+            self.steps_done,
+            ", ".join(map(self.tensors.name, indices)),
+            WAKING,
+        )
         yield from ()
 
     def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
@@ -187,7 +266,8 @@ class WindowedOptimizer(CompressedOptimizer):
         return owed / rate if rate else torch.zeros_like(owed)
 
     def synchronize(self) -> None:
-        """End the window now: all ranks hold the same parameters afterwards. Collective; free if nothing is pending."""
+        """End the window now: all ranks hold the same parameters afterwards. Collective; free if
+        nothing is pending."""
         with torch.no_grad():
             self.channel.run(self.synchronizing())
 

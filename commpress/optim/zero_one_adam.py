@@ -1,28 +1,31 @@
 """0/1 Adam: the variance is updated ever more rarely, and most steps need no communication at all.
 
-    exact       mean gradients, as Adam; at steps of the variance schedule, or at the first one after the window they fell in
-    local       m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u/s               (nothing is sent)
-    sync        d ← mean of u/s, one bit both ways      a ← D·a − d      x ← a      m ← s·d/Γ      u ← 0
+    exact  mean gradients, as Adam; at steps of the variance schedule, or at the first one after the window they fell in
+    local  m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u/s               (nothing is sent)
+    sync   d ← mean of u/s, one bit both ways      a ← D·a − d      x ← a      m ← s·d/Γ      u ← 0
 
-a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what weight decay leaves
-of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with γ' = γ/(1 − β1ᵗ). What s is, how gradients are
-cut and m is kept, and who wakes up is in ``tensor_states``. No tensor takes Adam's steps, as most steps send nothing: tensors
-that ``tensor_states`` calls live travel as d like all others, in eight bits, and what wakes up brings exact steps for all.
+a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what
+weight decay leaves of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with
+γ' = γ/(1 − β1ᵗ). What s is, how gradients are cut and m is kept, and who wakes up is in
+``tensor_states``. No tensor takes Adam's steps, as most steps send nothing: tensors that
+``tensor_states`` calls live travel as d like all others, in eight bits, and what wakes up brings
+exact steps for all.
 
-Note: one message is enough. Between synchronisations the variance does not move, so the displacement is linear in m: d
-gives both the new parameters and the mean momentum of the window.
+Note: one message is enough. Between synchronisations the variance does not move, so the
+displacement is linear in m: d gives both the new parameters and the mean momentum of the window.
 
-Note: what travels is the displacement u/s, not u. Its elements are of one size, so one scale fits a block; of u, an element
-with a small variance would get its neighbours' magnitude and move by that over s. And what compression leaves behind is a
-displacement too, still right when the variance has moved.
+Note: what travels is the displacement u/s, not u. Its elements are of one size, so one scale fits a
+block; of u, an element with a small variance would get its neighbours' magnitude and move by that
+over s. And what compression leaves behind is a displacement too, still right when the variance has
+moved.
 
-Note: nothing drifts. x is computed from the anchor at every step, never by undoing earlier steps, so after a
-synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in the same bits. Weight decay stays
-out of u, which becomes m.
+Note: nothing drifts. x is computed from the anchor at every step, never by undoing earlier steps,
+so after a synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in
+the same bits. Weight decay stays out of u, which becomes m.
 
-Note: exact steps once windows have begun divide by s as all others do, and an element that had no gradient so far begins with
-v̂ = ḡ²: with the weight that is due to one of many updates, √v̂ would stay far below |ḡ| until many more have come, and they
-come ever more rarely.
+Note: exact steps once windows have begun divide by s as all others do, and an element that had no
+gradient so far begins with v̂ = ḡ²: with the weight that is due to one of many updates, √v̂ would
+stay far below |ḡ| until many more have come, and they come ever more rarely.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -43,23 +46,31 @@ from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.optim.windows import ENTRIES, WindowedOptimizer, decay_of, rate_of
 from commpress.work import Steps
 
-WINDOW = ("exp_avg", "accumulated", "anchor")  # flat buffers that ranks hold apart while one is open
+# flat buffers that ranks hold apart while one is open
+WINDOW = ("exp_avg", "accumulated", "anchor")
 
 
 class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
-    """AdamW that sends one bit per parameter every few steps. Options not named here are those of ``OneBitAdam``.
+    """AdamW that sends one bit per parameter every few steps. Options not named here are those of
+    ``OneBitAdam``.
 
-    - ``sync``: how far apart synchronisations are: "qsr" (default) every step while the learning rate rises, then by its
-      inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16; "linear" by its inverse: 2 at half, 4 at a quarter;
-      "rate" 2 after the peak and doubling each time the rate halves, at most 16; "every"; a number of steps, such as 4; or a
-      ``schedules.Sync``. At a constant rate no step is local with the first three, and a warning says so: pass a number.
-    - ``variance_updates``: exact steps at each interval 1, 2, 4, … (default 16), or a ``schedules.Updates``.
-    - ``warmup_steps``: so many first steps are exact in any case (default 0); short runs want a tenth or more of their steps.
+    - ``sync``: how far apart synchronisations are: "qsr" (default) every step while the learning
+      rate rises, then by its
+      inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16; "linear" by its inverse: 2
+      at half, 4 at a quarter; "rate" 2 after the peak and doubling each time the rate halves, at
+      most 16; "every"; a number of steps, such as 4; or a ``schedules.Sync``. At a constant rate no
+      step is local with the first three, and a warning says so: pass a number.
+    - ``variance_updates``: exact steps at each interval 1, 2, 4, … (default 16), or a
+      ``schedules.Updates``.
+    - ``warmup_steps``: so many first steps are exact in any case (default 0); short runs want a
+      tenth or more of their steps.
 
-    Between synchronisations ranks hold different parameters: call ``synchronize()`` before evaluating or exporting.
+    Between synchronisations ranks hold different parameters: call ``synchronize()`` before
+    evaluating or exporting.
     """
 
-    updated: torch.Tensor  # of each parameter, how many updates its variance has, and the step of the last one
+    # of each parameter, how many updates its variance has, and the step of the last one
+    updated: torch.Tensor
     accumulated: torch.Tensor  # since the anchor; both empty while there is no window
     anchor: torch.Tensor
     _members: frozenset[int] = frozenset()  # of the open window
@@ -83,14 +94,25 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         return self.windows.held
 
     def prepare(
-        self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
+        self,
+        group: dict[str, Any],
+        indices: Sequence[int],
+        gradients: dict[int, torch.Tensor] | None,
+        gain: float,
     ) -> None:
         self.refresh()
         beyond = self.kernels.accumulate(
-            self._flat.segments(indices, gradients), self.momentum, self.accumulated if self.held else self._empty,
-            self.variance, self.work, self.tensors.divisors(indices), beta=group["betas"][0], gain=gain,
-            lr=rate_of(group, self.steps_done), decay=decay_of(group),
-        )  # fmt: skip
+            self._flat.segments(indices, gradients),
+            self.momentum,
+            self.accumulated if self.held else self._empty,
+            self.variance,
+            self.work,
+            self.tensors.divisors(indices),
+            beta=group["betas"][0],
+            gain=gain,
+            lr=rate_of(group, self.steps_done),
+            decay=decay_of(group),
+        )
         self.tensors.see(indices, beyond)
         if not self.held:
             self.add_known(indices, -group["betas"][0] * rate_of(group, self.steps_done))
@@ -109,9 +131,17 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 self.add_known(at, group["betas"][0] * rate)
             if len(at):
                 self.kernels.apply_mean(
-                    self._flat.placed(at), self.work, self.variance, self.momentum, anchor, self.tensors.divisors(at),
-                    step=1.0, decay=decay, momentum_scale=1 / rate if rate > 0 else 0.0, most=self.tensors.bound(at[0]),
-                )  # fmt: skip
+                    self._flat.placed(at),
+                    self.work,
+                    self.variance,
+                    self.momentum,
+                    anchor,
+                    self.tensors.divisors(at),
+                    step=1.0,
+                    decay=decay,
+                    momentum_scale=1 / rate if rate > 0 else 0.0,
+                    most=self.tensors.bound(at[0]),
+                )
         self.windows.held = 0
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
@@ -129,46 +159,72 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 weight = (1 - beta2) / self.tensors.correction(i, int(self.updated[i, 0]) + 1)
                 unit = self.tensors.correction(i, int(self.tensors.variance_steps[i]))
                 self.kernels.update_variance(
-                    self._flat.segments((i,), {i: gradients[i]}), self.momentum, self.variance, beta=beta1, weight=weight,
+                    self._flat.segments((i,), {i: gradients[i]}),
+                    self.momentum,
+                    self.variance,
+                    beta=beta1,
+                    weight=weight,
                     unit=unit,
-                )  # fmt: skip
+                )
                 self.tensors.divide(i)
             self.kernels.apply_step(
-                self._flat.placed(at), self.momentum, self.variance, self.tensors.divisors(at),
-                step=rate_of(group, self.steps_done), decay=decay_of(group),
-            )  # fmt: skip
+                self._flat.placed(at),
+                self.momentum,
+                self.variance,
+                self.tensors.divisors(at),
+                step=rate_of(group, self.steps_done),
+                decay=decay_of(group),
+            )
 
     def _close_alone(self) -> None:
-        """A state of several ranks goes on with one: its window ends where it stands, and what is owed is paid."""
+        """A state of several ranks goes on with one: its window ends where it stands, and what is
+        owed is paid."""
         self.windows.held = 0
-        for (name, offset), owed, _ in self.quantized.residuals.places():  # of one rank: none is reduced
-            self._flat.weights[self._flat.names.index(name)].view(-1)[offset : offset + owed.numel()] -= owed
+        # of one rank: none is reduced
+        for (name, offset), owed, _ in self.quantized.residuals.places():
+            self._flat.weights[self._flat.names.index(name)].view(-1)[
+                offset : offset + owed.numel()
+            ] -= owed
         self.quantized.residuals.load({})
 
     def local(self, gain: float) -> None:
-        """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the window goes on."""
+        """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the
+        window goes on."""
         self.refresh()
         if self.held == 0:
             self._members = frozenset(i for _, at in self.groups() for i in at)
         if self.accumulated.numel() == 0:
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
-        window, gain = self.windows.after(self.steps_done, self.param_groups), self._local_gain(gain)
+        window, gain = (
+            self.windows.after(self.steps_done, self.param_groups),
+            self._local_gain(gain),
+        )
         finite = gain > 0
         for (group, at), (_, decay) in zip(self.groups(), window, strict=True):
             segments = self._flat.segments(at) if gain else self._flat.placed(at)
             good, beyond = self.kernels.local_step(
-                segments, self.momentum, self.accumulated, self.anchor, self.variance, self.tensors.divisors(at),
-                beta=group["betas"][0] if gain else 1.0, gain=gain, lr=rate_of(group, self.steps_done), decay=decay_of(group),
-                anchor_decay=decay, begins=self.held == 0,
-            )  # fmt: skip
+                segments,
+                self.momentum,
+                self.accumulated,
+                self.anchor,
+                self.variance,
+                self.tensors.divisors(at),
+                beta=group["betas"][0] if gain else 1.0,
+                gain=gain,
+                lr=rate_of(group, self.steps_done),
+                decay=decay_of(group),
+                anchor_decay=decay,
+                begins=self.held == 0,
+            )
             self.tensors.see(at, beyond)
             finite &= good
         self.counters.ignored_gradients += not finite
         self.windows.hold(window, span)
 
     def _local_gain(self, gain: float) -> float:
-        """The factor of the local gradients; 0, so that none of them counts, if they are to be clipped and have no norm."""
+        """The factor of the local gradients; 0, so that none of them counts, if they are to be
+        clipped and have no norm."""
         if self.clipping.max_norm is None:
             return gain
         squares = self.squares(gain)
@@ -217,7 +273,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             self.accumulated = self.anchor = self._empty
 
     def _count_updates(self) -> None:
-        """Write into ``state``, which is all that torch's tools carry along, that every step so far was an update."""
+        """Write into ``state``, which is all that torch's tools carry along, that every step so far
+        was an update."""
         for i, row in enumerate(self.updated):
             row[0], row[1] = self.tensors.own_steps(i, self.steps_done), self.windows.updated_at
 
@@ -249,7 +306,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         for i, work in enumerate(self._works):
             torch.div(self._flat.view(self.accumulated, i), self.tensors.divisor(i), out=work)
         if any(rate > 0 for rate in self.windows.rates):
-            outcomes = yield from self.reduce(RoundKind.COMPRESSED, range(len(self._flat.parameters)))
+            outcomes = yield from self.reduce(
+                RoundKind.COMPRESSED, range(len(self._flat.parameters))
+            )
             if not (yield from self.settled(outcomes)):
                 self.work.zero_()
         self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))
@@ -264,9 +323,11 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         return super().common() | {"windows": self.windows.state()}
 
     def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
-        """A window that is open ends here, with the exact mean of the displacements of those who have come furthest in it.
+        """A window that is open ends here, with the exact mean of the displacements of those who
+        have come furthest in it.
 
-        Who took fewer steps of it, because another rank asked for a change in its middle, is behind.
+        Who took fewer steps of it, because another rank asked for a change in its middle, is
+        behind.
         """
         channel, taking = self.channel, not standing.behind
         mine = [float(self.steps_done), float(self.held)] if taking else [-1.0, 0.0]
@@ -278,7 +339,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         if held:
             for i, work in enumerate(self._works):
                 if taking:
-                    torch.div(self._flat.view(self.accumulated, i), self.tensors.divisor(i), out=work)
+                    torch.div(
+                        self._flat.view(self.accumulated, i), self.tensors.divisor(i), out=work
+                    )
                 else:
                     work.zero_()
             yield from self.exact_mean(range(len(self._works)))
@@ -304,24 +367,37 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
 
     def schedule_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.windows.state() | {
-            "stale": self._stale, "trips": self.tensors.trips.tolist(), "common": self.tensors.common
-        }  # fmt: skip
+            "stale": self._stale,
+            "trips": self.tensors.trips.tolist(),
+            "common": self.tensors.common,
+        }
         if self.held:
-            differ = {"exp_avg": self.momentum, "accumulated": self.accumulated, "anchor": self.anchor}
+            differ = {
+                "exp_avg": self.momentum,
+                "accumulated": self.accumulated,
+                "anchor": self.anchor,
+            }
             state |= {name: buffer.clone() for name, buffer in differ.items()}
         return state
 
     def shared(self) -> Steps[dict[str, torch.Tensor]]:
-        """Mid-window ranks differ in momentum and accumulated steps; what counts for the run is the mean of both."""
+        """Mid-window ranks differ in momentum and accumulated steps; what counts for the run is the
+        mean of both."""
         if not self.held:
             return {}
         means = {"exp_avg": self.momentum.clone(), "accumulated": self.accumulated.clone()}
-        message = one_message(self._flat.numel, codec_named("none"), self.channel.size, name="window")
+        message = one_message(
+            self._flat.numel, codec_named("none"), self.channel.size, name="window"
+        )
         for mean in means.values():
             yield from reduce_message(
-                mean, None, message=message, transport=self.channel.transport, workspace=self.channel.workspace,
+                mean,
+                None,
+                message=message,
+                transport=self.channel.transport,
+                workspace=self.channel.workspace,
                 sequence=self.channel.take(),
-            )  # fmt: skip
+            )
         return means
 
     def check_schedule(self, schedule: dict[str, Any]) -> None:
@@ -341,7 +417,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             if self.windows.updates == self.steps_done:
                 self._count_updates()
             if self.consensus is not None:
-                self.windows.exact_until = self.steps_done + 1  # it ends with an agreement on the floor
+                # it ends with an agreement on the floor
+                self.windows.exact_until = self.steps_done + 1
             return
         self.windows.load(schedule)
         self.tensors.common = schedule["common"]
@@ -356,7 +433,17 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             self.anchor.copy_(schedule["anchor"])
             for (_, at), decay in zip(self.groups(), self.windows.decays, strict=True):
                 self.kernels.local_step(  # x := D·a − u/s, nothing else changes
-                    self._flat.placed(at), self.momentum, self.accumulated, self.anchor, self.variance,
-                    self.tensors.divisors(at), beta=1.0, gain=0.0, lr=0.0, decay=1.0, anchor_decay=decay, begins=False,
-                )  # fmt: skip
+                    self._flat.placed(at),
+                    self.momentum,
+                    self.accumulated,
+                    self.anchor,
+                    self.variance,
+                    self.tensors.divisors(at),
+                    beta=1.0,
+                    gain=0.0,
+                    lr=0.0,
+                    decay=1.0,
+                    anchor_decay=decay,
+                    begins=False,
+                )
             self._flat.publish()

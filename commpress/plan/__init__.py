@@ -1,1 +1,2 @@
-"""Costs before they are paid: a simulator that runs the collectives on a modelled cluster, and plans made with it."""
+"""Costs before they are paid: a simulator that runs the collectives on a modelled cluster, and
+plans made with it."""

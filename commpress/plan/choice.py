@@ -1,12 +1,15 @@
-"""A codec for each layer: the cheapest choice whose summed error stays below a bound (L-GreCo's formulation).
+"""A codec for each layer: the cheapest choice whose summed error stays below a bound (L-GreCo's
+formulation).
 
-    minimise Σ cost[l][o(l)]   subject to   Σ error[l][o(l)] ≤ bound        one option o for every layer l
+    minimise Σ cost[l][o(l)]  subject to   Σ error[l][o(l)] ≤ bound   one option o for every layer l
 
-``cheapest`` solves it exactly, by dynamic programming over the layers. Kept are the states that no other beats in both cost
-and error and that may still lead to a better end than the best one known: for any price λ ≥ 0 of an error,
-Σ min(cost + λ·error) − λ·(what is left of the bound) is the least that the layers to come can cost.
+``cheapest`` solves it exactly, by dynamic programming over the layers. Kept are the states that no
+other beats in both cost and error and that may still lead to a better end than the best one known:
+for any price λ ≥ 0 of an error, Σ min(cost + λ·error) − λ·(what is left of the bound) is the least
+that the layers to come can cost.
 
-Errors are squared norms of what a codec loses of a gradient that was measured (``errors_of``); costs are bytes or seconds.
+Errors are squared norms of what a codec loses of a gradient that was measured (``errors_of``);
+costs are bytes or seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +38,9 @@ class Choice:
     error: float
 
 
-def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], bound: float) -> Choice:
+def cheapest(
+    costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], bound: float
+) -> Choice:
     """The least cost with Σ error ≤ bound; of equal costs, the least error."""
     table = [np.asarray(row, float) for row in costs], [np.asarray(row, float) for row in errors]
     layers = [_undominated(c, e) for c, e in zip(*table, strict=True)]
@@ -43,7 +48,10 @@ def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
     least_error = np.cumsum([0.0, *least[::-1]])[::-1]  # of a layer and those after it
     slack = _ROUNDING * (abs(bound) + least_error[0])
     if least_error[0] > bound + slack:
-        raise InvalidArgument(f"bound is {bound:g}, but the finest options err by {least_error[0]:g} in sum: add a finer codec")
+        raise InvalidArgument(
+            f"bound is {bound:g}, but the finest options err by {least_error[0]:g} in sum: add "
+            "a finer codec"
+        )
     prices, rest = _prices(layers, *table)
     best = _rounded(prices, layers, *table, bound)
     cost, error = np.zeros(1), np.zeros(1)
@@ -54,7 +62,9 @@ def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
         left = bound - error
         # the least that is still to come, at the best of all prices
         ahead = np.max([rest[i + 1][k] - price * left for k, price in enumerate(prices)], axis=0)
-        possible = (error + least_error[i + 1] <= bound + slack) & (cost + ahead <= best * (1 + _ROUNDING) + _ROUNDING)
+        possible = (error + least_error[i + 1] <= bound + slack) & (
+            cost + ahead <= best * (1 + _ROUNDING) + _ROUNDING
+        )
         states = np.flatnonzero(possible)
         states = states[_front(cost[states], error[states])]
         steps.append((states // len(front), front[states % len(front)]))
@@ -73,9 +83,14 @@ def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
 
 def _undominated(cost: np.ndarray, error: np.ndarray) -> np.ndarray:
     if len(cost) != len(error) or not len(cost):
-        raise InvalidArgument(f"a layer has {len(cost)} costs and {len(error)} errors, expected as many of both, and some")
+        raise InvalidArgument(
+            f"a layer has {len(cost)} costs and {len(error)} errors, expected as many of both, "
+            "and some"
+        )
     if not (np.isfinite(cost).all() and np.isfinite(error).all() and (error >= 0).all()):
-        raise InvalidArgument("costs and errors must be finite, errors not negative: leave out gradients with NaN")
+        raise InvalidArgument(
+            "costs and errors must be finite, errors not negative: leave out gradients with NaN"
+        )
     return np.arange(len(cost))[_front(cost, error)]
 
 
@@ -91,27 +106,42 @@ def _front(cost: np.ndarray, error: np.ndarray) -> np.ndarray:
 def _prices(
     layers: Sequence[np.ndarray], costs: Sequence[np.ndarray], errors: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Prices of an error, and for each layer what it and those after it cost at least at each price."""
+    """Prices of an error, and for each layer what it and those after it cost at least at each
+    price."""
     slopes = [
         -np.diff(c[front]) / np.diff(e[front])
         for front, c, e in zip(layers, costs, errors, strict=True)
         if len(front) > 1
     ]
     every = np.concatenate([s[np.isfinite(s) & (s > 0)] for s in slopes]) if slopes else np.zeros(0)
-    prices = np.concatenate([[0.0], np.quantile(every, np.linspace(0, 1, _PRICES)) if len(every) else []])
+    prices = np.concatenate(
+        [[0.0], np.quantile(every, np.linspace(0, 1, _PRICES)) if len(every) else []]
+    )
     each = [
-        np.min(c[front] + prices[:, None] * e[front], axis=1) for front, c, e in zip(layers, costs, errors, strict=True)
+        np.min(c[front] + prices[:, None] * e[front], axis=1)
+        for front, c, e in zip(layers, costs, errors, strict=True)
     ]
     return prices, np.cumsum([np.zeros(len(prices)), *each[::-1]], axis=0)[::-1]
 
 
 def _rounded(
-    prices: np.ndarray, layers: Sequence[np.ndarray], costs: Sequence[np.ndarray], errors: Sequence[np.ndarray], bound: float
+    prices: np.ndarray,
+    layers: Sequence[np.ndarray],
+    costs: Sequence[np.ndarray],
+    errors: Sequence[np.ndarray],
+    bound: float,
 ) -> float:
-    """The cost of some choice within the bound: at a price the best option of each layer, made cheaper where room is left."""
-    best = sum(float(c[front][np.argmin(e[front])]) for front, c, e in zip(layers, costs, errors, strict=True))
+    """The cost of some choice within the bound: at a price the best option of each layer, made
+    cheaper where room is left."""
+    best = sum(
+        float(c[front][np.argmin(e[front])])
+        for front, c, e in zip(layers, costs, errors, strict=True)
+    )
     for price in prices:
-        chosen = [int(np.argmin(c[f] + price * e[f])) for f, c, e in zip(layers, costs, errors, strict=True)]
+        chosen = [
+            int(np.argmin(c[f] + price * e[f]))
+            for f, c, e in zip(layers, costs, errors, strict=True)
+        ]
         left = bound - sum(float(e[f][o]) for f, e, o in zip(layers, errors, chosen, strict=True))
         if left < 0:
             continue
@@ -129,7 +159,8 @@ def _rounded(
 
 
 def errors_of(gradient: torch.Tensor, codecs: Sequence[str]) -> list[float]:
-    """‖g − Q(g)‖² of each codec, computed by the kernels that production runs, without error feedback."""
+    """‖g − Q(g)‖² of each codec, computed by the kernels that production runs, without error
+    feedback."""
     flat = gradient.detach().float().reshape(-1).contiguous()
     flag = torch.zeros(1, dtype=torch.uint8, device=flat.device)
     found = []
@@ -167,7 +198,11 @@ class Assignment:
 
 
 def assign(
-    gradients: Mapping[str, torch.Tensor], *, ranks: int, uniform: str = "int4", options: Sequence[str] = OPTIONS
+    gradients: Mapping[str, torch.Tensor],
+    *,
+    ranks: int,
+    uniform: str = "int4",
+    options: Sequence[str] = OPTIONS,
 ) -> Assignment:
     """The fewest bytes at a total error no larger than with ``uniform`` for every parameter."""
     codecs = tuple(dict.fromkeys([*options, uniform]))
@@ -177,7 +212,12 @@ def assign(
 
 
 def assign_by(
-    errors: Mapping[str, Sequence[float]], numels: Mapping[str, int], codecs: Sequence[str], *, ranks: int, uniform: str
+    errors: Mapping[str, Sequence[float]],
+    numels: Mapping[str, int],
+    codecs: Sequence[str],
+    *,
+    ranks: int,
+    uniform: str,
 ) -> Assignment:
     """The same from errors of each of ``codecs``, ``uniform`` among them."""
     costs = [[float(bytes_of(numels[name], codec, ranks)) for codec in codecs] for name in errors]

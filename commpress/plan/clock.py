@@ -1,4 +1,5 @@
-"""Simulated time: events in order, signals, lines that carry bytes one after another, cores that ranks share.
+"""Simulated time: events in order, signals, lines that carry bytes one after another, cores that
+ranks share.
 
 A process is a generator that yields the signal it waits for; ``Clock.follow`` drives it.
 """
@@ -32,7 +33,8 @@ class Signal:
 
 
 class Clock:
-    """Seconds since the start; equal times in the order in which they were asked for, so a run repeats exactly."""
+    """Seconds since the start; equal times in the order in which they were asked for, so a run
+    repeats exactly."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -70,7 +72,8 @@ class Clock:
 
 
 class TokenBucket:
-    """Carries bytes at one rate, first come first served; after a rest, ``burst`` of them at once (a token bucket)."""
+    """Carries bytes at one rate, first come first served; after a rest, ``burst`` of them at once
+    (a token bucket)."""
 
     def __init__(self, clock: Clock, bytes_per_second: float, burst: float = 0.0) -> None:
         self.clock, self.rate, self.free, self.carried = clock, bytes_per_second, 0.0, 0.0

@@ -1,4 +1,5 @@
-"""The machines of a simulation: nodes of a few kinds, what joins them, and which of their ranks behave alike.
+"""The machines of a simulation: nodes of a few kinds, what joins them, and which of their ranks
+behave alike.
 
 Rates are bytes per second of payload, times seconds. A link is full duplex.
 """
@@ -26,12 +27,21 @@ class Node:
     inside: float = UNLIMITED  # all ranks of the node together, among themselves
     cores: float = UNLIMITED  # for all ranks of the node
     slowdown: float = 1.0  # of everything that its ranks compute: a straggler has more than 1
-    foreign: float = 0.0  # to nodes of another kind, where that is slower than ``nic`` (0: it is not)
-    burst: float = 0.0  # bytes that pass ``nic`` at once after a rest: shapers of virtual machines and containers allow some
+    # to nodes of another kind, where that is slower than ``nic`` (0: it is not)
+    foreign: float = 0.0
+    # bytes that pass ``nic`` at once after a rest: shapers of virtual machines and containers allow
+    # some
+    burst: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or min(self.nic, self.inside, self.cores, self.slowdown) <= 0 or min(self.foreign, self.burst) < 0:
-            raise InvalidArgument(f"a node is {self}: ranks, rates, cores and slowdown must be positive")
+        if (
+            self.ranks < 1
+            or min(self.nic, self.inside, self.cores, self.slowdown) <= 0
+            or min(self.foreign, self.burst) < 0
+        ):
+            raise InvalidArgument(
+                f"a node is {self}: ranks, rates, cores and slowdown must be positive"
+            )
 
 
 @dataclass(frozen=True)
@@ -43,16 +53,24 @@ class Cluster:
     inside_latency: float = 20e-6
     busy_latency: float = 0.0  # of either, at least, where the receiver finds no core idle
     message_seconds: float = 0.0  # of the sending thread for each message
-    post_seconds: float = 0.0  # of the same for each exchange of ours besides: steps of generators, headers, checks
+    # of the same for each exchange of ours besides: steps of generators, headers, checks
+    post_seconds: float = 0.0
     ring_latency: float = 0.0  # of a message of the library's ring (0: as of ours)
     ring_busy_latency: float = 0.0  # the same, at least, where the receiver computes
-    ring_message: float = 0.0  # of a core for a message of the library's ring, both ends, where it has a latency of its own
-    byte_seconds: float = 0.0  # of a core for each byte sent and for each received: the network stack
-    first_seconds: float = 0.0  # the same for the first ``FIRST`` bytes of a message together (0: as for all others)
-    ring_byte: float = 0.0  # of a core for a byte that the library's ring sends in float32, both ends and the sum (0: derived)
+    # of a core for a message of the library's ring, both ends, where it has a latency of its own
+    ring_message: float = 0.0
+    # of a core for each byte sent and for each received: the network stack
+    byte_seconds: float = 0.0
+    # the same for the first ``FIRST`` bytes of a message together (0: as for all others)
+    first_seconds: float = 0.0
+    # of a core for a byte that the library's ring sends in float32, both ends and the sum (0:
+    # derived)
+    ring_byte: float = 0.0
     half_byte: float = 0.0  # the same in bfloat16
-    uneven: float = 1.0  # what kernels take, of their fair share of ``machine_cores``, until the last rank is done
-    machine_cores: float = 0.0  # > 0: all nodes lie on one machine and share its cores (network namespaces)
+    # what kernels take, of their fair share of ``machine_cores``, until the last rank is done
+    uneven: float = 1.0
+    # > 0: all nodes lie on one machine and share its cores (network namespaces)
+    machine_cores: float = 0.0
     rack: int = 0  # nodes below one switch (0: all)
     oversubscription: float = 1.0  # a rack's uplink carries its nodes' rates divided by this
 
@@ -60,7 +78,9 @@ class Cluster:
         if not self.kinds or min(count for _, count in self.kinds) < 1:
             raise InvalidArgument("a cluster needs at least one node of each kind that it names")
         if self.oversubscription < 1:
-            raise InvalidArgument(f"oversubscription is {self.oversubscription}, expected at least 1")
+            raise InvalidArgument(
+                f"oversubscription is {self.oversubscription}, expected at least 1"
+            )
 
     def row_seconds(self, nbytes: float) -> float:
         """Of a core at each end of a message of so many bytes, besides ``message_seconds``."""
@@ -82,7 +102,8 @@ class Cluster:
         return np.repeat(np.arange(len(sizes)), sizes)
 
     def classes(self, *, alike: bool = True) -> "Classes":
-        """``alike``: ranks that must behave alike are one class; otherwise every rank is one of its own."""
+        """``alike``: ranks that must behave alike are one class; otherwise every rank is one of its
+        own."""
         return _alike(self) if alike else _each(self)
 
 
@@ -103,10 +124,12 @@ class Classes:
 
 
 def _alike(cluster: Cluster) -> Classes:
-    """Ranks of nodes of one kind are alike; where nodes differ in size, only those with the same place in the node are.
+    """Ranks of nodes of one kind are alike; where nodes differ in size, only those with the same
+    place in the node are.
 
-    With nodes of one size every rank owns as much of every message as any other. With several sizes, the hierarchical
-    all-reduce gives the ranks of smaller nodes more slices, and the last of them fewer.
+    With nodes of one size every rank owns as much of every message as any other. With several
+    sizes, the hierarchical all-reduce gives the ranks of smaller nodes more slices, and the last of
+    them fewer.
     """
     by_place = len({node.ranks for node, _ in cluster.kinds}) > 1
     of, first = np.zeros(cluster.size, np.int64), 0
@@ -123,44 +146,64 @@ def _alike(cluster: Cluster) -> Classes:
 
 
 def _each(cluster: Cluster) -> Classes:
-    kinds = [kind for kind, (node, count) in enumerate(cluster.kinds) for _ in range(node.ranks * count)]
-    return Classes(np.arange(cluster.size), tuple(Class(rank, kind, 1, 1) for rank, kind in enumerate(kinds)))
+    kinds = [
+        kind for kind, (node, count) in enumerate(cluster.kinds) for _ in range(node.ranks * count)
+    ]
+    return Classes(
+        np.arange(cluster.size), tuple(Class(rank, kind, 1, 1) for rank, kind in enumerate(kinds))
+    )
 
 
 def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     """From what ``commpress probe`` measured.
 
-    The shortest exchange of all ranks is P − 1 messages of processor time, stretched where ranks share cores, and a latency.
-    The shortest all-reduce is two of them and three kernels; what it takes besides is the work of whoever posts them.
-    Files without a stack have only the latency of an exchange both ways, from a barrier on.
+    The shortest exchange of all ranks is P − 1 messages of processor time, stretched where ranks
+    share cores, and a latency. The shortest all-reduce is two of them and three kernels; what it
+    takes besides is the work of whoever posts them. Files without a stack have only the latency of
+    an exchange both ways, from a barrier on.
     """
     sizes = [len(node) for node in links.topology.nodes]
     nic, inside = (_line(link, links.stack) for link in (links.between, links.inside))
     burst = links.between.burst if links.between else 0.0
-    kinds = tuple((Node(size, nic, inside, cores, burst=burst), sizes.count(size)) for size in sorted(set(sizes)))
+    kinds = tuple(
+        (Node(size, nic, inside, cores, burst=burst), sizes.count(size))
+        for size in sorted(set(sizes))
+    )
     between, within = (link.latency / 2 if link else 0.0 for link in (links.between, links.inside))
     stack, peers = links.stack, sum(sizes) - 1
     if stack is None:
         return Cluster(kinds, latency=between, inside_latency=within)
     per_core = max((peers + 1) / stack.cores, 1.0) if stack.cores else 1.0
     waits = max(stack.exchange - peers * stack.message * per_core, LEAST)
-    twice = max(2 * (peers + 1) / stack.cores, 1.0) if stack.cores else 1.0  # every rank has two threads then
+    # every rank has two threads then
+    twice = max(2 * (peers + 1) / stack.cores, 1.0) if stack.cores else 1.0
     busy = max(stack.busy - peers * stack.message * twice, 0.0)
     if links.between:
         between, within = waits, min(within, waits)
     else:
         within = waits
     return Cluster(
-        kinds, latency=between, inside_latency=within, message_seconds=stack.message, byte_seconds=stack.byte,
-        ring_latency=_ring_latency(stack.ring, stack.ring_message * per_core, peers), machine_cores=stack.cores,
-        ring_busy_latency=_ring_latency(stack.ring_busy, stack.ring_message * twice, peers), ring_message=stack.ring_message,
-        first_seconds=stack.first, ring_byte=stack.ring_byte, half_byte=stack.half_byte, busy_latency=busy,
-        post_seconds=_post(stack, peers, per_core), uneven=max(stack.uneven, 1.0) if stack.cores else 1.0,
-    )  # fmt: skip
+        kinds,
+        latency=between,
+        inside_latency=within,
+        message_seconds=stack.message,
+        byte_seconds=stack.byte,
+        ring_latency=_ring_latency(stack.ring, stack.ring_message * per_core, peers),
+        machine_cores=stack.cores,
+        ring_busy_latency=_ring_latency(stack.ring_busy, stack.ring_message * twice, peers),
+        ring_message=stack.ring_message,
+        first_seconds=stack.first,
+        ring_byte=stack.ring_byte,
+        half_byte=stack.half_byte,
+        busy_latency=busy,
+        post_seconds=_post(stack, peers, per_core),
+        uneven=max(stack.uneven, 1.0) if stack.cores else 1.0,
+    )
 
 
 def _line(link: Link | None, stack: Stack | None) -> float:
-    """On one machine that all ranks share, all at once may be slower than a pair because cores are, and these count apart."""
+    """On one machine that all ranks share, all at once may be slower than a pair because cores are,
+    and these count apart."""
     if link is None:
         return UNLIMITED
     return max(link.together, link.bandwidth) if stack and stack.cores else link.together
@@ -173,7 +216,8 @@ def _post(stack: Stack, peers: int, per_core: float) -> float:
 
 
 def _ring_latency(seconds: float, message: float, peers: int) -> float:
-    """Latency of the shortest ring: 2 · peers messages twice, two at once (``ring``), each so much work."""
+    """Latency of the shortest ring: 2 · peers messages twice, two at once (``ring``), each so much
+    work."""
     half = seconds / 2
     latency = (half - message) / peers - message
     return max(latency if latency > message else half - 2 * peers * message, LEAST)

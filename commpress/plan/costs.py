@@ -1,7 +1,8 @@
 """Costs of the arithmetic, and kernels that cost it without computing.
 
-``SizedKernels`` has the names and arguments of ``kernels.cpu``. It looks at tables and shapes, never at numbers, and charges
-what the real ones took per element when they were measured. So the generators of ``collectives`` run unchanged.
+``SizedKernels`` has the names and arguments of ``kernels.cpu``. It looks at tables and shapes,
+never at numbers, and charges what the real ones took per element when they were measured. So the
+generators of ``collectives`` run unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,19 @@ from commpress.kernels.devices import arithmetic, low_rank_arithmetic
 from commpress.kernels.matrices import RANK, TALL, WIDE, Matrices, Matrix, stack
 from commpress.kernels.pieces import KIND, NUMEL, WIDTH, Pieces
 
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "sign", "sign-l1", "ternary", "terngrad", "bits4")
+CODECS = (
+    "none",
+    "bf16",
+    "fp16",
+    "int8",
+    "int4",
+    "fp8",
+    "sign",
+    "sign-l1",
+    "ternary",
+    "terngrad",
+    "bits4",
+)
 CALL = 2e-5
 ROWS = 4  # of a message
 _ENOUGH, _MOST = 0.05, 60  # seconds of calls, and calls
@@ -40,7 +53,8 @@ class Cost:
 class Costs:
     """Of one rank's processor."""
 
-    codecs: Mapping[int, Cost]  # by kernel kind; kinds not listed cost as much as the dearest that is
+    # by kernel kind; kinds not listed cost as much as the dearest that is
+    codecs: Mapping[int, Cost]
     memory: float  # seconds per byte that is read or written
     product: float  # seconds per multiply-add of a low-rank product
     call: float = CALL  # seconds of one kernel call, whatever its size
@@ -53,7 +67,8 @@ class Costs:
 
 
 def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
-    """Of an accelerator: every kernel is one pass over memory at ``memory_bandwidth`` bytes per second."""
+    """Of an accelerator: every kernel is one pass over memory at ``memory_bandwidth`` bytes per
+    second."""
     byte = 1 / memory_bandwidth
     codecs = {}
     for name in CODECS:
@@ -65,7 +80,8 @@ def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
 
 
 def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Costs:
-    """Of one thread of this processor, by running the kernels; about half a second for each codec."""
+    """Of one thread of this processor, by running the kernels; about half a second for each
+    codec."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -78,11 +94,19 @@ def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Cost
 def encoding(x: torch.Tensor, message: torch.Tensor, pieces: Pieces) -> Callable[[], None]:
     """A kernel call on the CPU, always the same."""
     kernels, flag = arithmetic(x.device, pieces), torch.zeros(1, dtype=torch.uint8)
-    old, new = (ErrorFeedback.zeros(pieces, x.device) if pieces.residual_numel else None for _ in range(2))
+    old, new = (
+        ErrorFeedback.zeros(pieces, x.device) if pieces.residual_numel else None for _ in range(2)
+    )
     return lambda: kernels.encode(
-        x, message, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
-        new_residual=new and new.sent, new_scale=new and new.sent_scale,
-    )  # fmt: skip
+        x,
+        message,
+        flag,
+        pieces,
+        residual=old and old.sent,
+        residual_scale=old and old.sent_scale,
+        new_residual=new and new.sent,
+        new_scale=new and new.sent_scale,
+    )
 
 
 def _cost(codec: Codec, numel: int) -> Cost:
@@ -106,13 +130,21 @@ def _product() -> float:
     kernels = low_rank_arithmetic(torch.device("cpu"))
     side = 1024
     matrices = stack([Matrix(0, side, side, _RANK)])
-    x, m, p, q = torch.ones(side * side), torch.zeros(side * side), torch.zeros(side * _RANK), torch.ones(side * _RANK)
-    took = _usual(lambda: kernels.project(x, None, m, p, q, matrices)) + _usual(lambda: kernels.fold(m, p, q, matrices))
+    x, m, p, q = (
+        torch.ones(side * side),
+        torch.zeros(side * side),
+        torch.zeros(side * _RANK),
+        torch.ones(side * _RANK),
+    )
+    took = _usual(lambda: kernels.project(x, None, m, p, q, matrices)) + _usual(
+        lambda: kernels.fold(m, p, q, matrices)
+    )
     return took / (3 * _RANK * side * side)
 
 
 def _usual(call: Any, rounds: int = 5) -> float:
-    """Of this thread alone, so that others who use the processor count little. Short calls repeat more."""
+    """Of this thread alone, so that others who use the processor count little. Short calls repeat
+    more."""
     took: list[float] = []
     while len(took) < rounds + 1 or (sum(took) < _ENOUGH and len(took) < _MOST):
         start = thread_time()
@@ -140,7 +172,9 @@ class SizedKernels:
     def encode(self, x: Any, message: Any, flag: Any, pieces: Pieces, **_: Any) -> None:
         self._charge(sum(n * self.costs.of(k).encode for k, n in _elements(pieces, NUMEL)))
 
-    def serve(self, received: Any, message: Any, flag: Any, pieces: Pieces, rank: int, **_: Any) -> None:
+    def serve(
+        self, received: Any, message: Any, flag: Any, pieces: Pieces, rank: int, **_: Any
+    ) -> None:
         rows = received.shape[0]
         each = ((n, self.costs.of(k)) for k, n in _elements(pieces, WIDTH))
         self._charge(sum(n * (rows * cost.add + cost.encode) for n, cost in each))
@@ -149,14 +183,21 @@ class SizedKernels:
         self._charge(sum(n * self.costs.of(k).decode for k, n in _elements(pieces, NUMEL)))
 
     def decode_mean(self, received: Any, out: Any, pieces: Pieces, rank: int, **_: Any) -> None:
-        self._charge(sum(n * received.shape[0] * self.costs.of(k).add for k, n in _elements(pieces, WIDTH)))
+        self._charge(
+            sum(n * received.shape[0] * self.costs.of(k).add for k, n in _elements(pieces, WIDTH))
+        )
 
     def settle(self, value: Any, scale: Any, pieces: Pieces, **_: Any) -> None:
         self._charge(8 * value.numel() * self.costs.memory)
 
-    def project(self, x: Any, residual: Any, m: Any, p: Any, q: Any, matrices: Matrices, **_: Any) -> None:
+    def project(
+        self, x: Any, residual: Any, m: Any, p: Any, q: Any, matrices: Matrices, **_: Any
+    ) -> None:
         kept = 0 if residual is None else 4
-        self._charge(_products(matrices) * self.costs.product + (8 + kept) * matrices.numel * self.costs.memory)
+        self._charge(
+            _products(matrices) * self.costs.product
+            + (8 + kept) * matrices.numel * self.costs.memory
+        )
 
     def fold(self, m: Any, p: Any, q: Any, matrices: Matrices, *, subtract: bool = True) -> None:
         self._charge(_products(matrices) * (2 if subtract else 1) * self.costs.product)
@@ -182,7 +223,9 @@ class SizedKernels:
 def _elements(pieces: Pieces, column: int) -> list[tuple[int, int]]:
     """[(kind, elements)]."""
     kinds = pieces.table[:, KIND]
-    return [(int(kind), int(pieces.table[kinds == kind, column].sum())) for kind in np.unique(kinds)]
+    return [
+        (int(kind), int(pieces.table[kinds == kind, column].sum())) for kind in np.unique(kinds)
+    ]
 
 
 def _products(matrices: Matrices) -> float:
@@ -193,5 +236,3 @@ def _products(matrices: Matrices) -> float:
 def _squares(matrices: Matrices, side: int) -> float:
     table = matrices.table
     return float((table[:, side] * table[:, RANK] ** 2).sum())
-
-

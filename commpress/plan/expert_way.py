@@ -1,11 +1,13 @@
-"""Way of tokens to their experts and back, as a plan knows it: bytes of every hop, and what coding them costs.
+"""Way of tokens to their experts and back, as a plan knows it: bytes of every hop, and what coding
+them costs.
 
-Of k choices among E experts that gates like alike, a node with e of them is met with p = 1 − C(E − e, k) / C(E, k). So of T
-tokens on a rank p·T cross to that node, once each, to the member that deals them out to its mates:
+Of k choices among E experts that gates like alike, a node with e of them is met with p = 1 − C(E −
+e, k) / C(E, k). So of T tokens on a rank p·T cross to that node, once each, to the member that
+deals them out to its mates:
 
     routing    8 + 4k bytes a token      forward
-    dispatch   token + 4k of gates       forward; in backward the gradient of what is combined goes that way, without gates
-    combine    token                     forward; in backward the gradients of tokens and gates come that way
+    dispatch  token + 4k of gates  forward; in backward the gradient of what is combined goes that way, without gates
+    combine   token                forward; in backward the gradients of tokens and gates come that way
 
 with ``PacketForm``'s sizes and a header for each message, between nodes and then inside them.
 """
@@ -45,9 +47,11 @@ class ExpertHop(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertWay:
-    """Tokens of one layer among ``ranks``, which share nodes as ``node`` says; every rank has as many experts and tokens.
+    """Tokens of one layer among ``ranks``, which share nodes as ``node`` says; every rank has as
+    many experts and tokens.
 
-    ``experts`` of all ranks together (0: so many that choices hardly meet); ``codec`` both ways, as ``ExpertExchange`` has it.
+    ``experts`` of all ranks together (0: so many that choices hardly meet); ``codec`` both ways, as
+    ``ExpertExchange`` has it.
     """
 
     ranks: tuple[int, ...]
@@ -62,14 +66,17 @@ class ExpertWay:
     def __post_init__(self) -> None:
         if self.experts and (self.experts % len(self.ranks) or self.experts < self.k):
             raise InvalidArgument(
-                f"experts is {self.experts}, expected a multiple of the {len(self.ranks)} ranks they are divided among, and at "
+                f"experts is {self.experts}, expected a multiple of the {len(self.ranks)} ranks "
+                "they are divided among, and at "
                 f"least the {self.k} that a token has"
             )
 
     @property
     def nodes(self) -> Nodes:
         numbers = sorted(set(self.node))
-        members = tuple(tuple(i for i, at in enumerate(self.node) if at == number) for number in numbers)
+        members = tuple(
+            tuple(i for i, at in enumerate(self.node) if at == number) for number in numbers
+        )
         return Nodes.of(members, len(self.ranks))
 
     def met(self, ranks: int) -> float:
@@ -83,17 +90,26 @@ class ExpertWay:
         """Rows of so many bytes on their way out, between nodes and inside them."""
         nodes, size = self.nodes, len(self.ranks)
         between: list[tuple[int, int, float]] = []
-        forwarded = [1] * size  # ranks whose tokens a rank deals out to its mates, itself among them
+        # ranks whose tokens a rank deals out to its mates, itself among them
+        forwarded = [1] * size
         for source in range(size):
             for node in nodes.abroad(nodes.home[source]):
                 speaker = nodes.speaker(node, source)
                 forwarded[speaker] += 1
-                between.append((source, speaker, HEADER + row * self.tokens * self.met(len(nodes.members[node]))))
+                between.append(
+                    (
+                        source,
+                        speaker,
+                        HEADER + row * self.tokens * self.met(len(nodes.members[node])),
+                    )
+                )
         one = self.met(1) * self.tokens * row
         inside = [
             (source, mate, HEADER + forwarded[source] * one)
-            for source in range(size) for mate in nodes.members[nodes.home[source]] if mate != source
-        ]  # fmt: skip
+            for source in range(size)
+            for mate in nodes.members[nodes.home[source]]
+            if mate != source
+        ]
         return [self._hop(each) for each in (between, inside) if each]
 
     def told(self) -> list[ExpertHop]:
@@ -101,7 +117,9 @@ class ExpertWay:
         nodes, size = self.nodes, len(self.ranks)
         every = [(a, b, HEADER + 16.0) for a in range(size) for b in range(size) if a != b]
         mates = [(a, b, HEADER + 8.0) for a, b, _ in every if nodes.home[a] == nodes.home[b]]
-        return [self._hop(each) for each in (every, mates if len(nodes.members) > 1 else []) if each]
+        return [
+            self._hop(each) for each in (every, mates if len(nodes.members) > 1 else []) if each
+        ]
 
     def _hop(self, lines: Sequence[tuple[int, int, float]]) -> ExpertHop:
         ranks = np.array(self.ranks)
@@ -112,7 +130,9 @@ class ExpertWay:
 
     @property
     def _codec(self) -> Codec:
-        return BlockCodec(self.codec, BLOCK) if self.codec in ("int8", "int4", "fp8") else codec_named(self.codec)  # type: ignore[arg-type]
+        if self.codec in ("int8", "int4", "fp8"):
+            return BlockCodec(self.codec, BLOCK)  # type: ignore[arg-type]
+        return codec_named(self.codec)
 
     def _row(self, *, gates: bool) -> int:
         return PacketForm(self._codec, self.width, DTYPES[self.element], self.k * gates).row_bytes
@@ -129,7 +149,8 @@ class ExpertWay:
         return [*self.hops(self._row(gates=False)), *back]
 
     def coded(self, costs: Costs) -> float:
-        """Seconds of coding, there and back: own tokens, those that come, sums that cross, and what comes back."""
+        """Seconds of coding, there and back: own tokens, those that come, sums that cross, and what
+        comes back."""
         if self._codec.lossless:
             return 0.0
         cost, size = costs.of(self._codec.kind), len(self.ranks)
@@ -141,6 +162,10 @@ class ExpertWay:
 
 
 def hop_seconds(hops: Sequence[Sequence[ExpertHop]], links: PairLinks) -> float:
-    """Hops of several groups, the first of all at once, then the second of those that have one, and so on."""
+    """Hops of several groups, the first of all at once, then the second of those that have one, and
+    so on."""
     rounds = ([hop for hop in each if hop is not None] for each in zip_longest(*hops))
-    return sum(links.seconds(*(np.concatenate(column) for column in zip(*each, strict=True))) for each in rounds)
+    return sum(
+        links.seconds(*(np.concatenate(column) for column in zip(*each, strict=True)))
+        for each in rounds
+    )

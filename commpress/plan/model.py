@@ -41,14 +41,21 @@ class Model:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> "Model":
-        return cls(tuple(Shape(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad))
+        return cls(
+            tuple(
+                Shape(name, tuple(p.shape))
+                for name, p in module.named_parameters()
+                if p.requires_grad
+            )
+        )
 
     @cached_property
     def numel(self) -> int:
         return sum(shape.numel for shape in self.shapes)
 
     def buckets(self, bucket_mb: float = 25.0) -> list[ModelBucket]:
-        """As DDP's after its first step: from the last parameter on, closed once they reach their size."""
+        """As DDP's after its first step: from the last parameter on, closed once they reach their
+        size."""
         result: list[ModelBucket] = []
         held: list[Shape] = []
         limit, size = min(FIRST_BUCKET, bucket_mb * 2**20), 0
@@ -63,7 +70,8 @@ class Model:
         return result
 
     def shares(self, bucket_mb: float = 25.0) -> tuple[float, ...]:
-        """Of the backward, by parameters: what has been computed between one full bucket and the next."""
+        """Of the backward, by parameters: what has been computed between one full bucket and the
+        next."""
         return tuple(bucket.numel / self.numel for bucket in self.buckets(bucket_mb))
 
 
@@ -84,12 +92,26 @@ def transformer(parameters: int, *, vocabulary: int = 0, length: int = 512) -> M
     width = 8
     while _count(width + 8, layers, vocabulary, length) <= parameters:
         width += 8
-    shapes = [Shape("tokens.weight", (vocabulary, width)), Shape("positions.weight", (length, width))]
+    shapes = [
+        Shape("tokens.weight", (vocabulary, width)),
+        Shape("positions.weight", (length, width)),
+    ]
     for i in range(layers):
-        for name, sizes in (("qkv", (3 * width, width)), ("out", (width, width)), ("up", (4 * width, width)),
-                            ("down", (width, 4 * width))):  # fmt: skip
-            shapes += [Shape(f"blocks.{i}.{name}.weight", sizes), Shape(f"blocks.{i}.{name}.bias", (sizes[0],))]
-        shapes += [Shape(f"blocks.{i}.norm{k}.{side}", (width,)) for k in (1, 2) for side in ("weight", "bias")]
+        for name, sizes in (
+            ("qkv", (3 * width, width)),
+            ("out", (width, width)),
+            ("up", (4 * width, width)),
+            ("down", (width, 4 * width)),
+        ):
+            shapes += [
+                Shape(f"blocks.{i}.{name}.weight", sizes),
+                Shape(f"blocks.{i}.{name}.bias", (sizes[0],)),
+            ]
+        shapes += [
+            Shape(f"blocks.{i}.norm{k}.{side}", (width,))
+            for k in (1, 2)
+            for side in ("weight", "bias")
+        ]
     return Model((*shapes, Shape("norm.weight", (width,)), Shape("norm.bias", (width,))))
 
 

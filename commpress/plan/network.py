@@ -1,9 +1,12 @@
-"""The timed loopback: a transport that moves sizes. One rank of each class stands for all of its class.
+"""The timed loopback: a transport that moves sizes. One rank of each class stands for all of its
+class.
 
-What a rank sends is read from the tensors that the production generators pass: how many bytes to which rank. What would
-arrive is what is wanted, header by header, so agreement is assumed and not simulated. Payloads are never touched.
+What a rank sends is read from the tensors that the production generators pass: how many bytes to
+which rank. What would arrive is what is wanted, header by header, so agreement is assumed and not
+simulated. Payloads are never touched.
 
-When a class of n ranks sends b bytes each to ranks of another class of m, each of those receives n·b/m.
+When a class of n ranks sends b bytes each to ranks of another class of m, each of those receives
+n·b/m.
 """
 
 from collections import defaultdict, deque
@@ -21,7 +24,8 @@ from commpress.plan.cluster import Class, Classes, Cluster
 from commpress.plan.costs import KernelSeconds
 from commpress.work import Work
 
-INSIDE, RACK, ABROAD, FOREIGN = range(4)  # where a peer is: in the node, below the switch, beyond it, of another kind
+# where a peer is: in the node, below the switch, beyond it, of another kind
+INSIDE, RACK, ABROAD, FOREIGN = range(4)
 
 
 class Flow(NamedTuple):
@@ -34,13 +38,16 @@ class Flow(NamedTuple):
     each: float = -1.0  # bytes that one rank of the other class receives, where not nbytes · n / m
     latency: float = 0.0  # where it is not the cluster's
     busy: float = 0.0  # the same while every rank of the receivers computes
-    byte: float = -1.0  # seconds of a core for each byte at each end, where they are not the cluster's
-    message: float = -1.0  # seconds of the sending thread for each message, where they are not the cluster's
+    # seconds of a core for each byte at each end, where they are not the cluster's
+    byte: float = -1.0
+    # seconds of the sending thread for each message, where they are not the cluster's
+    message: float = -1.0
 
 
 @dataclass(eq=False)
 class Posted:
-    """One operation of the rank of one class, as its generator posted it; also the ``Work`` that the generator yields."""
+    """One operation of the rank of one class, as its generator posted it; also the ``Work`` that
+    the generator yields."""
 
     cls: int
     tag: int
@@ -54,7 +61,9 @@ class Posted:
 
     def seconds(self, message: float) -> float:
         """That a thread pays for its messages, ``message`` for each of the usual ones."""
-        return sum(flow.messages * (message if flow.message < 0 else flow.message) for flow in self.flows)
+        return sum(
+            flow.messages * (message if flow.message < 0 else flow.message) for flow in self.flows
+        )
 
 
 @dataclass
@@ -67,7 +76,8 @@ class Traffic:
 
 
 class Script(list[tuple[float, Posted]]):
-    """Messages that a rank posted since it last waited, each with the seconds of kernels before it."""
+    """Messages that a rank posted since it last waited, each with the seconds of kernels before
+    it."""
 
 
 @dataclass(eq=False)
@@ -106,7 +116,9 @@ class SizedTransport:
                 both[1] += 1
         flows = [Flow(*where, *both) for where, both in held.items()]
         self._prepare()
-        froms = {self.network.where(me, int(self.members[r])) for r in out.payloads if r != self.rank}
+        froms = {
+            self.network.where(me, int(self.members[r])) for r in out.payloads if r != self.rank
+        }
         return self.network.post(self.cls, tag, flows, froms)
 
     def abandon(self, reason: str) -> None:
@@ -138,7 +150,8 @@ class Network:
         self.traffic = [Traffic() for _ in self.classes.every]
         self.scripts: list[Script] = [Script() for _ in self.classes.every]
         self.waits: list[Posted] = []
-        self.computing = [False] * len(self.kernel_seconds)  # forward, backward or optimizer, of each class
+        # forward, backward or optimizer, of each class
+        self.computing = [False] * len(self.kernel_seconds)
         self._kinds = np.repeat(
             np.arange(len(cluster.kinds)), [node.ranks * count for node, count in cluster.kinds]
         )
@@ -173,15 +186,21 @@ class Network:
             place[nodes[peers] // rack != nodes[me] // rack] = ABROAD
         place[self._kinds[peers] != self._kinds[me]] = FOREIGN
         place[nodes[peers] == nodes[me]] = INSIDE
-        pairs, counts = np.unique(np.stack([self.classes.of[peers], place]), axis=1, return_counts=True)
+        pairs, counts = np.unique(
+            np.stack([self.classes.of[peers], place]), axis=1, return_counts=True
+        )
         return {(int(c), int(p)): int(n) for (c, p), n in zip(pairs.T, counts, strict=True)}
 
     def cores(self, cls: Class) -> tuple[Cores, float]:
         """The cores that a class computes on, and how many of its ranks share them."""
         if self.cluster.machine_cores:
-            return self._cores.setdefault(-1, Cores(self.clock, self.cluster.machine_cores)), cls.ranks
+            return self._cores.setdefault(
+                -1, Cores(self.clock, self.cluster.machine_cores)
+            ), cls.ranks
         place = int(self.cluster.node_of[cls.rank])
-        return self._cores.setdefault(place, Cores(self.clock, self.cluster.kinds[cls.kind][0].cores)), cls.in_node
+        return self._cores.setdefault(
+            place, Cores(self.clock, self.cluster.kinds[cls.kind][0].cores)
+        ), cls.in_node
 
     def compute(self, cls: int, seconds: float) -> Signal:
         """One thread of each rank of the class."""
@@ -192,7 +211,8 @@ class Network:
     # ------------------------------------------------------------ what is posted
 
     def post(self, cls: int, tag: int, flows: list[Flow], froms: set[tuple[int, int]]) -> Posted:
-        """Note an operation; it starts when the arithmetic before it has been paid for (``start``)."""
+        """Note an operation; it starts when the arithmetic before it has been paid for
+        (``start``)."""
         posted = Posted(cls, tag, flows, froms, self.waits)
         charged = self.kernel_seconds[cls]
         self.scripts[cls].append((charged.seconds, posted))
@@ -202,14 +222,25 @@ class Network:
     def start(self, posted: Posted) -> None:
         """From now on its bytes are on their way."""
         ends = [self._send(posted, flow) for flow in posted.flows]
-        ends += [self._meet(self._expected, self._arriving, (c, posted.cls, posted.tag, p)) for c, p in posted.froms]
+        ends += [
+            self._meet(self._expected, self._arriving, (c, posted.cls, posted.tag, p))
+            for c, p in posted.froms
+        ]
         when_all(ends, posted.done.fire)
 
     def _send(self, posted: Posted, flow: Flow) -> Signal:
-        """The signal says that the sender is rid of it; the receiver hears of it a latency later."""
-        cluster, source, sink = self.cluster, self.classes.every[posted.cls], self.classes.every[flow.to]
+        """The signal says that the sender is rid of it; the receiver hears of it a latency
+        later."""
+        cluster, source, sink = (
+            self.cluster,
+            self.classes.every[posted.cls],
+            self.classes.every[flow.to],
+        )
         traffic = self.traffic[posted.cls]
-        traffic.messages, traffic.nbytes = traffic.messages + flow.messages, traffic.nbytes + flow.nbytes
+        traffic.messages, traffic.nbytes = (
+            traffic.messages + flow.messages,
+            traffic.nbytes + flow.nbytes,
+        )
         back = (posted.cls, flow.to, posted.tag, flow.place)
         arrived = self._meet(self._arriving, self._expected, back)
         each = flow.each if flow.each >= 0 else flow.nbytes * source.ranks / sink.ranks
@@ -223,7 +254,11 @@ class Network:
             last, latency = self._between(source, sink, flow, each), cluster.latency
         ends = [gone]
         known = flow.byte >= 0
-        if cost := flow.nbytes * flow.byte if known else flow.messages * cluster.row_seconds(flow.nbytes / flow.messages):
+        if (
+            cost := flow.nbytes * flow.byte
+            if known
+            else flow.messages * cluster.row_seconds(flow.nbytes / flow.messages)
+        ):
             ends.append(self.compute(posted.cls, cost))
             ends.append(self.compute(flow.to, cost * each / flow.nbytes))
         cores, _ = self.cores(sink)
@@ -243,7 +278,8 @@ class Network:
         cluster, out, into = self.cluster, flow.nbytes * source.in_node, each * sink.in_node
         a, b = cluster.kinds[source.kind][0], cluster.kinds[sink.kind][0]
         ends = [
-            self._line("out", source, a.nic, a.burst).carry(out), self._line("in", sink, b.nic, b.burst).carry(into)
+            self._line("out", source, a.nic, a.burst).carry(out),
+            self._line("in", sink, b.nic, b.burst).carry(into),
         ]
         if flow.place == FOREIGN and a.foreign:
             ends.append(self._line("foreign out", source, a.foreign).carry(out))
@@ -255,7 +291,9 @@ class Network:
         return max(ends)
 
     def _line(self, name: str, cls: Class, rate: float, burst: float = 0.0) -> TokenBucket:
-        return self._lines.setdefault((name, int(self.cluster.node_of[cls.rank])), TokenBucket(self.clock, rate, burst))
+        return self._lines.setdefault(
+            (name, int(self.cluster.node_of[cls.rank])), TokenBucket(self.clock, rate, burst)
+        )
 
     def _meet(
         self,
@@ -278,7 +316,8 @@ class Network:
         posts, rest = [*script], charged.seconds
         script.clear()
         charged.seconds = 0.0
-        slower = 1.0 if any(self.computing) else self.cluster.uneven  # who computes fills what would stay idle
+        # who computes fills what would stay idle
+        slower = 1.0 if any(self.computing) else self.cluster.uneven
         for seconds, posted in posts:
             yield self.compute(cls, seconds * slower + posted.seconds(self.cluster.message_seconds))
             self.start(posted)

@@ -1,4 +1,5 @@
-"""Links between every two ranks: what each carries alone, and what the line of a node carries for all its ranks at once."""
+"""Links between every two ranks: what each carries alone, and what the line of a node carries for
+all its ranks at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,21 +21,26 @@ WRITER = "what commpress probe --json wrote"
 class PairLinks:
     """Ranks live at sites, and every two sites have a link; ``site`` of each rank, its ``node``.
 
-    A transfer takes as long as its slowest link. Links out of a node share its line, which carries what the fastest of them
-    does alone; the transfers of one rank inside its node share that rank's port.
+    A transfer takes as long as its slowest link. Links out of a node share its line, which carries
+    what the fastest of them does alone; the transfers of one rank inside its node share that rank's
+    port.
     """
 
     site: np.ndarray
     node: np.ndarray
     latency: np.ndarray  # [sites, sites], seconds of a message
-    bandwidth: np.ndarray  # [sites, sites], bytes per second each way; the diagonal: ranks of one site among themselves
+    # [sites, sites], bytes per second each way; the diagonal: ranks of one site among themselves
+    bandwidth: np.ndarray
 
     def __post_init__(self) -> None:
         sites = int(self.site.max()) + 1
         for name in ("latency", "bandwidth"):
             table = getattr(self, name)
             if table.shape != (sites, sites) or not (table > 0).all():
-                raise InvalidArgument(f"{name} of links is not positive for every two of {sites} sites: measure every pair")
+                raise InvalidArgument(
+                    f"{name} of links is not positive for every two of {sites} sites: measure "
+                    "every pair"
+                )
 
     @property
     def size(self) -> int:
@@ -78,13 +84,20 @@ class PairLinks:
     def leaving_of(self, source: np.ndarray, sink: np.ndarray, nbytes: np.ndarray) -> float:
         """The same of transfers that differ."""
         apart = self.node[source] != self.node[sink]
-        return float(np.bincount(self.node[source[apart]], nbytes[apart]).max()) if apart.any() else 0.0
+        return (
+            float(np.bincount(self.node[source[apart]], nbytes[apart]).max())
+            if apart.any()
+            else 0.0
+        )
 
     def speeds_alike(self) -> bool:
-        """Links of a node among themselves, and of every two nodes, do not differ: all that counts is who shares a node."""
-        return len(self.bandwidth) == len(self.lines) and _one(np.diagonal(self.bandwidth)) and _one(
-            self.bandwidth[~np.eye(len(self.bandwidth), dtype=bool)]
-        )  # fmt: skip
+        """Links of a node among themselves, and of every two nodes, do not differ: all that counts
+        is who shares a node."""
+        return (
+            len(self.bandwidth) == len(self.lines)
+            and _one(np.diagonal(self.bandwidth))
+            and _one(self.bandwidth[~np.eye(len(self.bandwidth), dtype=bool)])
+        )
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "PairLinks":
@@ -106,22 +119,34 @@ class PairLinks:
 
     @classmethod
     def of_pairs(cls, nodes: Sequence[Sequence[int]], rows: Sequence[Any]) -> "PairLinks":
-        """From measured pairs: ``first``, ``second``, ``latency`` and ``bandwidth`` of each, as a probe names them."""
+        """From measured pairs: ``first``, ``second``, ``latency`` and ``bandwidth`` of each, as a
+        probe names them."""
         size = sum(map(len, nodes))
         if sorted(rank for node in nodes for rank in node) != list(range(size)) or size < 2:
-            raise InvalidArgument(f"nodes of measured pairs are {nodes!r}, expected ranks from 0 on, each once, at least two")
+            raise InvalidArgument(
+                f"nodes of measured pairs are {nodes!r}, expected ranks from 0 on, each once, "
+                "at least two"
+            )
         home = np.zeros(size, np.int64)
         for number, node in enumerate(nodes):
             home[list(node)] = number
         latency, bandwidth = np.zeros((size, size)), np.zeros((size, size))
         for row in rows:
             try:
-                a, b, late, rate = row["first"], row["second"], float(row["latency"]), float(row["bandwidth"])
+                a, b, late, rate = (
+                    row["first"],
+                    row["second"],
+                    float(row["latency"]),
+                    float(row["bandwidth"]),
+                )
                 known = 0 <= a < size and 0 <= b < size and 0 < late < np.inf and 0 < rate < np.inf
             except (TypeError, KeyError, ValueError):
                 known = False
             if not known:
-                raise InvalidArgument(f"a measured pair is {row!r}, expected ranks below {size}, latency and bandwidth above 0")
+                raise InvalidArgument(
+                    f"a measured pair is {row!r}, expected ranks below {size}, latency and "
+                    "bandwidth above 0"
+                )
             latency[a, b] = latency[b, a] = late / 2  # from a barrier on: there and back
             bandwidth[a, b] = bandwidth[b, a] = rate
         np.fill_diagonal(latency, 1e-9)
@@ -133,7 +158,9 @@ def load_pairs(path: str | Path) -> PairLinks:
     content = read_json(path, LIMIT, WRITER)
     found: Any = content if isinstance(content, dict) else {}
     nodes, rows = found.get("nodes"), found.get("rows")
-    whole = isinstance(nodes, list) and all(isinstance(node, list) and all(type(r) is int for r in node) for node in nodes)
+    whole = isinstance(nodes, list) and all(
+        isinstance(node, list) and all(type(r) is int for r in node) for node in nodes
+    )
     if not whole or not isinstance(rows, list) or not rows:
         raise InvalidArgument(f"{path} has no nodes and rows of pairs, expected {WRITER}")
     return PairLinks.of_pairs(nodes, rows)

@@ -1,10 +1,12 @@
 """Order of ranks on a grid: the heaviest traffic of its groups on the fastest links.
 
-Where links differ, which rank stands where decides a step. The search begins with ranks as they are numbered, node by node, and
-with ranks gathered by their links, and exchanges two of them as long as that makes the predicted step shorter.
+Where links differ, which rank stands where decides a step. The search begins with ranks as they are
+numbered, node by node, and with ranks gathered by their links, and exchanges two of them as long as
+that makes the predicted step shorter.
 
-Ranks ascend along all axes but dp, whose ranks do the same: torch sorts the ranks of a group, so in another order a rank's
-place on the mesh would not be its rank in the group, by which it knows its stage and its shard.
+Ranks ascend along all axes but dp, whose ranks do the same: torch sorts the ranks of a group, so in
+another order a rank's place on the mesh would not be its rank in the group, by which it knows its
+stage and its shard.
 """
 
 from collections.abc import Sequence
@@ -21,9 +23,16 @@ GAIN = 1e-6  # of a step that an exchange must save, so that rounding decides no
 
 
 def place(
-    grid: Grid, work: MeshWork, links: PairLinks, costs: Costs, dims: MeshDims | None = None, *,
-    speeds: Sequence[float] | None = None, limit: float = np.inf, tries: int = TRIES,
-) -> MeshStep:  # fmt: skip
+    grid: Grid,
+    work: MeshWork,
+    links: PairLinks,
+    costs: Costs,
+    dims: MeshDims | None = None,
+    *,
+    speeds: Sequence[float] | None = None,
+    limit: float = np.inf,
+    tries: int = TRIES,
+) -> MeshStep:
     """The best order that the search finds, and a step with it."""
 
     def tried(order: Sequence[int]) -> MeshStep:
@@ -56,17 +65,21 @@ def place(
 
 
 def starts(grid: Grid, links: PairLinks) -> list[list[int]]:
-    """As numbered, node by node; gathered around every kind of rank, so that neighbours have the fastest links left."""
+    """As numbered, node by node; gathered around every kind of rank, so that neighbours have the
+    fastest links left."""
     rate = links.bandwidth[links.site[:, None], links.site[None, :]].astype(float)
     np.fill_diagonal(rate, 0.0)
     found = [np.argsort(links.node, kind="stable").tolist()]
     for first in np.unique([int(np.argmax(rate.max(1))), int(np.argmin(rate.max(1)))]).tolist():
         found.append(gathered_from(first, rate, grid))
-    return [list(order) for order in dict.fromkeys(tuple(ascending(order, grid)) for order in found)]
+    return [
+        list(order) for order in dict.fromkeys(tuple(ascending(order, grid)) for order in found)
+    ]
 
 
 def ascending(order: Sequence[int], grid: Grid) -> list[int]:
-    """``order`` with the ranks sorted along every axis but dp: sorting one leaves the others sorted."""
+    """``order`` with the ranks sorted along every axis but dp: sorting one leaves the others
+    sorted."""
     places = np.asarray(order).reshape(grid)
     for axis, name in enumerate(AXES):
         if name != "dp":
@@ -75,13 +88,23 @@ def ascending(order: Sequence[int], grid: Grid) -> list[int]:
 
 
 def gathered_from(first: int, rate: np.ndarray, grid: Grid) -> list[int]:
-    """One rank after the other: the one that has the fastest links to those that share the smallest unfinished group."""
+    """One rank after the other: the one that has the fastest links to those that share the smallest
+    unfinished group."""
     order, left = [first], [rank for rank in range(len(rate)) if rank != first]
     sizes = np.cumprod(grid[::-1]).tolist()  # of tp's groups, then with sp, and so on
     while left:
         held = len(order)
         inside = next((held % size for size in sizes if held % size), 0)
         among = order[-inside:] if inside else order
-        order.append(max(left, key=lambda rank: (float(rate[rank, among].min()), float(rate[rank, order].mean()), -rank)))
+        order.append(
+            max(
+                left,
+                key=lambda rank: (
+                    float(rate[rank, among].min()),
+                    float(rate[rank, order].mean()),
+                    -rank,
+                ),
+            )
+        )
         left.remove(order[-1])
     return order

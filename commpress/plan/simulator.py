@@ -1,8 +1,10 @@
-"""Runs the production collectives on a modelled cluster and says how long they take and what they send.
+"""Runs the production collectives on a modelled cluster and says how long they take and what they
+send.
 
-The generators are those of ``collectives``; their kernels are ``SizedKernels``, their transport is ``SizedTransport``. A rank
-has two threads, as under DDP: one computes forward and backward, the other drives the collectives in the order that
-``work.Worker`` does: the oldest wait first, buckets begun as autograd fills them.
+The generators are those of ``collectives``; their kernels are ``SizedKernels``, their transport is
+``SizedTransport``. A rank has two threads, as under DDP: one computes forward and backward, the
+other drives the collectives in the order that ``work.Worker`` does: the oldest wait first, buckets
+begun as autograd fills them.
 """
 
 import mmap
@@ -31,17 +33,20 @@ Build = Callable[[SizedTransport, Workspace, torch.Tensor], Sequence[Steps[Any]]
 
 @dataclass(frozen=True)
 class Training:
-    """Computation of one rank in a step: seconds on a core of its own, divided at the backward's buckets."""
+    """Computation of one rank in a step: seconds on a core of its own, divided at the backward's
+    buckets."""
 
     forward: float
     backward: float
     optimizer: float
-    shares: tuple[float, ...]  # of the backward up to each bucket, in the order in which they fill; they sum to 1
+    # of the backward up to each bucket, in the order in which they fill; they sum to 1
+    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """One step, or one call. Traffic is that of one rank, the class that sends most to other nodes."""
+    """One step, or one call. Traffic is that of one rank, the class that sends most to other
+    nodes."""
 
     seconds: float
     compute_seconds: float  # of the same step without communication, of the slowest class
@@ -61,7 +66,9 @@ class SizedWorkspace(Workspace):
         free = self._free[rows, size, device]
         return free.pop() if free else _untouched(rows * size, torch.uint8).view(rows, size)  # type: ignore[return-value]
 
-    def residual(self, message: Message, device: torch.device, like: ErrorFeedback | None = None) -> ErrorFeedback:
+    def residual(
+        self, message: Message, device: torch.device, like: ErrorFeedback | None = None
+    ) -> ErrorFeedback:
         return no_residual()
 
 
@@ -72,22 +79,35 @@ def no_residual() -> ErrorFeedback:
 def simulate_calls(
     cluster: Cluster, costs: Costs, build: Build, numel: int, *, calls: int = 1, alike: bool = True
 ) -> Simulated:
-    """``calls`` collectives back to back; seconds are those of one. ``build`` makes the steps of one call."""
+    """``calls`` collectives back to back; seconds are those of one. ``build`` makes the steps of
+    one call."""
     run = _Run(cluster, costs, build, numel, alike=alike)
     ends: list[Signal] = []
     for cls in range(len(run.network.classes.every)):
         ready = Signal()
         ready.fire()
         jobs = [job for _ in range(calls) for job in run.jobs(cls)]
-        ends.append(run.clock.follow(run.drive(cls, [_SimulatedJob(ready, job, Signal()) for job in jobs], limit=1)))
+        ends.append(
+            run.clock.follow(
+                run.drive(cls, [_SimulatedJob(ready, job, Signal()) for job in jobs], limit=1)
+            )
+        )
     seconds = run.finish(ends)
     return run.result(seconds / calls, 0.0, calls)
 
 
 def simulate_step(
-    cluster: Cluster, costs: Costs, build: Build, numel: int, training: Training, *, limit: int = 4, alike: bool = True
+    cluster: Cluster,
+    costs: Costs,
+    build: Build,
+    numel: int,
+    training: Training,
+    *,
+    limit: int = 4,
+    alike: bool = True,
 ) -> Simulated:
-    """One DDP step: ``build`` makes the steps of each bucket, in the order in which backward fills them."""
+    """One DDP step: ``build`` makes the steps of each bucket, in the order in which backward fills
+    them."""
     run = _Run(cluster, costs, build, numel, alike=alike)
     ends: list[Signal] = []
     for cls in range(len(run.network.classes.every)):
@@ -108,7 +128,9 @@ class _SimulatedJob(NamedTuple):
 
 
 class _Run:
-    def __init__(self, cluster: Cluster, costs: Costs, build: Build, numel: int, *, alike: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, costs: Costs, build: Build, numel: int, *, alike: bool
+    ) -> None:
         self.clock = Clock()
         self.network = Network(cluster, self.clock, alike=alike)
         self.build = build
@@ -136,7 +158,8 @@ class _Run:
         yield self.network.compute(cls, training.optimizer)
 
     def drive(self, cls: int, jobs: Sequence[_SimulatedJob], *, limit: int) -> Process:
-        """As ``work.Worker``: new jobs while fewer than ``limit`` are under way, then the oldest wait."""
+        """As ``work.Worker``: new jobs while fewer than ``limit`` are under way, then the oldest
+        wait."""
         pending, running = deque(jobs), deque[tuple[_SimulatedJob, list[Signal]]]()
 
         def advance(job: _SimulatedJob) -> Process:
@@ -171,7 +194,9 @@ class _Run:
         when_all(ends, lambda: finished.append(self.clock.now))
         self.clock.run()
         if not finished:
-            raise RuntimeError("the simulation stands still: a rank waits for a message that nobody sends")
+            raise RuntimeError(
+                "the simulation stands still: a rank waits for a message that nobody sends"
+            )
         return finished[0]
 
     def alone(self, training: Training) -> float:
@@ -189,16 +214,20 @@ class _Run:
 
 
 def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory only where they are touched, and so may be more than the machine has."""
+    """Zeros that take memory only where they are touched, and so may be more than the machine
+    has."""
     if numel * dtype.itemsize < 1 << 20:
         return torch.zeros(numel, dtype=dtype)
     noreserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve)
+    pages = mmap.mmap(
+        -1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve
+    )
     return torch.frombuffer(pages, dtype=dtype)
 
 
 class _Weighed(TorchDispatchMode):
-    """Long copies and additions of torch itself, such as the sums inside a node, are charged by the byte and not done."""
+    """Long copies and additions of torch itself, such as the sums inside a node, are charged by the
+    byte and not done."""
 
     def __init__(self, kernels: SizedKernels) -> None:
         super().__init__()
@@ -209,6 +238,8 @@ class _Weighed(TorchDispatchMode):
         if name in ("copy_", "add_"):
             run = args[0].shape[-1] * args[0].element_size() if args[0].dim() else 0
             if run > LONG:  # headers are short, and real
-                self.kernels.moved((2 if name == "copy_" else 3) * args[0].numel() * args[0].element_size())
+                self.kernels.moved(
+                    (2 if name == "copy_" else 3) * args[0].numel() * args[0].element_size()
+                )
                 return args[0]
         return func(*args, **(kwargs or {}))

@@ -16,12 +16,14 @@ class Backward:
         self.submitted: list[torch.futures.Future[Any]] = []
 
     def raise_errors(self) -> None:
-        """At the end of this backward, as what they are. Called once, inside the hook of the last bucket.
+        """At the end of this backward, as what they are. Called once, inside the hook of the last
+        bucket.
 
-        Note: who raises. DDP makes "RuntimeError: Unable to cast" of an exception in a future, so autograd is asked to call
-        back before DDP looks at the futures. Where no node of the graph is being evaluated (the first step of a static
-        graph, a rank that has joined) it is too late for that: wait here. Errors come after DDP has finished, so that training
-        may go on after them, as after ``group.reform``.
+        Note: who raises. DDP makes "RuntimeError: Unable to cast" of an exception in a future, so
+        autograd is asked to call back before DDP looks at the futures. Where no node of the graph
+        is being evaluated (the first step of a static graph, a rank that has joined) it is too late
+        for that: wait here. Errors come after DDP has finished, so that training may go on after
+        them, as after ``group.reform``.
         """
         if torch._C._current_autograd_node() is None:
             self._wait()

@@ -1,7 +1,7 @@
 """DistributedDataParallel: the hook, its state, and the one-line form ``compress``.
 
-Stop 1 of a gradient bucket: autograd fills it and calls the hook, which hands the steps to the state's worker and gives
-DDP a future. Backward goes on meanwhile.
+Stop 1 of a gradient bucket: autograd fills it and calls the hook, which hands the steps to the
+state's worker and gives DDP a future. Backward goes on meanwhile.
 """
 
 import logging
@@ -44,7 +44,13 @@ from commpress.collectives.residual_state import (
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import can_reform, on_reform
-from commpress.errors import CommunicationError, InvalidArgument, NonFiniteGradient, check_counts, refuse_unknown
+from commpress.errors import (
+    CommunicationError,
+    InvalidArgument,
+    NonFiniteGradient,
+    check_counts,
+    refuse_unknown,
+)
 from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.lateness import Lateness, Probation
@@ -76,31 +82,40 @@ def compress(
     dims: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds residuals and counters.
+    """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds
+    residuals and counters.
 
-    ``codec="auto"`` tries no compression, ``int8``, ``int4`` and, in one level, ``powersgd-4`` for a few steps each and keeps
-    the fastest, powersgd only while it keeps back at most two gradients. ``allow="sign"`` lets it try that too, whatever it
-    keeps back, and so for any codec or several. ``plan``: a file that ``commpress plan`` wrote, or what it holds, in place of a
-    codec. Where that is no compression, DDP gets no hook, as if this had never been called.
+    ``codec="auto"`` tries no compression, ``int8``, ``int4`` and, in one level, ``powersgd-4`` for
+    a few steps each and keeps the fastest, powersgd only while it keeps back at most two gradients.
+    ``allow="sign"`` lets it try that too, whatever it keeps back, and so for any codec or several.
+    ``plan``: a file that ``commpress plan`` wrote, or what it holds, in place of a codec. Where
+    that is no compression, DDP gets no hook, as if this had never been called.
 
-    ``topology="auto"`` adds up inside a node, exactly, and compresses what leaves it, where the launcher says which ranks share
-    one; None reduces flat. Groups whose ranks may change, exact codecs and trials of low-rank codecs are flat unless ranks of
-    nodes are named, and so is a ``plan`` that does not name them.
+    ``topology="auto"`` adds up inside a node, exactly, and compresses what leaves it, where the
+    launcher says which ranks share one; None reduces flat. Groups whose ranks may change, exact
+    codecs and trials of low-rank codecs are flat unless ranks of nodes are named, and so is a
+    ``plan`` that does not name them.
 
-    Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression in ``exclude``, travel
-    exactly. ``options`` are those of ``CompressedState``.
+    Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression
+    in ``exclude``, travel exactly. ``options`` are those of ``CompressedState``.
 
-    ``mesh`` with ``dims={"dp": "int8", "pp": "int4"}``: the codec of each dimension of a mesh by name, in place of ``codec``;
-    what is not named, such as tensor-parallel traffic, stays exact. ``ddp`` may then also be a model as it is, whose replicas
-    are made here, one under ``fully_shard``, or the stages of a pipeline or their schedule. All ranks that must stay together
-    agree. Returns the states by name (``integrations.ddp.mesh.MeshStates``). See ``docs/meshes.md``.
+    ``mesh`` with ``dims={"dp": "int8", "pp": "int4"}``: the codec of each dimension of a mesh by
+    name, in place of ``codec``; what is not named, such as tensor-parallel traffic, stays exact.
+    ``ddp`` may then also be a model as it is, whose replicas are made here, one under
+    ``fully_shard``, or the stages of a pipeline or their schedule. All ranks that must stay
+    together agree. Returns the states by name (``integrations.ddp.mesh.MeshStates``). See
+    ``docs/meshes.md``.
     """
     if mesh is not None or dims is not None:
         from commpress.integrations.ddp.mesh import compress_mesh  # which is built on this file
 
         if plan is not None:
-            raise InvalidArgument("plan and mesh are both given: of a mesh name the codecs in dims=")
-        given = {"min_numel": min_numel, "exclude": exclude} | ({} if topology == AUTO else {"topology": topology})
+            raise InvalidArgument(
+                "plan and mesh are both given: of a mesh name the codecs in dims="
+            )
+        given = {"min_numel": min_numel, "exclude": exclude} | (
+            {} if topology == AUTO else {"topology": topology}
+        )
         return compress_mesh(ddp, mesh, dims, given | options)
     check_wrapped(ddp)
     check_unhooked(ddp)
@@ -124,57 +139,86 @@ def compress(
     return state
 
 
-def _divides(codec: str | Codec | Policy, ddp: DistributedDataParallel, options: dict[str, Any]) -> bool:
-    """True if two levels take nothing away from what this run can do, so that "auto" may ask the launcher."""
-    if ddp.process_group.size() == 1 or can_reform(ddp.process_group) or codec == PLAIN or options.get("alarm") is not None:
+def _divides(
+    codec: str | Codec | Policy, ddp: DistributedDataParallel, options: dict[str, Any]
+) -> bool:
+    """True if two levels take nothing away from what this run can do, so that "auto" may ask the
+    launcher."""
+    if (
+        ddp.process_group.size() == 1
+        or can_reform(ddp.process_group)
+        or codec == PLAIN
+        or options.get("alarm") is not None
+    ):
         return False
     if trial := trial_of(codec, options.get("allow")):
         return not any(isinstance(codec_named(way), LowRankCodec) for way in trial.ways[1:])
     return not policy_of(codec).choose("", BUCKET).lossless
 
 
-def compressed_allreduce_hook(state: "CompressedState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average ``bucket`` over the ranks of ``state``, compressed; the future holds the bucket's own buffer."""
+def compressed_allreduce_hook(
+    state: "CompressedState", bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average ``bucket`` over the ranks of ``state``, compressed; the future holds the bucket's own
+    buffer."""
     if not isinstance(state, CompressedState):
         raise InvalidArgument(
             f"state is a {type(state).__name__}, expected a CompressedState: "
-            "ddp.register_comm_hook(commpress.CompressedState(codec='int8'), commpress.compressed_allreduce_hook)"
+            "ddp.register_comm_hook(commpress.CompressedState(codec='int8'), "
+            "commpress.compressed_allreduce_hook)"
         )
     if not isinstance(bucket, dist.GradBucket):
         raise InvalidArgument(
-            f"bucket is a {type(bucket).__name__}: DDP's Python reducer (torch._dynamo.config.optimize_ddp) has no "
+            f"bucket is a {type(bucket).__name__}: DDP's Python reducer "
+            "(torch._dynamo.config.optimize_ddp) has no "
             "buckets, which compression needs; leave it at its default"
         )
     return state.reduce(bucket)
 
 
 class CompressedState:
-    """State of the hook between calls: residuals, counters, one worker and a process group of its own.
+    """State of the hook between calls: residuals, counters, one worker and a process group of its
+    own.
 
-    Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one.
-    Gradients that no codec knows (float64, complex, sparse) are averaged by torch's own all-reduce; ``counters`` say how many.
+    Construct it on every rank of ``process_group`` (default: all), in the same order as other
+    groups: it makes a new one. Gradients that no codec knows (float64, complex, sparse) are
+    averaged by torch's own all-reduce; ``counters`` say how many.
 
     - ``codec``, ``min_numel``, ``exclude``: what travels how; see ``compress``.
-    - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to match. Without it,
+    - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to
+      match. Without it,
       parameters are numbered in the order in which DDP first brings them.
-    - ``error_feedback``: True keeps what compression leaves out and sends it later; "ef21" sends changes of the gradient
+    - ``error_feedback``: True keeps what compression leaves out and sends it later; "ef21" sends
+      changes of the gradient
       instead (``collectives.ef21``); False forgets, which does not converge.
-    - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks, warns and counts;
-      "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient on all ranks. No residual changes.
-    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these are more than the ranks of
-      ``process_group``: with tensor parallelism the whole mesh. What is not finite on one of them then makes all buckets of
-      that step zeros on all of them, or raises on all. Not the stages of a pipeline, whose backwards wait for each other.
-    - ``grad_scaler``: pass AMP's GradScaler. Residuals are then kept in unscaled units, a bad gradient reaches the scaler
+    - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks,
+      warns and counts;
+      "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient on all ranks. No
+      residual changes.
+    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these
+      are more than the ranks of
+      ``process_group``: with tensor parallelism the whole mesh. What is not finite on one of them
+      then makes all buckets of that step zeros on all of them, or raises on all. Not the stages of
+      a pipeline, whose backwards wait for each other.
+    - ``grad_scaler``: pass AMP's GradScaler. Residuals are then kept in unscaled units, a bad
+      gradient reaches the scaler
       as infinity so that it skips the step, and residuals of a skipped step stay as they were.
-    - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate variances).
-    - ``measure_every``: steps between measurements of the compression error; 0 never. Not with a topology.
-    - ``replan_every``: steps between two choices of a codec for every layer, each from the gradients of that step: the fewest
+    - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate
+      variances).
+    - ``measure_every``: steps between measurements of the compression error; 0 never. Not with a
+      topology.
+    - ``replan_every``: steps between two choices of a codec for every layer, each from the
+      gradients of that step: the fewest
       bytes at the error that ``codec`` for all would make; 0 never. See ``docs/planning.md``.
-    - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the launcher says). Sums
-      inside a node are then exact and only what crosses between nodes is compressed; see ``docs/hierarchy.md``. The
-      ``Links`` that ``commpress probe`` measured decide whether that is faster than one level.
-    - ``allow``: coarser codecs that ``codec="auto"`` may try beside ``int8`` and ``int4``, such as "sign".
-    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compression seems to harm the run.
+    - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what
+      the launcher says). Sums
+      inside a node are then exact and only what crosses between nodes is compressed; see
+      ``docs/hierarchy.md``. The ``Links`` that ``commpress probe`` measured decide whether that is
+      faster than one level.
+    - ``allow``: coarser codecs that ``codec="auto"`` may try beside ``int8`` and ``int4``, such as
+      "sign".
+    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compression seems to harm
+      the run.
     """
 
     def __init__(
@@ -202,23 +246,43 @@ class CompressedState:
         self._saved: dict[str, Any] | None = None
         self.process_group = process_group
         self.options: dict[str, Any] = {
-            "codec": codec, "min_numel": min_numel, "exclude": exclude, "error_feedback": error_feedback,
-            "on_nonfinite": on_nonfinite, "exact_steps": exact_steps, "measure_every": measure_every, "timeout": timeout,
-            "checksum": checksum, "seed": seed, "replan_every": replan_every, "topology": topology,
-            "allow": allow, "alarm": alarm,
-        }  # fmt: skip
+            "codec": codec,
+            "min_numel": min_numel,
+            "exclude": exclude,
+            "error_feedback": error_feedback,
+            "on_nonfinite": on_nonfinite,
+            "exact_steps": exact_steps,
+            "measure_every": measure_every,
+            "timeout": timeout,
+            "checksum": checksum,
+            "seed": seed,
+            "replan_every": replan_every,
+            "topology": topology,
+            "allow": allow,
+            "alarm": alarm,
+        }
         self._given = {"agree_over": agree_over is not None, "grad_scaler": grad_scaler is not None}
         self.names = ParameterNames(named_parameters or ())
-        check_counts(exact_steps=exact_steps, measure_every=measure_every, replan_every=replan_every, seed=seed)
+        check_counts(
+            exact_steps=exact_steps,
+            measure_every=measure_every,
+            replan_every=replan_every,
+            seed=seed,
+        )
         self._check(named=named_parameters is not None)
         if isinstance(codec, str) and codec == PLAIN and agree_over is None:
             codec = Planned(PLAIN)
-        self.compresses = not isinstance(codec, Planned) or codec.compresses  # else torch's all-reduce carries everything
+        # else torch's all-reduce carries everything
+        self.compresses = not isinstance(codec, Planned) or codec.compresses
         self.on_nonfinite = on_nonfinite
-        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self.grad_scaler = (
+            grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        )
         self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
         self.step = 0
-        self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
+        self.counters = Counters(
+            choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else ""
+        )
         self._trial, self._way = trial_of(codec, allow), ""  # what it came to
         self._probation: Probation | None = None
         self.alarm = alarm_of(alarm)
@@ -230,7 +294,9 @@ class CompressedState:
         if topology is not None and self._trial is not None:
             for way in self._trial.ways[1:]:
                 self._check_stays(policy_of(way, **self._limits))
-        self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        self.channel = Channel.among(
+            process_group, timeout=timeout, workspace=Workspace(checksum=checksum)
+        )
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         if topology is not None:
             usually = policy_of(self._trial.ways[-1], **self._limits) if self._trial else policy
@@ -239,16 +305,25 @@ class CompressedState:
             self._trial = self._widened(self._trial)
         self._lateness = Lateness(sum(self.names.numels.values()) or BUCKET)
         self._names_ranks = {
-            "topology": topology not in (None, AUTO) or self.channel.levels is not None, "agree_over": agree_over is not None,
-        }  # fmt: skip
+            "topology": topology not in (None, AUTO) or self.channel.levels is not None,
+            "agree_over": agree_over is not None,
+        }
         self.exchanges = Exchanges(
-            policy, self.channel.size, self.channel.workspace, levels=self.channel.levels, feedback=bool(error_feedback),
-            ef21=error_feedback == "ef21", seed=seed,
-        )  # fmt: skip
+            policy,
+            self.channel.size,
+            self.channel.workspace,
+            levels=self.channel.levels,
+            feedback=bool(error_feedback),
+            ef21=error_feedback == "ef21",
+            seed=seed,
+        )
         self._plain = Plain(self._plain_group(), self.counters)
         self._survives = can_reform(process_group)  # backwards that fail: another may follow
-        self._owing = False  # what is owed is to be paid in the next step, which sends exactly or nothing
-        self._replanning = Replanning(replan_every, codec, policy, self.channel.size) if replan_every else None  # type: ignore[arg-type]
+        # what is owed is to be paid in the next step, which sends exactly or nothing
+        self._owing = False
+        self._replanning = None
+        if replan_every:
+            self._replanning = Replanning(replan_every, codec, policy, self.channel.size)  # type: ignore[arg-type]
         self._usual = policy  # the codecs while no alarm lasts
         self._backward: Backward | None = None
         self.handover = Handover(self.channel)
@@ -258,40 +333,54 @@ class CompressedState:
         if self.channel.size > 1:
             self._say_caveat(policy, usual)
         if self.channel.size == 1:
-            log.warning("world size is 1: there is nothing to reduce, gradients pass through as they are")
+            log.warning(
+                "world size is 1: there is nothing to reduce, gradients pass through as they are"
+            )
 
     def _check(self, *, named: bool) -> None:
         """Refuse what makes no sense together, the same on every rank."""
         o, agree_over = self.options, self._given["agree_over"]
-        codec, trial, ef21 = o["codec"], trial_of(o["codec"], o.get("allow")) is not None, o["error_feedback"] == "ef21"
+        codec, trial, ef21 = (
+            o["codec"],
+            trial_of(o["codec"], o.get("allow")) is not None,
+            o["error_feedback"] == "ef21",
+        )
         plain = self._uncompressed
         check_on_nonfinite(o["on_nonfinite"])
         check_feedback(o["error_feedback"], ef21=True)
         check_exclude(o["exclude"])
         if o["exclude"] and not named:
             raise InvalidArgument(
-                "exclude matches parameter names, but named_parameters is missing: pass model.named_parameters() or use "
+                "exclude matches parameter names, but named_parameters is missing: pass "
+                "model.named_parameters() or use "
                 "commpress.compress(ddp, exclude=...)"
             )
         if not dist.is_initialized():
             raise InvalidArgument(
-                "torch.distributed is not initialised: call init_process_group before CompressedState"
+                "torch.distributed is not initialised: call init_process_group before "
+                "CompressedState"
             )
         check_alarm(o.get("alarm"), o, trial=trial, plain=plain, agrees=agree_over)
         if ef21 and (trial or o["replan_every"]):
             raise InvalidArgument(
-                "error_feedback='ef21' needs a codec that stays: name one, such as 'topk-16', without replan_every, or leave "
+                "error_feedback='ef21' needs a codec that stays: name one, such as 'topk-16', "
+                "without replan_every, or leave "
                 "error_feedback out"
             )
         if agree_over and (trial or (plain and isinstance(codec, Planned))):
             raise InvalidArgument(
-                f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which leaves steps "
+                f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which "
+                "leaves steps "
                 "to torch's own all-reduce: name a codec, such as 'int8', or leave agree_over out"
             )
         for pattern in o["exclude"]:
             if not any(re.search(pattern, name) for name in self.names.numels):
                 rank = dist.get_rank(self.process_group)
-                warn_on_first(rank, "exclude=%r matches no parameter: nothing is left out because of it", pattern)
+                warn_on_first(
+                    rank,
+                    "exclude=%r matches no parameter: nothing is left out because of it",
+                    pattern,
+                )
 
     @property
     def _uncompressed(self) -> bool:
@@ -305,21 +394,30 @@ class CompressedState:
         if any(isinstance(way, SignCodec) for way in ways):
             warn_on_first(
                 self.channel.rank,
-                "a codec of one bit sends the rest of a gradient later: compare the loss with an uncompressed run; "
-                "exact_steps= of a tenth of the run, and a finer codec for the output layer, bring it closer",
+                "a codec of one bit sends the rest of a gradient later: compare the loss with "
+                "an uncompressed run; "
+                "exact_steps= of a tenth of the run, and a finer codec for the output layer, "
+                "bring it closer",
             )
 
     def _widened(self, trial: Trial) -> Trial:
-        """The trial with a low-rank codec, where residuals of whole matrices can follow a change of codecs."""
-        return trial if self.channel.levels is not None else with_low_rank(trial, self.options["codec"])
+        """The trial with a low-rank codec, where residuals of whole matrices can follow a change of
+        codecs."""
+        return (
+            trial
+            if self.channel.levels is not None
+            else with_low_rank(trial, self.options["codec"])
+        )
 
     def _check_stays(self, policy: Policy) -> None:
-        """With a topology a matrix keeps residuals as a whole and rows slice by slice, so one cannot follow the other."""
+        """With a topology a matrix keeps residuals as a whole and rows slice by slice, so one
+        cannot follow the other."""
         for name, numel in self.names.numels.items() or [("", BUCKET)]:
             codec = policy.choose(name, numel)
             if isinstance(codec, LowRankCodec):
                 raise InvalidArgument(
-                    f"a topology, and a codec that changes, is given, but {codec.spec!r} keeps what it leaves behind in whole "
+                    f"a topology, and a codec that changes, is given, but {codec.spec!r} keeps "
+                    "what it leaves behind in whole "
                     "matrices, and other codecs in slices of a node: leave one of the three out"
                 )
 
@@ -384,7 +482,10 @@ class CompressedState:
 
     def _begin_backward(self, device: torch.device) -> None:
         """Nothing is under way between two backwards, unless the last one was aborted."""
-        before, self._backward = self._backward, Backward(Round(self.step, consensus=self.consensus))
+        before, self._backward = (
+            self._backward,
+            Backward(Round(self.step, consensus=self.consensus)),
+        )
         if before is not None:
             before.round.abandon()
         try:
@@ -401,7 +502,11 @@ class CompressedState:
         if self._replanning is not None and self._replanning.measured:
             self.exchanges.use(self._replanning.decide(self._plain.group, device, self.step - 1))
             self.counters.choice = self._replanning.why
-        if self.alarm is not None and not aborted and self.alarm.due(self.step - 1 - self.exact_steps):
+        if (
+            self.alarm is not None
+            and not aborted
+            and self.alarm.due(self.step - 1 - self.exact_steps)
+        ):
             before = self.alarm.way
             self.alarm.look(self._plain.group, device, self.step - 1)
             if self.alarm.way != before:
@@ -440,29 +545,46 @@ class CompressedState:
         """Let another codec take the place of one that has fallen behind."""
         late = self._late(device)
         if probation.judge(late):
-            self._probation, self._way, self._owing = None, probation.instead, probation.instead == PLAIN
-            self.counters.choice = f"{probation.instead}, because {probation.way} kept back {late:.2g} gradients"
-            warn_on_first(self.channel.rank, "codec='auto' goes on with %s from step %d on", self.counters.choice, self.step)
+            self._probation, self._way, self._owing = (
+                None,
+                probation.instead,
+                probation.instead == PLAIN,
+            )
+            self.counters.choice = (
+                f"{probation.instead}, because {probation.way} kept back {late:.2g} gradients"
+            )
+            warn_on_first(
+                self.channel.rank,
+                "codec='auto' goes on with %s from step %d on",
+                self.counters.choice,
+                self.step,
+            )
             self._go(probation.instead)
 
     def _looks(self, step: int) -> bool:
         """True if somebody is to judge how late the gradients of this step are."""
-        return (self._trial is not None and self._trial.looks) or (self._probation is not None and self._probation.due(step))
+        return (self._trial is not None and self._trial.looks) or (
+            self._probation is not None and self._probation.due(step)
+        )
 
     def _go(self, way: str) -> None:
         self.compresses = way != PLAIN
         if self.compresses:
             self.exchanges.use(policy_of(way, **self._limits))
 
-    def _reduce_plainly(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
-        """A bucket of a step that torch's own all-reduce carries; the first such step after a trial carries what is owed."""
+    def _reduce_plainly(
+        self, bucket: dist.GradBucket, *, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """A bucket of a step that torch's own all-reduce carries; the first such step after a trial
+        carries what is owed."""
         self._pay(bucket, last=last)
         if last:
             self._backward, self._finished = None, self.step
         return self._plain.reduce(bucket, last=last)
 
     def _pay(self, bucket: dist.GradBucket, *, last: bool) -> None:
-        """Add what is owed to the gradients, where it is due: their mean, or they themselves, will be exact."""
+        """Add what is owed to the gradients, where it is due: their mean, or they themselves, will
+        be exact."""
         if self._owing and self._plain.compressible(bucket):
             scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -478,34 +600,54 @@ class CompressedState:
         """The steps of one bucket, and how often they wait, where that is known."""
         step = backward.round.number
         if self.channel.size == 1 or not self.compresses or not self._plain.compressible(bucket):
-            waits, begin = 1 if self.consensus is None else None, partial(self._plain.average, buffer)
+            waits, begin = (
+                1 if self.consensus is None else None,
+                partial(self._plain.average, buffer),
+            )
             work = None if self._survives else begin()
             return self._averaged(buffer, lambda: work or begin(), backward.round), waits
         parameters, exact = tuple(map(id, bucket.parameters())), step < self.exact_steps
-        exchange = self.exchanges.of(parameters, lambda: self.names.tensors(bucket), buffer.device, exact=exact)
+        exchange = self.exchanges.of(
+            parameters, lambda: self.names.tensors(bucket), buffer.device, exact=exact
+        )
         if self._replanning is not None and self._replanning.due(step - self.exact_steps):
             self._replanning.measure(exchange.spans, buffer)
         sequence = self.channel.take(exchange.sequences)
-        return self._exchanged(buffer, exchange, backward.round, sequence), exchange.waits if self.consensus is None else None
+        return self._exchanged(
+            buffer, exchange, backward.round, sequence
+        ), exchange.waits if self.consensus is None else None
 
-    def _exchanged(self, bucket: torch.Tensor, exchange: Exchange, round: Round, sequence: int) -> Steps[None]:
+    def _exchanged(
+        self, bucket: torch.Tensor, exchange: Exchange, round: Round, sequence: int
+    ) -> Steps[None]:
         """A bucket that crosses the channel."""
         workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
-        measure = self.measure_every and round.number % self.measure_every == 0 and isinstance(exchange, Reduce)
+        measure = (
+            self.measure_every
+            and round.number % self.measure_every == 0
+            and isinstance(exchange, Reduce)
+        )
         looks = self.alarm is not None and self.alarm.due(round.number - self.exact_steps)
-        before = exchange.compensated(buffer, gain) if (measure or looks) and isinstance(exchange, Reduce) else None
+        before = (
+            exchange.compensated(buffer, gain)
+            if (measure or looks) and isinstance(exchange, Reduce)
+            else None
+        )
         own = buffer * gain if looks else None
         if self._looks(round.number):
             self._lateness.see(exchange.spans, buffer, gain)
         key = self.seed * 1_000_003 + round.number
-        outcomes = yield from exchange.steps(self.channel, buffer, sequence=sequence, key=key, gain=gain)
+        outcomes = yield from exchange.steps(
+            self.channel, buffer, sequence=sequence, key=key, gain=gain
+        )
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
             bucket.copy_(buffer)
-            if bucket.dtype == torch.float16:  # a mean that does not fit overflows on every rank alike
+            # a mean that does not fit overflows on every rank alike
+            if bucket.dtype == torch.float16:
                 finite = bool(torch.isfinite(bucket).all())
         if bucket is not buffer:
             workspace.give_back(buffer)
@@ -517,31 +659,48 @@ class CompressedState:
         self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)
         yield from self._end(bucket, finite, outcomes, round)
 
-    def _averaged(self, bucket: torch.Tensor, begin: Callable[[], Work], round: Round) -> Steps[None]:
-        """A bucket that torch's own all-reduce carries; what is not finite in a step without compression is left as it is.
+    def _averaged(
+        self, bucket: torch.Tensor, begin: Callable[[], Work], round: Round
+    ) -> Steps[None]:
+        """A bucket that torch's own all-reduce carries; what is not finite in a step without
+        compression is left as it is.
 
-        Note: the thread. A call that begins on autograd's ends the backward when it fails, before DDP has finished it.
+        Note: the thread. A call that begins on autograd's ends the backward when it fails, before
+        DDP has finished it.
         """
         yield begin()
         finite = not self.compresses or bool(torch.isfinite(values_of(bucket)).all())
         yield from self._end(bucket, finite, [], round)
 
-    def _end(self, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome], round: Round) -> Steps[None]:
-        """The means of a bucket are there; with the last of them its backward is taken or refused as a whole."""
+    def _end(
+        self, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome], round: Round
+    ) -> Steps[None]:
+        """The means of a bucket are there; with the last of them its backward is taken or refused
+        as a whole."""
         closed = yield from round.end(bucket, finite, outcomes)
         if not closed:
             return
         self.handover.settle(taken=round.finite)
         self._finished = round.number + 1
         if not round.finite:
-            value = float("inf") if self.grad_scaler else float("nan") if self.on_nonfinite == "propagate" else 0.0
+            value = (
+                float("inf")
+                if self.grad_scaler
+                else float("nan")
+                if self.on_nonfinite == "propagate"
+                else 0.0
+            )
             for buffer in round.buffers:
                 values_of(buffer).fill_(value)
             self._warn_of_nonfinite(round)
         round.deliver()
         sent_bytes = self._plain.sent_bytes + self.channel.sent_bytes
         self.counters.step(
-            round.finite, sent_bytes, self.channel.between_bytes, self.channel.waited, self.channel.workspace
+            round.finite,
+            sent_bytes,
+            self.channel.between_bytes,
+            self.channel.waited,
+            self.channel.workspace,
         )
         if not self._told and round.number >= self.exact_steps:
             self._told = True
@@ -552,38 +711,60 @@ class CompressedState:
         count = self.counters.skipped_steps + 1
         if self.on_nonfinite == "raise":
             round.error = NonFiniteGradient(
-                f"the gradients of step {round.number} hold NaN or infinity on some rank. No residual was changed. Look for "
+                f"the gradients of step {round.number} hold NaN or infinity on some rank. No "
+                "residual was changed. Look for "
                 "the cause in the loss, or pass on_nonfinite='skip'."
             )
         elif count <= 3 or count % 100 == 0:
             instead = "NaN" if self.on_nonfinite == "propagate" else "zeros"
-            effect = "passed on as infinity to the GradScaler" if self.grad_scaler else f"replaced by {instead} on all ranks"
-            advice = "" if self.grad_scaler else " With AMP pass grad_scaler= so that the loss scale adapts."
+            effect = (
+                "passed on as infinity to the GradScaler"
+                if self.grad_scaler
+                else f"replaced by {instead} on all ranks"
+            )
+            advice = (
+                ""
+                if self.grad_scaler
+                else " With AMP pass grad_scaler= so that the loss scale adapts."
+            )
             warn_on_first(
                 self.channel.rank,
                 "step %d: gradients held NaN or infinity on some rank and were %s (%d so far).%s",
-                round.number, effect, count, advice,
-            )  # fmt: skip
+                round.number,
+                effect,
+                count,
+                advice,
+            )
 
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among other ranks, those of the channel by now; collective. Call the result when all have come as far.
+        """Go on among other ranks, those of the channel by now; collective. Call the result when
+        all have come as far.
 
-        The step that was under way counts if it did so for others, or is left out. Every rank then knows what all have in
-        common: steps, codecs, bases. A trial of codecs that was under way begins anew.
+        The step that was under way counts if it did so for others, or is left out. Every rank then
+        knows what all have in common: steps, codecs, bases. A trial of codecs that was under way
+        begins anew.
         """
         for option, names in self._names_ranks.items():
             if names:
                 raise cannot_follow(self, f"{option} names ranks that were")
         common = {
-            "step": self._finished, "trial": self._trial is not None, "way": self._way, "why": self.counters.choice,
-            "rules": dict(self._replanning.rules) if self._replanning is not None else {}, "brought": list(self.names.brought),
+            "step": self._finished,
+            "trial": self._trial is not None,
+            "way": self._way,
+            "why": self.counters.choice,
+            "rules": dict(self._replanning.rules) if self._replanning is not None else {},
+            "brought": list(self.names.brought),
             "alarm": self.alarm.state_dict() if self.alarm is not None else {},
             "probation": [] if self._probation is None else list(self._probation.state()),
-        }  # fmt: skip
+        }
         steps = self.handover.steps(
-            change, {"": self.residuals}, self.channel.workspace, shared=common, tensors=self.exchanges.bases
+            change,
+            {"": self.residuals},
+            self.channel.workspace,
+            shared=common,
+            tensors=self.exchanges.bases,
         )
         standing = self.channel.run(steps)
 
@@ -614,58 +795,87 @@ class CompressedState:
         if self.alarm is not None and common["alarm"]:
             self.alarm.load_state_dict(common["alarm"])
             self._heed(self.alarm)
-        self._owing = self.channel.size == 1 or self._way == PLAIN or (self.alarm is not None and not self.compresses)
+        self._owing = (
+            self.channel.size == 1
+            or self._way == PLAIN
+            or (self.alarm is not None and not self.compresses)
+        )
         if self._replanning is not None:
             self._replanning.ranks = self.channel.size
             self.exchanges.use(self._replanning.load(common["rules"]))
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Let the others take over what these ranks owe, which are about to leave; collective over all, between steps."""
+        """Let the others take over what these ranks owe, which are about to leave; collective over
+        all, between steps."""
         self.channel.run(self.handover.leaving(leaving, {"": self.residuals}))
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""
+        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
+        its own."""
         if self._saved is not None:
             return dict(self._saved["state"])
-        state = exact_state(self.residuals, self.transport, self.step, str(self.channel.levels or ""))
+        state = exact_state(
+            self.residuals, self.transport, self.step, str(self.channel.levels or "")
+        )
         return state | self._saved_choices()
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint that fits any world size if the parts of all ranks are loaded; collective.
+        """This rank's part of a checkpoint that fits any world size if the parts of all ranks are
+        loaded; collective.
 
-        In two levels it holds both forms: what a rank keeps there belongs to its node, so the exact form alone would not do.
+        In two levels it holds both forms: what a rank keeps there belongs to its node, so the exact
+        form alone would not do.
         """
         own = self.state_dict()
         return own if self.channel.levels is None else own | {"elastic": self.elastic_state_dict()}
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """This rank's shard of the total residual R, for a resume at any world size; collective, between steps."""
+        """This rank's shard of the total residual R, for a resume at any world size; collective,
+        between steps."""
         if self._saved is not None:
             self.reconnect()
         sequence, levels = self.channel.take(), self.channel.levels
         if levels is None:
-            state = self.channel.run(elastic_state(self.residuals, self.transport, self.step, sequence))
+            state = self.channel.run(
+                elastic_state(self.residuals, self.transport, self.step, sequence)
+            )
         else:
             numels, whole = self.names.brought | self.names.numels, self.exchanges.bases
-            lossy = {n: numels[n] for n in sorted(numels) if not self.policy.choose(n, numels[n]).lossless and n not in whole}
+            lossy = {
+                n: numels[n]
+                for n in sorted(numels)
+                if not self.policy.choose(n, numels[n]).lossless and n not in whole
+            }
             flat = flat_parts(self.residuals, self.transport)
-            parts = levels.parts(self.residuals, lossy) | {key: part for key, part in flat.items() if key[0] in whole}
-            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence)) | {"ef21": self.residuals.ef21}
+            parts = levels.parts(self.residuals, lossy) | {
+                key: part for key, part in flat.items() if key[0] in whole
+            }
+            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence)) | {
+                "ef21": self.residuals.ef21
+            }
         return state | self._saved_choices()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``torch.save``, as torch documents it for hooks with a state: all but groups, scaler, threads and connections."""
+        """For ``torch.save``, as torch documents it for hooks with a state: all but groups, scaler,
+        threads and connections."""
         if self._saved is not None:
             return self._saved
         if any(self._given.values()) or self.process_group is not None:
-            log.warning("process_group, agree_over and grad_scaler are not saved with a state: give them to reconnect()")
+            log.warning(
+                "process_group, agree_over and grad_scaler are not saved with a state: give "
+                "them to reconnect()"
+            )
         numels = self.names.numels
         return {
-            "options": self.options, "given": self._given, "state": self.state_dict(), "counters": self.counters,
-            "numels": numels, "brought": list(self.names.brought) if numels else None,
-        }  # fmt: skip
+            "options": self.options,
+            "given": self._given,
+            "state": self.state_dict(),
+            "counters": self.counters,
+            "numels": numels,
+            "brought": list(self.names.brought) if numels else None,
+        }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Without a word to other ranks: that is left to ``reconnect``."""
@@ -679,30 +889,42 @@ class CompressedState:
         grad_scaler: torch.amp.GradScaler | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     ) -> None:
-        """Make a state that ``torch.load`` or a copy gave work for the ranks of ``process_group``; collective over these.
+        """Make a state that ``torch.load`` or a copy gave work for the ranks of ``process_group``;
+        collective over these.
 
-        The first backward calls it, where no argument is needed. Without ``named_parameters`` DDP is taken to bring parameters
-        in the order in which it brought them in the first backward of the run that was saved.
+        The first backward calls it, where no argument is needed. Without ``named_parameters`` DDP
+        is taken to bring parameters in the order in which it brought them in the first backward of
+        the run that was saved.
         """
         saved = self._saved
         if saved is None:
-            raise InvalidArgument("this state is connected: reconnect is for one that comes from torch.load or a copy")
+            raise InvalidArgument(
+                "this state is connected: reconnect is for one that comes from torch.load or a copy"
+            )
         given = {"agree_over": agree_over, "grad_scaler": grad_scaler}
         for name, value in given.items():
             if saved["given"][name] and value is None:
                 raise InvalidArgument(
-                    f"the state was saved by a run with {name}=, which cannot be saved: call state.reconnect({name}=...) on "
+                    f"the state was saved by a run with {name}=, which cannot be saved: call "
+                    f"state.reconnect({name}=...) on "
                     "every rank before the first backward"
                 )
         parameters = dict(named_parameters or ())
-        stand_ins = {name: torch.nn.Parameter(torch.empty(numel, device="meta")) for name, numel in saved["numels"].items()}
+        stand_ins = {
+            name: torch.nn.Parameter(torch.empty(numel, device="meta"))
+            for name, numel in saved["numels"].items()
+        }
         if stand_ins and not parameters and not saved["brought"]:
             raise InvalidArgument(
-                "the state was saved before its first backward, when nobody knew which parameter comes when: pass "
+                "the state was saved before its first backward, when nobody knew which "
+                "parameter comes when: pass "
                 "named_parameters=ddp.module.named_parameters() to reconnect()"
             )
         self.__init__(  # type: ignore[misc]
-            **saved["options"], **given, process_group=process_group, named_parameters=(parameters or stand_ins).items()
+            **saved["options"],
+            **given,
+            process_group=process_group,
+            named_parameters=(parameters or stand_ins).items(),
         )
         if not parameters:
             self.names.expect(saved["brought"] or ())
@@ -710,10 +932,13 @@ class CompressedState:
         self.load_state_dict(saved["state"])
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """From this rank's ``state_dict``, or at any world size from all ranks' states, of either kind, in any order."""
+        """From this rank's ``state_dict``, or at any world size from all ranks' states, of either
+        kind, in any order."""
         levels = self.channel.levels
         saved_as = (self.channel.size, str(levels or ""))
-        if all("elastic" in state and (state["size"], state["nodes"]) != saved_as for state in states):
+        if all(
+            "elastic" in state and (state["size"], state["nodes"]) != saved_as for state in states
+        ):
             states = tuple(state["elastic"] for state in states)
         if levels is None:
             step, residuals = residuals_of(states, self.transport, ef21=self.residuals.ef21)
@@ -723,11 +948,19 @@ class CompressedState:
             def share(totals: dict[Key, torch.Tensor]) -> Residuals:
                 flat = {key: total for key, total in totals.items() if key[0] in whole}
                 rows = {key: total for key, total in totals.items() if key not in flat}
-                return levels.share(rows, ef21=self.residuals.ef21) | spread(flat, self.channel.size)
+                return levels.share(rows, ef21=self.residuals.ef21) | spread(
+                    flat, self.channel.size
+                )
 
-            step, residuals = residuals_of(states, self.transport, share=share, nodes=str(levels), ef21=self.residuals.ef21)
+            step, residuals = residuals_of(
+                states, self.transport, share=share, nodes=str(levels), ef21=self.residuals.ef21
+            )
         if numels := self.names.numels:
-            rows = {key: kept for key, kept in residuals.items() if levels and key[0] not in states[0].get("bases", {})}
+            rows = {
+                key: kept
+                for key, kept in residuals.items()
+                if levels and key[0] not in states[0].get("bases", {})
+            }
             check_fit(rows, numels, levels.lengths(numels) if levels else None)
             check_fit({key: kept for key, kept in residuals.items() if key not in rows}, numels)
         self.exchanges.load_choices(states[0])
@@ -743,4 +976,3 @@ class CompressedState:
         rules = {"rules": dict(self._replanning.rules)} if self._replanning is not None else {}
         alarm = {"alarm": self.alarm.state_dict()} if self.alarm is not None else {}
         return self.exchanges.choices() | rules | alarm
-

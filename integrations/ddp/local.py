@@ -1,4 +1,5 @@
-"""DistributedDataParallel whose ranks keep their own gradients, for local updates where a framework insists on the wrapper."""
+"""DistributedDataParallel whose ranks keep their own gradients, for local updates where a framework
+insists on the wrapper."""
 
 from typing import Any
 
@@ -12,9 +13,11 @@ from commpress.work import future_on
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
-    """Leave gradients as each rank computed them: nothing is sent in backward. Call it before the first backward.
+    """Leave gradients as each rank computed them: nothing is sent in backward. Call it before the
+    first backward.
 
-    Nor are buffers, such as running means, sent in forward: each rank keeps its own, and a file holds those of who writes it.
+    Nor are buffers, such as running means, sent in forward: each rank keeps its own, and a file
+    holds those of who writes it.
     """
     check_wrapped(ddp)
     if ddp not in ALONE:

@@ -1,4 +1,5 @@
-"""One call for a mesh: each dimension whose traffic is named gets its codec, and ranks that must stay together agree."""
+"""One call for a mesh: each dimension whose traffic is named gets its codec, and ranks that must
+stay together agree."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.collectives.consensus import Consensus, group_of
 from commpress.collectives.transports.factory import own_transport
 from commpress.errors import InvalidArgument, StateMismatch, refuse_unknown
-from commpress.integrations.ddp.hook import DEFAULT_MIN_NUMEL, CompressedState, compressed_allreduce_hook
+from commpress.integrations.ddp.hook import (
+    DEFAULT_MIN_NUMEL,
+    CompressedState,
+    compressed_allreduce_hook,
+)
 from commpress.integrations.ddp.replicas import Replicas
 from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
 from commpress.integrations.fsdp.hsdp import compress_hsdp
@@ -30,7 +35,8 @@ PIPELINE = ("pp", "pipe", "stage")
 
 
 class MeshStates:
-    """States of the dimensions of a mesh, by name, and what has to be done on all of its ranks together."""
+    """States of the dimensions of a mesh, by name, and what has to be done on all of its ranks
+    together."""
 
     def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module], data: Sequence[str]) -> None:
         self.mesh, self.models = mesh, list(models)
@@ -46,8 +52,13 @@ class MeshStates:
         self._replicas = 1
         for name in data:
             self._replicas *= sizes[name]
-        # as they are now: forwards of torch's DDP under tensor parallelism put others in their places
-        self._held = [(p, tensor_parallel_parts(p) or shards_of(p)) for model in models for p in model.parameters()]
+        # as they are now: forwards of torch's DDP under tensor parallelism put others in their
+        # places
+        self._held = [
+            (p, tensor_parallel_parts(p) or shards_of(p))
+            for model in models
+            for p in model.parameters()
+        ]
         self._consensus = Consensus(own_transport(group_of(mesh), timeout=None))
 
     def __getitem__(self, name: str) -> Any:
@@ -58,14 +69,17 @@ class MeshStates:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up on this rank, of a model that was given without DistributedDataParallel."""
+        """Backwards inside add up on this rank, of a model that was given without
+        DistributedDataParallel."""
         with self._own_replicas("no_sync").no_sync():
             yield
 
     def synchronize(self) -> None:
-        """Average the gradients between replicas, once after the backwards of a pipeline or under ``no_sync``; collective.
+        """Average the gradients between replicas, once after the backwards of a pipeline or under
+        ``no_sync``; collective.
 
-        Of stages under fully_shard, which have reduced them: agree with all other stages whether the step is taken.
+        Of stages under fully_shard, which have reduced them: agree with all other stages whether
+        the step is taken.
         """
         if self.replicas is None and self.sharded:
             finite = all(state.finite for state in self.sharded)
@@ -78,15 +92,18 @@ class MeshStates:
 
     def _own_replicas(self, call: str) -> Replicas:
         if self.replicas is None:
-            raise InvalidArgument(f"{call} is for a model given as it is; of DDP and FSDP call their own")
+            raise InvalidArgument(
+                f"{call} is for a model given as it is; of DDP and FSDP call their own"
+            )
         return self.replicas
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` would those of the whole model; collective over the mesh.
+        """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` would those of the whole model;
+        collective over the mesh.
 
-        Shards and stages add up, what several ranks hold counts once, so all ranks scale by the same factor. What is not
-        finite stays as it is.
+        Shards and stages add up, what several ranks hold counts once, so all ranks scale by the
+        same factor. What is not finite stays as it is.
         """
         if not max_norm > 0:
             raise InvalidArgument(f"max_norm is {max_norm!r}, expected a positive number")
@@ -104,8 +121,13 @@ class MeshStates:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals of every dimension that keeps some, for a bitwise resume on the same mesh."""
-        return {name: state.state_dict() for name, state in self.by_name.items() if hasattr(state, "load_state_dict")}
+        """This rank's residuals of every dimension that keeps some, for a bitwise resume on the
+        same mesh."""
+        return {
+            name: state.state_dict()
+            for name, state in self.by_name.items()
+            if hasattr(state, "load_state_dict")
+        }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for name, state in states.items():
@@ -113,7 +135,8 @@ class MeshStates:
 
 
 class ShardedStages:
-    """States of several stages under fully_shard that this rank runs, by the numbers of the stages."""
+    """States of several stages under fully_shard that this rank runs, by the numbers of the
+    stages."""
 
     def __init__(self, by_stage: Mapping[int, ShardedState]) -> None:
         self.by_stage = dict(by_stage)
@@ -138,28 +161,37 @@ class ShardedStages:
         return {str(stage): state.elastic_state_dict() for stage, state in self.by_stage.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """From ``state_dict`` on the same mesh, or ``elastic_state_dict`` with these stages, whoever ran them."""
+        """From ``state_dict`` on the same mesh, or ``elastic_state_dict`` with these stages,
+        whoever ran them."""
         if missing := [stage for stage in self.by_stage if str(stage) not in states]:
             raise StateMismatch(
-                f"the state is of {', '.join(map(repr, states))}, and this rank runs stages {list(self.by_stage)}: load one "
-                f"that has {', '.join(repr(str(stage)) for stage in missing)}, such as elastic_state_dict() of who ran them"
+                f"the state is of {', '.join(map(repr, states))}, and this rank runs stages "
+                f"{list(self.by_stage)}: load one "
+                f"that has {', '.join(repr(str(stage)) for stage in missing)}, such as "
+                "elastic_state_dict() of who ran them"
             )
         for stage, state in self.by_stage.items():
             state.load_state_dict(states[str(stage)])
 
 
-def compress_mesh(target: Any, mesh: Any, dims: Mapping[str, Any] | None, options: dict[str, Any]) -> MeshStates:
+def compress_mesh(
+    target: Any, mesh: Any, dims: Mapping[str, Any] | None, options: dict[str, Any]
+) -> MeshStates:
     """``commpress.compress(target, mesh=mesh, dims=dims)``; see there."""
     _check_mesh(mesh, dims)
     assert dims
     stages = _stages(target)
     models = [target] if stages is None else [stage.submod for stage in stages]
-    data, pipelined = [name for name in dims if is_data(name)], [name for name in dims if is_pipeline(name)]
+    data, pipelined = (
+        [name for name in dims if is_data(name)],
+        [name for name in dims if is_pipeline(name)],
+    )
     if stages is not None:
         check_backwards(target, stages)
     _check_dims(models, mesh, dims, data, pipelined, piped=stages is not None)
     states = MeshStates(mesh, models, [name for name in mesh.mesh_dim_names or () if is_data(name)])
-    together = tuple(name for name in mesh.mesh_dim_names or () if not is_pipeline(name))  # who can wait in a backward
+    # who can wait in a backward
+    together = tuple(name for name in mesh.mesh_dim_names or () if not is_pipeline(name))
     for name in data:
         given = {"agree_over": mesh[together]} | options
         if isinstance(models[0], FSDPModule):
@@ -170,17 +202,29 @@ def compress_mesh(target: Any, mesh: Any, dims: Mapping[str, Any] | None, option
                     state.settle_by_steps()
                 states.sharded += every
                 if len(every) > 1:
-                    states.by_name[name] = ShardedStages({stage.stage_index: s for stage, s in zip(stages, every, strict=True)})
+                    states.by_name[name] = ShardedStages(
+                        {stage.stage_index: s for stage, s in zip(stages, every, strict=True)}
+                    )
         elif isinstance(models[0], DistributedDataParallel):
             states.by_name[name] = _hooked(models[0], dims[name], given)
         else:
-            if stages is not None:  # all stages average after their last backward, and can wait for each other
+            # all stages average after their last backward, and can wait for each other
+            if stages is not None:
                 given = {"agree_over": mesh} | options
             among = dist.get_process_group_ranks(mesh[name].get_group())
             held = [(which, p) for which, p in _named(models) if is_held(which, p, among)]
-            refuse_held("compress(mesh=)", held, "averages what replicas hold", cure="wrap it in DistributedDataParallel")
-            states.by_name[name] = state = _state(_named(models), mesh[name].get_group(), dims[name], given)
-            states.replicas = Replicas([p for m in models for p in m.parameters()], state, in_backward=stages is None)
+            refuse_held(
+                "compress(mesh=)",
+                held,
+                "averages what replicas hold",
+                cure="wrap it in DistributedDataParallel",
+            )
+            states.by_name[name] = state = _state(
+                _named(models), mesh[name].get_group(), dims[name], given
+            )
+            states.replicas = Replicas(
+                [p for m in models for p in m.parameters()], state, in_backward=stages is None
+            )
             for model in models:
                 states.replicas.start_alike(model, mesh[name].get_group())
                 if stages is not None:
@@ -204,9 +248,14 @@ def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
             yield (name if len(models) == 1 else f"{number}.{name}"), parameter
 
 
-def _state(named: Any, group: dist.ProcessGroup, codec: Any, options: dict[str, Any]) -> CompressedState:
+def _state(
+    named: Any, group: dist.ProcessGroup, codec: Any, options: dict[str, Any]
+) -> CompressedState:
     if isinstance(codec, str) and codec == "auto":
-        raise InvalidArgument("dims has 'auto', which tries torch's own all-reduce too, and that does not agree: name a codec")
+        raise InvalidArgument(
+            "dims has 'auto', which tries torch's own all-reduce too, and that does not agree: "
+            "name a codec"
+        )
     refuse_unknown("compress", options, CompressedState)
     given = {"min_numel": DEFAULT_MIN_NUMEL} | options
     return CompressedState(codec, named_parameters=named, process_group=group, **given)
@@ -220,12 +269,22 @@ def _hooked(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) -
 
 
 def _sharded(model: Any, mesh: DeviceMesh, name: str, codec: Any, options: dict[str, Any]) -> Any:
-    options = {key: value for key, value in options.items() if (key, value) != ("min_numel", DEFAULT_MIN_NUMEL)}  # its own
+    # its own
+    options = {
+        key: value
+        for key, value in options.items()
+        if (key, value) != ("min_numel", DEFAULT_MIN_NUMEL)
+    }
     if options.pop("exclude", ()):
-        raise InvalidArgument("exclude is given for a model under fully_shard: in dims= pass a policy such as commpress.ByName")
+        raise InvalidArgument(
+            "exclude is given for a model under fully_shard: in dims= pass a policy such as "
+            "commpress.ByName"
+        )
     parameter: Any = next(model.parameters())
     if name in (parameter.device_mesh.mesh_dim_names or ()):
-        return compress_fsdp(model, gradients=codec, weights=options.pop("weights", codec), **options)
+        return compress_fsdp(
+            model, gradients=codec, weights=options.pop("weights", codec), **options
+        )
     return compress_hsdp(model, mesh[name], codec, **options)
 
 
@@ -244,55 +303,83 @@ def _stages(target: Any) -> list[Any] | None:
 def _check_mesh(mesh: Any, dims: Mapping[str, Any] | None) -> None:
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         raise InvalidArgument(
-            f"mesh is {mesh!r}, expected a DeviceMesh whose dimensions have names, as from init_device_mesh('cpu', (2, 2), "
+            f"mesh is {mesh!r}, expected a DeviceMesh whose dimensions have names, as from "
+            "init_device_mesh('cpu', (2, 2), "
             "mesh_dim_names=('dp', 'tp'))"
         )
     if not dims or not isinstance(dims, Mapping):
-        raise InvalidArgument(f"dims is {dims!r}, expected what to compress by name, as in dims={{'dp': 'int8'}}")
+        raise InvalidArgument(
+            f"dims is {dims!r}, expected what to compress by name, as in dims={{'dp': 'int8'}}"
+        )
     for name in dims:
         if name not in mesh.mesh_dim_names:
-            raise InvalidArgument(f"dims names {name!r}, expected dimensions of the mesh: {list(mesh.mesh_dim_names)}")
+            raise InvalidArgument(
+                f"dims names {name!r}, expected dimensions of the mesh: {list(mesh.mesh_dim_names)}"
+            )
         if not (is_data(name) or is_pipeline(name)):
             raise InvalidArgument(
-                f"dims names {name!r}, expected data-parallel dimensions, which have {', '.join(map(repr, DATA))} in their "
-                f"names, and pipelines ({', '.join(map(repr, PIPELINE))}): what else crosses a mesh, such as the traffic of "
+                f"dims names {name!r}, expected data-parallel dimensions, which have "
+                f"{', '.join(map(repr, DATA))} in their "
+                f"names, and pipelines ({', '.join(map(repr, PIPELINE))}): what else crosses a "
+                "mesh, such as the traffic of "
                 "tensor parallelism, stays exact. Leave it out"
             )
-        if is_pipeline(name) and not (mesh.mesh.diff(dim=mesh.mesh_dim_names.index(name)) > 0).all():
+        if (
+            is_pipeline(name)
+            and not (mesh.mesh.diff(dim=mesh.mesh_dim_names.index(name)) > 0).all()
+        ):
             raise InvalidArgument(
-                f"ranks of the mesh do not ascend along {name!r}: {mesh.mesh.tolist()}. torch sorts the ranks of a group, so "
-                f"mesh[{name!r}].get_local_rank() would not be the stage. Number them so that they do"
+                f"ranks of the mesh do not ascend along {name!r}: {mesh.mesh.tolist()}. torch "
+                "sorts the ranks of a group, so "
+                f"mesh[{name!r}].get_local_rank() would not be the stage. Number them so that "
+                "they do"
             )
 
 
 def _check_dims(
-    models: Sequence[nn.Module], mesh: DeviceMesh, dims: Mapping[str, Any], data: Sequence[str], pipelined: Sequence[str], *,
+    models: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    dims: Mapping[str, Any],
+    data: Sequence[str],
+    pipelined: Sequence[str],
+    *,
     piped: bool,
-) -> None:  # fmt: skip
+) -> None:
     if pipelined and not piped:
         raise InvalidArgument(
-            f"dims names {pipelined[0]!r}, and the first argument is a model: pass the stages of this rank, or the schedule "
+            f"dims names {pipelined[0]!r}, and the first argument is a model: pass the stages "
+            "of this rank, or the schedule "
             "that runs them (torch.distributed.pipelining)"
         )
-    kinds = {kind for kind in (FSDPModule, DistributedDataParallel) if any(isinstance(m, kind) for m in models)}
+    kinds = {
+        kind
+        for kind in (FSDPModule, DistributedDataParallel)
+        if any(isinstance(m, kind) for m in models)
+    }
     if DistributedDataParallel in kinds and len(models) > 1:
         raise InvalidArgument(
-            f"this rank has {len(models)} stages under DistributedDataParallel: call compress for each of them with its data "
+            f"this rank has {len(models)} stages under DistributedDataParallel: call compress "
+            "for each of them with its data "
             "dimension, and once for the pipeline"
         )
     if FSDPModule in kinds and not all(isinstance(m, FSDPModule) for m in models):
         raise InvalidArgument(
-            f"of this rank's {len(models)} stages some are under fully_shard and some are not: their gradients are averaged at "
+            f"of this rank's {len(models)} stages some are under fully_shard and some are not: "
+            "their gradients are averaged at "
             "different times. Shard all of them"
         )
     if FSDPModule not in kinds and len(data) > 1:
-        raise InvalidArgument(f"dims names {list(data)}, expected one dimension of replicas: flatten them to one in the mesh")
+        raise InvalidArgument(
+            f"dims names {list(data)}, expected one dimension of replicas: flatten them to one "
+            "in the mesh"
+        )
     parameters: list[Any] = [p for model in models for p in model.parameters() if is_cut(p)]
     cut = {name for p in parameters for name in p.device_mesh.mesh_dim_names or ()}
     for name in data:
         if FSDPModule not in kinds and name in cut:
             raise InvalidArgument(
-                f"dims names {name!r}, over which parameters are cut: tensor-parallel traffic stays exact. Name the dimension "
+                f"dims names {name!r}, over which parameters are cut: tensor-parallel traffic "
+                "stays exact. Name the dimension "
                 "of replicas"
             )
     model = models[0]
@@ -302,6 +389,7 @@ def _check_dims(
             ranks = dist.get_process_group_ranks(mesh[name].get_group())
             if ranks != mine:
                 raise InvalidArgument(
-                    f"dims names {name!r} with the ranks {ranks}, and DistributedDataParallel averages over {mine}: wrap with "
+                    f"dims names {name!r} with the ranks {ranks}, and DistributedDataParallel "
+                    f"averages over {mine}: wrap with "
                     f"process_group=mesh[{name!r}].get_group()"
                 )

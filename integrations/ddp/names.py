@@ -1,4 +1,5 @@
-"""Names of parameters, by which residuals are kept: a user's, or numbers in the order in which DDP brings them."""
+"""Names of parameters, by which residuals are kept: a user's, or numbers in the order in which DDP
+brings them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,10 +15,17 @@ from commpress.optim.held import is_held, refuse_averaging
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters that ``ddp`` averages; raises ``InvalidArgument`` if some of them are not the same on all its ranks."""
-    found = [(name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+    """Parameters that ``ddp`` averages; raises ``InvalidArgument`` if some of them are not the same
+    on all its ranks."""
+    found = [
+        (name, p)
+        for name, p in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+    ]
     refuse_averaging(found, ranks_of(ddp.process_group))
-    held = [(name, p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore]
+    held = [
+        (name, p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore
+    ]
     for name, p in held:
         is_held(name, p, ranks_of(ddp.process_group))  # raises where nobody would average it
     return found
@@ -29,8 +37,10 @@ class ParameterNames:
     def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] = ()) -> None:
         parameters = dict(named_parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self.numels = {name: parameter.numel() for name, parameter in parameters.items()}  # of those known beforehand
-        self.brought: dict[str, int] = {}  # name → elements, in the order in which DDP first brought them
+        # of those known beforehand
+        self.numels = {name: parameter.numel() for name, parameter in parameters.items()}
+        # name → elements, in the order in which DDP first brought them
+        self.brought: dict[str, int] = {}
         self._expected: list[str] = []
 
     def expect(self, names: Sequence[str]) -> None:
@@ -46,8 +56,10 @@ class ParameterNames:
             name = self._expected.pop(0) if self._expected else f"#{len(self._names):05d}"
             if self.numels.get(name, parameter.numel()) != parameter.numel():
                 raise StateMismatch(
-                    f"DDP brings {parameter.numel()} elements where the saved state expects {name!r} with {self.numels[name]}: "
-                    "call state.reconnect(named_parameters=ddp.module.named_parameters()) before the first backward"
+                    f"DDP brings {parameter.numel()} elements where the saved state expects "
+                    f"{name!r} with {self.numels[name]}: "
+                    "call state.reconnect(named_parameters=ddp.module.named_parameters()) "
+                    "before the first backward"
                 )
             self._names[id(parameter)] = name
         self.brought.setdefault(name, parameter.numel())
@@ -60,5 +72,8 @@ class ParameterNames:
             spans.append(Span(self.of(parameter), at, gradient.numel()))
             at += gradient.numel()
         if at != bucket.buffer().numel():
-            raise InvalidArgument(f"a bucket of {bucket.buffer().numel()} elements has gradients of {at}: unknown layout")
+            raise InvalidArgument(
+                f"a bucket of {bucket.buffer().numel()} elements has gradients of {at}: unknown "
+                "layout"
+            )
         return spans, [parameter.shape for parameter in parameters]

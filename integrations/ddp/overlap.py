@@ -1,10 +1,13 @@
-"""Optimizers under DistributedDataParallel: a bucket's round starts while backward still computes the next bucket.
+"""Optimizers under DistributedDataParallel: a bucket's round starts while backward still computes
+the next bucket.
 
-The hook keeps DDP from averaging gradients. For each bucket it writes what the optimizer wants to send and hands the round
-to a worker; ``step()`` finds it done or waits for the rest. Gradients stay local: clip with ``max_grad_norm``.
+The hook keeps DDP from averaging gradients. For each bucket it writes what the optimizer wants to
+send and hands the round to a worker; ``step()`` finds it done or waits for the rest. Gradients stay
+local: clip with ``max_grad_norm``.
 
-Note: who computes what. The sum of gradient and momentum runs inside the hook, on autograd's thread, so that nothing
-reads a gradient after backward has returned; encoding, waiting and decoding run on the worker.
+Note: who computes what. The sum of gradient and momentum runs inside the hook, on autograd's
+thread, so that nothing reads a gradient after backward has returned; encoding, waiting and decoding
+run on the worker.
 """
 
 from typing import Any
@@ -28,30 +31,38 @@ def overlap(
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> CompressedOptimizer:
-    """Let ``optimizer`` do all communication of ``ddp``, during backward where it can; returns the optimizer.
+    """Let ``optimizer`` do all communication of ``ddp``, during backward where it can; returns the
+    optimizer.
 
-    The optimizers with divided state cannot: they communicate in ``step()``, and gradients stay local until then.
+    The optimizers with divided state cannot: they communicate in ``step()``, and gradients stay
+    local until then.
 
-    With ``max_grad_norm`` rounds wait for ``step()``, because the norm needs every gradient. Pass the ``grad_scaler`` of
-    mixed precision here or to the optimizer. Parameters of ``ddp`` that the optimizer does not have are not averaged at all,
-    and refused.
+    With ``max_grad_norm`` rounds wait for ``step()``, because the norm needs every gradient. Pass
+    the ``grad_scaler`` of mixed precision here or to the optimizer. Parameters of ``ddp`` that the
+    optimizer does not have are not averaged at all, and refused.
     """
     if hasattr(optimizer, "optimizer"):  # accelerate's wrapper
-        optimizer, grad_scaler = optimizer.optimizer, grad_scaler or getattr(optimizer, "scaler", None)
+        optimizer, grad_scaler = (
+            optimizer.optimizer,
+            grad_scaler or getattr(optimizer, "scaler", None),
+        )
     check_wrapped(ddp)
     if not isinstance(optimizer, CompressedOptimizer):
         raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}, which averages gradients during backward and cannot have them from "
+            f"optimizer is a {type(optimizer).__name__}, which averages gradients during "
+            "backward and cannot have them from "
             "DistributedDataParallel: run the model without it"
-            if averages(optimizer) else
-            f"optimizer is a {type(optimizer).__name__}, expected OneBitAdam, ZeroOneAdam, OneBitLamb, ShardedOneBitAdam or "
+            if averages(optimizer)
+            else f"optimizer is a {type(optimizer).__name__}, expected OneBitAdam, ZeroOneAdam, "
+            "OneBitLamb, ShardedOneBitAdam or "
             "ShardedZeroOneAdam; other optimizers need averaged gradients: commpress.compress(ddp)"
-        )  # fmt: skip
+        )
     has = optimizer.flat.index if optimizer.flat else {}
     missing = [name for name, p in averaged_parameters(ddp) if p.requires_grad and id(p) not in has]
     if missing:
         raise InvalidArgument(
-            f"the optimizer does not have {len(missing)} parameters of ddp, such as {missing[0]!r}, so nobody would average "
+            f"the optimizer does not have {len(missing)} parameters of ddp, such as "
+            f"{missing[0]!r}, so nobody would average "
             "them: construct it with all parameters that require gradients"
         )
     if grad_scaler is not None:
@@ -62,7 +73,9 @@ def overlap(
             ddp.register_comm_hook(None, local_hook)
         return optimizer
     # DDP takes one hook, and for good
-    registered = [state for _, state in ddp._comm_hooks if isinstance(state, BucketRounds) and state.optimizer]
+    registered = [
+        state for _, state in ddp._comm_hooks if isinstance(state, BucketRounds) and state.optimizer
+    ]
     if not registered:
         check_unhooked(ddp)
     optimizer.bucket_rounds = registered[0] if registered else BucketRounds(optimizer)
@@ -84,7 +97,9 @@ def local_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return future
 
 
-def momentum_hook(state: "BucketRounds", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def momentum_hook(
+    state: "BucketRounds", bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Start the round of one bucket; DDP gets its own gradients back."""
     state.start(bucket)
     return local_hook(None, bucket)
@@ -99,7 +114,8 @@ class BucketRounds:
         self._kind: RoundKind | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the optimizer out of a saved DDP model: call ``overlap`` again with that of the loaded one."""
+        """Leave the optimizer out of a saved DDP model: call ``overlap`` again with that of the
+        loaded one."""
         return {"optimizer": None}
 
     @torch.compiler.disable  # sockets and threads are nothing to trace
@@ -112,7 +128,8 @@ class BucketRounds:
             kind = self._round()
             if kind is RoundKind.LOCAL:
                 return
-            every = zip(bucket.parameters(), bucket.gradients(), strict=True)  # others may be added later
+            # others may be added later
+            every = zip(bucket.parameters(), bucket.gradients(), strict=True)
             gradients = {o.flat.index[id(p)]: g for p, g in every if id(p) in o.flat.index}
             indices = tuple(gradients)
             if not indices:
@@ -126,7 +143,9 @@ class BucketRounds:
                     o.begin(kind, group, mine, gain, {i: gradients[i] for i in mine})
             self._kind = kind
             waits = o.exchange(kind, indices).waits
-            self._futures[indices] = o.channel.submit(o.reduce(kind, indices), bucket.buffer(), waits=waits)
+            self._futures[indices] = o.channel.submit(
+                o.reduce(kind, indices), bucket.buffer(), waits=waits
+            )
 
     def _round(self) -> RoundKind:
         o = self.optimizer
@@ -134,17 +153,20 @@ class BucketRounds:
         return o.round()
 
     def _take_back(self, indices: tuple[int, ...]) -> None:
-        """Another backward before ``step``: its buckets hold the sums of both, so what was started is void."""
+        """Another backward before ``step``: its buckets hold the sums of both, so what was started
+        is void."""
         for key in [key for key in self._futures if not set(key).isdisjoint(indices)]:
             self._discard(key)
 
     def take_back(self) -> None:
-        """All that was started is void: parameters came, or a window was closed. ``step`` sends it anew."""
+        """All that was started is void: parameters came, or a window was closed. ``step`` sends it
+        anew."""
         for key in list(self._futures):
             self._discard(key)
 
     def drop(self) -> None:
-        """Nothing that was started comes back: the ranks are others. What it proposed is settled by who knows of it."""
+        """Nothing that was started comes back: the ranks are others. What it proposed is settled by
+        who knows of it."""
         self._futures.clear()
 
     def _discard(self, key: tuple[int, ...]) -> None:
@@ -156,7 +178,8 @@ class BucketRounds:
         yield from self._futures.values()
 
     def finish(self, kind: RoundKind) -> Steps[tuple[list[Outcome], set[int]]]:
-        """Outcomes of what was started, and for which parameters; none if it was started as another kind of round."""
+        """Outcomes of what was started, and for which parameters; none if it was started as another
+        kind of round."""
         futures, self._futures = self._futures, {}
         outcomes: list[Outcome] = []
         for future in futures.values():

@@ -1,4 +1,5 @@
-"""torch's own all-reduce behind the hook: for steps that a trial or a plan leaves uncompressed, and for what no codec knows."""
+"""torch's own all-reduce behind the hook: for steps that a trial or a plan leaves uncompressed, and
+for what no codec knows."""
 
 import torch
 import torch.distributed as dist
@@ -18,18 +19,26 @@ class Plain:
 
     @staticmethod
     def compressible(bucket: dist.GradBucket) -> bool:
-        """True if codecs know such gradients; else their bucket travels as torch sends it: float64, complex, sparse.
+        """True if codecs know such gradients; else their bucket travels as torch sends it: float64,
+        complex, sparse.
 
         Complex gradients come as pairs of real numbers.
         """
         buffer = bucket.buffer()
-        return not buffer.is_sparse and buffer.dtype in DTYPES and not any(p.is_complex() for p in bucket.parameters())
+        return (
+            not buffer.is_sparse
+            and buffer.dtype in DTYPES
+            and not any(p.is_complex() for p in bucket.parameters())
+        )
 
     def reduce(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         self._count(buffer)
         if last:
-            self.counters.steps, self.counters.plain_steps = self.counters.steps + 1, self.counters.plain_steps + 1
+            self.counters.steps, self.counters.plain_steps = (
+                self.counters.steps + 1,
+                self.counters.plain_steps + 1,
+            )
         work = dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

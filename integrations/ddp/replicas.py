@@ -1,7 +1,9 @@
-"""Replicas of a model whose parameters are DTensors: gradients of shards are averaged between ranks that have the same ones.
+"""Replicas of a model whose parameters are DTensors: gradients of shards are averaged between ranks
+that have the same ones.
 
-DistributedDataParallel takes plain tensors only. Here parameters stay what tensor parallelism has made of them: hooks collect
-the local gradients in buckets, in the reverse order of parameters as DDP does, and hand each to a ``CompressedState``.
+DistributedDataParallel takes plain tensors only. Here parameters stay what tensor parallelism has
+made of them: hooks collect the local gradients in buckets, in the reverse order of parameters as
+DDP does, and hand each to a ``CompressedState``.
 """
 
 import weakref
@@ -22,13 +24,19 @@ BUCKET_BYTES = 25 << 20
 
 
 class LocalBucket:
-    """Gradients of some parameters side by side, with the methods of ``dist.GradBucket`` that a state calls."""
+    """Gradients of some parameters side by side, with the methods of ``dist.GradBucket`` that a
+    state calls."""
 
     def __init__(self, number: int, members: Sequence[torch.Tensor], *, last: bool) -> None:
         shards = [local(p) for p in members]
         self.members, self.number, self.last = list(members), number, last
-        self.flat = torch.zeros(sum(s.numel() for s in shards), dtype=shards[0].dtype, device=shards[0].device)
-        self.views = [v.view(s.shape) for v, s in zip(self.flat.split([s.numel() for s in shards]), shards, strict=True)]
+        self.flat = torch.zeros(
+            sum(s.numel() for s in shards), dtype=shards[0].dtype, device=shards[0].device
+        )
+        self.views = [
+            v.view(s.shape)
+            for v, s in zip(self.flat.split([s.numel() for s in shards]), shards, strict=True)
+        ]
         self.arrived: set[int] = set()
 
     def index(self) -> int:
@@ -69,25 +77,36 @@ class LocalBucket:
 
 
 class Replicas:
-    """Averages the gradients of ``parameters`` in each backward, or in ``synchronize``; ``grad`` then holds the means.
+    """Averages the gradients of ``parameters`` in each backward, or in ``synchronize``; ``grad``
+    then holds the means.
 
     ``in_backward``: False where many backwards make one step, as under a pipeline.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], state: CompressedState, *, in_backward: bool) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], state: CompressedState, *, in_backward: bool
+    ) -> None:
         self.state, self.in_backward, self.syncing = state, in_backward, True
         self.buckets = _buckets([p for p in parameters if p.requires_grad])
         self._next = 0
         self._ending: weakref.ref[Any] | None = None
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
-        self._owed: list[int] | None = None  # versions of parameters when the first gradient came that was not averaged yet
+        # versions of parameters when the first gradient came that was not averaged yet
+        self._owed: list[int] | None = None
         if in_backward:
-            self._hooks = [self._hook(bucket, i) for bucket in self.buckets for i in range(len(bucket.members))]
+            self._hooks = [
+                self._hook(bucket, i) for bucket in self.buckets for i in range(len(bucket.members))
+            ]
         else:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._owing()) for b in self.buckets for p in b.members]
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._owing())
+                for b in self.buckets
+                for p in b.members
+            ]
 
     def watch(self, stage: torch.nn.Module) -> None:
-        """Before a forward of ``stage``: raise if parameters have moved by gradients that nobody has averaged."""
+        """Before a forward of ``stage``: raise if parameters have moved by gradients that nobody
+        has averaged."""
         owner = weakref.ref(self)
 
         def check(*_: object) -> None:
@@ -98,7 +117,8 @@ class Replicas:
 
     @torch.no_grad()
     def start_alike(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        """Parameters and buffers := those of the first rank that has the same shards, as DDP does."""
+        """Parameters and buffers := those of the first rank that has the same shards, as DDP
+        does."""
         first = dist.get_process_group_ranks(group)[0]
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(local(tensor), first, group=group)
@@ -114,10 +134,12 @@ class Replicas:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Average all gradients as they are now; collective. Call it once, after the last backward of a step."""
+        """Average all gradients as they are now; collective. Call it once, after the last backward
+        of a step."""
         if self.in_backward and self.syncing:
             raise InvalidArgument(
-                "synchronize is for gradients of backwards under no_sync() or a pipeline: call it inside no_sync(), once, or "
+                "synchronize is for gradients of backwards under no_sync() or a pipeline: call "
+                "it inside no_sync(), once, or "
                 "leave it out, for backward averages by itself"
             )
         self._finish()
@@ -138,8 +160,10 @@ class Replicas:
     def _check_averaged(self) -> None:
         if self._owed is not None and self._owed != self._versions():
             raise InvalidArgument(
-                "parameters of a pipeline's stage have moved by gradients of this replica alone, which are not those of the "
-                "others by now: call states.synchronize() on every rank between schedule.step() and optimizer.step()"
+                "parameters of a pipeline's stage have moved by gradients of this replica "
+                "alone, which are not those of the "
+                "others by now: call states.synchronize() on every rank between schedule.step() "
+                "and optimizer.step()"
             )
 
     def _hook(self, bucket: LocalBucket, i: int) -> torch.utils.hooks.RemovableHandle:
@@ -153,7 +177,8 @@ class Replicas:
 
     @torch.no_grad()
     def _arrived(self, bucket: LocalBucket, i: int) -> None:
-        if self._ending is None or self._ending() is None:  # the first of a backward; of one that was aborted nothing counts
+        # the first of a backward; of one that was aborted nothing counts
+        if self._ending is None or self._ending() is None:
             self._clear()
             ending = partial(self._finish)
             self._ending = weakref.ref(ending)
@@ -207,5 +232,7 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> list[LocalBucket]:
         members.append(p)
         open_[key] = members, held + nbytes
     if not plans:
-        raise InvalidArgument("the model has no parameter that requires a gradient: there is nothing to average")
+        raise InvalidArgument(
+            "the model has no parameter that requires a gradient: there is nothing to average"
+        )
     return [LocalBucket(i, members, last=i == len(plans) - 1) for i, members in enumerate(plans)]

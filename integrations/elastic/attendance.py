@@ -1,4 +1,5 @@
-"""Attendance of a process in a run: where it finds the others, when it joins them again, and that it wants to leave."""
+"""Attendance of a process in a run: where it finds the others, when it joins them again, and that
+it wants to leave."""
 
 import contextlib
 import os
@@ -24,7 +25,8 @@ ANSWER = 1.0  # seconds that a member has to say that it runs
 class Attendance:
     """Attendance of this process: ``join`` leads to the others as long as it is none of them.
 
-    - ``join``: a member's contact, a store, or "host:port" of one; by default COMMPRESS_JOIN. None for who begins the run.
+    - ``join``: a member's contact, a store, or "host:port" of one; by default COMMPRESS_JOIN. None
+      for who begins the run.
     - COMMPRESS_STORE: "host:port" of a store that outlives the members, which are told there.
     """
 
@@ -39,7 +41,8 @@ class Attendance:
         return self._timeout or self._group.timeout
 
     def begin(self) -> bool:
-        """Find the others, or say that there are none but the group's; True if this process is to join some."""
+        """Find the others, or say that there are none but the group's; True if this process is to
+        join some."""
         if self.join is None:
             self.announce(first=True)
             return False
@@ -48,16 +51,19 @@ class Attendance:
         return True
 
     def announce(self, *, first: bool = False) -> None:
-        """Have the store of the launcher told who the members are. Who joins does so when it is one: alone it would take the
-        others' place. ``first``: likewise where others are there, whose run it is."""
+        """Have the store of the launcher told who the members are. Who joins does so when it is
+        one: alone it would take the others' place. ``first``: likewise where others are there,
+        whose run it is."""
         place = os.environ.get("COMMPRESS_STORE")
         if not place or not hasattr(self._group, "announce"):
             return
         store = store_at(place, self.patience)
         if first and (others := self._others(store)):
             raise InvalidArgument(
-                f"the store at {place} names members of a run that goes on, at {others[0]}, and this process was started "
-                "without join=: pass join= or set COMMPRESS_JOIN to that store, or end that run first"
+                f"the store at {place} names members of a run that goes on, at {others[0]}, and "
+                "this process was started "
+                "without join=: pass join= or set COMMPRESS_JOIN to that store, or end that run "
+                "first"
             )
         self._group.announce(store)
 
@@ -85,7 +91,8 @@ class Attendance:
 def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
     """A store that a launcher holds, where the members of a run are found.
 
-    Note: the thread. torch waits for ever for a server that takes connections and is no store, whatever the timeout.
+    Note: the thread. torch waits for ever for a server that takes connections and is no store,
+    whatever the timeout.
     """
     host, _, port = place.rpartition(":")
     if not (host and port.isdecimal()):
@@ -94,7 +101,11 @@ def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
 
     def connect() -> None:
         try:
-            made.set_result(dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
+            made.set_result(
+                dist.TCPStore(
+                    host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
+                )
+            )
         except RuntimeError as error:
             made.set_exception(error)
 
@@ -103,15 +114,21 @@ def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
         return made.result(timeout.total_seconds())
     except (RuntimeError, TookTooLong) as error:
         raise CommunicationError(
-            f"the store at {place}, where the members of the run are found, has not answered within "
-            f"{timeout.total_seconds():g} s: its host or its process is gone, or it is no store. Join by a member's "
+            f"the store at {place}, where the members of the run are found, has not answered "
+            "within "
+            f"{timeout.total_seconds():g} s: its host or its process is gone, or it is no "
+            "store. Join by a member's "
             "group.contact instead"
         ) from error
 
 
 def at_sigterm(call: Callable[[], None]) -> Callable[[], object]:
-    """Have the first SIGTERM call this, unless the program has a use of its own for it; the result ends that."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    """Have the first SIGTERM call this, unless the program has a use of its own for it; the result
+    ends that."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
         return lambda: None
 
     def handle(*_: object) -> None:
@@ -132,16 +149,19 @@ def reformable(group: Any) -> Any:
     found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
     if found is None:
         raise InvalidArgument(
-            "torch.distributed is not initialised: call init_process_group('commpress') before commpress.elastic"
+            "torch.distributed is not initialised: call init_process_group('commpress') before "
+            "commpress.elastic"
         )
     if not callable(getattr(found, "reform", None)):
         raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no other can go on with other ranks. "
+            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no "
+            "other can go on with other ranks. "
             "init_process_group('commpress')"
         )
     if getattr(found, "communicator", None) is not None and not survives():
         raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job with its first rank: "
+            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job "
+            "with its first rank: "
             f"{WITH_ULFM}, or init_process_group('commpress')"
         )
     return found

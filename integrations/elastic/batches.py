@@ -1,4 +1,5 @@
-"""Batches of a DataLoader, step by step, and again from the committed position after the ranks have changed."""
+"""Batches of a DataLoader, step by step, and again from the committed position after the ranks have
+changed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,8 @@ from commpress.integrations.elastic.sampler import ElasticSampler
 
 
 class Batches:
-    """Reads of a loader, step by step: a batch, or a list of them where a step accumulates several, for ``train_step``.
+    """Reads of a loader, step by step: a batch, or a list of them where a step accumulates several,
+    for ``train_step``.
 
     ``loader`` has an ``ElasticSampler``; None: steps read nothing.
     """
@@ -25,14 +27,17 @@ class Batches:
         sampler = getattr(loader, "sampler", None)
         if not isinstance(loader, DataLoader) or not isinstance(sampler, ElasticSampler):
             raise InvalidArgument(
-                f"data is a {type(loader).__name__} with the sampler {type(sampler).__name__}, expected a DataLoader "
-                "with a commpress.ElasticSampler, as in DataLoader(data, 32, sampler=commpress.ElasticSampler(data, 32)): only "
+                f"data is a {type(loader).__name__} with the sampler {type(sampler).__name__}, "
+                "expected a DataLoader "
+                "with a commpress.ElasticSampler, as in DataLoader(data, 32, "
+                "sampler=commpress.ElasticSampler(data, 32)): only "
                 "it knows which samples were read by committed steps"
             )
         size = loader.batch_size or 0
         if not size or sampler.batch_size % size:
             raise InvalidArgument(
-                f"data has batches of {loader.batch_size} and its sampler {sampler.batch_size} samples a step, expected the "
+                f"data has batches of {loader.batch_size} and its sampler {sampler.batch_size} "
+                "samples a step, expected the "
                 "same, or for gradients accumulated over k batches k times as many"
             )
         self.sampler, self.count = sampler, sampler.batch_size // size
@@ -59,7 +64,8 @@ class Batches:
 
 
 class Progress:
-    """Steps committed, and the position in the data: the loop's own part of what all ranks share."""
+    """Steps committed, and the position in the data: the loop's own part of what all ranks
+    share."""
 
     def __init__(self, batches: Batches) -> None:
         self.step, self._batches = 0, batches

@@ -1,4 +1,5 @@
-"""Construction of what is divided among the ranks: anew for those that there are, and as the newest snapshot has it."""
+"""Construction of what is divided among the ranks: anew for those that there are, and as the newest
+snapshot has it."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,11 @@ Made = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
 class Build:
-    """A user's ``build``: called with the random numbers that the run began with, so that it makes the same each time.
+    """A user's ``build``: called with the random numbers that the run began with, so that it makes
+    the same each time.
 
-    What is made over the group from the first call on is of that build, and goes no further when the next one comes.
+    What is made over the group from the first call on is of that build, and goes no further when
+    the next one comes.
     """
 
     def __init__(self, build: Callable[[], Made], registry: Any) -> None:
@@ -50,8 +53,8 @@ class Build:
 def newest(
     snapshots: Snapshots, channel: Channel, *, of: Sequence[int] = (), **options: Any
 ) -> tuple[int, bytes, list[torch.Tensor]]:
-    """The newest snapshot ``of`` some ranks, by default of any, on all of them: its step, document and tensors; step 0 if there
-    is none. Collective."""
+    """The newest snapshot ``of`` some ranks, by default of any, on all of them: its step, document
+    and tensors; step 0 if there is none. Collective."""
     mine = snapshots.last if channel.rank in (of or range(channel.size)) else 0
     told = gathered([float(mine)], transport=channel.transport, sequence=channel.take())
     steps: np.ndarray = channel.run(told)[:, 0]
@@ -62,5 +65,7 @@ def newest(
     needy = [rank for rank in range(channel.size) if rank not in donors]
     _, document, tensors = snapshots.load() if channel.rank in donors else (0, b"", [])
     if needy:
-        document, tensors, _ = channel.run(share(document, tensors, channel, donors=donors, needy=needy, **options))
+        document, tensors, _ = channel.run(
+            share(document, tensors, channel, donors=donors, needy=needy, **options)
+        )
     return step, document, tensors

@@ -1,4 +1,5 @@
-"""Declaration of a rank when all agree on who is there: steps that it has committed, and whether others may take its state."""
+"""Declaration of a rank when all agree on who is there: steps that it has committed, and whether
+others may take its state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,23 +33,42 @@ class Declaration:
         if len(said) <= COMMITTED.size:
             return None
         (steps,), flags = COMMITTED.unpack_from(said), said[COMMITTED.size]
-        return cls(steps, healed=bool(flags & _HEALED), halfway=bool(flags & _HALFWAY), leaves=bool(flags & _LEAVES))
+        return cls(
+            steps,
+            healed=bool(flags & _HEALED),
+            halfway=bool(flags & _HALFWAY),
+            leaves=bool(flags & _LEAVES),
+        )
 
     @classmethod
     def all(cls, change: Change) -> Mapping[int, "Declaration"]:
         """Of the ranks from now on that have said it."""
-        return {rank: each for rank, said in enumerate(change.said) if (each := cls.of(said)) is not None}
+        return {
+            rank: each
+            for rank, said in enumerate(change.said)
+            if (each := cls.of(said)) is not None
+        }
 
     @classmethod
     def healed_before(cls, change: Change) -> list[int]:
-        """Survivors that have the state of the run: newcomers that came just before may not be healed."""
-        return [rank for rank, each in cls.all(change).items() if rank in change.survivors and each.healed]
+        """Survivors that have the state of the run: newcomers that came just before may not be
+        healed."""
+        return [
+            rank
+            for rank, each in cls.all(change).items()
+            if rank in change.survivors and each.healed
+        ]
 
     @classmethod
     def donors(cls, change: Change) -> list[int]:
-        """Ranks whose state is the run's: of the survivors that are healed those who have committed most, and the whole of it
-        where somebody has; else the first, as the others may have come further in that step, or less far."""
-        able = {rank: each for rank, each in cls.all(change).items() if rank in cls.healed_before(change)}
+        """Ranks whose state is the run's: of the survivors that are healed those who have committed
+        most, and the whole of it where somebody has; else the first, as the others may have come
+        further in that step, or less far."""
+        able = {
+            rank: each
+            for rank, each in cls.all(change).items()
+            if rank in cls.healed_before(change)
+        }
         most = max((each.steps for each in able.values()), default=0)
         first = {rank: each for rank, each in able.items() if each.steps == most}
         return [rank for rank, each in first.items() if not each.halfway] or list(first)[:1]

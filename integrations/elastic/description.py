@@ -1,6 +1,8 @@
-"""Description of a process that takes part in a run: everything in which all of them must be alike, by name, in words.
+"""Description of a process that takes part in a run: everything in which all of them must be alike,
+by name, in words.
 
-A newcomer sends its description behind its greeting, and the member that answers compares it with its own.
+A newcomer sends its description behind its greeting, and the member that answers compares it with
+its own.
 """
 
 import inspect
@@ -20,18 +22,28 @@ from commpress.kernels.cpu.digest import digest
 from commpress.torch_private import hook_states
 
 LONGEST = 200  # characters of a value, which may be a whole plan
-LAYOUT = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")  # of DDP: what decides on its calls
+# of DDP: what decides on its calls
+LAYOUT = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
 
 
 class Description:
-    """Description of what a loop trains. Learning rates and all else that healing takes over are not part of it."""
+    """Description of what a loop trains. Learning rates and all else that healing takes over are
+    not part of it."""
 
     def __init__(
-        self, state: Mapping[str, Any], replicas: Iterable[DistributedDataParallel], sampler: ElasticSampler | None, **loop: Any
+        self,
+        state: Mapping[str, Any],
+        replicas: Iterable[DistributedDataParallel],
+        sampler: ElasticSampler | None,
+        **loop: Any,
     ) -> None:
         """``loop``: what else decides on who does what in which step."""
         self._state = state
-        self._fixed = {"commpress": version("commpress"), "kernels": digest()[:12], "state": ", ".join(state) or "built anew"}
+        self._fixed = {
+            "commpress": version("commpress"),
+            "kernels": digest()[:12],
+            "state": ", ".join(state) or "built anew",
+        }
         self._fixed |= {name: _text(value) for name, value in (loop | _reading(sampler)).items()}
         for name, each in state.items():
             self._fixed[name] = type(each).__name__
@@ -40,12 +52,19 @@ class Description:
             elif type(each).__module__.startswith("commpress."):
                 self._fixed |= {f"{name}.{key}": _text(value) for key, value in _options(each)}
         for number, replica in enumerate(replicas):
-            self._fixed |= {f"DDP {number}: {name}": _text(getattr(replica, name, None)) for name in LAYOUT}
+            self._fixed |= {
+                f"DDP {number}: {name}": _text(getattr(replica, name, None)) for name in LAYOUT
+            }
             self._fixed |= {f"DDP {number}: {name}": text for name, text in _hooks(replica)}
 
     def __call__(self) -> Mapping[str, str]:
-        optimizers = {name: each for name, each in self._state.items() if isinstance(each, torch.optim.Optimizer)}
-        groups = {f"{name}.param_groups": _sizes(each) for name, each in optimizers.items()}  # some may be added
+        optimizers = {
+            name: each
+            for name, each in self._state.items()
+            if isinstance(each, torch.optim.Optimizer)
+        }
+        # some may be added
+        groups = {f"{name}.param_groups": _sizes(each) for name, each in optimizers.items()}
         return self._fixed | groups
 
 
@@ -68,7 +87,11 @@ def _options(each: Any) -> Iterable[tuple[str, Any]]:
     for kind in type(each).__mro__:
         if kind.__module__.startswith("commpress.") and "__init__" in vars(kind):
             kept = [name for name in inspect.signature(kind).parameters if name in vars(each)]
-            yield from [(name, vars(each)[name]) for name in kept if name not in ("inner", "transport", "timeout")]
+            yield from [
+                (name, vars(each)[name])
+                for name in kept
+                if name not in ("inner", "transport", "timeout")
+            ]
 
 
 def _hooks(replica: DistributedDataParallel) -> Iterable[tuple[str, str]]:
@@ -86,6 +109,14 @@ def _sizes(optimizer: torch.optim.Optimizer) -> str:
 def _text(value: Any) -> str:
     """One value in words, the same in every process."""
     spec = getattr(value, "spec", None)
-    text = spec if isinstance(spec, str) else value.__qualname__ if isinstance(value, type) else repr(value)
+    text = (
+        spec
+        if isinstance(spec, str)
+        else value.__qualname__
+        if isinstance(value, type)
+        else repr(value)
+    )
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({checksum_of(text.encode()):016x})"
+    return (
+        text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({checksum_of(text.encode()):016x})"
+    )

@@ -1,7 +1,7 @@
 """Events of a run that outlives its ranks, and totals of them.
 
-Each event is a JSON line in the file that COMMPRESS_EVENTS names, written in one call: a process that is killed leaves no half
-lines. ``commpress chaos`` reads them.
+Each event is a JSON line in the file that COMMPRESS_EVENTS names, written in one call: a process
+that is killed leaves no half lines. ``commpress chaos`` reads them.
 """
 
 import json
@@ -33,7 +33,8 @@ class ElasticCounters(Totals):
     given_bytes: int = 0  # that it gave to others
     snapshots: int = 0
     failed_snapshots: int = 0
-    undone_steps: int = 0  # committed and gone again, because a sharded model went back to a snapshot
+    # committed and gone again, because a sharded model went back to a snapshot
+    undone_steps: int = 0
     seconds: float = 0.0  # since the loop began
     step_seconds: float = 0.0  # in steps that were committed
     pause_seconds: float = 0.0  # from faults until the loop could go on
@@ -52,8 +53,10 @@ class ElasticCounters(Totals):
 
     def summary(self) -> str:
         return (
-            f"{self.steps} steps committed here, by {100 * self.participation:.1f} % of all ranks; {100 * self.goodput:.1f} % "
-            f"of the time went into steps; {self.faults} faults, {self.lost} ranks lost, {self.joined} joined, paused for "
+            f"{self.steps} steps committed here, by {100 * self.participation:.1f} % of all "
+            f"ranks; {100 * self.goodput:.1f} % "
+            f"of the time went into steps; {self.faults} faults, {self.lost} ranks lost, "
+            f"{self.joined} joined, paused for "
             f"{self.pause_seconds:.1f} s"
         )
 
@@ -63,16 +66,30 @@ class Events:
 
     def __init__(self, path: str | Path | None = None) -> None:
         path = path or os.environ.get("COMMPRESS_EVENTS") or None
-        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = (
+            None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        )
 
     @property
     def wanted(self) -> bool:
         return self._file is not None
 
-    def write(self, kind: str, step: int, place: tuple[int, int, int], more: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self,
+        kind: str,
+        step: int,
+        place: tuple[int, int, int],
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         """``place``: rank, size and epoch."""
         if self._file is not None:
-            head = {"time": time.time(), "clock": time.monotonic(), "pid": os.getpid(), "kind": kind, "step": step}
+            head = {
+                "time": time.time(),
+                "clock": time.monotonic(),
+                "pid": os.getpid(),
+                "kind": kind,
+                "step": step,
+            }
             named = dict(zip(("rank", "size", "epoch"), place, strict=True))
             os.write(self._file, (json.dumps(head | named | dict(more or {})) + "\n").encode())
 

@@ -1,7 +1,9 @@
-"""Exact means of DistributedDataParallel's buckets by the group's own all-reduce, from which a model recovers.
+"""Exact means of DistributedDataParallel's buckets by the group's own all-reduce, from which a
+model recovers.
 
-Without a hook DDP divides by the number of ranks that it saw first, and is of no use after a backward that failed. This one
-divides by those that there are, ends every backward, and only then raises what went wrong.
+Without a hook DDP divides by the number of ranks that it saw first, and is of no use after a
+backward that failed. This one divides by those that there are, ends every backward, and only then
+raises what went wrong.
 """
 
 from typing import Any
@@ -19,7 +21,8 @@ AT_ONCE = 4  # buckets under way
 class ExactMeans:
     """State of ``exact_means_hook``: the group, and the backward that is under way.
 
-    Note: the thread. Called on autograd's, a group of ours lets a failed call end the backward before DDP has finished it.
+    Note: the thread. Called on autograd's, a group of ours lets a failed call end the backward
+    before DDP has finished it.
     """
 
     def __init__(self, group: Any) -> None:
@@ -55,6 +58,8 @@ class ExactMeans:
         yield work
 
 
-def exact_means_hook(state: ExactMeans, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def exact_means_hook(
+    state: ExactMeans, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average ``bucket`` over the ranks that there are."""
     return state.reduce(bucket)

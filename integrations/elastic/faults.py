@@ -16,7 +16,8 @@ def fault_of(error: BaseException) -> CommunicationError | None:
 
 
 def without_frames(error: BaseException | None) -> None:
-    """Forget where an error, and what it came of, was raised: the frames hold all that their functions worked with."""
+    """Forget where an error, and what it came of, was raised: the frames hold all that their
+    functions worked with."""
     waiting, seen = [error], set[int]()
     while waiting:
         each = waiting.pop()

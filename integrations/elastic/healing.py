@@ -6,10 +6,11 @@
     4  slices, each from one donor, several donors side by side, to all who need them
     5  who was healed compares hashes, and only then loads
 
-Nothing is loaded before all of it is here and right: a donor that dies meanwhile has spoilt nothing.
+Nothing is loaded before all of it is here and right: a donor that dies meanwhile has spoilt
+nothing.
 
-Note: where donors differ. Buffers such as BatchNorm's are each rank's own between two steps; the first donor's count, as
-DistributedDataParallel takes those of rank 0.
+Note: where donors differ. Buffers such as BatchNorm's are each rank's own between two steps; the
+first donor's count, as DistributedDataParallel takes those of rank 0.
 """
 
 import logging
@@ -66,7 +67,11 @@ class HealingProgress:
 
     @property
     def seconds_left(self) -> float:
-        return (self.nbytes - self.done) * (monotonic() - self.begun) / self.done if self.done else float("inf")
+        return (
+            (self.nbytes - self.done) * (monotonic() - self.begun) / self.done
+            if self.done
+            else float("inf")
+        )
 
 
 class TensorRange(NamedTuple):
@@ -81,13 +86,21 @@ Slice = list[TensorRange]
 
 
 def heal(
-    state: SharedState, channel: Channel, *, donors: Sequence[int], needy: Sequence[int], **options: Any
+    state: SharedState,
+    channel: Channel,
+    *,
+    donors: Sequence[int],
+    needy: Sequence[int],
+    **options: Any,
 ) -> Steps[Healed | None]:
-    """Make the ranks in ``needy`` like the ``donors``; all ranks of the channel call it alike. None where nobody needs it."""
+    """Make the ranks in ``needy`` like the ``donors``; all ranks of the channel call it alike. None
+    where nobody needs it."""
     if not needy:
         return None
     document, tensors = state.taken_apart() if channel.rank in donors else (b"", [])
-    document, tensors, healed = yield from share(document, tensors, channel, donors=donors, needy=needy, **options)
+    document, tensors, healed = yield from share(
+        document, tensors, channel, donors=donors, needy=needy, **options
+    )
     if channel.rank in needy:
         state.load(document, tensors)
     return healed
@@ -106,11 +119,14 @@ def share(
     """The donors' document and tensors, on those in ``needy`` too, which bring none."""
     if not donors or set(donors) & set(needy):
         raise InvalidArgument(
-            f"donors are {list(donors)} and needy {list(needy)}, expected at least one donor that needs nothing itself"
+            f"donors are {list(donors)} and needy {list(needy)}, expected at least one donor "
+            "that needs nothing itself"
         )
     begun = monotonic()
     document, first, same = yield from _send_document(channel, document, donors)
-    held = [each.detach().cpu().contiguous() for each in tensors] if same else empty_tensors(document)
+    held = (
+        [each.detach().cpu().contiguous() for each in tensors] if same else empty_tensors(document)
+    )
     hashes = [hash_of(each) for each in held] if same else [0] * len(held)
     every = yield from gathered_hashes(channel, hashes)
     right = [int(each) for each in every[first]]
@@ -121,42 +137,67 @@ def share(
         if came != right:
             wrong = next(i for i, each in enumerate(came) if each != right[i])
             raise Corrupted(
-                f"rank {channel.rank}: tensor {wrong} of the state that came has another hash than rank {first} told: memory "
+                f"rank {channel.rank}: tensor {wrong} of the state that came has another hash "
+                f"than rank {first} told: memory "
                 "or network corrupt data; nothing was loaded",
                 ranks=(first,),
             )
     differing = sum(len(each) < len(donors) for each in able)
     if differing:
-        log.info("donors differ in %d tensors, such as buffers of their own: those of rank %d count", differing, first)
+        log.info(
+            "donors differ in %d tensors, such as buffers of their own: those of rank %d count",
+            differing,
+            first,
+        )
     whole, total = hash_of_all(document, right), sum(each.nbytes for each in held)
     return document, held, Healed(whole, total, given, monotonic() - begun, differing)
 
 
-def _send_document(channel: Channel, document: bytes, donors: Sequence[int]) -> Steps[tuple[bytes, int, bool]]:
+def _send_document(
+    channel: Channel, document: bytes, donors: Sequence[int]
+) -> Steps[tuple[bytes, int, bool]]:
     """The first donor's document, its rank, and whether this rank had the same."""
     said, first, me, ranks = checksum_of(document), min(donors), channel.rank, range(channel.size)
     words = [float(len(document)), float(said >> 32), float(said & 0xFFFFFFFF)]
     told = yield from gathered(words, transport=channel.transport, sequence=channel.take())
     length = int(told[first][0])
     if not 0 < length <= LONGEST:
-        raise StateMismatch(f"rank {first} has a state whose document has {length} bytes, expected 1 to {LONGEST}")
+        raise StateMismatch(
+            f"rank {first} has a state whose document has {length} bytes, expected 1 to {LONGEST}"
+        )
     lack = [r for r in ranks if (told[r] != told[first]).any()]
     if others := [r for r in lack if r in donors]:
-        log.warning("ranks %s differ from rank %d in numbers, as of a scheduler: the latter's count", others, first)
+        log.warning(
+            "ranks %s differ from rank %d in numbers, as of a scheduler: the latter's count",
+            others,
+            first,
+        )
     inp = bytearray(document * len(lack)) if me == first else b""
     outs = [length if r == first and me in lack else 0 for r in ranks]
-    came = yield from _swapped(channel, inp, [length if me == first and r in lack else 0 for r in ranks], outs, channel.take())
+    came = yield from _swapped(
+        channel,
+        inp,
+        [length if me == first and r in lack else 0 for r in ranks],
+        outs,
+        channel.take(),
+    )
     return (bytes(memory_of(came)), first, False) if me in lack else (document, first, True)
 
 
 def _swapped(
-    channel: Channel, inp: bytes | bytearray | torch.Tensor, ins: Sequence[int], outs: Sequence[int], sequence: int
+    channel: Channel,
+    inp: bytes | bytearray | torch.Tensor,
+    ins: Sequence[int],
+    outs: Sequence[int],
+    sequence: int,
 ) -> Steps[torch.Tensor]:
     """Bytes that come, when ``ins[r]`` of ``inp`` go to rank r and ``outs[r]`` come from it."""
     if not isinstance(inp, torch.Tensor):
         inp = torch.frombuffer(inp, dtype=torch.uint8) if inp else torch.empty(0, dtype=torch.uint8)
     out = torch.empty(sum(outs), dtype=torch.uint8)
-    yield from all_to_all(out, inp, transport=channel.transport, out_splits=outs, in_splits=ins, sequence=sequence)
+    yield from all_to_all(
+        out, inp, transport=channel.transport, out_splits=outs, in_splits=ins, sequence=sequence
+    )
     return out
 
 
@@ -185,11 +226,19 @@ def _send_slices(
         me, ranks = channel.rank, range(channel.size)
         ins = [nbytes(slices.get(me)) if r in needy else 0 for r in ranks]
         outs = [nbytes(slices.get(r)) if me in needy else 0 for r in ranks]
-        parts = [bytes_of(tensors[each.tensor])[each.start : each.stop] for each in slices.get(me, ())]
-        came = yield from _swapped(channel, torch.cat(parts * len(needy)) if parts else b"", ins, outs, sequence)
+        parts = [
+            bytes_of(tensors[each.tensor])[each.start : each.stop] for each in slices.get(me, ())
+        ]
+        came = yield from _swapped(
+            channel, torch.cat(parts * len(needy)) if parts else b"", ins, outs, sequence
+        )
         at = 0
-        for part in [part for _, each in sorted(slices.items()) for part in each] if me in needy else ():
-            bytes_of(tensors[part.tensor])[part.start : part.stop] = came[at : at + part.stop - part.start]
+        for part in (
+            [part for _, each in sorted(slices.items()) for part in each] if me in needy else ()
+        ):
+            bytes_of(tensors[part.tensor])[part.start : part.stop] = came[
+                at : at + part.stop - part.start
+            ]
             at += part.stop - part.start
         transfer.done += sum(map(nbytes, slices.values()))
         if monotonic() - told > TELL_EVERY:
@@ -202,12 +251,19 @@ def _send_slices(
     return {donor: sum(map(nbytes, queue)) for donor, queue in queues.items()}
 
 
-def dealt(lengths: Sequence[int], able: Sequence[tuple[int, ...]], slice_bytes: int) -> dict[int, list[Slice]]:
-    """Slices of each donor, in order: every slice by one of those who are able, the one that has the least to give so far."""
-    queues: dict[int, list[Slice]] = {donor: [] for donor in sorted({d for each in able for d in each})}
+def dealt(
+    lengths: Sequence[int], able: Sequence[tuple[int, ...]], slice_bytes: int
+) -> dict[int, list[Slice]]:
+    """Slices of each donor, in order: every slice by one of those who are able, the one that has
+    the least to give so far."""
+    queues: dict[int, list[Slice]] = {
+        donor: [] for donor in sorted({d for each in able for d in each})
+    }
     load = dict.fromkeys(queues, 0)
     for donors in dict.fromkeys(able):
-        for part in cut([(i, length) for i, length in enumerate(lengths) if able[i] == donors], slice_bytes):
+        for part in cut(
+            [(i, length) for i, length in enumerate(lengths) if able[i] == donors], slice_bytes
+        ):
             donor = min(donors, key=lambda d: (load[d], d))
             queues[donor].append(part)
             load[donor] += nbytes(part)
@@ -215,7 +271,8 @@ def dealt(lengths: Sequence[int], able: Sequence[tuple[int, ...]], slice_bytes: 
 
 
 def cut(tensors: Sequence[tuple[int, int]], slice_bytes: int) -> list[Slice]:
-    """Slices of so many bytes, the last of fewer, of tensors and their lengths laid side by side."""
+    """Slices of so many bytes, the last of fewer, of tensors and their lengths laid side by
+    side."""
     slices: list[Slice] = []
     room = 0
     for tensor, length in tensors:

@@ -1,11 +1,13 @@
 """The loop that outlives its ranks.
 
-    for loss in commpress.elastic(train_step, {"model": model, "optimizer": optimizer}, data=loader, epochs=3):
+    for loss in commpress.elastic(train_step, {"model": model, "optimizer": optimizer}, data=loader,
+    epochs=3):
         ...
 
-A step that fails because a rank has died, left or come is repeated by those who are there then, or, where somebody has
-committed it, taken over from there. Nobody votes on a step: who begins the exchange of the next one has committed this one, so
-ranks are at most one step apart. Newcomers and ranks behind are healed by those who are not, over the loop's own channel.
+A step that fails because a rank has died, left or come is repeated by those who are there then, or,
+where somebody has committed it, taken over from there. Nobody votes on a step: who begins the
+exchange of the next one has committed this one, so ranks are at most one step apart. Newcomers and
+ranks behind are healed by those who are not, over the loop's own channel.
 """
 
 import logging
@@ -26,7 +28,14 @@ from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.membership import differences
-from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, StorageError, check_counts
+from commpress.errors import (
+    CommunicationError,
+    Excluded,
+    InvalidArgument,
+    NoQuorum,
+    StorageError,
+    check_counts,
+)
 from commpress.integrations.elastic.attendance import Attendance, at_sigterm, reformable
 from commpress.integrations.elastic.batches import Batches, Progress
 from commpress.integrations.elastic.construction import Build, newest
@@ -35,11 +44,23 @@ from commpress.integrations.elastic.description import Description
 from commpress.integrations.elastic.events import ElasticCounters, Events
 from commpress.integrations.elastic.exact_means import ExactMeans, exact_means_hook
 from commpress.integrations.elastic.faults import fault_of, without_frames
-from commpress.integrations.elastic.healing import Healed, HealingProgress, gathered_hashes, heal, share
+from commpress.integrations.elastic.healing import (
+    Healed,
+    HealingProgress,
+    gathered_hashes,
+    heal,
+    share,
+)
 from commpress.integrations.elastic.named_state import check_named, check_ordered, replicas_of
 from commpress.integrations.elastic.rehearsal import Rehearsal
 from commpress.integrations.elastic.repeat import StepMark
-from commpress.integrations.elastic.shared_state import SharedState, hash_of, hash_of_all, packed, unpacked
+from commpress.integrations.elastic.shared_state import (
+    SharedState,
+    hash_of,
+    hash_of_all,
+    packed,
+    unpacked,
+)
 from commpress.integrations.elastic.snapshots import Snapshots
 from commpress.integrations.elastic.whole_state import WholeState, check_reformable
 from commpress.optim.local_updates import LocalUpdates
@@ -48,7 +69,8 @@ from commpress.torch_private import hook_of
 
 TRIES = 3  # times that a step fails although nobody came or went, until that is an error
 ATTEMPTS = 5  # to form the group anew, while others go or nobody answers, until that is an error
-DEAF, DEAFEST = 1.0, 8.0  # seconds without an ear for newcomers after one has not got in; twice as many each time
+# seconds without an ear for newcomers after one has not got in; twice as many each time
+DEAF, DEAFEST = 1.0, 8.0
 POLL = 0.1  # seconds between two looks at the door while there are too few ranks
 NAME = "commpress"  # of the loop's own entry in what is shared
 
@@ -56,30 +78,43 @@ log = logging.getLogger("commpress")
 
 
 def elastic(
-    train_step: Callable[..., Any] | None = None, state: Mapping[str, Any] | None = None, **options: Any
+    train_step: Callable[..., Any] | None = None,
+    state: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> "Elastic":
-    """Results of ``train_step``, one after the other, of steps that this rank has committed. ``options``: see ``Elastic``."""
+    """Results of ``train_step``, one after the other, of steps that this rank has committed.
+    ``options``: see ``Elastic``."""
     return Elastic(train_step, state, **options)
 
 
 class Elastic:
-    """Steps of a run over the default group, of backend "commpress", that go on whoever dies, leaves or joins.
+    """Steps of a run over the default group, of backend "commpress", that go on whoever dies,
+    leaves or joins.
 
-    - ``train_step``: takes the batch and does one step: forward, backward, ``optimizer.step()`` once, what follows it. It is
+    - ``train_step``: takes the batch and does one step: forward, backward, ``optimizer.step()``
+      once, what follows it. It is
       called again where it failed. Collectives of your own belong before ``optimizer.step()``.
-    - ``state``: what has to be the same on all ranks, by name: the model, optimizers, schedulers, a GradScaler. The position in
+    - ``state``: what has to be the same on all ranks, by name: the model, optimizers, schedulers, a
+      GradScaler. The position in
       the data and what ``compress`` keeps need not be named.
-    - ``data``: a DataLoader with an ``ElasticSampler``; None: ``train_step`` takes nothing. Where the sampler's ``batch_size``
+    - ``data``: a DataLoader with an ``ElasticSampler``; None: ``train_step`` takes nothing. Where
+      the sampler's ``batch_size``
       is k times the loader's, a step takes a list of k batches (gradient accumulation).
     - ``epochs``, ``steps``: the end, whichever comes first.
-    - ``build``: for models and optimizers that are divided among the ranks, in place of ``train_step`` and ``state``: makes
-      both for the ranks that there are. Called again after every change; then the last snapshot is loaded.
+    - ``build``: for models and optimizers that are divided among the ranks, in place of
+      ``train_step`` and ``state``: makes
+      both for the ranks that there are. Called again after every change; then the last snapshot is
+      loaded.
     - ``snapshots``: a folder, or ``Snapshots``.
-    - ``minimum``: ranks below which no step is taken; the others wait ``patience`` seconds for newcomers.
-    - ``join``: where the others are, as ``group.contact`` says it, or a store's "host:port"; by default COMMPRESS_JOIN. Who
-      joins starts as a group of one (``init_process_group("commpress", rank=0, world_size=1, ...)``).
+    - ``minimum``: ranks below which no step is taken; the others wait ``patience`` seconds for
+      newcomers.
+    - ``join``: where the others are, as ``group.contact`` says it, or a store's "host:port"; by
+      default COMMPRESS_JOIN. Who
+      joins starts as a group of one (``init_process_group("commpress", rank=0, world_size=1,
+      ...)``).
     - ``timeout``: of each agreement on who is there; None: that of the group.
-    - ``hash_every``: steps between two hashes of the weights in the events; by default COMMPRESS_HASH_EVERY, or never. Not with
+    - ``hash_every``: steps between two hashes of the weights in the events; by default
+      COMMPRESS_HASH_EVERY, or never. Not with
       ``build``.
     - ``events``: a file for them; by default COMMPRESS_EVENTS.
 
@@ -108,33 +143,55 @@ class Elastic:
         self.attendance = Attendance(self.group, join, timeout)
         if (build is None) == (train_step is None) or (train_step is None) != (state is None):
             raise InvalidArgument(
-                f"train_step is {train_step!r}, state {'given' if state is not None else None} and build {build!r}, expected "
+                f"train_step is {train_step!r}, state {'given' if state is not None else None} "
+                f"and build {build!r}, expected "
                 "train_step and state, or build, which returns both"
             )
         if epochs is None and steps is None:
-            raise InvalidArgument("epochs and steps are both None, expected one of them: when does the run end?")
+            raise InvalidArgument(
+                "epochs and steps are both None, expected one of them: when does the run end?"
+            )
         if epochs is not None and data is None:
-            raise InvalidArgument(f"epochs is {epochs!r}, but data is None, which has none: pass steps=")
-        hash_every = int(os.environ.get("COMMPRESS_HASH_EVERY", 0)) if hash_every is None else hash_every
+            raise InvalidArgument(
+                f"epochs is {epochs!r}, but data is None, which has none: pass steps="
+            )
+        hash_every = (
+            int(os.environ.get("COMMPRESS_HASH_EVERY", 0)) if hash_every is None else hash_every
+        )
         check_counts(minimum=minimum, epochs=epochs or 0, steps=steps or 0, hash_every=hash_every)
         if build is not None and snapshots is None:
             raise InvalidArgument(
-                "build is given without snapshots=: a model that is divided has nothing else to go back to when a rank is lost"
+                "build is given without snapshots=: a model that is divided has nothing else to "
+                "go back to when a rank is lost"
             )
-        self.batches, self.snapshots = Batches(data), Snapshots(snapshots) if isinstance(snapshots, str | Path) else snapshots
-        self.epochs, self.last_step, self.minimum, self.patience = epochs, steps, max(minimum, 1), patience
+        self.batches, self.snapshots = (
+            Batches(data),
+            Snapshots(snapshots) if isinstance(snapshots, str | Path) else snapshots,
+        )
+        self.epochs, self.last_step, self.minimum, self.patience = (
+            epochs,
+            steps,
+            max(minimum, 1),
+            patience,
+        )
         self.build: Build | None = None
         self.timeout, self.hash_every = timeout, hash_every
-        self.progress, self.counters, self.events = Progress(self.batches), ElasticCounters(), Events(events)
+        self.progress, self.counters, self.events = (
+            Progress(self.batches),
+            ElasticCounters(),
+            Events(events),
+        )
         self.epoch = 0  # of the group
         self._healed, self._halfway = True, False
         self._begun, self._beginning = monotonic(), self.progress.state_dict()
         self._counted = 0  # steps, up to the last one that counts here
         self._failures = 0  # since a step was committed or somebody came or went
-        self._deaf = self._deaf_until = 0.0  # seconds without an ear for newcomers; the clock when they are over
+        # seconds without an ear for newcomers; the clock when they are over
+        self._deaf = self._deaf_until = 0.0
         self._again = False  # the next step is a repeat
         self._seen: dict[int, int] = {}  # exchanges of local updates
-        self._sent = range(0), 0, self._place  # what this rank read for the step under way, the window's beginning, its place
+        # what this rank read for the step under way, the window's beginning, its place
+        self._sent = range(0), 0, self._place
         self.channel = Channel.among(group, timeout=timeout, name="commpress-elastic")
         if build is not None:  # who joins builds when it is among the others
             self.build = Build(build, self.group.registry)
@@ -146,9 +203,14 @@ class Elastic:
     def _take(self, train_step: Callable[..., Any], state: Mapping[str, Any]) -> None:
         """Train these from here on."""
         if not isinstance(state, Mapping) or (not state and train_step is not _nothing):
-            raise InvalidArgument(f"state is {state!r}, expected a dictionary, as {{'model': model, 'optimizer': optimizer}}")
+            raise InvalidArgument(
+                f"state is {state!r}, expected a dictionary, as "
+                f"{{'model': model, 'optimizer': optimizer}}"
+            )
         if NAME in state:
-            raise InvalidArgument(f"state has the name {NAME!r}, which the loop needs for itself: choose another")
+            raise InvalidArgument(
+                f"state has the name {NAME!r}, which the loop needs for itself: choose another"
+            )
         self.train_step, every = train_step, {**state, NAME: self.progress}
         if self.build is None:
             check_reformable(state)
@@ -167,14 +229,22 @@ class Elastic:
                 check_ordered(each)
                 each.register_comm_hook(ExactMeans(self.group), exact_means_hook)
 
-    def _describe(self, state: Mapping[str, Any], replicas: Sequence[DistributedDataParallel]) -> None:
-        """Have newcomers that are unlike this process sent away at the door; models that are built anew they have not yet."""
+    def _describe(
+        self, state: Mapping[str, Any], replicas: Sequence[DistributedDataParallel]
+    ) -> None:
+        """Have newcomers that are unlike this process sent away at the door; models that are built
+        anew they have not yet."""
         snapshots = None if self.snapshots is None else self.snapshots.every
         self.description = Description(
-            state if self.build is None else {}, replicas, self.batches.sampler, build=self.build is not None,
-            epochs=self.epochs, steps=self.last_step, minimum=self.minimum,
+            state if self.build is None else {},
+            replicas,
+            self.batches.sampler,
+            build=self.build is not None,
+            epochs=self.epochs,
+            steps=self.last_step,
+            minimum=self.minimum,
             **{"data: batches in a step": self.batches.count, "snapshots.every": snapshots},
-        )  # fmt: skip
+        )
         if hasattr(self.group, "membership"):
             self.group.membership.description = self.description
 
@@ -226,8 +296,9 @@ class Elastic:
         self._tell("end", **self.counters.as_dict())
 
     def leave(self) -> None:
-        """End this rank's loop soon: when the others have taken over what it owes. Of divided models, after the next snapshot;
-        with local updates, after the next exchange. Where nobody stays, a last snapshot is taken."""
+        """End this rank's loop soon: when the others have taken over what it owes. Of divided
+        models, after the next snapshot; with local updates, after the next exchange. Where nobody
+        stays, a last snapshot is taken."""
         self.attendance.leave()
 
     @property
@@ -245,7 +316,11 @@ class Elastic:
     def _attempt(self) -> tuple[bool, Any]:
         """One step; whether this rank has committed it with a result, and that."""
         sampler = self.batches.sampler
-        self._sent = (range(0), 0, self._place) if sampler is None else (sampler.share, sampler.position, self._place)
+        self._sent = (
+            (range(0), 0, self._place)
+            if sampler is None
+            else (sampler.share, sampler.position, self._place)
+        )
         self.batches.ready()
         if self._again:
             self._mark.draw_again()
@@ -260,7 +335,8 @@ class Elastic:
         else:
             self._committed(monotonic() - begun)
             return True, result
-        if self.build is not None:  # the frames would keep alive what belongs to the ranks that there were
+        # the frames would keep alive what belongs to the ranks that there were
+        if self.build is not None:
             without_frames(failure)
         self._recover(fault, failure)
         return False, None
@@ -275,7 +351,8 @@ class Elastic:
         self._save()
 
     def _count(self, seconds: float) -> None:
-        """A step in which this rank has taken part counts: who begins the exchange of the next one says so."""
+        """A step in which this rank has taken part counts: who begins the exchange of the next one
+        says so."""
         share, position, place = self._sent
         counters = self.counters
         self._counted = self.step
@@ -286,7 +363,8 @@ class Elastic:
         counters.step_seconds += seconds
         counters.seconds = monotonic() - self._begun
         if self.events.wanted:
-            due = self.hash_every and self.step % self.hash_every == 0 and self.build is None  # divided: others on each rank
+            # divided: others on each rank
+            due = self.hash_every and self.step % self.hash_every == 0 and self.build is None
             hashed = {"hash": f"{self.weights_hash():016x}"} if due else {}
             read = {"samples": [share.start, share.stop], "position": position}
             self.events.write("commit", self.step, place, read | hashed)
@@ -295,10 +373,13 @@ class Elastic:
         """This rank has committed the last step."""
         sampler = self.batches.sampler
         ended = self.last_step is not None and self.step >= self.last_step
-        return ended or (self.epochs is not None and sampler is not None and sampler.epoch >= self.epochs)
+        return ended or (
+            self.epochs is not None and sampler is not None and sampler.epoch >= self.epochs
+        )
 
     def _all_have_ended(self) -> bool:
-        """All ranks have; if not, some are behind or new, and those who are not repeat what they have not committed."""
+        """All ranks have; if not, some are behind or new, and those who are not repeat what they
+        have not committed."""
         if self._agrees("end"):
             return True
         try:
@@ -311,11 +392,14 @@ class Elastic:
     def _asked(self, flag: bool, what: str) -> bool:
         """True if ``flag`` is on some rank; all ranks are at this step then."""
         channel = self.channel
-        steps = any_rank(flag, channel, channel.take(), torch.device("cpu"), what=what, numel=self.step)
+        steps = any_rank(
+            flag, channel, channel.take(), torch.device("cpu"), what=what, numel=self.step
+        )
         return channel.run(steps)
 
     def _agrees(self, what: str) -> bool:
-        """True if all ranks are at this step; else some have gone, or want to form the group anew."""
+        """True if all ranks are at this step; else some have gone, or want to form the group
+        anew."""
         try:
             self._asked(False, what)
         except CommunicationError as error:
@@ -324,24 +408,30 @@ class Elastic:
         return True
 
     def state_hash(self) -> int:
-        """xxh3 of all tensors that the ranks share; where the model is divided, of the whole, and collective."""
+        """xxh3 of all tensors that the ranks share; where the model is divided, of the whole, and
+        collective."""
         _, tensors = self.state.taken_apart()
         return hash_of_all(b"", [hash_of(each) for each in tensors])
 
     def weights_hash(self) -> int:
         """xxh3 of all parameters, where every rank has all of them."""
-        return hash_of_all(b"", [hash_of(each) for module in self._modules for each in module.parameters()])
+        return hash_of_all(
+            b"", [hash_of(each) for module in self._modules for each in module.parameters()]
+        )
 
     def _somebody_waits(self) -> bool:
-        """A newcomer is at the door of this rank, or this rank wants to leave; with local updates of any rank, asked where all
-        are at the same step."""
+        """A newcomer is at the door of this rank, or this rank wants to leave; with local updates
+        of any rank, asked where all are at the same step."""
         if self._locals:
-            if not any(each.counters.exchanges != self._seen.get(id(each)) for each in self._locals):
+            if not any(
+                each.counters.exchanges != self._seen.get(id(each)) for each in self._locals
+            ):
                 return False
             self._seen = {id(each): each.counters.exchanges for each in self._locals}
             return self._vote(self._knocks or self.attendance.leaving)
         if any(each.round() is RoundKind.LOCAL for each in self._optimizers):
-            return False  # nobody waits for anybody in such a step: the others may be at a later one
+            # nobody waits for anybody in such a step: the others may be at a later one
+            return False
         return self._knocks or (self.attendance.leaving and self.build is None)
 
     def _vote(self, flag: bool) -> bool:
@@ -367,23 +457,29 @@ class Elastic:
             self.progress.step += 1
             self._mark.forget()
             log.warning(
-                "step %d failed after optimizer.step(): it counts, and what train_step does after that was left out here, "
-                "unless another rank has done it. Put collectives of your own before optimizer.step()", self.step - 1,
-            )  # fmt: skip
+                "step %d failed after optimizer.step(): it counts, and what train_step does "
+                "after that was left out here, "
+                "unless another rank has done it. Put collectives of your own before "
+                "optimizer.step()",
+                self.step - 1,
+            )
         else:
             self._mark.undo()
             self._again = True
         self._reform()
 
     def _reform(self, *, between: bool = False) -> None:
-        """Agree on who is there, until somebody is and all of them are alike. ``between``: all are at the end of a round."""
+        """Agree on who is there, until somebody is and all of them are alike. ``between``: all are
+        at the end of a round."""
         begun, failed = monotonic(), 0
         self.counters.reforms += 1
         while True:
             if self.build is not None:
                 self._let_go()
             try:
-                change = self._agreed(leaves=self.attendance.leaving and (between or not self._locals))
+                change = self._agreed(
+                    leaves=self.attendance.leaving and (between or not self._locals)
+                )
                 self.batches.restart()
                 self._settle(change)
                 if leavers := Declaration.leavers(change):
@@ -397,13 +493,19 @@ class Elastic:
                 raise
             except Exception as error:
                 fault, failed = fault_of(error), failed + 1
-                late = self.attendance.join is not None and monotonic() > begun + self.attendance.patience.total_seconds()
+                late = (
+                    self.attendance.join is not None
+                    and monotonic() > begun + self.attendance.patience.total_seconds()
+                )
                 if fault is None or failed >= ATTEMPTS or late:
                     raise
                 if self.build is not None:
                     without_frames(error)
-                if isinstance(fault, Excluded):  # stopped or cut off for too long: as a newcomer this rank is welcome
-                    log.warning("the others have gone on, and this rank joins them again: %s", fault)
+                # stopped or cut off for too long: as a newcomer this rank is welcome
+                if isinstance(fault, Excluded):
+                    log.warning(
+                        "the others have gone on, and this rank joins them again: %s", fault
+                    )
                     self.attendance.join_again(fault)
                     self._healed, self._halfway = False, False  # nothing that the others would want
                 else:
@@ -415,7 +517,8 @@ class Elastic:
         self._tell("reform", pause=pause, lost=list(change.lost), new=list(change.new))
 
     def _goes(self, change: Change, leavers: Sequence[int]) -> bool:
-        """Have those who stay take over what the leavers owe; True if this rank is one of them, and has gone."""
+        """Have those who stay take over what the leavers owe; True if this rank is one of them, and
+        has gone."""
         stay = [rank for rank in range(change.size) if rank not in leavers]
         if stay:
             self.group.hand_over(leavers)
@@ -430,24 +533,39 @@ class Elastic:
         return True
 
     def _others_reform(self) -> bool:
-        """Some rank forms the group anew, maybe for a newcomer: that is no failure of a step on this rank."""
+        """Some rank forms the group anew, maybe for a newcomer: that is no failure of a step on
+        this rank."""
         return bool(getattr(getattr(self.group, "guard", None), "reforming", ()))
 
     @property
     def _knocks(self) -> bool:
         """A newcomer is at the door of this rank, and it is not one of those who never get in."""
         waiting = bool(self.group.waiting)  # sends away who is unlike the others
-        return waiting and monotonic() >= self._deaf_until and self._rehearsal.over(self.counters.steps)
+        return (
+            waiting
+            and monotonic() >= self._deaf_until
+            and self._rehearsal.over(self.counters.steps)
+        )
 
     def _agreed(self, *, leaves: bool) -> Change:
-        """Reform the group itself. Owners that cannot follow are an error, unless they are built anew."""
-        said = Declaration(self.step, healed=self._healed, halfway=self._halfway, leaves=leaves).packed()
-        before, age = getattr(self.group, "change", None), 0 if self.attendance.join is not None else self.step
-        admit = self._rehearsal.over(self.counters.steps)  # newcomers have had theirs, and could not take part in ours
+        """Reform the group itself. Owners that cannot follow are an error, unless they are built
+        anew."""
+        said = Declaration(
+            self.step, healed=self._healed, halfway=self._halfway, leaves=leaves
+        ).packed()
+        before, age = (
+            getattr(self.group, "change", None),
+            0 if self.attendance.join is not None else self.step,
+        )
+        # newcomers have had theirs, and could not take part in ours
+        admit = self._rehearsal.over(self.counters.steps)
         try:
-            change: Change = self.group.reform(self.timeout, say=said, age=age, join=self.attendance.join, admit=admit)
+            change: Change = self.group.reform(
+                self.timeout, say=said, age=age, join=self.attendance.join, admit=admit
+            )
         except InvalidArgument:
-            if self.build is None or getattr(self.group, "change", None) in (None, before):  # it was not formed anew
+            # it was not formed anew
+            if self.build is None or getattr(self.group, "change", None) in (None, before):
                 raise
             change = self.group.change
         self.attendance.join, self.epoch = None, change.epoch
@@ -462,7 +580,8 @@ class Elastic:
         return change
 
     def _settle(self, change: Change) -> None:
-        """Make all ranks alike: those who are new, behind, or halfway through a step that others have finished."""
+        """Make all ranks alike: those who are new, behind, or halfway through a step that others
+        have finished."""
         if self.batches.sampler is not None:
             self.batches.sampler.reform(change)
         if self.build is not None:
@@ -473,23 +592,29 @@ class Elastic:
         donors = Declaration.donors(change)
         if not donors:
             raise NoQuorum(
-                f"none of the {change.size} ranks that are left has the state of the run: those who had it died before the "
+                f"none of the {change.size} ranks that are left has the state of the run: those "
+                "who had it died before the "
                 "newcomers were healed. Start again from a snapshot"
             )
-        self._healed &= change.was is not None  # who is a step behind could go on from there, if those ahead die now
+        # who is a step behind could go on from there, if those ahead die now
+        self._healed &= change.was is not None
         took_part = self._healed
         donors = self._alike_among(donors)
         needy = [rank for rank in range(change.size) if rank not in donors]
-        healed = self.channel.run(heal(self.state, self.channel, donors=donors, needy=needy, watch=self._watch))
+        healed = self.channel.run(
+            heal(self.state, self.channel, donors=donors, needy=needy, watch=self._watch)
+        )
         self._settled(healed, needs=change.rank in needy)
         if self.snapshots is not None and change.was is None:
             self.snapshots.give_way(self.step)
-        if took_part and self.step == self._counted + 1:  # committed by others, with what this rank had sent, or only in part
+        # committed by others, with what this rank had sent, or only in part
+        if took_part and self.step == self._counted + 1:
             self._count(0.0)
         self._counted = self.step
 
     def _alike_among(self, donors: Sequence[int]) -> list[int]:
-        """Those with the weights of the first: a step that changes them more than once may have been interrupted anywhere."""
+        """Those with the weights of the first: a step that changes them more than once may have
+        been interrupted anywhere."""
         if self._locals:
             return list(donors)
         hashes = self.channel.run(gathered_hashes(self.channel, [self.weights_hash()]))[:, 0]
@@ -507,28 +632,41 @@ class Elastic:
             self.counters.healed += 1
             self.counters.healed_bytes += healed.nbytes
             donors, told = sorted(healed.given), f"{healed.hash:016x}"
-            self._tell("healed", seconds=healed.seconds, hash=told, bytes=healed.nbytes, donors=donors)
-            log.info("healed by ranks %s: %d bytes in %.1f s", donors, healed.nbytes, healed.seconds)
+            self._tell(
+                "healed", seconds=healed.seconds, hash=told, bytes=healed.nbytes, donors=donors
+            )
+            log.info(
+                "healed by ranks %s: %d bytes in %.1f s", donors, healed.nbytes, healed.seconds
+            )
         self.counters.given_bytes += healed.given.get(self.channel.rank, 0)
 
     def _watch(self, transfer: HealingProgress) -> None:
         log.info(
-            "healing: %.0f %% of %.1f MB from %d donors, %.0f s left", 100 * transfer.done / max(transfer.nbytes, 1),
-            transfer.nbytes / 1e6, transfer.donors, transfer.seconds_left,
-        )  # fmt: skip
+            "healing: %.0f %% of %.1f MB from %d donors, %.0f s left",
+            100 * transfer.done / max(transfer.nbytes, 1),
+            transfer.nbytes / 1e6,
+            transfer.donors,
+            transfer.seconds_left,
+        )
 
     def _wait_for_more(self) -> bool:
-        """Below the minimum: wait for newcomers, all ranks together; true where no more are needed."""
+        """Below the minimum: wait for newcomers, all ranks together; true where no more are
+        needed."""
         if not self._rehearse():
             return False
         until = monotonic() + self.patience
-        log.warning("%d ranks are left, expected at least %d: waiting for newcomers", self.size, self.minimum)
+        log.warning(
+            "%d ranks are left, expected at least %d: waiting for newcomers",
+            self.size,
+            self.minimum,
+        )
         while monotonic() < until:
             if self._vote(bool(self.group.waiting) or self.attendance.leaving):
                 return False
             sleep(POLL)
         raise NoQuorum(
-            f"{self.size} ranks are left, minimum is {self.minimum}, and nobody joined within {self.patience:g} s: start more "
+            f"{self.size} ranks are left, minimum is {self.minimum}, and nobody joined within "
+            f"{self.patience:g} s: start more "
             "processes with join=, or pass a smaller minimum"
         )
 
@@ -563,7 +701,9 @@ class Elastic:
         if self._rehearsal.over(self.counters.steps):
             return True
         try:
-            self._rehearsal.run(self.train_step, self.state, self.batches, self.group.registry.owners)
+            self._rehearsal.run(
+                self.train_step, self.state, self.batches, self.group.registry.owners
+            )
         except Exception as error:
             if (fault := fault_of(error)) is None:
                 raise
@@ -575,18 +715,23 @@ class Elastic:
         return True
 
     def _alike(self) -> bool:
-        """Ranks that were started together may have snapshots of different steps: the newest counts. False if one is gone."""
+        """Ranks that were started together may have snapshots of different steps: the newest
+        counts. False if one is gone."""
         channel = self.channel
         try:
             mine = packed(dict(self.description()), [])
             numbers = [float(part) for part in (self.step, *divmod(checksum_of(mine), 1 << 32))]
-            told: np.ndarray = channel.run(gathered(numbers, transport=channel.transport, sequence=channel.take()))
+            told: np.ndarray = channel.run(
+                gathered(numbers, transport=channel.transport, sequence=channel.take())
+            )
             steps = told[:, 0]
             self._compare(told[:, 1:], mine)
             if self.build is None and (steps != steps[0]).any():
                 donors = [rank for rank, step in enumerate(steps) if step == steps.max()]
                 needy = [rank for rank in range(self.size) if rank not in donors]
-                healed = channel.run(heal(self.state, channel, donors=donors, needy=needy, watch=self._watch))
+                healed = channel.run(
+                    heal(self.state, channel, donors=donors, needy=needy, watch=self._watch)
+                )
                 self._settled(healed, needs=channel.rank in needy)
         except CommunicationError as error:
             self._note(error)
@@ -594,7 +739,8 @@ class Elastic:
         return True
 
     def _compare(self, said: np.ndarray, mine: bytes) -> None:
-        """Refuse ranks that were started together with other data, models or options, on all of them."""
+        """Refuse ranks that were started together with other data, models or options, on all of
+        them."""
         unlike = [rank for rank, each in enumerate(said) if (each != said[0]).any()]
         if not unlike:
             return
@@ -602,14 +748,16 @@ class Elastic:
         first, _, _ = self.channel.run(share(mine, [], self.channel, donors=alike, needy=unlike))
         found = differences(unpacked(first, []), self.description(), others="rank 0 has")
         raise InvalidArgument(
-            f"ranks {unlike} were started otherwise than rank 0{': ' + found if found else ', as their own errors say'}. Start "
+            f"ranks {unlike} were started otherwise than rank "
+            f"0{': ' + found if found else ', as their own errors say'}. Start "
             "all of them with the same data, models and options"
         )
 
     # ------------------------------------------------------------ snapshots
 
     def _save(self) -> None:
-        """Keep this step, where that is due, once all have agreed to it. Divided models let go who wants to leave after it."""
+        """Keep this step, where that is due, once all have agreed to it. Divided models let go who
+        wants to leave after it."""
         if self.snapshots is None or self.step % self.snapshots.every:
             return
         leaves = False
@@ -637,9 +785,15 @@ class Elastic:
         except StorageError as error:
             self.counters.failed_snapshots += 1
             log.error(
-                "the snapshot of step %d could not be written, and the run goes on with that of step %d: %s",
-                self.step, self.snapshots.last, error,
-            )  # fmt: skip
+                (
+                    "the snapshot of step %d could not be written, and the run goes on with "
+                    "that of "
+                    "step %d: %s"
+                ),
+                self.step,
+                self.snapshots.last,
+                error,
+            )
             self._tell("snapshot", error=str(error), last=self.snapshots.last)
             return
         self.counters.snapshots += 1
@@ -657,7 +811,8 @@ class Elastic:
         self.build.let_go(objects)
 
     def _rebuild(self, *, built: bool = False, of: Sequence[int] = ()) -> None:
-        """Construct what is divided for the ranks that there are, as the newest snapshot ``of`` some has it, or as it began."""
+        """Construct what is divided for the ranks that there are, as the newest snapshot ``of``
+        some has it, or as it began."""
         assert self.build is not None
         assert self.snapshots is not None
         if not built:

@@ -1,7 +1,9 @@
-"""Rehearsals: steps that are undone, after which a model does no longer what it does in its first steps only.
+"""Rehearsals: steps that are undone, after which a model does no longer what it does in its first
+steps only.
 
-DDP lays out its buckets in the second step, those of a static graph in the third. Ranks that begin together do so together;
-who is to meet others later has to be past it, for in one step some would lay out buckets and others exchange gradients.
+DDP lays out its buckets in the second step, those of a static graph in the third. Ranks that begin
+together do so together; who is to meet others later has to be past it, for in one step some would
+lay out buckets and others exchange gradients.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,9 +35,16 @@ class Rehearsal:
         """Replicas are past their first steps."""
         self.steps = 0
 
-    def run(self, train_step: Callable[..., Any], state: SharedState, batches: Batches, owners: Iterable[Any]) -> None:
-        """Do them alone, or all ranks together; ``end`` when all have. Afterwards all is as it was: ``state``, the position in
-        the data, random numbers, and what ``owners`` of residuals have on this rank; also where a step raises."""
+    def run(
+        self,
+        train_step: Callable[..., Any],
+        state: SharedState,
+        batches: Batches,
+        owners: Iterable[Any],
+    ) -> None:
+        """Do them alone, or all ranks together; ``end`` when all have. Afterwards all is as it was:
+        ``state``, the position in the data, random numbers, and what ``owners`` of residuals have
+        on this rank; also where a step raises."""
         document, tensors = state.taken_apart()
         shared = [each.clone() for each in tensors]
         own = [(load, deepcopy(save())) for save, load in map(_own_state, owners) if save and load]

@@ -1,10 +1,11 @@
-"""Positions in data that survive a change of ranks: every sample of an epoch is read once, whoever comes and goes.
+"""Positions in data that survive a change of ranks: every sample of an epoch is read once, whoever
+comes and goes.
 
     stream = π₀ π₁ π₂ …          πₑ: a permutation of all samples, drawn from seed and epoch
     a step of P ranks, b samples each, reads stream[p : p + P·b], rank r the r-th b of them; once committed, p ← p + P·b
 
-What was read is one number, p. Samples that were read ahead, or in a step that was not committed, lie behind it and are read
-again, by whoever is there then.
+What was read is one number, p. Samples that were read ahead, or in a step that was not committed,
+lie behind it and are read again, by whoever is there then.
 """
 
 from collections.abc import Iterator, Sized
@@ -19,13 +20,16 @@ from commpress.errors import InvalidArgument, StateMismatch, check_counts
 
 
 class ElasticSampler(Sampler[int]):
-    """This rank's samples, from the last committed step to the end of the epoch. ``commpress.elastic`` commits and hands over;
-    in a loop of your own call ``commit`` after each step, and iterate anew after ``reform``.
+    """This rank's samples, from the last committed step to the end of the epoch.
+    ``commpress.elastic`` commits and hands over; in a loop of your own call ``commit`` after each
+    step, and iterate anew after ``reform``.
 
     - ``data``: has a length; the samples are 0 … length − 1.
-    - ``batch_size``: samples of one rank in one step: of the DataLoader's batch, times as many batches as a step accumulates.
+    - ``batch_size``: samples of one rank in one step: of the DataLoader's batch, times as many
+      batches as a step accumulates.
     - ``shuffle``: a new permutation in each epoch, from ``seed``; else in order.
-    - ``drop_last``: leave out the last samples of an epoch that are too few for a step of all ranks. False: the first step of
+    - ``drop_last``: leave out the last samples of an epoch that are too few for a step of all
+      ranks. False: the first step of
       the next epoch begins with them, so that none is lost.
     - ``rank``, ``size``: by default those of ``group``.
     """
@@ -45,7 +49,8 @@ class ElasticSampler(Sampler[int]):
         if not hasattr(data, "__len__") or not len(data):
             lacks = "of no samples" if hasattr(data, "__len__") else "without a length"
             raise InvalidArgument(
-                f"data is a {type(data).__name__} {lacks}, expected one that has its samples by number: a position in a mere "
+                f"data is a {type(data).__name__} {lacks}, expected one that has its samples by "
+                "number: a position in a mere "
                 "stream cannot be handed over"
             )
         check_counts(seed=seed)
@@ -55,10 +60,21 @@ class ElasticSampler(Sampler[int]):
         if (rank is None) != (size is None):
             raise InvalidArgument(f"rank is {rank!r} and size {size!r}, expected both or neither")
         if rank is None or size is None:
-            rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+            rank, size = (
+                (dist.get_rank(group), dist.get_world_size(group))
+                if dist.is_initialized()
+                else (0, 1)
+            )
         if not 0 <= rank < size:
-            raise InvalidArgument(f"rank is {rank}, expected 0 to {size - 1} because size is {size}")
-        self.samples, self.batch_size, self.shuffle, self.drop_last = len(data), batch_size, shuffle, drop_last
+            raise InvalidArgument(
+                f"rank is {rank}, expected 0 to {size - 1} because size is {size}"
+            )
+        self.samples, self.batch_size, self.shuffle, self.drop_last = (
+            len(data),
+            batch_size,
+            shuffle,
+            drop_last,
+        )
         self.seed, self.rank, self.size = seed, rank, size
         self.epoch = 0
         self.position = 0  # in the stream: what lies before it was read by committed steps
@@ -81,9 +97,14 @@ class ElasticSampler(Sampler[int]):
         return self.steps * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        """From the committed position as it is now, for the ranks that there are now: commits move no iterator."""
+        """From the committed position as it is now, for the ranks that there are now: commits move
+        no iterator."""
         first = self.share.start
-        return (index for at in range(first, first + self.steps * self.window, self.window) for index in self._indices(at))
+        return (
+            index
+            for at in range(first, first + self.steps * self.window, self.window)
+            for index in self._indices(at)
+        )
 
     @property
     def share(self) -> range:
@@ -99,7 +120,9 @@ class ElasticSampler(Sampler[int]):
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._drawn:
-            self._drawn = {known: self._drawn[known] for known in self._drawn if abs(known - epoch) == 1}
+            self._drawn = {
+                known: self._drawn[known] for known in self._drawn if abs(known - epoch) == 1
+            }
             draws = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._drawn[epoch] = torch.randperm(self.samples, generator=draws)
         return self._drawn[epoch]
@@ -110,12 +133,16 @@ class ElasticSampler(Sampler[int]):
         """All ranks have taken so many steps. After the last of an epoch the next one begins."""
         check_counts(steps=steps)
         if steps > self.steps:
-            raise InvalidArgument(f"steps is {steps}, epoch {self.epoch} has {self.steps} steps left: commit each step once")
+            raise InvalidArgument(
+                f"steps is {steps}, epoch {self.epoch} has {self.steps} steps left: commit each "
+                "step once"
+            )
         self.position += steps * self.window
         self._follow()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``, unless that is where we are: a run that resumes in the middle of an epoch goes on there."""
+        """Begin ``epoch``, unless that is where we are: a run that resumes in the middle of an
+        epoch goes on there."""
         check_counts(epoch=epoch)
         if epoch != self.epoch:
             self.epoch, self.position = epoch, epoch * self.samples
@@ -130,7 +157,8 @@ class ElasticSampler(Sampler[int]):
         """Begin the next epoch where this one has no room for a step of all ranks."""
         if self.drop_last and self.window > self.samples:
             raise InvalidArgument(
-                f"drop_last is True and data has {self.samples} samples, but a step of {self.size} ranks reads {self.window}: "
+                f"drop_last is True and data has {self.samples} samples, but a step of "
+                f"{self.size} ranks reads {self.window}: "
                 "no step would be left of an epoch; pass drop_last=False or a smaller batch_size"
             )
         while not self.steps:
@@ -150,8 +178,13 @@ class ElasticSampler(Sampler[int]):
         for name in ("samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise StateMismatch(
-                    f"the sampler was saved with {name}={state[name]!r}, this one {getattr(self, name)!r}: a position would "
+                    f"the sampler was saved with {name}={state[name]!r}, this one "
+                    f"{getattr(self, name)!r}: a position would "
                     "mean other samples; construct it with the same data and options"
                 )
-        self.epoch, self.position, self.dropped = int(state["epoch"]), int(state["position"]), int(state["dropped"])
+        self.epoch, self.position, self.dropped = (
+            int(state["epoch"]),
+            int(state["position"]),
+            int(state["dropped"]),
+        )
         self._follow()

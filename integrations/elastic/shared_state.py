@@ -1,7 +1,8 @@
-"""State that all ranks share, by name: what a newcomer needs in order to be like the others, and what a snapshot holds.
+"""State that all ranks share, by name: what a newcomer needs in order to be like the others, and
+what a snapshot holds.
 
-A state is taken apart into its tensors and a document (msgpack) of all else: numbers, text, and where each tensor belongs.
-Nothing in a document is ever evaluated.
+A state is taken apart into its tensors and a document (msgpack) of all else: numbers, text, and
+where each tensor belongs. Nothing in a document is ever evaluated.
 """
 
 from collections import Counter, OrderedDict
@@ -19,36 +20,56 @@ from commpress.optim.held import refuse_held
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
-        torch.int64, torch.bool, torch.complex64, torch.complex128,
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
     )
-}  # fmt: skip
+}
 LONGEST = 1 << 28  # bytes of a document
 _LARGE = 1 << 63  # whole numbers from here on, such as seeds, are written as text
 
 
 class SharedState:
-    """Objects that hold it: modules, optimizers, schedulers, scalers, samplers, or whatever has ``state_dict`` and
-    ``load_state_dict``. Where compression leaves something behind on each rank, that is no part of it: ``shared_state`` and
-    ``load_shared_state`` take precedence.
+    """Objects that hold it: modules, optimizers, schedulers, scalers, samplers, or whatever has
+    ``state_dict`` and ``load_state_dict``. Where compression leaves something behind on each rank,
+    that is no part of it: ``shared_state`` and ``load_shared_state`` take precedence.
 
-    - ``objects``: by name, the same names on every rank. Modules are loaded first, the others in the order given.
+    - ``objects``: by name, the same names on every rank. Modules are loaded first, the others in
+      the order given.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         for name, each in objects.items():
             if not _methods(each):
                 raise InvalidArgument(
-                    f"state[{name!r}] is a {type(each).__name__}, expected what has state_dict and load_state_dict: newcomers "
+                    f"state[{name!r}] is a {type(each).__name__}, expected what has state_dict "
+                    "and load_state_dict: newcomers "
                     "would not be like the others in it"
                 )
             if isinstance(each, torch.nn.Module):
-                cure = "train them in a loop of your own, from checkpoints of each rank (docs/experts.md)"
-                refuse_held("commpress.elastic", each.named_parameters(), "heals all ranks alike", cure=cure)
-        self.objects = dict(sorted(objects.items(), key=lambda item: not isinstance(item[1], torch.nn.Module)))
+                cure = (
+                    "train them in a loop of your own, from checkpoints of each rank "
+                    "(docs/experts.md)"
+                )
+                refuse_held(
+                    "commpress.elastic", each.named_parameters(), "heals all ranks alike", cure=cure
+                )
+        self.objects = dict(
+            sorted(objects.items(), key=lambda item: not isinstance(item[1], torch.nn.Module))
+        )
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:
-        """A document, and the tensors themselves: read them before anybody changes them, and never write."""
+        """A document, and the tensors themselves: read them before anybody changes them, and never
+        write."""
         tensors: list[torch.Tensor] = []
         with torch.no_grad():
             content = {name: _methods(each)[0]() for name, each in self.objects.items()}
@@ -59,7 +80,8 @@ class SharedState:
         content = unpacked(document, tensors)
         if content.keys() != self.objects.keys():
             raise StateMismatch(
-                f"the state has {', '.join(map(repr, content))}, expected {', '.join(map(repr, self.objects))}: give the same "
+                f"the state has {', '.join(map(repr, content))}, expected "
+                f"{', '.join(map(repr, self.objects))}: give the same "
                 "names on every rank"
             )
         for name, each in self.objects.items():
@@ -93,11 +115,14 @@ def unpacked(document: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def empty_tensors(document: bytes) -> list[torch.Tensor]:
-    """Tensors on the host for what a document describes, their content whatever was there before."""
+    """Tensors on the host for what a document describes, their content whatever was there
+    before."""
     found = []
     for kind, shape in _read(document)["tensors"]:
         if kind not in DTYPES:
-            raise StateMismatch(f"a state holds a tensor of {kind!r}, expected one of {', '.join(DTYPES)}")
+            raise StateMismatch(
+                f"a state holds a tensor of {kind!r}, expected one of {', '.join(DTYPES)}"
+            )
         found.append(torch.empty(shape, dtype=DTYPES[kind]))
     return found
 
@@ -111,11 +136,15 @@ def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         case torch.Tensor():
             if hasattr(value, "placements"):
                 raise InvalidArgument(
-                    f"{where} is a tensor of which only a part is here (DTensor), expected whole ones: of a sharded model pass "
+                    f"{where} is a tensor of which only a part is here (DTensor), expected "
+                    "whole ones: of a sharded model pass "
                     "build= and snapshots="
                 )
             if value.layout != torch.strided or value.dtype not in DTYPES.values():
-                raise InvalidArgument(f"{where} is a tensor of {value.layout} and {value.dtype}, expected dense numbers")
+                raise InvalidArgument(
+                    f"{where} is a tensor of {value.layout} and {value.dtype}, expected dense "
+                    "numbers"
+                )
             tensors.append(value.detach())
             return {"tensor": len(tensors) - 1}
         case None | bool() | float() | str() | bytes():
@@ -124,15 +153,23 @@ def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
             return value if -_LARGE <= value < _LARGE else {"int": str(value)}
         case Mapping():
             kind = "counts" if isinstance(value, Counter) else "items"
-            return {kind: [[_key(k, where), _outlined(each, tensors, f"{where}[{k!r}]")] for k, each in value.items()]}
+            return {
+                kind: [
+                    [_key(k, where), _outlined(each, tensors, f"{where}[{k!r}]")]
+                    for k, each in value.items()
+                ]
+            }
         case tuple():
-            return {"tuple": [_outlined(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]}
+            return {
+                "tuple": [_outlined(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]
+            }
         case list():
             return [_outlined(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]
         case set() | frozenset():
             return {"set": [_outlined(each, tensors, where) for each in sorted(value)]}
     raise InvalidArgument(
-        f"{where} is a {type(value).__name__}, expected tensors, numbers, text, and dictionaries or lists of these: "
+        f"{where} is a {type(value).__name__}, expected tensors, numbers, text, and "
+        "dictionaries or lists of these: "
         "nothing that comes is evaluated, so nothing else travels"
     )
 

@@ -1,7 +1,7 @@
 """Snapshots of a run in a TieredStore, each named by a step that all ranks agreed to.
 
-A snapshot is whole or is not there: the store's own commit decides. What fails while one is written leaves the last one as it
-was, and the run goes on with that.
+A snapshot is whole or is not there: the store's own commit decides. What fails while one is written
+leaves the last one as it was, and the run goes on with that.
 """
 
 import logging
@@ -22,18 +22,24 @@ log = logging.getLogger("commpress")
 
 _NAME = re.compile(r"step-(\d+)")
 _HOST = 64 << 20  # bytes of host memory of a store at least
-_ENGINE = "threads"  # works everywhere; to measure which is the fastest takes longer than what a newcomer has to do beside
+# works everywhere; to measure which is the fastest takes longer than what a newcomer has to do
+# beside
+_ENGINE = "threads"
 
 
 class Snapshots:
-    """Folder of snapshots. Each process of a machine has a store of its own in it, ``folder/0`` or another that is free.
+    """Folder of snapshots. Each process of a machine has a store of its own in it, ``folder/0`` or
+    another that is free.
 
     - ``every``: steps from one snapshot to the next, the same on every rank.
     - ``keep``: how many are kept; only what changes between them costs room.
-    - ``options``: of ``TieredStore.open``, such as ``disk="100GiB"``, or ``engine="auto"`` for the fastest on this disk.
+    - ``options``: of ``TieredStore.open``, such as ``disk="100GiB"``, or ``engine="auto"`` for the
+      fastest on this disk.
     """
 
-    def __init__(self, folder: str | Path, *, every: int = 1000, keep: int = 2, **options: Any) -> None:
+    def __init__(
+        self, folder: str | Path, *, every: int = 1000, keep: int = 2, **options: Any
+    ) -> None:
         check_counts(every=every, keep=keep)
         if not every or not keep:
             raise InvalidArgument(f"every is {every} and keep {keep}, expected at least 1 of both")
@@ -86,17 +92,21 @@ class Snapshots:
     @property
     def steps(self) -> list[int]:
         """Steps of which there is a snapshot, ascending."""
-        return sorted(int(found[1]) for name in self.store.snapshots() if (found := _NAME.fullmatch(name)))
+        return sorted(
+            int(found[1]) for name in self.store.snapshots() if (found := _NAME.fullmatch(name))
+        )
 
     @property
     def last(self) -> int:
-        """The step of the newest; 0 if there is none. While the disk cannot be read it is that of the newest known."""
+        """The step of the newest; 0 if there is none. While the disk cannot be read it is that of
+        the newest known."""
         with suppress(StorageError):
             self._last = max(self.steps, default=0)
         return self._last
 
     def save(self, step: int, document: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep this state as that of ``step``. A ``StorageError`` leaves the last snapshot as it was."""
+        """Keep this state as that of ``step``. A ``StorageError`` leaves the last snapshot as it
+        was."""
         self._make_room(max((each.nbytes for each in tensors), default=0))
         hashes = [hash_of(each) for each in tensors]
         try:
@@ -110,23 +120,31 @@ class Snapshots:
             self._last = step
         except StorageError:
             assert self.place is not None
-            with suppress(StorageError):  # there may be no room for that either: then it is opened when it is needed
+            # there may be no room for that either: then it is opened when it is needed
+            with suppress(StorageError):
                 self._reopen(self.place)  # as it was committed
             raise
         for old in self.steps[: -self.keep]:
             self.store.drop_snapshot(f"step-{old:010d}")
 
     def give_way(self, step: int) -> None:
-        """Let the state of ``step``, which the others have given, count instead of what is newer here: they take those steps
-        anew. What is newer by more than one snapshot is of another run, or of one that they know nothing of: an error."""
+        """Let the state of ``step``, which the others have given, count instead of what is newer
+        here: they take those steps anew. What is newer by more than one snapshot is of another run,
+        or of one that they know nothing of: an error."""
         if self.last <= step:
             return
         if self.last > step + self.every:
             raise InvalidArgument(
-                f"the snapshots in {self.place} are of step {self.last}, but the run that this process joins is at step "
-                f"{step}: begin with this process, without join=, to go on from them, or give snapshots= another folder"
+                f"the snapshots in {self.place} are of step {self.last}, but the run that this "
+                "process joins is at step "
+                f"{step}: begin with this process, without join=, to go on from them, or give "
+                "snapshots= another folder"
             )
-        log.info("snapshots of step %d give way to the run that has been joined, at step %d", self.last, step)
+        log.info(
+            "snapshots of step %d give way to the run that has been joined, at step %d",
+            self.last,
+            step,
+        )
         for old in self.steps:
             self.store.drop_snapshot(f"step-{old:010d}")
         self._last = 0
@@ -142,9 +160,13 @@ class Snapshots:
                 tensor.copy_(content)
         with self.store.borrow("hash", write=False) as content:
             told, step = content.tolist()
-        if told != _signed(hash_of_all(document, [hash_of(each) for each in tensors])) or step != self.last:
+        if (
+            told != _signed(hash_of_all(document, [hash_of(each) for each in tensors]))
+            or step != self.last
+        ):
             raise Damaged(
-                f"the snapshot of step {step} in {self.place} is not what was written: its hash differs. Remove that "
+                f"the snapshot of step {step} in {self.place} is not what was written: its hash "
+                "differs. Remove that "
                 "directory; the other ranks have snapshots of their own",
                 names=(f"step-{step:010d}",),
             )

@@ -1,4 +1,5 @@
-"""Whole states of what is divided among ranks: the same on every rank, whatever each of them has, for snapshots of such runs.
+"""Whole states of what is divided among ranks: the same on every rank, whatever each of them has,
+for snapshots of such runs.
 
     a module with DTensors, FSDP1     torch's full state dict
     an optimizer over DTensors        likewise, by the names of the module's parameters
@@ -39,7 +40,9 @@ def is_divided(each: Any) -> bool:
     """True if ranks have different parts of it."""
     if isinstance(each, torch.nn.Module):
         divided = any(isinstance(p, DTensor) for p in each.parameters())
-        return divided or any(isinstance(module, FullyShardedDataParallel) for module in each.modules())
+        return divided or any(
+            isinstance(module, FullyShardedDataParallel) for module in each.modules()
+        )
     if isinstance(each, torch.optim.Optimizer):
         return isinstance(each, Partitioned | Offloaded | ShardedOptimizer) or _over_parts(each)
     return False
@@ -53,9 +56,17 @@ def check_reformable(state: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgument`` for what cannot go on among other ranks as it is."""
     for name, each in state.items():
         if is_divided(each):
-            raise InvalidArgument(f"state[{name!r}] is a {type(each).__name__} of which every rank has a part: {_CURE}")
-        if isinstance(each, Divided) or (isinstance(getattr(each, "channel", None), Channel) and not hasattr(each, "reform")):
-            raise InvalidArgument(f"state[{name!r}] is a {type(each).__name__}, which cannot go on among other ranks: {_CURE}")
+            raise InvalidArgument(
+                f"state[{name!r}] is a {type(each).__name__} of which every rank has a part: "
+                f"{_CURE}"
+            )
+        if isinstance(each, Divided) or (
+            isinstance(getattr(each, "channel", None), Channel) and not hasattr(each, "reform")
+        ):
+            raise InvalidArgument(
+                f"state[{name!r}] is a {type(each).__name__}, which cannot go on among other "
+                f"ranks: {_CURE}"
+            )
 
 
 class WholeState(SharedState):
@@ -67,19 +78,27 @@ class WholeState(SharedState):
         for name, each in objects.items():
             if isinstance(each, Offloaded):
                 raise InvalidArgument(
-                    f"state[{name!r}] is an Offloaded, whose state is in a store of each rank, and cannot be made whole in "
-                    "memory: train without commpress.elastic, from checkpoints by torch.distributed.checkpoint"
+                    f"state[{name!r}] is an Offloaded, whose state is in a store of each rank, "
+                    "and cannot be made whole in "
+                    "memory: train without commpress.elastic, from checkpoints by "
+                    "torch.distributed.checkpoint"
                 )
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:
         """On every rank the same; collective."""
         tensors: list[torch.Tensor] = []
-        return packed({name: self._whole(each) for name, each in self.objects.items()}, tensors), tensors
+        return packed(
+            {name: self._whole(each) for name, each in self.objects.items()}, tensors
+        ), tensors
 
     def _whole(self, each: Any) -> Any:
         if isinstance(each, torch.nn.Module) and is_divided(each):
             return get_model_state_dict(each, options=_WHOLE)
-        if isinstance(each, torch.optim.Optimizer) and _over_parts(each) and not hasattr(each, "elastic_state_dict"):
+        if (
+            isinstance(each, torch.optim.Optimizer)
+            and _over_parts(each)
+            and not hasattr(each, "elastic_state_dict")
+        ):
             return get_optimizer_state_dict(self._module_of(each), each, options=_WHOLE)
         if hasattr(each, "elastic_state_dict"):
             return {"parts": self._parts(each.elastic_state_dict())}
@@ -93,14 +112,20 @@ class WholeState(SharedState):
             document = packed(own, tensors) if rank == channel.rank else b""
             others = [r for r in range(channel.size) if r != rank]
             if others:
-                document, tensors, _ = channel.run(share(document, tensors, channel, donors=[rank], needy=others))
+                document, tensors, _ = channel.run(
+                    share(document, tensors, channel, donors=[rank], needy=others)
+                )
             parts.append(unpacked(document, tensors))
         return parts
 
     def _take(self, each: Any, content: Any) -> None:
         if isinstance(each, torch.nn.Module) and is_divided(each):
             set_model_state_dict(each, content, options=_WHOLE)
-        elif isinstance(each, torch.optim.Optimizer) and _over_parts(each) and not hasattr(each, "elastic_state_dict"):
+        elif (
+            isinstance(each, torch.optim.Optimizer)
+            and _over_parts(each)
+            and not hasattr(each, "elastic_state_dict")
+        ):
             set_optimizer_state_dict(self._module_of(each), each, content, options=_WHOLE)
         elif hasattr(each, "elastic_state_dict"):
             each.load_state_dict(*content["parts"])
@@ -113,4 +138,6 @@ class WholeState(SharedState):
         for each in self.objects.values():
             if isinstance(each, torch.nn.Module) and wanted <= {id(p) for p in each.parameters()}:
                 return each
-        raise InvalidArgument("state has an optimizer over sharded parameters, but not their module, expected both")
+        raise InvalidArgument(
+            "state has an optimizer over sharded parameters, but not their module, expected both"
+        )

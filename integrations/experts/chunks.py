@@ -1,7 +1,8 @@
 """Chunks of tokens, some under way while experts work on another; in backward too.
 
-Forward: all chunks start out; each that arrives goes through the experts and starts back; then all are awaited. Every start and
-every wait is a node of autograd's graph, so that backward, which takes nodes in the opposite order, does the same mirrored.
+Forward: all chunks start out; each that arrives goes through the experts and starts back; then all
+are awaited. Every start and every wait is a node of autograd's graph, so that backward, which takes
+nodes in the opposite order, does the same mirrored.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,18 @@ from commpress.work import Steps
 if TYPE_CHECKING:
     from commpress.integrations.experts.expert_exchange import ExpertExchange
 
-Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows by expert, int64 rows of each → rows
+# rows by expert, int64 rows of each → rows
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TokenChunk:
-    """One chunk's way there and back: the numbers of its messages, its plan, and what of it is under way."""
+    """One chunk's way there and back: the numbers of its messages, its plan, and what of it is
+    under way."""
 
     def __init__(self, exchange: "ExpertExchange", topk_idx: torch.Tensor, note: str) -> None:
         self.exchange, self.topk_idx, self.note = exchange, topk_idx, note
-        self.numbers = exchange.channel.take(NUMBERS + 4)  # now: in the same order on every rank, whenever they are used
+        # now: in the same order on every rank, whenever they are used
+        self.numbers = exchange.channel.take(NUMBERS + 4)
         self.plan: Any = None
         self.gated = False
         self.there: Any = None  # futures
@@ -56,18 +60,26 @@ def in_chunks(
     """Σ gates · experts for each token, with ``count`` chunks."""
     bounds = [len(tokens) * i // count for i in range(count + 1)]
     parts = [slice(*part) for part in pairwise(bounds)]
-    chunks = [TokenChunk(exchange, topk_idx[part], f" {i} of {count}") for i, part in enumerate(parts)]
-    tickets = [_Start.apply(tokens[p], gates[p], chunk) for p, chunk in zip(parts, chunks, strict=True)]
+    chunks = [
+        TokenChunk(exchange, topk_idx[part], f" {i} of {count}") for i, part in enumerate(parts)
+    ]
+    tickets = [
+        _Start.apply(tokens[p], gates[p], chunk) for p, chunk in zip(parts, chunks, strict=True)
+    ]
     for i, chunk in enumerate(chunks):
         rows, weights = _Arrive.apply(tickets[i], chunk)
         made = weights[:, None] * experts(rows, torch.from_numpy(chunk.plan.rows.heights))
         tickets[i] = _Return.apply(made.to(rows.dtype), chunk)
-    return torch.cat([_Back.apply(ticket, chunk) for ticket, chunk in zip(tickets, chunks, strict=True)])
+    return torch.cat(
+        [_Back.apply(ticket, chunk) for ticket, chunk in zip(tickets, chunks, strict=True)]
+    )
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, gates: torch.Tensor, chunk: TokenChunk) -> torch.Tensor:
+    def forward(
+        ctx: Any, tokens: torch.Tensor, gates: torch.Tensor, chunk: TokenChunk
+    ) -> torch.Tensor:
         ctx.chunk, ctx.dtype = chunk, gates.dtype
         chunk.there = chunk.start(chunk.out(tokens, gates), tokens, gates)
         return tokens.new_zeros(())
@@ -80,7 +92,9 @@ class _Start(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, chunk: TokenChunk) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, ticket: torch.Tensor, chunk: TokenChunk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.chunk = chunk
         rows, gates = chunk.there.wait()
         return rows, gates
@@ -89,7 +103,9 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         chunk, (rows, gates) = ctx.chunk, gradients
         codec, number = chunk.exchange.combine_gradient_codec, chunk.numbers + NUMBERS + 1
-        chunk.there = chunk.start(chunk.exchange.back_steps(chunk.plan, rows, gates, codec, number), rows, gates)
+        chunk.there = chunk.start(
+            chunk.exchange.back_steps(chunk.plan, rows, gates, codec, number), rows, gates
+        )
         return rows.new_zeros(()), None
 
 
@@ -98,7 +114,9 @@ class _Return(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, chunk: TokenChunk) -> torch.Tensor:
         ctx.chunk = chunk
         codec, number = chunk.exchange.combine_codec, chunk.numbers + NUMBERS + 2
-        chunk.back = chunk.start(chunk.exchange.back_steps(chunk.plan, rows, None, codec, number), rows)
+        chunk.back = chunk.start(
+            chunk.exchange.back_steps(chunk.plan, rows, None, codec, number), rows
+        )
         return rows.new_zeros(())
 
     @staticmethod

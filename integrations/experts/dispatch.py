@@ -1,4 +1,5 @@
-"""All-to-all for layers whose experts lie on different ranks: autograd, splits that change with every call, compression."""
+"""All-to-all for layers whose experts lie on different ranks: autograd, splits that change with
+every call, compression."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, codec_named
-from commpress.collectives.all_to_all.all_to_all import Order, Way, all_to_all, check_codec, compressed_all_to_all
+from commpress.collectives.all_to_all.all_to_all import (
+    Order,
+    Way,
+    all_to_all,
+    check_codec,
+    compressed_all_to_all,
+)
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
@@ -16,16 +23,20 @@ from commpress.errors import InvalidArgument
 
 
 class AllToAll:
-    """Send rows to other ranks and back, differentiably: dispatch tokens to experts, combine what they return.
+    """Send rows to other ranks and back, differentiably: dispatch tokens to experts, combine what
+    they return.
 
-    Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one.
+    Construct it on every rank of ``process_group`` (default: all), in the same order as other
+    groups: it makes a new one.
 
-    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for activations; ``gradient_codec`` for gradients (default: the same).
-    - ``nodes``, ``order``: the ranks of each node, to travel by way of nodes; see ``Way``. The bits are the same.
+    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for activations; ``gradient_codec`` for
+      gradients (default: the same).
+    - ``nodes``, ``order``: the ranks of each node, to travel by way of nodes; see ``Way``. The bits
+      are the same.
     - ``transport``: instead of a process group, such as an ``MpiTransport``.
 
-    The gradient of an all-to-all is the all-to-all with its splits exchanged. Compressed, it is straight-through: it
-    takes the codec for the identity, and is itself compressed.
+    The gradient of an all-to-all is the all-to-all with its splits exchanged. Compressed, it is
+    straight-through: it takes the codec for the identity, and is itself compressed.
     """
 
     def __init__(
@@ -46,8 +57,14 @@ class AllToAll:
         check_codec(self.gradient_codec, "gradient_codec")
         self.way = Way(nodes, order, checksum)
         if transport is None and not dist.is_initialized():
-            raise InvalidArgument("torch.distributed is not initialised: call init_process_group before AllToAll")
-        self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
+            raise InvalidArgument(
+                "torch.distributed is not initialised: call init_process_group before AllToAll"
+            )
+        self.channel = (
+            Channel.among(process_group, timeout=timeout)
+            if transport is None
+            else Channel(transport)
+        )
         self.transport = self.channel.transport
 
     def __call__(
@@ -56,20 +73,27 @@ class AllToAll:
         out_splits: Sequence[int] | None = None,
         in_splits: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """The rows that other ranks sent here, in the order of the ranks; ``in_splits[r]`` of ``rows`` go to rank r.
+        """The rows that other ranks sent here, in the order of the ranks; ``in_splits[r]`` of
+        ``rows`` go to rank r.
 
-        If only ``in_splits`` is given, the ranks first tell each other how many rows come (``counts``).
+        If only ``in_splits`` is given, the ranks first tell each other how many rows come
+        (``counts``).
         """
         if in_splits is not None and out_splits is None:
             out_splits = self.counts(in_splits)
         return _Exchange.apply(rows.contiguous(), self, out_splits, in_splits)
 
     def counts(self, in_splits: Sequence[int]) -> list[int]:
-        """Numbers of rows that each rank will send here, when each says how many it sends to whom."""
+        """Numbers of rows that each rank will send here, when each says how many it sends to
+        whom."""
         device = device_of(self.channel.inner)
         sent = torch.tensor([int(n) for n in in_splits], dtype=torch.int64, device=device)
         received = torch.empty_like(sent)
-        self.channel.run(all_to_all(received, sent, transport=self.transport, way=self.way, sequence=self.channel.take()))
+        self.channel.run(
+            all_to_all(
+                received, sent, transport=self.transport, way=self.way, sequence=self.channel.take()
+            )
+        )
         return received.tolist()
 
     def send(
@@ -83,10 +107,17 @@ class AllToAll:
         """One exchange without autograd."""
         out = rows.new_empty(len(rows) if out_splits is None else sum(out_splits), *rows.shape[1:])
         how: dict[str, Any] = {
-            "transport": self.transport, "out_splits": out_splits, "in_splits": in_splits, "way": self.way,
+            "transport": self.transport,
+            "out_splits": out_splits,
+            "in_splits": in_splits,
+            "way": self.way,
             "sequence": sequence,
-        }  # fmt: skip
-        steps = all_to_all(out, rows, **how) if codec.lossless else compressed_all_to_all(out, rows, codec=codec, **how)
+        }
+        steps = (
+            all_to_all(out, rows, **how)
+            if codec.lossless
+            else compressed_all_to_all(out, rows, codec=codec, **how)
+        )
         self.channel.run(steps)
         return out
 
@@ -101,19 +132,30 @@ class _Exchange(torch.autograd.Function):
         in_splits: Sequence[int] | None,
     ) -> torch.Tensor:
         sequence = exchange.channel.take(2)  # for backward too: its turn may differ by rank
-        ctx.exchange, ctx.out_splits, ctx.in_splits, ctx.sequence = exchange, out_splits, in_splits, sequence + 1
+        ctx.exchange, ctx.out_splits, ctx.in_splits, ctx.sequence = (
+            exchange,
+            out_splits,
+            in_splits,
+            sequence + 1,
+        )
         return exchange.send(rows, out_splits, in_splits, exchange.codec, sequence)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         exchange: AllToAll = ctx.exchange
         rows = gradients[0].contiguous()
-        back = exchange.send(rows, ctx.in_splits, ctx.out_splits, exchange.gradient_codec, ctx.sequence)
+        back = exchange.send(
+            rows, ctx.in_splits, ctx.out_splits, exchange.gradient_codec, ctx.sequence
+        )
         return back, None, None, None
 
 
 def device_of(transport: Transport) -> torch.device:
     """The device on which messages lie that belong to no tensor."""
-    if isinstance(transport, TorchTransport) and not transport.point_to_point and dist.get_backend(transport.group) == "nccl":
+    if (
+        isinstance(transport, TorchTransport)
+        and not transport.point_to_point
+        and dist.get_backend(transport.group) == "nccl"
+    ):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

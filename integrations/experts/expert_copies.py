@@ -1,7 +1,9 @@
-"""Copies of hot experts on further ranks: tokens are spread over them, and each has what its home has.
+"""Copies of hot experts on further ranks: tokens are spread over them, and each has what its home
+has.
 
-A copy has no parameters of its own. For a forward its weights come from the expert's home, and in backward its gradients go
-there and are added, by rank. So copies are equal in every bit, and optimizers, clipping and ``state_dict`` see an expert once.
+A copy has no parameters of its own. For a forward its weights come from the expert's home, and in
+backward its gradients go there and are added, by rank. So copies are equal in every bit, and
+optimizers, clipping and ``state_dict`` see an expert once.
 """
 
 import copy
@@ -24,25 +26,36 @@ if TYPE_CHECKING:
 
 
 class ExpertCopies:
-    """Places of experts of which some have copies, and the copy that each choice of this rank's tokens goes to.
+    """Places of experts of which some have copies, and the copy that each choice of this rank's
+    tokens goes to.
 
-    ``ranks``: on how many ranks experts lie, their home among them. A copy goes to a node that has none of the expert, there to
-    the rank with the least to do. Tokens stay on their rank if it has the expert, else on their node, and where several copies
-    are as near they are dealt out so that ranks get the same, as far as ``load`` (choices of each expert) says; without it an
-    expert on n ranks is taken for one with n times the choices of others. All of it follows from arguments that all ranks have
-    alike, so that backward and checkpointing meet the same ways.
+    ``ranks``: on how many ranks experts lie, their home among them. A copy goes to a node that has
+    none of the expert, there to the rank with the least to do. Tokens stay on their rank if it has
+    the expert, else on their node, and where several copies are as near they are dealt out so that
+    ranks get the same, as far as ``load`` (choices of each expert) says; without it an expert on n
+    ranks is taken for one with n times the choices of others. All of it follows from arguments that
+    all ranks have alike, so that backward and checkpointing meet the same ways.
 
-    A copy has a number beyond those of experts: by expert, then in the order in which they were placed.
+    A copy has a number beyond those of experts: by expert, then in the order in which they were
+    placed.
     """
 
     def __init__(
-        self, home: Placement, nodes: Nodes, rank: int, ranks: Mapping[int, int] | None = None, load: Sequence[float] = ()
+        self,
+        home: Placement,
+        nodes: Nodes,
+        rank: int,
+        ranks: Mapping[int, int] | None = None,
+        load: Sequence[float] = (),
     ) -> None:
         self.ranks = _checked(ranks or {}, home)
         experts, size = home.experts, home.size
         amount = np.array(load or [self.ranks.get(e, 1) for e in range(experts)], float)
         if len(amount) != experts or not np.isfinite(amount).all() or amount.min() < 0:
-            raise InvalidArgument(f"load is {load!r}, expected the choices of each of the {experts} experts, 0 or more")
+            raise InvalidArgument(
+                f"load is {load!r}, expected the choices of each of the {experts} experts, 0 or "
+                "more"
+            )
         each = amount / np.array([self.ranks.get(e, 1) for e in range(experts)])
         level = _by_rank(home, each)
         hot = sorted(self.ranks, key=lambda e: (-each[e], e))
@@ -54,30 +67,62 @@ class ExpertCopies:
                 holders[e].append(min(free, key=lambda r: (nodes.home[r] in taken, level[r], r)))
                 level[holders[e][-1]] += each[e]
         self.holders = {e: tuple(holders[e]) for e in sorted(hot)}
-        first = {e: experts + sum(len(self.holders[h]) - 1 for h in self.holders if h < e) for e in self.holders}
-        self.numbers = {e: np.array([e, *range(first[e], first[e] + len(on) - 1)]) for e, on in self.holders.items()}
-        self.placement = home if not hot else Placement([*home.owner[:-1].tolist(), *self._copied(1)], size)
+        first = {
+            e: experts + sum(len(self.holders[h]) - 1 for h in self.holders if h < e)
+            for e in self.holders
+        }
+        self.numbers = {
+            e: np.array([e, *range(first[e], first[e] + len(on) - 1)])
+            for e, on in self.holders.items()
+        }
+        self.placement = (
+            home if not hot else Placement([*home.owner[:-1].tolist(), *self._copied(1)], size)
+        )
         self.expert = np.array([*range(experts), *self._copied(0)])  # of every number
-        self.shares = self._shared(hot, nodes, amount / size, np.where(np.isin(np.arange(experts), hot), 0, amount), home, rank)
+        self.shares = self._shared(
+            hot,
+            nodes,
+            amount / size,
+            np.where(np.isin(np.arange(experts), hot), 0, amount),
+            home,
+            rank,
+        )
 
     def _copied(self, field: int) -> list[int]:
         """Of every copy the expert, or the rank."""
         return [(e, rank)[field] for e, on in self.holders.items() for rank in on[1:]]
 
     def _shared(
-        self, hot: Sequence[int], nodes: Nodes, demand: np.ndarray, rest: np.ndarray, home: Placement, rank: int
+        self,
+        hot: Sequence[int],
+        nodes: Nodes,
+        demand: np.ndarray,
+        rest: np.ndarray,
+        home: Placement,
+        rank: int,
     ) -> dict[int, np.ndarray]:
-        """For each expert with copies, the part of this rank's choices that goes to each of its holders."""
+        """For each expert with copies, the part of this rank's choices that goes to each of its
+        holders."""
         level, found = _by_rank(home, rest), {}
         for e in hot:
             on = np.array(self.holders[e])
             level[on] += demand[e]  # each holder's own
             found[e] = (on == rank).astype(float)
-            here = [[r for r in node if r not in on] for node in nodes.members if set(node) & set(on)]
-            sources = [*here, [r for node in nodes.members if not set(node) & set(on) for r in node]]
-            near = [np.flatnonzero([nodes.home[h] == nodes.home[s[0]] for h in on]) if s else on[:0] for s in here]
+            here = [
+                [r for r in node if r not in on] for node in nodes.members if set(node) & set(on)
+            ]
+            sources = [
+                *here,
+                [r for node in nodes.members if not set(node) & set(on) for r in node],
+            ]
+            near = [
+                np.flatnonzero([nodes.home[h] == nodes.home[s[0]] for h in on]) if s else on[:0]
+                for s in here
+            ]
             for asking, at in zip(sources, [*near, np.arange(len(on))], strict=True):
-                amounts = filled(level[on[at]], demand[e] * len(asking)) if asking else np.zeros(len(at))
+                amounts = (
+                    filled(level[on[at]], demand[e] * len(asking)) if asking else np.zeros(len(at))
+                )
                 level[on[at]] += amounts
                 if rank in asking:
                     found[e][at] = amounts / amounts.sum() if amounts.sum() else 1 / len(at)
@@ -111,19 +156,26 @@ def filled(level: np.ndarray, amount: float) -> np.ndarray:
 
 def _checked(ranks: Mapping[int, int], home: Placement) -> dict[int, int]:
     wrong = [
-        (e, n) for e, n in ranks.items() if not isinstance(e, int) or not isinstance(n, int) or not 0 <= e < home.experts
+        (e, n)
+        for e, n in ranks.items()
+        if not isinstance(e, int)
+        or not isinstance(n, int)
+        or not 0 <= e < home.experts
         or not 1 <= n <= home.size
-    ]  # fmt: skip
+    ]
     if wrong:
         raise InvalidArgument(
-            f"copies has expert {wrong[0][0]!r} on {wrong[0][1]!r} ranks, expected experts 0 to {home.experts - 1} on 1 to "
-            f"{home.size} ranks each, such as {{0: {min(2, home.size)}}}: as many as there are, its home among them"
+            f"copies has expert {wrong[0][0]!r} on {wrong[0][1]!r} ranks, expected experts 0 to "
+            f"{home.experts - 1} on 1 to "
+            f"{home.size} ranks each, such as {{0: {min(2, home.size)}}}: as many as there are, "
+            "its home among them"
         )
     return {e: n for e, n in ranks.items() if n > 1}
 
 
 def hottest(load: Sequence[float], copies: int, size: int) -> dict[int, int]:
-    """On how many ranks experts are to lie if so many ``copies`` are made, one after the other of who has the most each."""
+    """On how many ranks experts are to lie if so many ``copies`` are made, one after the other of
+    who has the most each."""
     ranks = np.ones(len(load), int)
     for _ in range(copies):
         each = np.where(ranks < size, np.asarray(load, float) / ranks, -1)
@@ -137,22 +189,33 @@ Arguments = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # of an expert, 
 
 
 class CopiedExperts:
-    """The weights of one layer's copies on their way: from the homes of experts to their copies, and gradients back.
+    """The weights of one layer's copies on their way: from the homes of experts to their copies,
+    and gradients back.
 
-    ``module``: a batched one, whose parameters have this rank's experts along their first dimension, or a list of them.
+    ``module``: a batched one, whose parameters have this rank's experts along their first
+    dimension, or a list of them.
     """
 
-    def __init__(self, exchange: "ExpertExchange", every: Sequence[nn.Module], *, batched: bool, arguments: Arguments) -> None:
+    def __init__(
+        self,
+        exchange: "ExpertExchange",
+        every: Sequence[nn.Module],
+        *,
+        batched: bool,
+        arguments: Arguments,
+    ) -> None:
         self.exchange, self.batched, self.arguments = exchange, batched, arguments
         self.templates = [_emptied(module) for module in every]  # of all experts; batched: one
 
     def check(self) -> None:
-        """Raise ``InvalidArgument`` if these experts cannot have copies, whether or not there are any here."""
+        """Raise ``InvalidArgument`` if these experts cannot have copies, whether or not there are
+        any here."""
         kinds = {p.dtype for template in self.templates for p in template.parameters()}
         buffers = [name for template in self.templates for name, _ in template.named_buffers()]
         if len(kinds) != 1 or buffers:
             raise InvalidArgument(
-                f"copies are of experts with parameters of {sorted(map(str, kinds))} and buffers {buffers[:1]}, expected one "
+                f"copies are of experts with parameters of {sorted(map(str, kinds))} and "
+                f"buffers {buffers[:1]}, expected one "
                 "type and no buffers, since a copy has what travels: leave copies out"
             )
 
@@ -167,29 +230,41 @@ class CopiedExperts:
 
     def _between(self, home: int | None, rank: int) -> list[int]:
         """The experts of ``home`` (None: of all) of which ``rank`` has a copy."""
-        return [e for e, on in self.copies.holders.items() if rank in on[1:] and home in (None, on[0])]
+        return [
+            e for e, on in self.copies.holders.items() if rank in on[1:] and home in (None, on[0])
+        ]
 
     def numel(self, expert: int) -> int:
         return sum(shape.numel() for shape in self._shapes(expert).values())
 
     def _shapes(self, expert: int) -> dict[str, torch.Size]:
         template = self.templates[0 if self.batched else expert]
-        return {name: p.shape[1:] if self.batched else p.shape for name, p in template.named_parameters()}
+        return {
+            name: p.shape[1:] if self.batched else p.shape
+            for name, p in template.named_parameters()
+        }
 
-    def fetch(self, tokens: torch.Tensor, experts: nn.Module, own: Sequence[int]) -> tuple[torch.Tensor, "FetchedWeights"]:
-        """``tokens``, behind which backward sends gradients home, and the weights of the copies here; collective."""
+    def fetch(
+        self, tokens: torch.Tensor, experts: nn.Module, own: Sequence[int]
+    ) -> tuple[torch.Tensor, "FetchedWeights"]:
+        """``tokens``, behind which backward sends gradients home, and the weights of the copies
+        here; collective."""
         hot = [e for e in own if e in self.copies.holders]
         probe = next(experts.parameters())
-        ticket = torch.zeros((), requires_grad=torch.is_grad_enabled())  # else ranks without a hot expert would stay away
+        # else ranks without a hot expert would stay away
+        ticket = torch.zeros((), requires_grad=torch.is_grad_enabled())
         fetched = FetchedWeights(self, hot)
-        tokens, *flat = _Fetch.apply(tokens, ticket, fetched, probe, *self.home_weights(experts, own, hot).values())
+        tokens, *flat = _Fetch.apply(
+            tokens, ticket, fetched, probe, *self.home_weights(experts, own, hot).values()
+        )
         fetched.weights = dict(zip(self.here, flat, strict=True))
         return tokens, fetched
 
     def home_weights(
         self, experts: nn.Module, own: Sequence[int], hot: Sequence[int] | None = None
     ) -> dict[int, torch.Tensor]:
-        """All parameters of each of these experts of this rank (default: all), one behind the other."""
+        """All parameters of each of these experts of this rank (default: all), one behind the
+        other."""
         hot = own if hot is None else hot
         at = [list(own).index(e) for e in hot]
         if self.batched:
@@ -202,10 +277,15 @@ class CopiedExperts:
         for expert, parameters in zip(hot, every, strict=True):
             if {name: p.shape for name, p in parameters.items()} != self._shapes(expert):
                 raise InvalidArgument(
-                    f"expert {expert} has parameters {sorted(parameters)}, expected {sorted(self._shapes(expert))} as when "
-                    "it was copied: change experts (such as by LoRA) before parallelise, or leave copies out"
+                    f"expert {expert} has parameters {sorted(parameters)}, expected "
+                    f"{sorted(self._shapes(expert))} as when "
+                    "it was copied: change experts (such as by LoRA) before parallelise, or "
+                    "leave copies out"
                 )
-        return {e: torch.cat([p.reshape(-1) for p in of.values()]) for e, of in zip(hot, every, strict=True)}
+        return {
+            e: torch.cat([p.reshape(-1) for p in of.values()])
+            for e, of in zip(hot, every, strict=True)
+        }
 
 
 class FetchedWeights:
@@ -219,13 +299,17 @@ class FetchedWeights:
     def parameters(self, expert: int) -> dict[str, torch.Tensor]:
         shapes = self.owner._shapes(expert)
         parts = self.weights[expert].split([shape.numel() for shape in shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return {
+            name: part.view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
 
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, *, training: bool) -> torch.Tensor:
         """Rows that the copies here make of ``rows``, which lie by copy."""
         experts = list(self.weights)
         self.used |= {e for e, count in zip(experts, counts.tolist(), strict=True) if count}
-        nothing = sum((w[:0].sum() for w in self.weights.values()), rows.new_zeros(()))  # so that backward comes by
+        # so that backward comes by
+        nothing = sum((w[:0].sum() for w in self.weights.values()), rows.new_zeros(()))
         if not len(rows):
             return rows + nothing.to(rows.dtype)
         made = []
@@ -234,36 +318,59 @@ class FetchedWeights:
             each = [self.parameters(e) for e in experts]
             together = {name: torch.stack([p[name] for p in each]) for name in each[0]}
             template.num_experts = len(experts)
-            number = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)[:, None]
-            made = [functional_call(template, together, (rows, number, rows.new_ones(len(rows), 1)))]
+            number = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)[
+                :, None
+            ]
+            made = [
+                functional_call(template, together, (rows, number, rows.new_ones(len(rows), 1)))
+            ]
         else:
             for expert, part in zip(experts, rows.split(counts.tolist()), strict=True):
                 if len(part):
                     template = self.owner.templates[expert].train(training)
-                    made.append(functional_call(template, self.parameters(expert), (part, *self.owner.arguments(part))))
+                    made.append(
+                        functional_call(
+                            template, self.parameters(expert), (part, *self.owner.arguments(part))
+                        )
+                    )
         return torch.cat(made) + nothing.to(rows.dtype)
 
-    def there(self, hot: Sequence[torch.Tensor], probe: torch.Tensor, sequence: int) -> Steps[list[torch.Tensor]]:
-        """Weights of this rank's hot experts to their copies; those of the copies here, in the order of experts."""
+    def there(
+        self, hot: Sequence[torch.Tensor], probe: torch.Tensor, sequence: int
+    ) -> Steps[list[torch.Tensor]]:
+        """Weights of this rank's hot experts to their copies; those of the copies here, in the
+        order of experts."""
         flat = dict(zip(self.hot, hot, strict=True))
         outgoing, incoming = self._lists()
         found = yield from self._travel(
-            [[flat[e] for e in there] for there in outgoing], [[self.owner.numel(e) for e in there] for there in incoming],
-            probe, sequence,
-        )  # fmt: skip
-        came = {e: part for there, parts in zip(incoming, found, strict=True) for e, part in zip(there, parts, strict=True)}
+            [[flat[e] for e in there] for there in outgoing],
+            [[self.owner.numel(e) for e in there] for there in incoming],
+            probe,
+            sequence,
+        )
+        came = {
+            e: part
+            for there, parts in zip(incoming, found, strict=True)
+            for e, part in zip(there, parts, strict=True)
+        }
         return [came[e] for e in self.owner.here]
 
-    def back(self, gradients: Sequence[torch.Tensor], probe: torch.Tensor, sequence: int) -> Steps[list[torch.Tensor | None]]:
-        """Sums of the gradients of copies for this rank's hot experts; None where no copy had tokens."""
+    def back(
+        self, gradients: Sequence[torch.Tensor], probe: torch.Tensor, sequence: int
+    ) -> Steps[list[torch.Tensor | None]]:
+        """Sums of the gradients of copies for this rank's hot experts; None where no copy had
+        tokens."""
         outgoing, incoming = self._lists()
         marked = {
-            e: torch.cat([g, g.new_full((1,), float(e in self.used))]) for e, g in zip(self.owner.here, gradients, strict=True)
+            e: torch.cat([g, g.new_full((1,), float(e in self.used))])
+            for e, g in zip(self.owner.here, gradients, strict=True)
         }
         found = yield from self._travel(
             [[marked[e] for e in there] for there in incoming],
-            [[self.owner.numel(e) + 1 for e in there] for there in outgoing], probe, sequence,
-        )  # fmt: skip
+            [[self.owner.numel(e) + 1 for e in there] for there in outgoing],
+            probe,
+            sequence,
+        )
         sums: dict[int, torch.Tensor] = {}
         for there, parts in zip(outgoing, found, strict=True):
             for e, part in zip(there, parts, strict=True):
@@ -273,36 +380,55 @@ class FetchedWeights:
         return [sums[e].to(probe.dtype) if e in sums else None for e in self.hot]
 
     def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
-        """For every rank, the experts of this one of which it has copies, and those of its own of which this one has."""
+        """For every rank, the experts of this one of which it has copies, and those of its own of
+        which this one has."""
         rank, size = self.owner.exchange.channel.rank, self.owner.exchange.channel.size
         between = self.owner._between
         return [between(rank, r) for r in range(size)], [between(r, rank) for r in range(size)]
 
     def _travel(
-        self, parts: list[list[torch.Tensor]], numels: list[list[int]], probe: torch.Tensor, sequence: int
+        self,
+        parts: list[list[torch.Tensor]],
+        numels: list[list[int]],
+        probe: torch.Tensor,
+        sequence: int,
     ) -> Steps[list[list[torch.Tensor]]]:
         """``parts`` for every rank; those of every rank, ``numels`` long."""
         outbox = torch.cat([probe.new_empty(0), *(part for there in parts for part in there)])
         out_splits = [sum(there) for there in numels]
         inbox = probe.new_empty(sum(out_splits))
         yield from all_to_all(
-            inbox, outbox, transport=self.owner.exchange.channel.transport, out_splits=out_splits,
-            in_splits=[sum(map(len, there)) for there in parts], sequence=sequence,
-        )  # fmt: skip
-        return [list(part.split(there)) for part, there in zip(inbox.split(out_splits), numels, strict=True)]
+            inbox,
+            outbox,
+            transport=self.owner.exchange.channel.transport,
+            out_splits=out_splits,
+            in_splits=[sum(map(len, there)) for there in parts],
+            sequence=sequence,
+        )
+        return [
+            list(part.split(there))
+            for part, there in zip(inbox.split(out_splits), numels, strict=True)
+        ]
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, _: torch.Tensor, fetched: FetchedWeights, probe: torch.Tensor, *hot: torch.Tensor
+        ctx: Any,
+        tokens: torch.Tensor,
+        _: torch.Tensor,
+        fetched: FetchedWeights,
+        probe: torch.Tensor,
+        *hot: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         exchange = fetched.owner.exchange
         ctx.fetched, ctx.sequence = fetched, exchange.channel.take(2)
         ctx.like = probe.detach().new_empty(0)
         return (
             tokens.view_as(tokens),
-            *exchange.finish(fetched.there([h.detach() for h in hot], ctx.like, ctx.sequence), *hot),
+            *exchange.finish(
+                fetched.there([h.detach() for h in hot], ctx.like, ctx.sequence), *hot
+            ),
         )
 
     @staticmethod

@@ -11,7 +11,8 @@ from commpress.integrations.experts.expert_rows import ExpertRows
 
 @dataclass
 class ExpertCounters:
-    """Totals of one rank since the exchange was made. A choice is a token with one of its experts; bytes include headers."""
+    """Totals of one rank since the exchange was made. A choice is a token with one of its experts;
+    bytes include headers."""
 
     experts: np.ndarray  # the numbers of those on this rank, then those it has copies of
     routings: int = 0
@@ -22,12 +23,14 @@ class ExpertCounters:
     padded: int = 0  # rows of zeros
     received: int = 0  # choices of all ranks for experts of this one
     crossing_choices: int = 0  # choices whose expert is on another node
-    crossing_tokens: int = 0  # tokens that crossed for them, once to a node where nothing travels twice
+    # tokens that crossed for them, once to a node where nothing travels twice
+    crossing_tokens: int = 0
     inside_bytes: int = 0  # sent to ranks of the own node
     between_bytes: int = 0  # sent to other nodes
     load: int = 0  # of ``received``, those of the last routing
     loads: list[int] = field(default_factory=list)  # of all ranks, in the last routing but one
-    expert_tokens: list[int] = field(default_factory=list)  # of ``received``, by expert of this rank
+    # of ``received``, by expert of this rank
+    expert_tokens: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)  # ``expert_tokens`` when copies were made last
 
     @property
@@ -49,7 +52,8 @@ class ExpertCounters:
 
     @property
     def imbalance(self) -> float:
-        """The fullest rank's choices relative to the mean, in the last routing but one; 1 is even."""
+        """The fullest rank's choices relative to the mean, in the last routing but one; 1 is
+        even."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
@@ -87,4 +91,9 @@ class ExpertCounters:
         self.inside_bytes, self.between_bytes = carrier.inside_bytes, carrier.between_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "experts": self.experts.tolist(), "imbalance": self.imbalance, "duplicated": self.duplicated}
+        return {
+            **asdict(self),
+            "experts": self.experts.tolist(),
+            "imbalance": self.imbalance,
+            "duplicated": self.duplicated,
+        }

@@ -1,4 +1,5 @@
-"""Tokens to the experts that gates chose, on whatever rank they are, and the sums of what these make of them back."""
+"""Tokens to the experts that gates chose, on whatever rank they are, and the sums of what these
+make of them back."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -49,13 +50,15 @@ BLOCK = 128  # elements of a token that share a scale, where a codec is given by
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlan:
-    """Plan of one batch: the ways of its tokens, and the rows in which this rank's experts get theirs."""
+    """Plan of one batch: the ways of its tokens, and the rows in which this rank's experts get
+    theirs."""
 
     routes: TokenRoutes
     rows: ExpertRows
     k: int
     share: TokenShare
-    lost: torch.Tensor | None = None  # bool[tokens, k]: choices whose experts are gone; None: there are none
+    # bool[tokens, k]: choices whose experts are gone; None: there are none
+    lost: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "ExpertPlan":
         lost = None if self.lost is None else self.lost.to(device)
@@ -70,30 +73,44 @@ class ExpertExchange(Divided, TokenSwitch):
         rows, gates, _ = exchange.dispatch(routing, tokens, topk_weights)        # rows of this rank's experts
         tokens = exchange.combine(routing, gates[:, None] * experts(rows, routing.handle.rows.counts))
 
-    Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one. All
-    ranks make the same calls in the same order, also one that has no tokens. A ``TokenSwitch`` where torch has that class.
+    Construct it on every rank of ``process_group`` (default: all), in the same order as other
+    groups: it makes a new one. All ranks make the same calls in the same order, also one that has
+    no tokens. A ``TokenSwitch`` where torch has that class.
 
-    - ``num_experts``: of all ranks together; neighbours lie side by side. ``placement``: instead the rank of each.
-    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out; ``combine_codec`` for what comes back.
-      ``gradient_codec`` and ``combine_gradient_codec`` for gradients, out and back (default: the same as for tokens). By name,
-      128 elements of one token share a scale; tokens never do.
-      "auto", for tokens or what comes back or both: the first batch goes in float32, bf16 and int8 a few times, and all ranks
-      take the one that is fastest there, but exact numbers unless another saves 5 % (``exchange.measurement``). With
-      ``topology``, ``deduplicate`` is measured likewise.
-    - ``topology``: nodes as ``Topology`` takes them, or "auto"; then a token crosses to a node once, and its results are added
-      inside the node before they come back. ``deduplicate=False``: it travels to every rank by itself, with the same bits.
-    - ``capacity``: no expert takes more than its even share of a rank's choices times this; what is beyond is dropped.
-    - ``copies``: ``{expert: n}``, experts that lie on n ranks; see ``ExpertCopies``. ``experts`` get rows of copies behind
+    - ``num_experts``: of all ranks together; neighbours lie side by side. ``placement``: instead
+      the rank of each.
+    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out; ``combine_codec``
+      for what comes back.
+      ``gradient_codec`` and ``combine_gradient_codec`` for gradients, out and back (default: the
+      same as for tokens). By name, 128 elements of one token share a scale; tokens never do.
+      "auto", for tokens or what comes back or both: the first batch goes in float32, bf16 and int8
+      a few times, and all ranks take the one that is fastest there, but exact numbers unless
+      another saves 5 % (``exchange.measurement``). With ``topology``, ``deduplicate`` is measured
+      likewise.
+    - ``topology``: nodes as ``Topology`` takes them, or "auto"; then a token crosses to a node
+      once, and its results are added
+      inside the node before they come back. ``deduplicate=False``: it travels to every rank by
+      itself, with the same bits.
+    - ``capacity``: no expert takes more than its even share of a rank's choices times this; what is
+      beyond is dropped.
+    - ``copies``: ``{expert: n}``, experts that lie on n ranks; see ``ExpertCopies``. ``experts``
+      get rows of copies behind
       those of their own, and see to it that copies are the same: ``commpress.moe.Experts`` does.
     - ``pad``: rows of each expert are filled up with zeros to a multiple of it ("expert_major").
-    - ``lsh``: of similar tokens only the mean travels, where the whole layer is one call (``exchange(…)``); see ``LSH``.
-    - ``tensor_group``: ranks that have the same tokens, as under tensor parallelism. Each sends its share of them, and what
-      comes back is gathered among them: every token travels once, and not once for each of these ranks.
-    - ``on_lost``: what becomes of the experts of a rank that died, when the group reforms. "refuse": the exchange goes no
-      further. "mask": they are gone, and tokens go to those of their choices that are left, whose gates grow to the same sum.
+    - ``lsh``: of similar tokens only the mean travels, where the whole layer is one call
+      (``exchange(…)``); see ``LSH``.
+    - ``tensor_group``: ranks that have the same tokens, as under tensor parallelism. Each sends its
+      share of them, and what
+      comes back is gathered among them: every token travels once, and not once for each of these
+      ranks.
+    - ``on_lost``: what becomes of the experts of a rank that died, when the group reforms.
+      "refuse": the exchange goes no
+      further. "mask": they are gone, and tokens go to those of their choices that are left, whose
+      gates grow to the same sum.
     - ``transport``: instead of a process group, such as an ``MpiTransport``.
 
-    Sums are formed in a fixed order (``collectives/all_to_all/tokens.py``): nodes, in them ranks, in them a token's choices.
+    Sums are formed in a fixed order (``collectives/all_to_all/tokens.py``): nodes, in them ranks,
+    in them a token's choices.
     """
 
     def __init__(
@@ -120,38 +137,76 @@ class ExpertExchange(Divided, TokenSwitch):
     ) -> None:
         check_counts(num_experts=num_experts, pad=pad)
         if num_experts < 1 or pad < 1:
-            raise InvalidArgument(f"num_experts is {num_experts} and pad {pad}, expected at least 1 each")
+            raise InvalidArgument(
+                f"num_experts is {num_experts} and pad {pad}, expected at least 1 each"
+            )
         if capacity is not None and not capacity > 0:
-            raise InvalidArgument(f"capacity is {capacity!r}, expected a factor above 0, such as 1.25, or None for no limit")
+            raise InvalidArgument(
+                f"capacity is {capacity!r}, expected a factor above 0, such as 1.25, or None "
+                "for no limit"
+            )
         if placement is not None and len(placement) != num_experts:
-            raise InvalidArgument(f"placement names {len(placement)} experts, num_experts is {num_experts}: name each")
-        self._given = {"gradient_codec": gradient_codec, "combine_gradient_codec": combine_gradient_codec}
+            raise InvalidArgument(
+                f"placement names {len(placement)} experts, num_experts is {num_experts}: name each"
+            )
+        self._given = {
+            "gradient_codec": gradient_codec,
+            "combine_gradient_codec": combine_gradient_codec,
+        }
         self.measurement: CodecMeasurement | None = None  # with "auto"
         if AUTO in (codec, combine_codec):
-            self.measurement = CodecMeasurement(candidates(codec, "codec"), candidates(combine_codec, "combine_codec"))
-            codec, combine_codec = (CANDIDATES[0] if each == AUTO else each for each in (codec, combine_codec))
+            self.measurement = CodecMeasurement(
+                candidates(codec, "codec"), candidates(combine_codec, "combine_codec")
+            )
+            codec, combine_codec = (
+                CANDIDATES[0] if each == AUTO else each for each in (codec, combine_codec)
+            )
         self._take(per_token(codec, "codec"), per_token(combine_codec, "combine_codec"))
         if transport is None and not dist.is_initialized():
-            raise InvalidArgument("torch.distributed is not initialised: call init_process_group before ExpertExchange")
+            raise InvalidArgument(
+                "torch.distributed is not initialised: call init_process_group before "
+                "ExpertExchange"
+            )
         _check_on_lost(on_lost, process_group, transport, tensor_group)
-        self.num_experts, self.capacity, self.pad, self.deduplicate = num_experts, capacity, pad, deduplicate
+        self.num_experts, self.capacity, self.pad, self.deduplicate = (
+            num_experts,
+            capacity,
+            pad,
+            deduplicate,
+        )
         self.lsh, self.on_lost = lsh, on_lost
-        self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
+        self.channel = (
+            Channel.among(process_group, timeout=timeout)
+            if transport is None
+            else Channel(transport)
+        )
         if transport is None:
             on_reform(process_group, self)
         size = self.channel.size
         if copies and on_lost == "mask":
-            raise InvalidArgument("copies are given, whose homes may be lost, and on_lost is 'mask': leave one out")
-        self.home = Placement.even(num_experts, size) if placement is None else Placement(placement, size)
+            raise InvalidArgument(
+                "copies are given, whose homes may be lost, and on_lost is 'mask': leave one out"
+            )
+        self.home = (
+            Placement.even(num_experts, size) if placement is None else Placement(placement, size)
+        )
         device = device_of(self.channel.inner)
         nodes = self._nodes(topology, device)
         self.copies = ExpertCopies(self.home, nodes, self.channel.rank, copies)
         self.placement = self.copies.placement
-        self.carrier = Carrier(self.channel.transport, nodes, checksum=checksum, device=device, label=self._label(nodes))
+        self.carrier = Carrier(
+            self.channel.transport,
+            nodes,
+            checksum=checksum,
+            device=device,
+            label=self._label(nodes),
+        )
         self.counters = ExpertCounters(self.copies.expert[self.placement.on(self.channel.rank)])
         self._tensor, self._overlaps = _among(tensor_group, timeout), False
         self._tensor_carrier = Carrier(
-            self._tensor.transport, Nodes.of((tuple(range(self._tensor.size)),), self._tensor.size), checksum=checksum
+            self._tensor.transport,
+            Nodes.of((tuple(range(self._tensor.size)),), self._tensor.size),
+            checksum=checksum,
         )
 
     def __call__(
@@ -164,18 +219,24 @@ class ExpertExchange(Divided, TokenSwitch):
         chunks: int = 1,
         routed: Callable[[list[int]], None] | None = None,
     ) -> torch.Tensor:
-        """The whole layer: Σ gates · expert(token) over each token's choices, [tokens, width], in the type of the tokens.
+        """The whole layer: Σ gates · expert(token) over each token's choices, [tokens, width], in
+        the type of the tokens.
 
-        ``experts(rows, counts)``: what this rank's experts make of ``rows``, which lie by expert, ``counts`` (int64) of each,
-        zeros of ``pad`` included; it must use the rows also when there are none, so that backward comes by on every rank.
-        ``chunks``: tokens go in so many parts, the same number on every rank; some travel while experts work on another.
-        ``routed`` is told, without chunks, how many rows each expert here will have, before they are on their way.
+        ``experts(rows, counts)``: what this rank's experts make of ``rows``, which lie by expert,
+        ``counts`` (int64) of each, zeros of ``pad`` included; it must use the rows also when there
+        are none, so that backward comes by on every rank. ``chunks``: tokens go in so many parts,
+        the same number on every rank; some travel while experts work on another. ``routed`` is
+        told, without chunks, how many rows each expert here will have, before they are on their
+        way.
         """
         if chunks < 1:
             raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
         self._check(tokens, topk_weights, topk_idx.shape)
         if (lost := self._lost(topk_idx)) is not None:
-            topk_idx, topk_weights = topk_idx.masked_fill(lost, -1), redistributed(topk_weights, lost)
+            topk_idx, topk_weights = (
+                topk_idx.masked_fill(lost, -1),
+                redistributed(topk_weights, lost),
+            )
         if self.lsh is None or not self.lsh.starts():
             return self._layer(tokens, topk_idx, topk_weights, experts, chunks, routed)
         clusters = self.lsh.cluster(tokens, topk_idx)
@@ -223,7 +284,10 @@ class ExpertExchange(Divided, TokenSwitch):
     def _take(self, codec: Codec, combine_codec: Codec) -> None:
         """Codecs of both directions, and of gradients where no others were given."""
         self.codec, self.combine_codec = codec, combine_codec
-        gradients = {name: None if given is None else per_token(given, name) for name, given in self._given.items()}
+        gradients = {
+            name: None if given is None else per_token(given, name)
+            for name, given in self._given.items()
+        }
         self.gradient_codec: Codec = gradients["gradient_codec"] or codec
         self.combine_gradient_codec: Codec = gradients["combine_gradient_codec"] or combine_codec
 
@@ -233,19 +297,30 @@ class ExpertExchange(Divided, TokenSwitch):
         return self._tensor.size
 
     def finish(self, steps: Steps[T], *tensors: torch.Tensor | None) -> T:
-        """The result of steps that use ``tensors``: on the worker if chunks may be under way there."""
+        """The result of steps that use ``tensors``: on the worker if chunks may be under way
+        there."""
         used = [tensor for tensor in tensors if tensor is not None]
-        return self.channel.submit(steps, *used).wait() if self._overlaps else self.channel.run(steps)
+        return (
+            self.channel.submit(steps, *used).wait() if self._overlaps else self.channel.run(steps)
+        )
 
     def create_routing(
-        self, topk_idx: torch.Tensor, per_expert_token_counts: torch.Tensor | None = None, *, layout: str = "flat"
+        self,
+        topk_idx: torch.Tensor,
+        per_expert_token_counts: torch.Tensor | None = None,
+        *,
+        layout: str = "flat",
     ) -> Any:
-        """The routes of tokens to the experts ``topk_idx`` int64[tokens, k], -1 for none; for any number of dispatches.
+        """The routes of tokens to the experts ``topk_idx`` int64[tokens, k], -1 for none; for any
+        number of dispatches.
 
-        ``per_expert_token_counts`` (int32, one for each expert here): filled with the rows that each gets, padding included.
-        ``layout``: "flat", a row for each token that comes here, or "expert_major", one for each token and expert, by expert.
+        ``per_expert_token_counts`` (int32, one for each expert here): filled with the rows that
+        each gets, padding included. ``layout``: "flat", a row for each token that comes here, or
+        "expert_major", one for each token and expert, by expert.
         """
-        return self.finish(self.routing_steps(topk_idx, per_expert_token_counts, layout=layout), topk_idx)
+        return self.finish(
+            self.routing_steps(topk_idx, per_expert_token_counts, layout=layout), topk_idx
+        )
 
     def dispatch(
         self,
@@ -256,15 +331,19 @@ class ExpertExchange(Divided, TokenSwitch):
         *,
         out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(rows for the experts here, gates, expert numbers): flat [r, width], [r, k], [r, k]; by expert [r, width], [r], None.
+        """(rows for the experts here, gates, expert numbers): flat [r, width], [r, k], [r, k]; by
+        expert [r, width], [r], None.
 
-        Expert numbers count those of this rank; choices of other ranks have -1 and a gate of 0. Tokens and gates get gradients.
-        ``max_recv_tokens``: as many rows, with zeros behind those that came; without it just those. All ranks give it, or none:
-        they agree on whether it is enough, and raise together. ``out``: written to, without autograd; so many rows likewise.
+        Expert numbers count those of this rank; choices of other ranks have -1 and a gate of 0.
+        Tokens and gates get gradients. ``max_recv_tokens``: as many rows, with zeros behind those
+        that came; without it just those. All ranks give it, or none: they agree on whether it is
+        enough, and raise together. ``out``: written to, without autograd; so many rows likewise.
         """
         plan = self._plan(routing, tokens, topk_weights)
         if self._measures:
-            self._measure(plan, tokens.detach(), None if topk_weights is None else topk_weights.detach())
+            self._measure(
+                plan, tokens.detach(), None if topk_weights is None else topk_weights.detach()
+            )
         if plan.lost is not None and topk_weights is not None:
             topk_weights = redistributed(topk_weights, plan.lost)
         if out is not None:
@@ -281,12 +360,16 @@ class ExpertExchange(Divided, TokenSwitch):
         numbers[: plan.rows.count] = plan.rows.local
         return rows, gates, numbers
 
-    def combine(self, routing: Any, expert_tokens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum over its experts for each token, [tokens, width], of rows as ``dispatch`` gave them (gates multiplied in)."""
+    def combine(
+        self, routing: Any, expert_tokens: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The sum over its experts for each token, [tokens, width], of rows as ``dispatch`` gave
+        them (gates multiplied in)."""
         plan: ExpertPlan = routing.handle
         if expert_tokens.dim() != 2 or len(expert_tokens) < plan.rows.count:
             raise InvalidArgument(
-                f"expert_tokens are {tuple(expert_tokens.shape)}, expected the {plan.rows.count} rows that dispatch gave, with "
+                f"expert_tokens are {tuple(expert_tokens.shape)}, expected the "
+                f"{plan.rows.count} rows that dispatch gave, with "
                 "or without zeros behind them"
             )
         if out is not None:
@@ -306,63 +389,103 @@ class ExpertExchange(Divided, TokenSwitch):
         note: str = "",
         sequence: int | None = None,
     ) -> Steps[Any]:
-        """``create_routing`` as steps. ``note``: what ranks must have alike; ``sequence``: numbers taken before."""
+        """``create_routing`` as steps. ``note``: what ranks must have alike; ``sequence``: numbers
+        taken before."""
         if topk_idx.dim() != 2 or topk_idx.is_floating_point() or not topk_idx.shape[1]:
-            raise InvalidArgument(f"topk_idx is {topk_idx.dtype} {tuple(topk_idx.shape)}, expected integers [tokens, k]")
+            raise InvalidArgument(
+                f"topk_idx is {topk_idx.dtype} {tuple(topk_idx.shape)}, expected integers "
+                "[tokens, k]"
+            )
         asked = topk_idx.detach().cpu().numpy().astype(np.int64)
         if asked.size and (asked.min() < -1 or asked.max() >= self.num_experts):
             raise InvalidArgument(
-                f"topk_idx has numbers from {asked.min()} to {asked.max()}, expected experts 0 to {self.num_experts - 1}, or -1"
+                f"topk_idx has numbers from {asked.min()} to {asked.max()}, expected experts 0 "
+                f"to {self.num_experts - 1}, or -1"
             )
         lost = self._lost(topk_idx)
         if lost is not None:
             asked = np.where(lost.cpu().numpy(), -1, asked)
-        wanted = asked if self.capacity is None else within_capacity(asked, self.num_experts, self.capacity)
+        wanted = (
+            asked
+            if self.capacity is None
+            else within_capacity(asked, self.num_experts, self.capacity)
+        )
         wanted = self.copies.spread(wanted)
-        share = TokenShare(len(asked), self._tensor.rank, self._tensor.size, zlib.crc32(asked.tobytes()))
+        share = TokenShare(
+            len(asked), self._tensor.rank, self._tensor.size, zlib.crc32(asked.tobytes())
+        )
         said = [self.counters.load, *([] if self.lsh is None else [self.lsh.told])]
-        routing = partial(route_tokens, wanted[share.own], self.placement, self.carrier, said=said, note=note)
+        routing = partial(
+            route_tokens, wanted[share.own], self.placement, self.carrier, said=said, note=note
+        )
         routes = yield from routing(
-            deduplicate=self.deduplicate, sequence=self.channel.take(NUMBERS) if sequence is None else sequence
+            deduplicate=self.deduplicate,
+            sequence=self.channel.take(NUMBERS) if sequence is None else sequence,
         )
         if self.lsh is not None:
             self.lsh.hear(routes.said[:, 1].tolist())
         rows = ExpertRows.of(routes, self.placement, self.channel.rank, layout, self.pad)
         if per_expert_token_counts is not None:
-            if per_expert_token_counts.dim() != 1 or len(per_expert_token_counts) < len(rows.counts):
+            if per_expert_token_counts.dim() != 1 or len(per_expert_token_counts) < len(
+                rows.counts
+            ):
                 raise InvalidArgument(
-                    f"per_expert_token_counts has shape {tuple(per_expert_token_counts.shape)}, expected at least "
+                    f"per_expert_token_counts has shape {tuple(per_expert_token_counts.shape)}, "
+                    "expected at least "
                     f"[{len(rows.counts)}]: one for each expert of this rank"
                 )
             per_expert_token_counts[: len(rows.counts)] = torch.from_numpy(rows.heights)
-        self.counters.routed(asked[share.own], wanted[share.own], routes, rows, self.placement, self.carrier)
+        self.counters.routed(
+            asked[share.own], wanted[share.own], routes, rows, self.placement, self.carrier
+        )
         plan = ExpertPlan(routes, rows, asked.shape[1], share, lost)
-        if self.measurement is not None and self._measures and self.deduplicate and len(self.carrier.nodes.members) > 1:
+        if (
+            self.measurement is not None
+            and self._measures
+            and self.deduplicate
+            and len(self.carrier.nodes.members) > 1
+        ):
             straight = yield from routing(deduplicate=False, sequence=self.channel.take(NUMBERS))
             rows = ExpertRows.of(straight, self.placement, self.channel.rank, layout, self.pad)
             self.measurement.offer(plan, replace(plan, routes=straight, rows=rows))
         return Routing(plan.to(topk_idx.device), topk_idx, layout)
 
     def out_steps(
-        self, plan: ExpertPlan, tokens: torch.Tensor, gates: torch.Tensor | None, count: int, codec: Codec, sequence: int
+        self,
+        plan: ExpertPlan,
+        tokens: torch.Tensor,
+        gates: torch.Tensor | None,
+        count: int,
+        codec: Codec,
+        sequence: int,
     ) -> Steps[tuple[torch.Tensor, torch.Tensor | None]]:
         """Rows and gates at the experts; a gradient of what is combined goes this way too."""
         form = PacketForm(codec, tokens.shape[1], tokens.dtype, 0 if gates is None else plan.k)
-        pool = self.carrier.rows(plan.routes.count + plan.routes.relayed, form.row_bytes, tokens.device)
+        pool = self.carrier.rows(
+            plan.routes.count + plan.routes.relayed, form.row_bytes, tokens.device
+        )
         own = plan.share.own
         form.pack(tokens[own], None if gates is None else gates[own], pool[: plan.routes.count])
         arrived = yield from plan.routes.spread(pool, form, self.carrier, sequence)
         held = [pool, arrived]
         rows = plan.rows.rows(form.tokens(arrived, self.carrier.scratch, held), count, tokens.dtype)
-        found = None if gates is None else plan.rows.gates(form.extras(arrived), count).to(gates.dtype)
+        found = (
+            None if gates is None else plan.rows.gates(form.extras(arrived), count).to(gates.dtype)
+        )
         self.carrier.scratch.give(*held)
         self.counters.bytes_of(self.carrier)
         return rows, found
 
     def back_steps(
-        self, plan: ExpertPlan, rows: torch.Tensor, gates: torch.Tensor | None, codec: Codec, sequence: int
+        self,
+        plan: ExpertPlan,
+        rows: torch.Tensor,
+        gates: torch.Tensor | None,
+        codec: Codec,
+        sequence: int,
     ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-        """Sums for each token; gradients of what is dispatched come this way too, with those of gates."""
+        """Sums for each token; gradients of what is dispatched come this way too, with those of
+        gates."""
         form = PacketForm(codec, rows.shape[1], rows.dtype, 0 if gates is None else plan.k)
         packets = self.carrier.rows(plan.routes.received, form.row_bytes, rows.device)
         held = [packets]
@@ -376,15 +499,20 @@ class ExpertExchange(Divided, TokenSwitch):
         self.counters.bytes_of(self.carrier)
         tokens = tokens.to(rows.dtype)
         if plan.share.size > 1:
-            tokens, found = yield from plan.share.gather(tokens, found, self._tensor_carrier, sequence)
+            tokens, found = yield from plan.share.gather(
+                tokens, found, self._tensor_carrier, sequence
+            )
         return tokens, found
 
     # ------------------------------------------------------------ copies
 
     def copy_experts(self, copies: Mapping[int, int], load: Sequence[float] = ()) -> None:
-        """Have other copies from the next routing on, between two steps, with the same arguments on all ranks."""
+        """Have other copies from the next routing on, between two steps, with the same arguments on
+        all ranks."""
         if copies and self.on_lost == "mask":
-            raise InvalidArgument("copies are given, whose homes may be lost, and on_lost is 'mask': leave one out")
+            raise InvalidArgument(
+                "copies are given, whose homes may be lost, and on_lost is 'mask': leave one out"
+            )
         self.copies = ExpertCopies(self.home, self.carrier.nodes, self.channel.rank, copies, load)
         self.placement = self.copies.placement
         self.counters.copied(self.copies.expert[self.placement.on(self.channel.rank)])
@@ -392,37 +520,57 @@ class ExpertExchange(Divided, TokenSwitch):
 
     def expert_load(self) -> list[int]:
         """Choices of each expert by tokens of all ranks since copies were last made; collective."""
-        mine = np.bincount(self.counters.experts, self.counters.since, self.num_experts).astype(int).tolist()
-        steps = gathered(mine, transport=self.channel.transport, sequence=self.channel.take(), device=self.carrier.device)
+        mine = (
+            np.bincount(self.counters.experts, self.counters.since, self.num_experts)
+            .astype(int)
+            .tolist()
+        )
+        steps = gathered(
+            mine,
+            transport=self.channel.transport,
+            sequence=self.channel.take(),
+            device=self.carrier.device,
+        )
         return [int(sum(each)) for each in zip(*self.finish(steps), strict=True)]
 
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among those who are left, without the experts of those who are not: for ``group.reform``, on all ranks."""
+        """Go on among those who are left, without the experts of those who are not: for
+        ``group.reform``, on all ranks."""
         if self.on_lost == "refuse":
             return super().reform(change)
         if change.new:
-            raise cannot_follow(self, f"ranks {list(change.new)} are new, and have no experts of it")
-        placement, nodes = self.placement.among(change.sources), self.carrier.nodes.among(change.sources)
+            raise cannot_follow(
+                self, f"ranks {list(change.new)} are new, and have no experts of it"
+            )
+        placement, nodes = (
+            self.placement.among(change.sources),
+            self.carrier.nodes.among(change.sources),
+        )
         if placement.masked[:-1].all():
             raise cannot_follow(self, "all experts are gone")
 
         def follow() -> None:
             self.home = self.placement = placement
-            self.carrier.nodes, self.copies = nodes, ExpertCopies(placement, nodes, self.channel.rank)
+            self.carrier.nodes, self.copies = (
+                nodes,
+                ExpertCopies(placement, nodes, self.channel.rank),
+            )
             self.carrier.label = self._label(nodes)
 
         return follow
 
     @property
     def lost_experts(self) -> list[int]:
-        """Experts that died with their ranks: a gate that leaves them out finds each token as many others."""
+        """Experts that died with their ranks: a gate that leaves them out finds each token as many
+        others."""
         found: list[int] = np.flatnonzero(self.placement.masked).tolist()
         return found
 
     def _lost(self, topk_idx: torch.Tensor) -> torch.Tensor | None:
-        """bool[tokens, k]: choices of experts that are gone, and counts them; None where all are there."""
+        """bool[tokens, k]: choices of experts that are gone, and counts them; None where all are
+        there."""
         if self.placement.size != self.channel.size:
             raise cannot_follow(self, "its experts were divided among others")
         masked = self.placement.masked
@@ -435,16 +583,30 @@ class ExpertExchange(Divided, TokenSwitch):
     def _label(self, nodes: Nodes) -> int:
         """A digest of what ranks must have alike."""
         options = (
-            self.placement.owner.tolist(), nodes.members, self.deduplicate, self.codec.spec, self.combine_codec.spec,
-            self.gradient_codec.spec, self.combine_gradient_codec.spec, repr(self.lsh), self.on_lost, self._measures,
+            self.placement.owner.tolist(),
+            nodes.members,
+            self.deduplicate,
+            self.codec.spec,
+            self.combine_codec.spec,
+            self.gradient_codec.spec,
+            self.combine_gradient_codec.spec,
+            repr(self.lsh),
+            self.on_lost,
+            self._measures,
             self.copies.holders,
-        )  # fmt: skip
+        )
         return zlib.crc32(repr(options).encode())
 
     # ------------------------------------------------------------ torch's TokenSwitch
 
     def _alloc_dispatch_outputs(
-        self, routing: Any, tokens: torch.Tensor, topk_weights: torch.Tensor, max_recv_tokens: int, H: int, K: int
+        self,
+        routing: Any,
+        tokens: torch.Tensor,
+        topk_weights: torch.Tensor,
+        max_recv_tokens: int,
+        H: int,
+        K: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         rows = tokens.new_zeros(max_recv_tokens, H)
         if routing.layout != "flat":
@@ -474,14 +636,22 @@ class ExpertExchange(Divided, TokenSwitch):
     def _check_room(self, room: int, coming: int, device: torch.device) -> None:
         """Raise on all ranks if on one of them more rows come than it has room for; collective."""
         every = self.finish(
-            gathered([room, coming], transport=self.channel.transport, sequence=self.channel.take(), device=device)
+            gathered(
+                [room, coming],
+                transport=self.channel.transport,
+                sequence=self.channel.take(),
+                device=device,
+            )
         )
-        short = [(rank, int(rows), int(more)) for rank, (rows, more) in enumerate(every) if rows < more]
+        short = [
+            (rank, int(rows), int(more)) for rank, (rows, more) in enumerate(every) if rows < more
+        ]
         if short:
             rank, rows, more = short[0]
             raise InvalidArgument(
                 f"max_recv_tokens is {rows}, but {more} rows come to rank {rank} (too few on ranks "
-                f"{[each for each, _, _ in short]}): leave it out, raise it, or give ExpertExchange a capacity"
+                f"{[each for each, _, _ in short]}): leave it out, raise it, or give "
+                "ExpertExchange a capacity"
             )
 
     def _plan(self, routing: Any, tokens: torch.Tensor, gates: torch.Tensor | None) -> ExpertPlan:
@@ -489,38 +659,58 @@ class ExpertExchange(Divided, TokenSwitch):
         self._check(tokens, gates, (plan.share.count, plan.k))
         return plan.to(tokens.device)
 
-    def _check(self, tokens: torch.Tensor, gates: torch.Tensor | None, shape: Sequence[int]) -> None:
+    def _check(
+        self, tokens: torch.Tensor, gates: torch.Tensor | None, shape: Sequence[int]
+    ) -> None:
         if tokens.dim() != 2 or len(tokens) != shape[0]:
-            raise InvalidArgument(f"tokens are {tuple(tokens.shape)}, expected [{shape[0]}, width], as were routed")
+            raise InvalidArgument(
+                f"tokens are {tuple(tokens.shape)}, expected [{shape[0]}, width], as were routed"
+            )
         if gates is not None and gates.shape != tuple(shape):
             raise InvalidArgument(f"topk_weights are {tuple(gates.shape)}, expected {tuple(shape)}")
 
     def _nodes(self, topology: Topology | str | None, device: torch.device) -> Nodes:
-        """All ranks are one node where nobody says otherwise. "auto" asks every rank's launcher; collective."""
+        """All ranks are one node where nobody says otherwise. "auto" asks every rank's launcher;
+        collective."""
         size = self.channel.size
         if topology is None:
             return Nodes.of((tuple(range(size)),), size)
         if topology == "auto":
-            topology = self.channel.run(agree(self.channel.transport, device=device, sequence=self.channel.take()))
-        return Nodes.of((Topology.parse(topology) if isinstance(topology, str) else topology).nodes, size)
+            topology = self.channel.run(
+                agree(self.channel.transport, device=device, sequence=self.channel.take())
+            )
+        return Nodes.of(
+            (Topology.parse(topology) if isinstance(topology, str) else topology).nodes, size
+        )
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, gates: torch.Tensor | None, exchange: ExpertExchange, plan: ExpertPlan, count: int
+        ctx: Any,
+        tokens: torch.Tensor,
+        gates: torch.Tensor | None,
+        exchange: ExpertExchange,
+        plan: ExpertPlan,
+        count: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sequence = exchange.channel.take(2)  # for backward too: its turn may differ by rank
         ctx.exchange, ctx.plan, ctx.sequence = exchange, plan, sequence + 1
         ctx.gates = None if gates is None else gates.dtype
-        return exchange.finish(exchange.out_steps(plan, tokens, gates, count, exchange.codec, sequence), tokens, gates)
+        return exchange.finish(
+            exchange.out_steps(plan, tokens, gates, count, exchange.codec, sequence), tokens, gates
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         exchange: ExpertExchange = ctx.exchange
         rows, gates = gradients
         steps = exchange.back_steps(
-            ctx.plan, rows, None if ctx.gates is None else gates, exchange.combine_gradient_codec, ctx.sequence
+            ctx.plan,
+            rows,
+            None if ctx.gates is None else gates,
+            exchange.combine_gradient_codec,
+            ctx.sequence,
         )
         tokens, found = exchange.finish(steps, rows, gates)
         return tokens, None if ctx.gates is None else found.to(ctx.gates), None, None, None
@@ -528,15 +718,21 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: ExpertExchange, plan: ExpertPlan) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, exchange: ExpertExchange, plan: ExpertPlan
+    ) -> torch.Tensor:
         sequence = exchange.channel.take(2)
         ctx.exchange, ctx.plan, ctx.sequence, ctx.count = exchange, plan, sequence + 1, len(rows)
-        return exchange.finish(exchange.back_steps(plan, rows, None, exchange.combine_codec, sequence), rows)[0]
+        return exchange.finish(
+            exchange.back_steps(plan, rows, None, exchange.combine_codec, sequence), rows
+        )[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         exchange: ExpertExchange = ctx.exchange
-        steps = exchange.out_steps(ctx.plan, gradients[0], None, ctx.count, exchange.gradient_codec, ctx.sequence)
+        steps = exchange.out_steps(
+            ctx.plan, gradients[0], None, ctx.count, exchange.gradient_codec, ctx.sequence
+        )
         return exchange.finish(steps, gradients[0])[0], None, None
 
 
@@ -544,24 +740,36 @@ def _among(group: dist.ProcessGroup | Transport | None, timeout: timedelta | Non
     """The ranks that have the same tokens; alone without a group."""
     if group is None:
         return Channel(Loopback(1).transport(0))
-    return Channel.among(group, timeout=timeout) if isinstance(group, dist.ProcessGroup) else Channel(group)
+    return (
+        Channel.among(group, timeout=timeout)
+        if isinstance(group, dist.ProcessGroup)
+        else Channel(group)
+    )
 
 
-def _check_on_lost(on_lost: str, group: dist.ProcessGroup | None, transport: object, tensor_group: object) -> None:
+def _check_on_lost(
+    on_lost: str, group: dist.ProcessGroup | None, transport: object, tensor_group: object
+) -> None:
     if on_lost not in ("refuse", "mask"):
         raise InvalidArgument(f"on_lost is {on_lost!r}, expected 'refuse' or 'mask'")
-    if on_lost == "mask" and (transport is not None or not can_reform(group) or tensor_group is not None):
+    if on_lost == "mask" and (
+        transport is not None or not can_reform(group) or tensor_group is not None
+    ):
         raise InvalidArgument(
-            "on_lost is 'mask', and the ranks that are left find each other by group.reform() only: use the backend "
+            "on_lost is 'mask', and the ranks that are left find each other by group.reform() "
+            "only: use the backend "
             "'commpress', init_process_group('commpress'), without transport= and tensor_group="
         )
 
 
 def redistributed(gates: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-    """Gates of a token's other choices grow by one factor to the sum that all had; those ``lost`` are 0."""
+    """Gates of a token's other choices grow by one factor to the sum that all had; those ``lost``
+    are 0."""
     left = gates.masked_fill(lost, 0)
     rest = left.sum(1, keepdim=True)
-    return left * torch.where(rest == 0, 0, gates.sum(1, keepdim=True) / torch.where(rest == 0, 1, rest))
+    return left * torch.where(
+        rest == 0, 0, gates.sum(1, keepdim=True) / torch.where(rest == 0, 1, rest)
+    )
 
 
 def candidates(codec: str | Codec, name: str) -> dict[str, Codec]:

@@ -1,4 +1,5 @@
-"""An optimizer of a model whose experts are in tiers: dense parameters in memory, experts in the store, one after the other."""
+"""An optimizer of a model whose experts are in tiers: dense parameters in memory, experts in the
+store, one after the other."""
 
 import zlib
 from collections import ChainMap
@@ -39,17 +40,21 @@ FORMAT = 1.0
 
 
 class ExpertOptimizer(Wrapper):
-    """``ExpertOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)``: an ``AdamW`` that finds experts in their store.
+    """``ExpertOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)``: an ``AdamW`` that finds
+    experts in their store.
 
-    An expert is stepped if it has a gradient, that is, if a token came to it since the last step. Others are left alone, with
-    their moments and the number of their steps, as torch's optimizers leave parameters whose ``grad`` is None. What is not
-    named below goes to ``optimizer``, which must treat every element by itself.
+    An expert is stepped if it has a gradient, that is, if a token came to it since the last step.
+    Others are left alone, with their moments and the number of their steps, as torch's optimizers
+    leave parameters whose ``grad`` is None. What is not named below goes to ``optimizer``, which
+    must treat every element by itself.
 
     - ``max_grad_norm``: clip to this norm of all parameters, over all ranks, in every step.
-    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not finite; "raise" raises.
+    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not
+      finite; "raise" raises.
     - ``commit_every``: steps between commits; 0: only when ``commit`` is called.
 
-    If the store holds a committed state, training goes on from there: parameters, experts or not, take its values.
+    If the store holds a committed state, training goes on from there: parameters, experts or not,
+    take its values.
     """
 
     def __init__(
@@ -62,26 +67,46 @@ class ExpertOptimizer(Wrapper):
         commit_every: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        super().__init__(
+            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
+        )
         places, _ = trainable(self.param_groups, streamed=True)
-        self.tiers, self.commit_every = _tiers([p for group in places for p, _, _ in group]), commit_every
+        self.tiers, self.commit_every = (
+            _tiers([p for group in places for p, _, _ in group]),
+            commit_every,
+        )
         self.store: TieredStore = self.tiers.store
         self.prefix = f"{self.tiers.prefix}/optimizer"
-        check_elementwise(optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True)
+        check_elementwise(
+            optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True
+        )
         self._optimizer, self._make = optimizer, partial(optimizer, **options)
         self._moments, self._scalars = probe(optimizer, options)
         stored = self.tiers.group_of
         self._dense = [[one for one in group if id(one[0]) not in stored] for group in places]
-        self.chunks = chunks([[one for one in group if id(one[0]) in stored] for group in places], WHOLE, self.prefix, stored)
-        self._chunk_of = {stored[id(chunk.ranges[0].parameter)].number: chunk for chunk in self.chunks}
+        self.chunks = chunks(
+            [[one for one in group if id(one[0]) in stored] for group in places],
+            WHOLE,
+            self.prefix,
+            stored,
+        )
+        self._chunk_of = {
+            stored[id(chunk.ranges[0].parameter)].number: chunk for chunk in self.chunks
+        }
         self._check_all({id(own.parameter) for chunk in self.chunks for own in chunk.ranges})
         pairs = zip(self.param_groups, self._dense, strict=True)
-        self._inner = optimizer([{**options_of(group), "params": [p for p, _, _ in own]} for group, own in pairs], **options)
+        self._inner = optimizer(
+            [{**options_of(group), "params": [p for p, _, _ in own]} for group, own in pairs],
+            **options,
+        )
         self._coded = Moments(self.store, quantised=False)
-        self._stored = StoredState(self.store, self.chunks, self._moments, self._scalars, self._coded)
+        self._stored = StoredState(
+            self.store, self.chunks, self._moments, self._scalars, self._coded
+        )
         self.state: Any = ChainMap(self._stored, self._inner.state)
         self._kept = {
-            number: {key: chunk.name(key) for key in self._moments} | ({WEIGHT: chunk.master} if chunk.copied else {})
+            number: {key: chunk.name(key) for key in self._moments}
+            | ({WEIGHT: chunk.master} if chunk.copied else {})
             for number, chunk in self._chunk_of.items()
         }
         keys = [*([WEIGHT] if any(chunk.copied for chunk in self.chunks) else []), *self._moments]
@@ -94,14 +119,19 @@ class ExpertOptimizer(Wrapper):
                 self._resume()
         self._channel = self.tiers.layers[0].channel
         agreed(self._every(self.steps_done))
-        self._replicas = averaging_check("ExpertOptimizer", [name for group in self._dense for _, name, _ in group])
+        self._replicas = averaging_check(
+            "ExpertOptimizer", [name for group in self._dense for _, name, _ in group]
+        )
         self._built = True
 
     def _check_all(self, given: set[int]) -> None:
         for group in self.tiers.groups:
             for member in group.members:
                 if member.parameter.requires_grad and id(member.parameter) not in given:
-                    raise InvalidArgument(f"params lack {member.name}, which is in tiers: pass all of model.parameters()")
+                    raise InvalidArgument(
+                        f"params lack {member.name}, which is in tiers: pass all of "
+                        "model.parameters()"
+                    )
 
     def _begin(self) -> None:
         for chunk in self.chunks:
@@ -118,9 +148,13 @@ class ExpertOptimizer(Wrapper):
 
     def local_weights(self) -> list[LocalWeights]:
         """Dense parameters, and experts in the store."""
-        dense = [LocalWeights(name, parameter) for group in self._dense for parameter, name, _ in group]
+        dense = [
+            LocalWeights(name, parameter) for group in self._dense for parameter, name, _ in group
+        ]
         found = [self.tiers.groups[number] for number in self._chunk_of]
-        return dense + [StreamedWeights(group.stored[0], group, self.store, self._written) for group in found]
+        return dense + [
+            StreamedWeights(group.stored[0], group, self.store, self._written) for group in found
+        ]
 
     def settle_weights(self) -> None:
         """Nothing is under way between steps."""
@@ -132,7 +166,10 @@ class ExpertOptimizer(Wrapper):
     def _written(self, values: str) -> None:
         for chunk in self.chunks:
             if chunk.values == values and chunk.copied:
-                with self.store.borrow(chunk.master) as master, self.store.borrow(values, write=False) as held:
+                with (
+                    self.store.borrow(chunk.master) as master,
+                    self.store.borrow(values, write=False) as held,
+                ):
                     master.copy_(held)
 
     # ------------------------------------------------------------ one step
@@ -173,7 +210,9 @@ class ExpertOptimizer(Wrapper):
             self._replicas = None
         if self._replicas is not None:
             for parameter, _, _ in (one for group in self._dense for one in group):
-                self._replicas.note(local(parameter), None if parameter.grad is None else local(parameter.grad))
+                self._replicas.note(
+                    local(parameter), None if parameter.grad is None else local(parameter.grad)
+                )
             self._replicas.compare()
         self._inner.step()
 
@@ -185,7 +224,9 @@ class ExpertOptimizer(Wrapper):
         ):
             if factor is not None:
                 gradient.mul_(factor)
-            states = chunk.step(self._make, [own.inside(gradient) for own in chunk.ranges], held, self._groups)
+            states = chunk.step(
+                self._make, [own.inside(gradient) for own in chunk.ranges], held, self._groups
+            )
             if chunk.copied:
                 with self.store.borrow(chunk.values) as values:
                     values.copy_(held[WEIGHT])
@@ -200,19 +241,30 @@ class ExpertOptimizer(Wrapper):
             return_holes()  # where moments were made, beside what lives on
 
     def _norm(self) -> torch.Tensor:
-        """Of all parameters, in double and rounded once: dense ones are alike on all ranks, experts are each rank's own."""
-        own = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in self._dense_gradients())
+        """Of all parameters, in double and rounded once: dense ones are alike on all ranks, experts
+        are each rank's own."""
+        own = sum(
+            float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
+            for g in self._dense_gradients()
+        )
         experts = sum(self._every(sum((self.tiers.squares or {}).values())))
         return torch.tensor((own + experts) ** 0.5, dtype=torch.float32)
 
     def _dense_gradients(self) -> list[torch.Tensor]:
-        return [gradient for group in self._dense for p, _, _ in group if (gradient := p.grad) is not None]
+        return [
+            gradient
+            for group in self._dense
+            for p, _, _ in group
+            if (gradient := p.grad) is not None
+        ]
 
     def _every(self, value: float) -> list[float]:
         """Each rank's."""
         if self._channel is None or self._channel.size == 1:
             return [value]
-        every = self._channel.run(gathered([value], transport=self._channel.transport, sequence=self._channel.take(1)))
+        every = self._channel.run(
+            gathered([value], transport=self._channel.transport, sequence=self._channel.take(1))
+        )
         return [float(one) for one in every[:, 0]]
 
     # ------------------------------------------------------------ what outlives the process
@@ -222,10 +274,14 @@ class ExpertOptimizer(Wrapper):
         return f"{self.prefix}/meta"
 
     def commit(self) -> int:
-        """After this returns, a process that is killed goes on from this step: experts, dense parameters and all moments."""
+        """After this returns, a process that is killed goes on from this step: experts, dense
+        parameters and all moments."""
         numbers = [FORMAT, float(self._layout()), float(self.steps_done)]
         for chunk in self.chunks:
-            numbers += [float(chunk.stepped), *(float(chunk.scalars.get(key, -1.0)) for key in self._scalars)]
+            numbers += [
+                float(chunk.stepped),
+                *(float(chunk.scalars.get(key, -1.0)) for key in self._scalars),
+            ]
         for parameter, name in self._dense_names():
             state = self._inner.state.get(parameter, {})
             numbers += [float(bool(state)), *(float(state.get(key, -1.0)) for key in self._scalars)]
@@ -242,9 +298,17 @@ class ExpertOptimizer(Wrapper):
 
     def _layout(self) -> int:
         """A digest of what lies where."""
-        ranges = [f"{c.number}.{r.group}:{tuple(r.parameter.shape)}" for c in self.chunks for r in c.ranges]
+        ranges = [
+            f"{c.number}.{r.group}:{tuple(r.parameter.shape)}"
+            for c in self.chunks
+            for r in c.ranges
+        ]
         dense = [f"{name}:{tuple(p.shape)}" for p, name in self._dense_names()]
-        return zlib.crc32(";".join([self._optimizer.__name__, *self._moments, *self._scalars, *ranges, *dense]).encode())
+        return zlib.crc32(
+            ";".join(
+                [self._optimizer.__name__, *self._moments, *self._scalars, *ranges, *dense]
+            ).encode()
+        )
 
     def _resume(self) -> None:
         with self.store.borrow(self._meta, write=False) as meta:
@@ -252,21 +316,25 @@ class ExpertOptimizer(Wrapper):
         dense = list(self._dense_names())
         if numbers[:2] != [FORMAT, float(self._layout())]:
             raise StateMismatch(
-                f"the store holds a state {self.prefix!r} of other parameters or another optimizer: open it with those it was "
+                f"the store holds a state {self.prefix!r} of other parameters or another "
+                "optimizer: open it with those it was "
                 "made with, or give ExpertTiers another prefix="
             )
         self.steps_done, rest = int(numbers[2]), iter(numbers[3:])
         for chunk in self.chunks:
             chunk.stepped, found = bool(next(rest)), {key: next(rest) for key in self._scalars}
             if chunk.stepped:
-                chunk.scalars, chunk.keys = {k: like(self._scalars[k], v) for k, v in found.items()}, list(self._moments)
+                chunk.scalars, chunk.keys = (
+                    {k: like(self._scalars[k], v) for k, v in found.items()},
+                    list(self._moments),
+                )
         for parameter, name in dense:
             stepped, found = bool(next(rest)), {key: next(rest) for key in self._scalars}
             parameter.copy_(self._read(f"{name}/{WEIGHT}"))
             if stepped:
-                self._inner.state[parameter] = {k: like(self._scalars[k], v) for k, v in found.items()} | {
-                    key: self._read(f"{name}/{key}").to(parameter.device) for key in self._moments
-                }
+                self._inner.state[parameter] = {
+                    k: like(self._scalars[k], v) for k, v in found.items()
+                } | {key: self._read(f"{name}/{key}").to(parameter.device) for key in self._moments}
 
     def _read(self, name: str) -> torch.Tensor:
         with self.store.borrow(name, write=False) as held:
@@ -287,7 +355,10 @@ class ExpertOptimizer(Wrapper):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._stored.clear()
         inner = self._inner.state_dict() | {"state": {}}
-        order = {id(p): i for i, p in enumerate(p for group in self._inner.param_groups for p in group["params"])}
+        order = {
+            id(p): i
+            for i, p in enumerate(p for group in self._inner.param_groups for p in group["params"])
+        }
         for number, parameter in zip(numbers, parameters, strict=True):
             if not states.get(number):
                 continue
@@ -315,6 +386,7 @@ def _tiers(parameters: list[torch.Tensor]) -> ExpertTiers:
     if len(found) != 1 or not isinstance(tiers := found.pop(), ExpertTiers):
         raise InvalidArgument(
             "params have no experts in tiers, or those of several: put experts into one store with "
-            "commpress.moe.parallelise(model, store=..., resident=...), else use the plain optimizer"
+            "commpress.moe.parallelise(model, store=..., resident=...), else use the plain "
+            "optimizer"
         )
     return tiers

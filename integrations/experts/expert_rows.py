@@ -1,4 +1,5 @@
-"""Rows as experts see them: received tokens by source, or by expert; and choices that a capacity leaves out."""
+"""Rows as experts see them: received tokens by source, or by expert; and choices that a capacity
+leaves out."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -14,7 +15,8 @@ Layout = Literal["flat", "expert_major"]
 
 
 def within_capacity(wanted: np.ndarray, experts: int, factor: float) -> np.ndarray:
-    """The choices that are left when no expert takes more than its share of one rank's tokens, times ``factor``; else -1.
+    """The choices that are left when no expert takes more than its share of one rank's tokens,
+    times ``factor``; else -1.
 
     First choices go before second ones, and earlier tokens before later ones.
     """
@@ -32,8 +34,9 @@ def within_capacity(wanted: np.ndarray, experts: int, factor: float) -> np.ndarr
 class ExpertRows:
     """Rows in which a rank's experts get tokens, as indices into what arrives.
 
-    ``flat``: a row for each token, by source and token. ``expert_major``: a row for each token and expert, by expert, then
-    source and token; each expert's rows filled up with zeros to a multiple of ``pad``.
+    ``flat``: a row for each token, by source and token. ``expert_major``: a row for each token and
+    expert, by expert, then source and token; each expert's rows filled up with zeros to a multiple
+    of ``pad``.
     """
 
     layout: Layout
@@ -42,12 +45,16 @@ class ExpertRows:
     index: torch.Tensor | None  # int64: the arriving row behind each row; None: as they lie
     place: torch.Tensor | None  # flat: int64, the inverse
     filled: torch.Tensor | None  # int64: rows that are padding
-    slots: torch.Tensor  # expert_major: int64[rows], the choice each row is; flat: bool[rows, k], choices of this rank
-    local: torch.Tensor  # flat: int64[rows, k], the number among this rank's experts; -1: of another rank
+    # expert_major: int64[rows], the choice each row is; flat: bool[rows, k], choices of this rank
+    slots: torch.Tensor
+    # flat: int64[rows, k], the number among this rank's experts; -1: of another rank
+    local: torch.Tensor
     sums: Bags | None  # expert_major: rows to add for each that arrives
 
     @classmethod
-    def of(cls, routes: TokenRoutes, placement: Placement, rank: int, layout: str, pad: int = 1) -> "ExpertRows":
+    def of(
+        cls, routes: TokenRoutes, placement: Placement, rank: int, layout: str, pad: int = 1
+    ) -> "ExpertRows":
         if layout not in get_args(Layout):
             raise InvalidArgument(f"layout is {layout!r}, expected 'flat' or 'expert_major'")
         mine = placement.owner[routes.experts] == rank
@@ -59,7 +66,17 @@ class ExpertRows:
         if layout == "flat":
             starts = np.concatenate([[0], counts.cumsum()])
             inverse = None if routes.order is None else torch.argsort(routes.order)
-            return cls("flat", counts, starts, routes.order, inverse, None, torch.from_numpy(mine), flat, None)
+            return cls(
+                "flat",
+                counts,
+                starts,
+                routes.order,
+                inverse,
+                None,
+                torch.from_numpy(mine),
+                flat,
+                None,
+            )
         starts = np.concatenate([[0], (-(-counts // pad) * pad).cumsum()])
         order = np.argsort(expert, kind="stable")
         sorted_ = expert[order]
@@ -71,10 +88,16 @@ class ExpertRows:
         back = np.empty(len(order), np.int64)  # of each pair in the order of choices
         back[order] = place
         return cls(
-            "expert_major", counts, starts, torch.from_numpy(index), None,
-            None if empty is None else torch.from_numpy(empty), torch.from_numpy(slots), flat,
+            "expert_major",
+            counts,
+            starts,
+            torch.from_numpy(index),
+            None,
+            None if empty is None else torch.from_numpy(empty),
+            torch.from_numpy(slots),
+            flat,
             Bags.of(arrival[token], routes.received, back),
-        )  # fmt: skip
+        )
 
     @property
     def heights(self) -> np.ndarray:
@@ -89,11 +112,14 @@ class ExpertRows:
         if self.local.device == device:
             return self
         return replace(
-            self, index=None if self.index is None else self.index.to(device),
+            self,
+            index=None if self.index is None else self.index.to(device),
             place=None if self.place is None else self.place.to(device),
-            filled=None if self.filled is None else self.filled.to(device), slots=self.slots.to(device),
-            local=self.local.to(device), sums=None if self.sums is None else self.sums.to(device),
-        )  # fmt: skip
+            filled=None if self.filled is None else self.filled.to(device),
+            slots=self.slots.to(device),
+            local=self.local.to(device),
+            sums=None if self.sums is None else self.sums.to(device),
+        )
 
     def rows(self, tokens: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
         """[count, width] for the experts of what arrived; zeros behind the last and in padding."""
@@ -109,8 +135,11 @@ class ExpertRows:
             out[self.filled] = 0
         return out
 
-    def sums_of(self, rows: torch.Tensor, scratch: Scratch, held: list[torch.Tensor]) -> torch.Tensor:
-        """One row for each token that arrived, in the order of arrival: the sum over the experts of this rank.
+    def sums_of(
+        self, rows: torch.Tensor, scratch: Scratch, held: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """One row for each token that arrived, in the order of arrival: the sum over the experts of
+        this rank.
 
         What is in ``held`` behind it goes back to ``scratch``.
         """
@@ -124,7 +153,8 @@ class ExpertRows:
         return back
 
     def gates(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
-        """Gates of the rows: [count, k], zero where the choice is another rank's; by expert [count]."""
+        """Gates of the rows: [count, k], zero where the choice is another rank's; by expert
+        [count]."""
         if self.layout == "flat":
             found = arrived if self.index is None else arrived.index_select(0, self.index)
             out = found.new_zeros(count, arrived.shape[1])

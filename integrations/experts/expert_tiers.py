@@ -1,12 +1,13 @@
-"""Experts whose weights, gradients and moments lie in a tiered store, and are in memory only for their turns.
+"""Experts whose weights, gradients and moments lie in a tiered store, and are in memory only for
+their turns.
 
-    forward    read experts that have tokens | compute             others leave for them, as ``TierPlan`` says
-    backward   read those again that have left | compute | gradient to the store
-    update     read weights, gradients and moments | step          of experts that have a gradient; others are left alone
+    forward   read experts that have tokens | compute             others leave for them, as ``TierPlan`` says
+    backward  read those again that have left | compute | gradient to the store
+    update    read weights, gradients and moments | step          of experts that have a gradient; others are left alone
 
-Weights are used where the store has them, without a copy. Note: saved tensors. What autograd saves of weights in forward, such
-as a transposed view, would be other bytes by the time of backward; so only its place in the weights is saved, and the weights
-are fetched again when it is asked for.
+Weights are used where the store has them, without a copy. Note: saved tensors. What autograd saves
+of weights in forward, such as a transposed view, would be other bytes by the time of backward; so
+only its place in the weights is saved, and the weights are fetched again when it is asked for.
 """
 
 import zlib
@@ -39,29 +40,41 @@ from commpress.tiered_mem.arena import padded
 from commpress.tiered_mem.layer import PAGE
 
 VALUES, GRADIENT = "values", "gradient"
-LARGE = 1 << 20  # bytes: larger blocks than this and than gradients go back to the system, and leave no holes in a heap
+# bytes: larger blocks than this and than gradients go back to the system, and leave no holes in a
+# heap
+LARGE = 1 << 20
 WHOLE = 1 << 62  # elements: an expert is never cut
 
 
 class ExpertTiers(NotCopied):
     """The experts of one or several layers in ``store``, of which ``resident`` are in memory.
 
-    ``resident``: there is memory for so many of the largest expert with all it has: weights, gradient and moments (by default
-    as many as the store's host memory takes). It is shared by all layers and used for what a phase needs: a forward, which
-    needs weights alone, has those of four times as many under AdamW. ``prefetch=False``: nothing is read ahead.
+    ``resident``: there is memory for so many of the largest expert with all it has: weights,
+    gradient and moments (by default as many as the store's host memory takes). It is shared by all
+    layers and used for what a phase needs: a forward, which needs weights alone, has those of four
+    times as many under AdamW. ``prefetch=False``: nothing is read ahead.
 
     If the store holds committed experts under ``prefix``, layers take these.
     """
 
     def __init__(
-        self, store: TieredStore, resident: int | None = None, *, prefix: str = "experts", prefetch: bool = True
+        self,
+        store: TieredStore,
+        resident: int | None = None,
+        *,
+        prefix: str = "experts",
+        prefetch: bool = True,
     ) -> None:
         if resident is not None and resident < 1:
-            raise InvalidArgument(f"resident is {resident}, expected at least 1 expert, or None for all that host memory takes")
+            raise InvalidArgument(
+                f"resident is {resident}, expected at least 1 expert, or None for all that host "
+                "memory takes"
+            )
         others = [other for other in streamers() if isinstance(other, ExpertTiers)]
         if any(other.store is store and other.prefix == prefix for other in others):
             raise InvalidArgument(
-                f"the store has experts of another layer under prefix {prefix!r}: make one ExpertTiers(store, resident) and "
+                f"the store has experts of another layer under prefix {prefix!r}: make one "
+                "ExpertTiers(store, resident) and "
                 "pass it as store= to all layers, or pass another prefix="
             )
         return_large_blocks(LARGE)
@@ -71,8 +84,10 @@ class ExpertTiers(NotCopied):
         self.groups: list[StreamedGroup] = []  # one for each expert
         self.group_of: dict[int, StreamedGroup] = {}  # by the id of a parameter
         self.layers: list[TieredLayer] = []
-        self.squares: dict[int, float] | None = None  # of each expert's gradient, where somebody clips
-        self.kept: dict[int, dict[str, str]] = {}  # expert → its master weights and moments, by their names in the store
+        # of each expert's gradient, where somebody clips
+        self.squares: dict[int, float] | None = None
+        # expert → its master weights and moments, by their names in the store
+        self.kept: dict[int, dict[str, str]] = {}
         self._sizes: dict[str, list[int]] = {}
         self._state: tuple[str, ...] = ()
         self.graded: dict[int, set[int]] = {}  # expert → its members that have a gradient
@@ -112,33 +127,52 @@ class ExpertTiers(NotCopied):
             with self.store.borrow(meta, write=False) as held:
                 if not torch.equal(held, mine):
                     raise StateMismatch(
-                        f"the store holds other experts under prefix {self.prefix!r}: open it with the model that it was made "
+                        f"the store holds other experts under prefix {self.prefix!r}: open it "
+                        "with the model that it was made "
                         "with, or pass another prefix="
                     )
         else:
             self.store.put(meta, mine)
         self.layers.append(layer)
         self._resize()
-        ModuleState(layer.modules, {id(m.parameter): self.groups[e] for e in layer.experts for m in self.groups[e].members},
-                    self.store, lambda group: self.forget_places())  # fmt: skip
+        ModuleState(
+            layer.modules,
+            {
+                id(m.parameter): self.groups[e]
+                for e in layer.experts
+                for m in self.groups[e].members
+            },
+            self.store,
+            lambda group: self.forget_places(),
+        )
         return layer
 
     def _take(self, module: nn.Module, name: str) -> StreamedGroup:
         members = [(p, f"{name}.{n}", i) for i, (n, p) in enumerate(module.named_parameters())]
         if not members:
-            raise InvalidArgument(f"{name}, a {type(module).__name__}, has no parameters: leave store= out")
+            raise InvalidArgument(
+                f"{name}, a {type(module).__name__}, has no parameters: leave store= out"
+            )
         first = members[0][0]
         for parameter, called, _ in members:
-            if (parameter.dtype, parameter.device) != (first.dtype, first.device) or parameter.dtype not in DTYPES:
+            if (parameter.dtype, parameter.device) != (
+                first.dtype,
+                first.device,
+            ) or parameter.dtype not in DTYPES:
                 raise InvalidArgument(
-                    f"parameter {called} is {parameter.dtype} on {parameter.device}, expected float32, bfloat16 or float16, "
+                    f"parameter {called} is {parameter.dtype} on {parameter.device}, expected "
+                    "float32, bfloat16 or float16, "
                     "the same for all parameters of an expert, on one device"
                 )
-        group = StreamedGroup(len(self.groups), name, members, rank=0, ranks=1, prefix=self.prefix, numel=WHOLE)
+        group = StreamedGroup(
+            len(self.groups), name, members, rank=0, ranks=1, prefix=self.prefix, numel=WHOLE
+        )
         if group.nbytes < self.store.pack_below:
             raise InvalidArgument(
-                f"{name} has {group.nbytes} bytes, and the store packs what is below {self.store.pack_below}, so that experts "
-                "would move together: open it with options=commpress.tiered_mem.Options(pack_below=0)"
+                f"{name} has {group.nbytes} bytes, and the store packs what is below "
+                f"{self.store.pack_below}, so that experts "
+                "would move together: open it with "
+                "options=commpress.tiered_mem.Options(pack_below=0)"
             )
         self.groups.append(group)
         for parameter, _, _ in members:
@@ -148,14 +182,27 @@ class ExpertTiers(NotCopied):
         return group
 
     def attach(self, kept: dict[int, dict[str, str]], state: Sequence[str], clips: bool) -> None:
-        """An optimizer keeps, of each expert, the tensors ``kept`` in the store: ``state`` are their names here."""
+        """An optimizer keeps, of each expert, the tensors ``kept`` in the store: ``state`` are
+        their names here."""
         if self.kept:
-            raise InvalidArgument("the experts have an optimizer already: pass all parameters to one ExpertOptimizer")
+            raise InvalidArgument(
+                "the experts have an optimizer already: pass all parameters to one ExpertOptimizer"
+            )
         self.kept, self._state, self.squares = kept, tuple(state), {} if clips else None
-        weights = [(group.nbytes, member.parameter.nbytes) for group in self.groups for member in group.members]
+        weights = [
+            (group.nbytes, member.parameter.nbytes)
+            for group in self.groups
+            for member in group.members
+        ]
         whole, part = map(max, zip(*weights, strict=True))
-        return_large_blocks(max(part + PAGE, LARGE), spare=2 * whole)  # gradients are made where those of others were
-        self.plan.stored |= {(e, key) for e, names in kept.items() for key, name in names.items() if name in self.store}
+        # gradients are made where those of others were
+        return_large_blocks(max(part + PAGE, LARGE), spare=2 * whole)
+        self.plan.stored |= {
+            (e, key)
+            for e, names in kept.items()
+            for key, name in names.items()
+            if name in self.store
+        }
         for group in self.groups:  # of a step that was not finished
             if self.name((group.number, GRADIENT)) in self.store:
                 self.store.delete(self.name((group.number, GRADIENT)))
@@ -168,8 +215,10 @@ class ExpertTiers(NotCopied):
         resident = max(capacity // largest, 1) if self.resident is None else self.resident
         if resident * largest > capacity:
             raise InvalidArgument(
-                f"resident={resident} experts with their gradients{' and moments' * bool(self._state)} take "
-                f"{resident * largest} bytes, the store has {capacity} of host memory: open it with a larger host=, or pass a "
+                f"resident={resident} experts with their "
+                f"gradients{' and moments' * bool(self._state)} take "
+                f"{resident * largest} bytes, the store has {capacity} of host memory: open it "
+                "with a larger host=, or pass a "
                 "smaller resident="
             )
         self.plan.capacity = resident * largest
@@ -178,7 +227,9 @@ class ExpertTiers(NotCopied):
     def nbytes(self, expert: int) -> int:
         """Bytes of memory of an expert with all it has."""
         trained = any(m.parameter.requires_grad for m in self.groups[expert].members)
-        return sum(self._size((expert, key)) for key in (VALUES, *(GRADIENT, *self._state) * trained))
+        return sum(
+            self._size((expert, key)) for key in (VALUES, *(GRADIENT, *self._state) * trained)
+        )
 
     # ------------------------------------------------------------ what the plan asks
 
@@ -202,7 +253,13 @@ class ExpertTiers(NotCopied):
         """In the store."""
         expert, key = block
         values = self.groups[expert].stored[0].name
-        return values if key == VALUES else f"{values}/{key}" if key == GRADIENT else self.kept[expert][key]
+        return (
+            values
+            if key == VALUES
+            else f"{values}/{key}"
+            if key == GRADIENT
+            else self.kept[expert][key]
+        )
 
     # ------------------------------------------------------------ turns
 
@@ -240,7 +297,11 @@ class ExpertTiers(NotCopied):
 
     def _move(self, moves: Moves) -> None:
         if leave := [name for name in map(self.name, moves.leave) if name in self.store]:
-            self._leaving = [pending for pending in self._leaving if not pending.done() or pending.future.exception()]
+            self._leaving = [
+                pending
+                for pending in self._leaving
+                if not pending.done() or pending.future.exception()
+            ]
             self._leaving.append(self.store.evict(leave))
         for block in moves.leave:
             self._entering.pop(block, None)
@@ -273,7 +334,9 @@ class ExpertTiers(NotCopied):
             for group in self.groups:
                 for key in (VALUES, GRADIENT, *self._state):
                     block = (group.number, key)
-                    if (key in (VALUES, GRADIENT) or group.number in self.kept) and (name := self.name(block)) in self.store:
+                    if (key in (VALUES, GRADIENT) or group.number in self.kept) and (
+                        name := self.name(block)
+                    ) in self.store:
                         self.plan.add(block, resident=self.store.info(name).tier == "host")
 
     # ------------------------------------------------------------ forward and backward
@@ -284,13 +347,16 @@ class ExpertTiers(NotCopied):
             self._release()  # of a backward that was aborted
         self.look()
         experts = [layer.first + i for i, count in enumerate(counts) if count]
-        order = self.plan.phase("forward", layer.number, experts, differentiable=torch.is_grad_enabled())
+        order = self.plan.phase(
+            "forward", layer.number, experts, differentiable=torch.is_grad_enabled()
+        )
         call, self._call = ExpertCall(self, layer, order), None
         self._ahead()
         return call
 
     def hold(self, call: "ExpertCall", expert: int) -> torch.Tensor:
-        """The weights of an expert in backward, from when it is asked for them until its gradient has come."""
+        """The weights of an expert in backward, from when it is asked for them until its gradient
+        has come."""
         held = self._held.get((call, expert))
         if held is None:
             if self._call is not call:
@@ -316,15 +382,22 @@ class ExpertTiers(NotCopied):
         self._call = None
 
     @torch.no_grad()
-    def take_gradients(self, call: "ExpertCall", expert: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def take_gradients(
+        self, call: "ExpertCall", expert: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         """The end of an expert's backward: its gradient is added up in the store, in float32."""
         self.hold(call, expert)
         group = self.groups[expert]
-        came = [(m, g) for m, g in zip(group.members, gradients, strict=True) if g is not None and m.parameter.requires_grad]
+        came = [
+            (m, g)
+            for m, g in zip(group.members, gradients, strict=True)
+            if g is not None and m.parameter.requires_grad
+        ]
         if came and not self.kept:
             raise InvalidArgument(
                 "experts in a store have no optimizer, so their gradients would be lost: make "
-                "commpress.moe.ExpertOptimizer(model.parameters(), torch.optim.AdamW, ...) before backward"
+                "commpress.moe.ExpertOptimizer(model.parameters(), torch.optim.AdamW, ...) "
+                "before backward"
             )
         name, there = self.name((expert, GRADIENT)), self.graded.get(expert, set())
         if came:
@@ -339,7 +412,9 @@ class ExpertTiers(NotCopied):
                     self.store.crossing.down += gradient.nbytes
                     there.add(member.index)
                 if self.squares is not None:
-                    self.squares[expert] = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+                    self.squares[expert] = (
+                        float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+                    )
         borrow, _ = self._held.pop((call, expert))
         borrow.__exit__(None, None, None)
         self.plan.end("backward", expert)
@@ -371,19 +446,22 @@ class ExpertTiers(NotCopied):
         self.plan.over()
 
     def close(self) -> None:
-        """End its thread. Experts stay in the store, which is the caller's; ``state_dict`` of the model still reads them."""
+        """End its thread. Experts stay in the store, which is the caller's; ``state_dict`` of the
+        model still reads them."""
         self._mover.shutdown()
 
 
 class TieredLayer:
-    """One layer's experts: modules that compute, whose parameters show NaN, and their numbers among all experts in tiers."""
+    """One layer's experts: modules that compute, whose parameters show NaN, and their numbers among
+    all experts in tiers."""
 
     def __init__(self, tiers: ExpertTiers, first: int, number: int) -> None:
         self.tiers, self.first, self.number = tiers, first, number
         self.channel: Channel | None = None  # to the ranks that have the layer's other experts
         self.modules = nn.ModuleList()
         self.ranks = 1  # by how many their gradients are divided
-        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd ask for gradients of weights
+        # makes autograd ask for gradients of weights
+        self._anchor = torch.zeros((), requires_grad=True)
         self._coming: ExpertCall | None = None
 
     @property
@@ -395,10 +473,13 @@ class TieredLayer:
         self._coming = self.tiers.begin_forward(self, counts)
 
     def apply(self, parts: Sequence[torch.Tensor], arguments: Any = tuple) -> list[torch.Tensor]:
-        """Results of those experts that have rows, in their order. ``arguments(rows)``: what they are given beside them."""
+        """Results of those experts that have rows, in their order. ``arguments(rows)``: what they
+        are given beside them."""
         call, self._coming = self._coming, None
         counts = [len(part) for part in parts]
-        if call is None or sorted(call.order) != [self.first + i for i, count in enumerate(counts) if count]:
+        if call is None or sorted(call.order) != [
+            self.first + i for i, count in enumerate(counts) if count
+        ]:
             call = self.tiers.begin_forward(self, counts)
         made: dict[int, torch.Tensor] = {}
         for expert in call.order:
@@ -415,7 +496,11 @@ class ExpertCall:
         self.tiers, self.layer, self.order = tiers, layer, order
 
     def forward(self, expert: int, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
-        tiers, group, module = self.tiers, self.tiers.groups[expert], self.layer.modules[expert - self.layer.first]
+        tiers, group, module = (
+            self.tiers,
+            self.tiers.groups[expert],
+            self.layer.modules[expert - self.layer.first],
+        )
         group.check()
         with tiers.store.borrow(tiers.name((expert, VALUES)), write=False) as held:
             flat = tiers._to_model(expert, held)
@@ -423,19 +508,29 @@ class ExpertCall:
             trained = any(member.parameter.requires_grad for member in group.members)
             if torch.is_grad_enabled() and (trained or rows.requires_grad):
                 given = rows if rows.requires_grad else None
-                found = _Turn.apply(given, self.layer._anchor if trained else None, self, expert, *weights)
+                found = _Turn.apply(
+                    given, self.layer._anchor if trained else None, self, expert, *weights
+                )
                 rows, weights = rows if given is None else found[0], list(found[1:])
             first, behind = flat.data_ptr(), flat.data_ptr() + flat.nbytes
             with saved_tensors_hooks(partial(self._pack, expert, first, behind), self._unpack):
                 names = [name for name, _ in module.named_parameters()]
-                result: torch.Tensor = functional_call(module, dict(zip(names, weights, strict=True)), (rows, *more))
+                result: torch.Tensor = functional_call(
+                    module, dict(zip(names, weights, strict=True)), (rows, *more)
+                )
         return result
 
     def _pack(self, expert: int, first: int, behind: int, tensor: torch.Tensor) -> Any:
         """Of weights their place; what is computed from them is saved as ever."""
         if not tensor.numel() or not first <= tensor.data_ptr() < behind:
             return tensor
-        return expert, (tensor.data_ptr() - first) // tensor.dtype.itemsize, tensor.shape, tensor.stride(), tensor.dtype
+        return (
+            expert,
+            (tensor.data_ptr() - first) // tensor.dtype.itemsize,
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
@@ -446,11 +541,17 @@ class ExpertCall:
 
 
 class _Turn(torch.autograd.Function):
-    """Rows and weights as they enter an expert: in backward, the last of it, where all its gradients have come."""
+    """Rows and weights as they enter an expert: in backward, the last of it, where all its
+    gradients have come."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor | None, anchor: torch.Tensor | None, call: ExpertCall, expert: int, *weights: torch.Tensor
+        ctx: Any,
+        rows: torch.Tensor | None,
+        anchor: torch.Tensor | None,
+        call: ExpertCall,
+        expert: int,
+        *weights: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.call, ctx.expert = call, expert
         ctx.set_materialize_grads(False)
@@ -459,6 +560,8 @@ class _Turn(torch.autograd.Function):
         return (None if rows is None else rows.view_as(rows), *weights)
 
     @staticmethod
-    def backward(ctx: Any, rows: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, rows: torch.Tensor | None, *gradients: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         ctx.call.tiers.take_gradients(ctx.call, ctx.expert, gradients)
         return (rows, None, None, None, *(None for _ in gradients))

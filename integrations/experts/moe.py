@@ -1,11 +1,13 @@
 """Layers of experts divided among ranks, in place of those that models have.
 
-    model = transformers.MixtralForCausalLM(config)                       # the same weights on every rank
-    commpress.moe.parallelise(model, codec="int8", topology="auto")       # each rank keeps its experts
-    ddp = DistributedDataParallel(model)                                  # averages all the others
-    commpress.moe.clip_grad_norm_(model.parameters(), 1.0)                # one factor for all ranks
+    model = transformers.MixtralForCausalLM(config)                  # the same weights on every
+                                                                     rank
+    commpress.moe.parallelise(model, codec="int8", topology="auto")  # each rank keeps its experts
+    ddp = DistributedDataParallel(model)                             # averages all the others
+    commpress.moe.clip_grad_norm_(model.parameters(), 1.0)           # one factor for all ranks
 
-Parameters of experts are marked (``commpress.optim.held``), so that nobody averages those of one rank with others.
+Parameters of experts are marked (``commpress.optim.held``), so that nobody averages those of one
+rank with others.
 """
 
 import copy
@@ -35,35 +37,54 @@ from commpress.tiered_mem import TieredStore
 from commpress.torch_private import leave_to_themselves
 
 __all__ = [
-    "ExpertOptimizer", "ExpertTiers", "Experts", "clip_grad_norm_", "copy_experts", "experts_of", "held_parameters",
-    "holders_of", "parallelise",
-]  # fmt: skip
+    "ExpertOptimizer",
+    "ExpertTiers",
+    "Experts",
+    "clip_grad_norm_",
+    "copy_experts",
+    "experts_of",
+    "held_parameters",
+    "holders_of",
+    "parallelise",
+]
 
 CALL = ("hidden_states", "top_k_index", "top_k_weights")  # how transformers calls a layer's experts
-CALLS = (CALL, ("hidden_states", "router_indices", "routing_weights"))  # the second are GPT-OSS's words for the same
+# the second are GPT-OSS's words for the same
+CALLS = (CALL, ("hidden_states", "router_indices", "routing_weights"))
 
 
 class Experts(nn.Module):
-    """The experts of one layer, of which this rank keeps its own: [tokens, width], choices and gates → Σ gate · expert(token).
+    """The experts of one layer, of which this rank keeps its own: [tokens, width], choices and
+    gates → Σ gate · expert(token).
 
-    - ``experts``: a list of modules, each of rows to rows, or one module whose parameters all have the experts along their
-      first dimension, called as those of transformers: ``experts(hidden_states, top_k_index, top_k_weights)``. All ranks give
-      the same; of a batched one the parameters are cut down in place.
+    - ``experts``: a list of modules, each of rows to rows, or one module whose parameters all have
+      the experts along their
+      first dimension, called as those of transformers: ``experts(hidden_states, top_k_index,
+      top_k_weights)``. All ranks give the same; of a batched one the parameters are cut down in
+      place.
     - ``exchange``: an ``ExpertExchange``, or its options.
     - ``chunks``: tokens go in so many parts, some under way while experts work on another.
-    - ``mean``: gradients of experts are divided by the number of ranks, as DDP divides those of everything else. Without it
+    - ``mean``: gradients of experts are divided by the number of ranks, as DDP divides those of
+      everything else. Without it
       they are sums over the tokens of all ranks.
-    - ``replicas``: the ranks that hold the same experts, where the exchange is among some of all ranks. Gradients of experts
+    - ``replicas``: the ranks that hold the same experts, where the exchange is among some of all
+      ranks. Gradients of experts
       are averaged over them in backward.
-    - ``copies``: ``{expert: n}``, hot experts that lie on n ranks, over which their tokens are spread (``ExpertCopies``). Their
-      weights come from their home in every forward, and their gradients go there; ``copy_experts`` changes them.
-    - ``separate``: each expert of a batched module becomes a module with parameters of its own, so that one without tokens has
+    - ``copies``: ``{expert: n}``, hot experts that lie on n ranks, over which their tokens are
+      spread (``ExpertCopies``). Their
+      weights come from their home in every forward, and their gradients go there; ``copy_experts``
+      changes them.
+    - ``separate``: each expert of a batched module becomes a module with parameters of its own, so
+      that one without tokens has
       no gradient, and optimizers leave it alone.
-    - ``store``: experts live in this store (or ``ExpertTiers`` of it, which layers share), ``resident`` of them in memory, and
-      are trained by ``ExpertOptimizer``; separate ones always. ``experts`` may then be an iterator, beside an ``exchange``:
-      each goes to the store as it is made. ``prefetch=False``: nothing is read ahead.
+    - ``store``: experts live in this store (or ``ExpertTiers`` of it, which layers share),
+      ``resident`` of them in memory, and
+      are trained by ``ExpertOptimizer``; separate ones always. ``experts`` may then be an iterator,
+      beside an ``exchange``: each goes to the store as it is made. ``prefetch=False``: nothing is
+      read ahead.
 
-    A ``state_dict`` has the experts of this rank, and says which; those of another rank are refused in the next forward.
+    A ``state_dict`` has the experts of this rank, and says which; those of another rank are refused
+    in the next forward.
     """
 
     def __init__(
@@ -88,12 +109,16 @@ class Experts(nn.Module):
             raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
         tiers = _tiers(store, resident, prefetch)
         if tiers is not None and replicas is not None:
-            raise InvalidArgument("replicas are given beside a store, where nobody averages gradients over them: leave one out")
+            raise InvalidArgument(
+                "replicas are given beside a store, where nobody averages gradients over them: "
+                "leave one out"
+            )
         listed = list(experts) if isinstance(experts, Sequence | nn.ModuleList) else None
         if isinstance(experts, Iterator):
             if exchange is None or tiers is None:
                 raise InvalidArgument(
-                    "experts is an iterator, whose length nobody knows and which goes into a store one by one: pass exchange= "
+                    "experts is an iterator, whose length nobody knows and which goes into a "
+                    "store one by one: pass exchange= "
                     "and store= beside it, or a list"
                 )
             number = exchange.num_experts
@@ -101,47 +126,77 @@ class Experts(nn.Module):
             number = len(listed) if listed is not None else batch_of(experts)
         if not number:
             raise InvalidArgument(
-                f"experts is a {type(experts).__name__}, expected a list of modules, or one module with num_experts whose "
-                f"parameters all have the experts along their first dimension and that is called with {', '.join(CALL)}"
+                f"experts is a {type(experts).__name__}, expected a list of modules, or one "
+                "module with num_experts whose "
+                "parameters all have the experts along their first dimension and that is "
+                f"called with {', '.join(CALL)}"
             )
         if exchange is not None and (options or copies or exchange.num_experts != number):
             given = sorted([*options, *(["copies"] if copies else [])])
             raise InvalidArgument(
-                f"exchange has {exchange.num_experts} experts and options are {given}, expected {number} experts and no "
+                f"exchange has {exchange.num_experts} experts and options are {given}, expected "
+                f"{number} experts and no "
                 "options beside it"
             )
         if tiers is not None and (copies or (exchange is not None and exchange.copies.holders)):
             raise InvalidArgument(
-                "copies are given beside a store, from which an expert's weights do not go to other ranks: leave one out"
+                "copies are given beside a store, from which an expert's weights do not go to "
+                "other ranks: leave one out"
             )
-        self.exchange = ExpertExchange(number, copies=copies, **options) if exchange is None else exchange
-        alone = isinstance(experts, nn.Module) and listed is None and (separate or tiers is not None)
+        self.exchange = (
+            ExpertExchange(number, copies=copies, **options) if exchange is None else exchange
+        )
+        alone = (
+            isinstance(experts, nn.Module) and listed is None and (separate or tiers is not None)
+        )
         self.batched = isinstance(experts, nn.Module) and listed is None and not alone
         self.chunks, self.alone, self.replicas = chunks, alone, replicas
         if self.exchange.on_lost == "mask" and replicas is not None:
-            raise InvalidArgument("replicas is given, a group that ends with a lost rank, and on_lost is 'mask': leave one out")
+            raise InvalidArgument(
+                "replicas is given, a group that ends with a lost rank, and on_lost is 'mask': "
+                "leave one out"
+            )
         own, self.mean = self.own, mean
         self.copied: CopiedExperts | None = None
         if tiers is None:
-            every: Any = listed if listed is not None else list(_separate(experts, [0])) * number if alone else [experts]
-            self.copied = CopiedExperts(self.exchange, every, batched=self.batched, arguments=self._arguments)
+            every: Any = (
+                listed
+                if listed is not None
+                else list(_separate(experts, [0])) * number
+                if alone
+                else [experts]
+            )
+            self.copied = CopiedExperts(
+                self.exchange, every, batched=self.batched, arguments=self._arguments
+            )
             if self.exchange.copies.holders:
                 self.copied.check()
         self.tier: TieredLayer | None = None
         self.experts: nn.Module
         if tiers is not None:
             if len(set(self.exchange.placement.owner.tolist())) < self.exchange.channel.size:
-                raise InvalidArgument(f"{number} experts are not on all {self.exchange.channel.size} ranks: leave store= out")
+                raise InvalidArgument(
+                    f"{number} experts are not on all {self.exchange.channel.size} ranks: leave "
+                    "store= out"
+                )
             made = _separate(experts, own) if alone else _own(listed or experts, own, number)  # type: ignore[arg-type]
             self.tier = tiers.add(made)
-            self.tier.channel, self.tier.ranks, self.experts = self.exchange.channel, self._divide, self.tier.modules
+            self.tier.channel, self.tier.ranks, self.experts = (
+                self.exchange.channel,
+                self._divide,
+                self.tier.modules,
+            )
         elif self.batched:
             self.experts = _cut(experts, own)
         else:
-            self.experts = nn.ModuleList(_separate(experts, own) if alone else [listed[e] for e in own])  # type: ignore[index]
-        if not own and not self.batched:  # so that every rank knows that there are parameters that not all hold
+            chosen = _separate(experts, own) if alone else [listed[e] for e in own]  # type: ignore[index]
+            self.experts = nn.ModuleList(chosen)
+        # so that every rank knows that there are parameters that not all hold
+        if not own and not self.batched:
             like = next(listed[0].parameters(), torch.empty(0)).dtype  # type: ignore[index]
-            self.experts.register_parameter("none", nn.Parameter(torch.empty(0, dtype=like), requires_grad=False))
+            self.experts.register_parameter(
+                "none", nn.Parameter(torch.empty(0, dtype=like), requires_grad=False)
+            )
         self._loaded = own
         self._claim()
 
@@ -174,13 +229,19 @@ class Experts(nn.Module):
         return found
 
     def mark(self) -> None:
-        """Say who holds the parameters, in ranks of the whole world where there are more than those of the exchange."""
+        """Say who holds the parameters, in ranks of the whole world where there are more than those
+        of the exchange."""
         channel = self.exchange.channel
         members = channel.members or tuple(range(channel.size))
         rank = members[channel.rank]
         for parameter in self.experts.parameters():
             if not isinstance(parameter, DTensor):  # of fully_shard, which is refused
-                mark_held(parameter, members, ranks_of(self.replicas) if self.replicas is not None else (rank,), rank)
+                mark_held(
+                    parameter,
+                    members,
+                    ranks_of(self.replicas) if self.replicas is not None else (rank,),
+                    rank,
+                )
 
     def _hook(self) -> None:
         """See to the gradients of parameters that have one from now on."""
@@ -188,19 +249,26 @@ class Experts(nn.Module):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 if self._divide > 1 or self.replicas is not None:
-                    parameter.register_hook(_mean(self.exchange if self.mean else None, self.replicas))
+                    parameter.register_hook(
+                        _mean(self.exchange if self.mean else None, self.replicas)
+                    )
                 parameter.register_post_accumulate_grad_hook(name_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Experts":
-        """Experts of their own on the same ranks, as ``AveragedModel`` makes them; the exchange is the same."""
+        """Experts of their own on the same ranks, as ``AveragedModel`` makes them; the exchange is
+        the same."""
         made = type(self).__new__(type(self))
         memo |= {id(self): made, id(self.exchange): self.exchange, id(self.replicas): self.replicas}
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        made.__dict__.update(
+            {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        )
         made._claim()
         return made
 
     @torch.compiler.disable  # messages are nothing to trace: graphs break around a layer
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         self._check()
         self._hook()
         routed, apply = None if self.tier is None else self.tier.expect, self._apply_experts
@@ -208,14 +276,18 @@ class Experts(nn.Module):
             assert self.copied is not None
             hidden_states, fetched = self.copied.fetch(hidden_states, self.experts, self.own)
             apply = partial(self._apply_all, fetched)
-        return self.exchange(hidden_states, top_k_index, top_k_weights, apply, chunks=self.chunks, routed=routed)
+        return self.exchange(
+            hidden_states, top_k_index, top_k_weights, apply, chunks=self.chunks, routed=routed
+        )
 
     def _check(self) -> None:
         """Refuse what has happened to the parameters since they were marked."""
         if self._loaded != self.own:
             raise InvalidArgument(
-                f"experts {self._loaded} were loaded where {self.own} lie: load what this rank saved. With a Trainer use the "
-                "callback commpress.hf.DividedExperts (commpress.hf.Compress does the same), which saves and loads every rank's"
+                f"experts {self._loaded} were loaded where {self.own} lie: load what this rank "
+                "saved. With a Trainer use the "
+                "callback commpress.hf.DividedExperts (commpress.hf.Compress does the same), "
+                "which saves and loads every rank's"
             )
         self.check_parameters()
         ddp = DistributedDataParallel._get_active_ddp_module()
@@ -227,9 +299,12 @@ class Experts(nn.Module):
         """Raise ``InvalidArgument`` if others took the place of those that were marked."""
         if any(held_of(p) is None for p in self.experts.parameters()):
             raise InvalidArgument(
-                "other parameters took the place of this rank's experts or came to them, as load_state_dict(assign=True) puts "
-                "them, or fully_shard, which divides them once more, or adapters: load without assign, or "
-                "fully_shard(..., ignored_params=commpress.moe.held_parameters(model)), or call commpress.moe.parallelise once "
+                "other parameters took the place of this rank's experts or came to them, as "
+                "load_state_dict(assign=True) puts "
+                "them, or fully_shard, which divides them once more, or adapters: load without "
+                "assign, or "
+                "fully_shard(..., ignored_params=commpress.moe.held_parameters(model)), or call "
+                "commpress.moe.parallelise once "
                 "more, on the model with its adapters"
             )
 
@@ -239,61 +314,83 @@ class Experts(nn.Module):
     def set_extra_state(self, state: torch.Tensor) -> None:
         self._loaded = state.tolist()
 
-    def _apply_all(self, fetched: FetchedWeights, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _apply_all(
+        self, fetched: FetchedWeights, rows: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
         """Those of this rank, then copies."""
         here, theirs = counts.tensor_split([len(self.own)])
         parts = rows.split([int(here.sum()), int(theirs.sum())])
-        return torch.cat([self._apply_experts(parts[0], here), fetched.apply(parts[1], theirs, training=self.training)])
+        return torch.cat(
+            [
+                self._apply_experts(parts[0], here),
+                fetched.apply(parts[1], theirs, training=self.training),
+            ]
+        )
 
     def _apply_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         if not len(rows):
             if not self.batched and self.replicas is None:
                 return rows
-            nothing = [p.reshape(-1)[:0].sum() for p in self.experts.parameters()]  # gradients of zero, as if others had tokens
+            # gradients of zero, as if others had tokens
+            nothing = [p.reshape(-1)[:0].sum() for p in self.experts.parameters()]
             return rows + torch.stack(nothing).sum().to(rows.dtype)
         if self.batched:
-            number = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)[:, None]
+            number = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)[
+                :, None
+            ]
             return self.experts(rows, number, rows.new_ones(len(rows), 1))
         parts = rows.split(counts.tolist())
         if self.tier is not None:
             return torch.cat(self.tier.apply(parts, self._arguments))
         pairs = zip(self.experts.children(), parts, strict=True)
         every = self.replicas is not None  # others wait for the gradients of all
-        return torch.cat([expert(part, *self._arguments(part)) for expert, part in pairs if len(part) or every])
+        return torch.cat(
+            [expert(part, *self._arguments(part)) for expert, part in pairs if len(part) or every]
+        )
 
     def _arguments(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Arguments of an expert beside its rows: all are for the one that a separate module has."""
+        """Arguments of an expert beside its rows: all are for the one that a separate module
+        has."""
         if not self.alone:
             return ()
-        return torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device), rows.new_ones(len(rows), 1)
+        return torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device), rows.new_ones(
+            len(rows), 1
+        )
 
     def extra_repr(self) -> str:
         return f"experts {self.own} of {self.exchange.num_experts}"
 
 
 def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
-    """Put ``Experts`` in place of every batched layer of experts in ``model``, whose code stays as it is; collective.
+    """Put ``Experts`` in place of every batched layer of experts in ``model``, whose code stays as
+    it is; collective.
 
-    ``options`` are those of ``Experts`` and ``ExpertExchange``; each layer has an exchange of its own. DDP around ``model``,
-    made after this, leaves experts to their ranks: also those in ``Experts`` that are in ``model`` already. Give the very
-    module that DDP wraps. With a ``store`` all layers share it, and ``resident`` experts of all together are in memory.
+    ``options`` are those of ``Experts`` and ``ExpertExchange``; each layer has an exchange of its
+    own. DDP around ``model``, made after this, leaves experts to their ranks: also those in
+    ``Experts`` that are in ``model`` already. Give the very module that DDP wraps. With a ``store``
+    all layers share it, and ``resident`` experts of all together are in memory.
     """
     found, layers = list(_layers(model)), experts_of(model)
     if not found and not layers:
         _refuse_dense(model)
         raise InvalidArgument(
-            f"model is a {type(model).__name__} without layers of experts: expected modules with num_experts whose parameters "
-            f"all have the experts along their first dimension and that are called with {', '.join(CALL)}. Put "
+            f"model is a {type(model).__name__} without layers of experts: expected modules "
+            "with num_experts whose parameters "
+            "all have the experts along their first dimension and that are called with "
+            f"{', '.join(CALL)}. Put "
             "commpress.moe.Experts in by hand"
         )
     if (store := options.pop("store", None)) is not None:
-        options["store"] = _tiers(store, options.pop("resident", None), options.pop("prefetch", True))
+        options["store"] = _tiers(
+            store, options.pop("resident", None), options.pop("prefetch", True)
+        )
     for layer in layers:
         layer.mark()  # also adapters that came to them
     for parent, name, experts in found:
         if name == "base_layer":
             raise InvalidArgument(
-                f"model has experts inside a {type(parent).__name__}, whose adapters would not be divided with them: call "
+                f"model has experts inside a {type(parent).__name__}, whose adapters would not "
+                "be divided with them: call "
                 "parallelise before adapters are put in, and once more on the model with them"
             )
         layers.append(Experts(experts, **options))
@@ -304,16 +401,20 @@ def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
 
 
 def copy_experts(model: nn.Module, copies: int) -> list[dict[int, int]]:
-    """Make so many copies in each layer, of the experts with the most tokens since this was called last; collective.
+    """Make so many copies in each layer, of the experts with the most tokens since this was called
+    last; collective.
 
-    What was copied before is given up. Call it on all ranks between two steps. Returns for each layer on how many ranks experts
-    lie that have copies.
+    What was copied before is given up. Call it on all ranks between two steps. Returns for each
+    layer on how many ranks experts lie that have copies.
     """
     check_counts(copies=copies)
     found = []
     for layer in experts_of(model):
         if layer.tier is not None:
-            raise InvalidArgument("model has experts in a store, from which weights do not go to other ranks: leave store= out")
+            raise InvalidArgument(
+                "model has experts in a store, from which weights do not go to other ranks: "
+                "leave store= out"
+            )
         assert layer.copied is not None
         layer.copied.check()
         load = layer.exchange.expert_load()
@@ -328,12 +429,14 @@ def experts_of(model: nn.Module) -> list[Experts]:
 
 
 def held_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of experts that lie on this rank, as ``fully_shard(ignored_params=)`` takes them."""
+    """The parameters of experts that lie on this rank, as ``fully_shard(ignored_params=)`` takes
+    them."""
     return {p for layer in experts_of(model) for p in layer.parameters()}
 
 
 def holders_of(model: nn.Module) -> dict[str, dist.ProcessGroup]:
-    """By name, the group of the ranks that hold a parameter; all ranks hold those that are not in it."""
+    """By name, the group of the ranks that hold a parameter; all ranks hold those that are not in
+    it."""
     alone: dist.ProcessGroup | None = None
     found: dict[str, dist.ProcessGroup] = {}
     replicas = {id(p): layer.replicas for layer in experts_of(model) for p in layer.parameters()}
@@ -342,27 +445,36 @@ def holders_of(model: nn.Module) -> dict[str, dist.ProcessGroup]:
             continue
         group = replicas[id(parameter)]
         if group is None:
-            group = alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            group = alone = alone or dist.new_group(
+                [dist.get_rank()], use_local_synchronization=True
+            )
         found[name] = group
     return found
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, *, process_group: dist.ProcessGroup | None = None
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    *,
+    process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """torch's ``clip_grad_norm_`` for a model whose experts are divided among the ranks of ``process_group`` (default: all).
+    """torch's ``clip_grad_norm_`` for a model whose experts are divided among the ranks of
+    ``process_group`` (default: all).
 
-    The norm, which it returns, is that of all gradients, each expert counted once; all ranks multiply by the same factor.
-    Collective, once backward is over on all ranks. torch's own would know of each rank's experts only, and multiply what all
-    ranks hold alike by another factor on each. DTensors, as of FSDP2, may be among them. Experts in tiers may not, whose
-    gradients are in a store: ``ExpertOptimizer(max_grad_norm=)`` clips them.
+    The norm, which it returns, is that of all gradients, each expert counted once; all ranks
+    multiply by the same factor. Collective, once backward is over on all ranks. torch's own would
+    know of each rank's experts only, and multiply what all ranks hold alike by another factor on
+    each. DTensors, as of FSDP2, may be among them. Experts in tiers may not, whose gradients are in
+    a store: ``ExpertOptimizer(max_grad_norm=)`` clips them.
     """
     every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(isinstance(streamer_of(p), ExpertTiers) for p in every):
         raise InvalidArgument(
-            "parameters have experts in tiers, whose gradients are in a store and would be left out: pass max_grad_norm= to "
-            "commpress.moe.ExpertOptimizer, and do not clip besides (max_grad_norm=0 with a Trainer)"
+            "parameters have experts in tiers, whose gradients are in a store and would be left "
+            "out: pass max_grad_norm= to "
+            "commpress.moe.ExpertOptimizer, and do not clip besides (max_grad_norm=0 with a "
+            "Trainer)"
         )
     ranks, grads = ranks_of(process_group), [p.grad for p in every if p.grad is not None]
     shared, own = 0.0, 0.0
@@ -379,7 +491,9 @@ def clip_grad_norm_(
     if dist.is_initialized() and len(ranks) > 1:
         device = "cpu" if "cpu:" in dist.get_backend_config(process_group) else "cuda"
         rows = list(torch.zeros(len(ranks), 1, dtype=torch.float64, device=device))
-        dist.all_gather(rows, torch.tensor([own], dtype=torch.float64, device=device), group=process_group)
+        dist.all_gather(
+            rows, torch.tensor([own], dtype=torch.float64, device=device), group=process_group
+        )
         own = sum(map(float, rows))
     total = torch.tensor((shared + own) ** 0.5)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -388,12 +502,15 @@ def clip_grad_norm_(
     return total
 
 
-def _tiers(store: TieredStore | ExpertTiers | None, resident: int | None, prefetch: bool) -> ExpertTiers | None:
+def _tiers(
+    store: TieredStore | ExpertTiers | None, resident: int | None, prefetch: bool
+) -> ExpertTiers | None:
     if isinstance(store, TieredStore):
         return ExpertTiers(store, resident, prefetch=prefetch)
     if resident is not None or not prefetch:
         raise InvalidArgument(
-            f"resident is {resident} and prefetch {prefetch}, but store is {type(store).__name__}: pass them with a "
+            f"resident is {resident} and prefetch {prefetch}, but store is "
+            f"{type(store).__name__}: pass them with a "
             "TieredStore, or to ExpertTiers itself"
         )
     return store
@@ -409,24 +526,36 @@ def batch_of(module: Any) -> int:
     fits = bool(shapes) and all(len(shape) and shape[0] == number for shape in shapes)
     if not fits or called not in CALLS:
         return 0
-    if cut := [name for name, buffer in module.named_buffers() if buffer.dim() and buffer.shape[0] == number]:
+    if cut := [
+        name
+        for name, buffer in module.named_buffers()
+        if buffer.dim() and buffer.shape[0] == number
+    ]:
         raise InvalidArgument(
-            f"experts, a {type(module).__name__}, have a buffer {cut[0]!r} of as many rows as experts, which would not be "
-            "divided with them: make it a parameter with requires_grad=False, or give a list of modules"
+            f"experts, a {type(module).__name__}, have a buffer {cut[0]!r} of as many rows as "
+            "experts, which would not be "
+            "divided with them: make it a parameter with requires_grad=False, or give a list of "
+            "modules"
         )
     return number
 
 
 def _refuse_dense(model: nn.Module) -> None:
-    """Raise ``InvalidArgument`` for batched experts that are called with nothing but tokens, as Llama 4's."""
+    """Raise ``InvalidArgument`` for batched experts that are called with nothing but tokens, as
+    Llama 4's."""
     for name, module in model.named_modules():
         number = getattr(module, "num_experts", 0)
-        if number and [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] == number]:
+        if number and [
+            p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] == number
+        ]:
             called = ", ".join(inspect.signature(module.forward).parameters)
             raise InvalidArgument(
-                f"model has experts in {name!r}, a {type(module).__name__} that is called with {called}, expected "
-                f"{', '.join(CALL)}: each expert gets every token, so there is nothing to send to ranks by choice. Divide its "
-                "weights with fully_shard, or write the layer around it anew with commpress.moe.Experts([...]), which is told "
+                f"model has experts in {name!r}, a {type(module).__name__} that is called with "
+                f"{called}, expected "
+                f"{', '.join(CALL)}: each expert gets every token, so there is nothing to send "
+                "to ranks by choice. Divide its "
+                "weights with fully_shard, or write the layer around it anew with "
+                "commpress.moe.Experts([...]), which is told "
                 "of each token's choices"
             )
 
@@ -445,8 +574,11 @@ def _divisor(exchange: ExpertExchange) -> int:
     return exchange.channel.size // exchange.tensor_size
 
 
-def _mean(exchange: ExpertExchange | None, replicas: dist.ProcessGroup | None) -> Callable[[Any], torch.Tensor | None]:
-    """Gradients are divided by the ranks of ``exchange``, and averaged over ``replicas``: a hook of a parameter."""
+def _mean(
+    exchange: ExpertExchange | None, replicas: dist.ProcessGroup | None
+) -> Callable[[Any], torch.Tensor | None]:
+    """Gradients are divided by the ranks of ``exchange``, and averaged over ``replicas``: a hook of
+    a parameter."""
 
     def mean(gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:  # no copy of an expert had tokens
@@ -467,14 +599,21 @@ def _own(experts: Iterable[nn.Module], own: list[int], number: int) -> Iterator[
         if count - 1 in own:
             yield expert
     if count != number:
-        raise InvalidArgument(f"experts has {count} modules, exchange has {number} experts: make as many")
+        raise InvalidArgument(
+            f"experts has {count} modules, exchange has {number} experts: make as many"
+        )
 
 
 def _separate(module: Any, own: list[int]) -> Iterator[nn.Module]:
     """Modules with one expert each, one after the other."""
     whole = list(module.parameters())
     for expert in own:
-        alone = {id(p): nn.Parameter(p.detach()[expert : expert + 1].clone(), requires_grad=p.requires_grad) for p in whole}
+        alone = {
+            id(p): nn.Parameter(
+                p.detach()[expert : expert + 1].clone(), requires_grad=p.requires_grad
+            )
+            for p in whole
+        }
         one = copy.deepcopy(module, dict(alone))
         one.num_experts = 1
         yield one
@@ -484,7 +623,9 @@ def _cut(module: Any, own: list[int]) -> nn.Module:
     """Keep the experts ``own``: of every parameter those rows."""
     for owner in list(module.modules()):
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            kept = nn.Parameter(parameter.detach()[own].clone(), requires_grad=parameter.requires_grad)
+            kept = nn.Parameter(
+                parameter.detach()[own].clone(), requires_grad=parameter.requires_grad
+            )
             setattr(owner, name, kept)
     module.num_experts = len(own)
     found: nn.Module = module

@@ -1,13 +1,16 @@
-"""Decide which experts' tensors are in memory, which leave for others, and what is read ahead. Nothing is moved here.
+"""Decide which experts' tensors are in memory, which leave for others, and what is read ahead.
+Nothing is moved here.
 
-A step is a row of phases: forward of a layer, backward of a layer, the update. In a phase experts have their turns one after
-the other. What is known: from the gates on, the turns of this forward; with it those of its backward, which come in the
-opposite order; and from the last step, which phases follow and with whom. The order of turns in a forward and in the update
-is free, so experts that are in memory go first.
+A step is a row of phases: forward of a layer, backward of a layer, the update. In a phase experts
+have their turns one after the other. What is known: from the gates on, the turns of this forward;
+with it those of its backward, which come in the opposite order; and from the last step, which
+phases follow and with whom. The order of turns in a forward and in the update is free, so experts
+that are in memory go first.
 
-Note: Belady. Whoever is needed last leaves, which no rule can beat for blocks of one size if the future is known. A read ahead
-takes the place of the block that would leave for it at its turn, and begins when that block has had its own last turn: never
-a byte more is read than without reading ahead. Of those whose next turn nobody knows the least frequently used leaves.
+Note: Belady. Whoever is needed last leaves, which no rule can beat for blocks of one size if the
+future is known. A read ahead takes the place of the block that would leave for it at its turn, and
+begins when that block has had its own last turn: never a byte more is read than without reading
+ahead. Of those whose next turn nobody knows the least frequently used leaves.
 """
 
 import math
@@ -18,16 +21,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Block = tuple[int, str]  # the number of an expert, and what of it: its weights, their gradient, a moment
+# the number of an expert, and what of it: its weights, their gradient, a moment
+Block = tuple[int, str]
 Kind = Literal["forward", "backward", "update"]
 NEVER = math.inf
-AHEAD = 2  # turns to come that are read for although a gradient that goes would make place: disks are never without work
+# turns to come that are read for although a gradient that goes would make place: disks are never
+# without work
+AHEAD = 2
 AGED = 0.9  # how much of a frequency is left a step later
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Turns of some experts of one layer. ``sure``: they will come, in this order; else it is what the last step did."""
+    """Turns of some experts of one layer. ``sure``: they will come, in this order; else it is what
+    the last step did."""
 
     kind: Kind
     layer: int
@@ -41,7 +48,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Moves:
-    """Blocks to write, where they are newer in memory, and to let go of; then those that have room: to read what is stored."""
+    """Blocks to write, where they are newer in memory, and to let go of; then those that have room:
+    to read what is stored."""
 
     leave: tuple[Block, ...] = ()
     enter: tuple[Block, ...] = ()
@@ -78,19 +86,29 @@ class StepTrace:
         """The rest of this step, and the next step."""
         backward = [Phase("backward", p.layer, p.experts[::-1]) for p in reversed(self.open)]
         places = [p.place for p in self.done]
-        rest = self.last[len(places) :] if [p.place for p in self.last[: len(places)]] == places else []
+        rest = (
+            self.last[len(places) :]
+            if [p.place for p in self.last[: len(places)]] == places
+            else []
+        )
         if not rest:
             rest = [*backward, Phase("update", -1, (), sure=False)] if backward else []
         found, known, certain = list[Phase](), list(backward), True
         for phase in rest:
-            own = next((p for p in known if p.layer == phase.layer), None) if phase.kind == "backward" else None
+            own = (
+                next((p for p in known if p.layer == phase.layer), None)
+                if phase.kind == "backward"
+                else None
+            )
             if own is not None:
                 known.remove(own)
                 found.append(replace(own, sure=certain))
                 continue
             certain = False
             if phase.kind == "update":
-                trained = [e for p in (*self.done, *found) if p.kind == "backward" for e in p.experts]
+                trained = [
+                    e for p in (*self.done, *found) if p.kind == "backward" for e in p.experts
+                ]
                 phase = replace(phase, experts=tuple(dict.fromkeys(trained)))
             found.append(replace(phase, sure=False))
         if "update" in {p.kind for p in (*self.done[-1:], *found[-1:])}:
@@ -101,7 +119,8 @@ class StepTrace:
 class TierPlan:
     """Contents of memory, by the plan: ``capacity`` bytes at most.
 
-    - ``needs(kind, expert)``: the blocks that a turn needs together; ``ends(kind, expert)``: those that are no more after it.
+    - ``needs(kind, expert)``: the blocks that a turn needs together; ``ends(kind, expert)``: those
+      that are no more after it.
     - ``size(block)``: bytes.
     """
 
@@ -129,11 +148,16 @@ class TierPlan:
 
     # ------------------------------------------------------------ phases
 
-    def phase(self, kind: Kind, layer: int, experts: Sequence[int], *, differentiable: bool = True) -> list[int]:
-        """Begin one: the order of its turns. That of a backward is given; others begin with whom memory has most of."""
+    def phase(
+        self, kind: Kind, layer: int, experts: Sequence[int], *, differentiable: bool = True
+    ) -> list[int]:
+        """Begin one: the order of its turns. That of a backward is given; others begin with whom
+        memory has most of."""
         order = list(experts)
         if kind != "backward":
-            order.sort(key=lambda e: -sum(self.resident.get(block, 0) for block in self._needs(kind, e)))
+            order.sort(
+                key=lambda e: -sum(self.resident.get(block, 0) for block in self._needs(kind, e))
+            )
         if kind == "forward":
             for expert in order:
                 self.frequency[expert] += 1
@@ -160,7 +184,9 @@ class TierPlan:
                 if sure:
                     self._turns.append((phase.kind, expert))
                     self._needed.append(needed)
-                    self._freed.append(self._freed[-1] + sum(map(self._size, self._ends(phase.kind, expert))))
+                    self._freed.append(
+                        self._freed[-1] + sum(map(self._size, self._ends(phase.kind, expert)))
+                    )
                     when += 1
             if not phase.sure:
                 when += 1
@@ -175,7 +201,9 @@ class TierPlan:
         leave, enter = list[Block](), list[Block]()
         for block in self._busy:
             if block not in self.resident:
-                while self.used + self._size(block) > self.capacity and (victim := self._farthest(self._at, self._busy)):
+                while self.used + self._size(block) > self.capacity and (
+                    victim := self._farthest(self._at, self._busy)
+                ):
                     leave.append(self._forget(victim))
                 self._take(block)
                 enter.append(block)
@@ -201,9 +229,14 @@ class TierPlan:
                     victim = self._farthest(turn, needed)
                     freed = self._freed[turn] - self._freed[self._over]
                     if (
-                        victim is None or victim in self._busy or self._next(victim, self._at) <= turn
-                        or (turn > self._at + AHEAD and self.used + self._size(block) - freed <= self.capacity)
-                    ):  # fmt: skip
+                        victim is None
+                        or victim in self._busy
+                        or self._next(victim, self._at) <= turn
+                        or (
+                            turn > self._at + AHEAD
+                            and self.used + self._size(block) - freed <= self.capacity
+                        )
+                    ):
                         self._ready = turn
                         return Moves(tuple(leave), tuple(enter))
                     leave.append(self._forget(victim))
@@ -235,9 +268,12 @@ class TierPlan:
         return block
 
     def _farthest(self, at: int, kept: Sequence[Block]) -> Block | None:
-        """The block whose next turn after ``at`` is the last; of those, the least frequently used."""
+        """The block whose next turn after ``at`` is the last; of those, the least frequently
+        used."""
         able = (block for block in self.resident if block not in kept)
-        return max(able, key=lambda block: (self._next(block, at), -self.frequency[block[0]]), default=None)
+        return max(
+            able, key=lambda block: (self._next(block, at), -self.frequency[block[0]]), default=None
+        )
 
     def _next(self, block: Block, after: int) -> float:
         uses = self._uses.get(block, ())

@@ -6,6 +6,11 @@ from commpress.integrations.fsdp.hsdp import ReplicatedState, compress_hsdp
 from commpress.integrations.fsdp.shard_weights import Difference
 
 __all__ = [
-    "Difference", "FlatShardState", "ReplicatedState", "ShardedState", "compress_fsdp", "compress_hsdp",
+    "Difference",
+    "FlatShardState",
+    "ReplicatedState",
+    "ShardedState",
+    "compress_fsdp",
+    "compress_hsdp",
     "compressed_reduce_scatter_hook",
-]  # fmt: skip
+]

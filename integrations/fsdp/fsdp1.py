@@ -1,4 +1,5 @@
-"""FullyShardedDataParallel, the older class: a communication hook for its gradients. For new programs take FSDP2."""
+"""FullyShardedDataParallel, the older class: a communication hook for its gradients. For new
+programs take FSDP2."""
 
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,11 +25,13 @@ from commpress.logs import warn_on_first
 
 
 class FlatShardState(Divided):
-    """State of ``compressed_reduce_scatter_hook`` between calls: ``fsdp.register_comm_hook(state, hook)`` on the root.
+    """State of ``compressed_reduce_scatter_hook`` between calls: ``fsdp.register_comm_hook(state,
+    hook)`` on the root.
 
-    Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither which unit a gradient is of
-    nor where its parameters lie, so a unit is known by its place in backward, and one codec serves all. A backward in which
-    units come in another order, or some not at all, is an error: residuals would meet other parameters.
+    Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither
+    which unit a gradient is of nor where its parameters lie, so a unit is known by its place in
+    backward, and one codec serves all. A backward in which units come in another order, or some not
+    at all, is an error: residuals would meet other parameters.
     """
 
     def __init__(
@@ -45,12 +48,18 @@ class FlatShardState(Divided):
         check_on_nonfinite(on_nonfinite)
         check_feedback(error_feedback)
         self.codec, self.error_feedback, self.on_nonfinite, self.seed = (
-            codec_named(codec), error_feedback, on_nonfinite, seed,
-        )  # fmt: skip
+            codec_named(codec),
+            error_feedback,
+            on_nonfinite,
+            seed,
+        )
         self.step, self.counters, self.residuals = 0, Counters(), ResidualStore()
-        self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        self.channel = Channel.among(
+            process_group, timeout=timeout, workspace=Workspace(checksum=checksum)
+        )
         self.transport = self.channel.transport
-        self._order: list[int] | None = None  # elements of each unit's gradient, in the order of the first backward
+        # elements of each unit's gradient, in the order of the first backward
+        self._order: list[int] | None = None
         self._seen: list[int] = []  # of the backward under way
         self._error: NonFiniteGradient | None = None
         self._plans: dict[tuple[int, bool], tuple[Any, list[ErrorFeedback | None]]] = {}
@@ -66,15 +75,25 @@ class FlatShardState(Divided):
         buffer = gradient.float()
         plan, feedbacks = self._plan(unit, gradient, sharded=shard is not None)
         options: dict[str, Any] = {
-            "transport": self.transport, "workspace": self.channel.workspace, "sequence": self.channel.take(len(plan)),
+            "transport": self.transport,
+            "workspace": self.channel.workspace,
+            "sequence": self.channel.take(len(plan)),
             "key": self.seed * 1_000_003 + self.step,
-        }  # fmt: skip
+        }
         if shard is None:
-            outcomes: list[Outcome] = self.channel.run(reduce_bucket(buffer, feedbacks, messages=plan, **options))
+            outcomes: list[Outcome] = self.channel.run(
+                reduce_bucket(buffer, feedbacks, messages=plan, **options)
+            )
             target, result = gradient, buffer
         else:
-            result = shard if shard.dtype == torch.float32 else torch.zeros(shard.numel(), device=shard.device)
-            outcomes = self.channel.run(reduce_rows(buffer, result, feedbacks, plan=plan, **options))
+            result = (
+                shard
+                if shard.dtype == torch.float32
+                else torch.zeros(shard.numel(), device=shard.device)
+            )
+            outcomes = self.channel.run(
+                reduce_rows(buffer, result, feedbacks, plan=plan, **options)
+            )
             target = shard
         finite = all(outcome.finite for outcome in outcomes)
         settle(outcomes, taken=finite)
@@ -84,7 +103,8 @@ class FlatShardState(Divided):
             warn_on_first(self.channel.rank, text, self.step, unit)
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
-                    f"step {self.step}: the gradients of unit {unit} held NaN or infinity on some rank. No residual was "
+                    f"step {self.step}: the gradients of unit {unit} held NaN or infinity on "
+                    "some rank. No residual was "
                     "changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
                 )
             target.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
@@ -100,8 +120,10 @@ class FlatShardState(Divided):
         if self._order is not None and self._seen != self._order[: len(self._seen)]:
             came, self._seen = self._seen, []
             raise InvalidArgument(
-                f"backward brought units of {came} elements, the first one brought {self._order}: every unit must take part "
-                "in every backward, in the same order. Use fully_shard (FSDP2), which names its parameters"
+                f"backward brought units of {came} elements, the first one brought "
+                f"{self._order}: every unit must take part "
+                "in every backward, in the same order. Use fully_shard (FSDP2), which names its "
+                "parameters"
             )
         return unit
 
@@ -111,7 +133,8 @@ class FlatShardState(Divided):
             self._order = came
         if came != self._order:
             raise InvalidArgument(
-                f"backward brought {len(came)} units, the first one brought {len(self._order)}: every unit must take part in "
+                f"backward brought {len(came)} units, the first one brought {len(self._order)}: "
+                "every unit must take part in "
                 "every backward. Use fully_shard (FSDP2), which names its parameters"
             )
         self.step += 1
@@ -120,16 +143,26 @@ class FlatShardState(Divided):
         if error is not None:
             raise error
 
-    def _plan(self, unit: int, gradient: torch.Tensor, *, sharded: bool) -> tuple[Any, list[ErrorFeedback | None]]:
+    def _plan(
+        self, unit: int, gradient: torch.Tensor, *, sharded: bool
+    ) -> tuple[Any, list[ErrorFeedback | None]]:
         if (unit, sharded) not in self._plans:
             name, policy, size = f"unit {unit:05d}", policy_of(self.codec), self.transport.size
             plan: list[Deal] | list[Message]
             if sharded:
                 part = Part(name, 0, gradient.numel() // size, gradient.numel())
-                plan = deals([part], policy, rank=self.transport.rank, ranks=size, feedback=self.error_feedback)
+                plan = deals(
+                    [part],
+                    policy,
+                    rank=self.transport.rank,
+                    ranks=size,
+                    feedback=self.error_feedback,
+                )
                 carried = [deal.every for deal in plan]
             else:
-                plan = carried = messages([Span(name, 0, gradient.numel())], policy, size, feedback=self.error_feedback)
+                plan = carried = messages(
+                    [Span(name, 0, gradient.numel())], policy, size, feedback=self.error_feedback
+                )
             feedbacks = [self.residuals.attach(m.keys, m.pieces, gradient.device) for m in carried]
             self._plans[unit, sharded] = plan, feedbacks
         return self._plans[unit, sharded]
@@ -137,10 +170,14 @@ class FlatShardState(Divided):
     def _count(self, gradient: torch.Tensor, plan: Any) -> None:
         carried = [deal.every if isinstance(deal, Deal) else deal for deal in plan]
         self.counters.bucket(gradient.numel(), carried, self.transport.size)
-        self.counters.wire_bytes, self.counters.wire_seconds = self.channel.sent_bytes, self.channel.waited
+        self.counters.wire_bytes, self.counters.wire_seconds = (
+            self.channel.sent_bytes,
+            self.channel.waited,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""
+        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
+        its own."""
         return exact_state(self.residuals, self.transport, self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,10 +188,12 @@ class FlatShardState(Divided):
 def compressed_reduce_scatter_hook(
     state: FlatShardState, gradient: torch.Tensor, shard: torch.Tensor | None = None
 ) -> None:
-    """Average a unit's flat gradient: into ``shard`` where the strategy shards, in place where it does not (NO_SHARD)."""
+    """Average a unit's flat gradient: into ``shard`` where the strategy shards, in place where it
+    does not (NO_SHARD)."""
     if not isinstance(state, FlatShardState):
         raise InvalidArgument(
             f"state is a {type(state).__name__}, expected a FlatShardState: "
-            "fsdp.register_comm_hook(commpress.FlatShardState('int8'), commpress.compressed_reduce_scatter_hook)"
+            "fsdp.register_comm_hook(commpress.FlatShardState('int8'), "
+            "commpress.compressed_reduce_scatter_hook)"
         )
     state.reduce(gradient, shard)

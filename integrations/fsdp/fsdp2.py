@@ -1,4 +1,5 @@
-"""FSDP2: gradients and weights of a sharded model cross the network quantised, through torch's own extension points."""
+"""FSDP2: gradients and weights of a sharded model cross the network quantised, through torch's own
+extension points."""
 
 import logging
 import zlib
@@ -29,7 +30,12 @@ from commpress.integrations.experts.moe import experts_of
 from commpress.integrations.fsdp.param_groups import ParamGroup, column_mesh, param_groups_of
 from commpress.integrations.fsdp.policies import policy_for, residual_codec
 from commpress.integrations.fsdp.prefetch import AT_ONCE, DeferredReductions, Prefetcher
-from commpress.integrations.fsdp.shard_checkpoint import elastic_residuals, exact_residuals, load_elastic, load_exact
+from commpress.integrations.fsdp.shard_checkpoint import (
+    elastic_residuals,
+    exact_residuals,
+    load_elastic,
+    load_exact,
+)
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
 from commpress.integrations.fsdp.shard_memory import memory_of
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
@@ -67,44 +73,73 @@ def compress_fsdp(
 ) -> "ShardedState":
     """Compress what ``fully_shard`` sends; returns the state, which holds residuals and counters.
 
-    Call it on every rank, after the last ``fully_shard`` and before the first step. The sharded parameters, which the
-    optimizer sees, stay as they are: only what is gathered from them is quantised.
+    Call it on every rank, after the last ``fully_shard`` and before the first step. The sharded
+    parameters, which the optimizer sees, stay as they are: only what is gathered from them is
+    quantised.
 
-    - ``gradients``, ``weights``: a codec or its name; a policy by parameter name; None leaves that side to torch. A codec is
-      used by role: tensors of fewer than ``min_numel`` elements, norms and biases travel exactly, embeddings and the last
-      Linear with at least 8 bits. ``weights=Difference("int4")`` sends changes of weights.
-    - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec, between nodes with ``gradients``;
-      ``hadamard`` rotates blocks of 64 before the second, which spreads outliers. Codecs of whole tensors (PowerSGD, sketches)
-      take exact sums of nodes: ``inside="none"`` for what they compress.
-    - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the whole model on each rank;
-      with ``inside="none"`` and ``topology``, of a node's share of it. ``residuals``: the codec in which it is kept, "none"
-      (float32), "bf16", or "shift8", a byte that is right on average. ``ShardedState.memory`` says what all of it takes.
-    - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has NaN or infinity become
-      zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them), or zeros and an error after backward ("raise"). No
-      residual changes.
-    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
-      more than share a group: they decide about each group together. Not the stages of a pipeline. Default: with parameters cut
-      by tensor parallelism too, their mesh.
-    - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units, infinities reach it, and no group's residuals
+    - ``gradients``, ``weights``: a codec or its name; a policy by parameter name; None leaves that
+      side to torch. A codec is
+      used by role: tensors of fewer than ``min_numel`` elements, norms and biases travel exactly,
+      embeddings and the last Linear with at least 8 bits. ``weights=Difference("int4")`` sends
+      changes of weights.
+    - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec,
+      between nodes with ``gradients``;
+      ``hadamard`` rotates blocks of 64 before the second, which spreads outliers. Codecs of whole
+      tensors (PowerSGD, sketches) take exact sums of nodes: ``inside="none"`` for what they
+      compress.
+    - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the
+      whole model on each rank;
+      with ``inside="none"`` and ``topology``, of a node's share of it. ``residuals``: the codec in
+      which it is kept, "none" (float32), "bf16", or "shift8", a byte that is right on average.
+      ``ShardedState.memory`` says what all of it takes.
+    - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has
+      NaN or infinity become
+      zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them), or zeros and an error
+      after backward ("raise"). No residual changes.
+    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run
+      backward together, where these are
+      more than share a group: they decide about each group together. Not the stages of a pipeline.
+      Default: with parameters cut by tensor parallelism too, their mesh.
+    - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units, infinities reach
+      it, and no group's residuals
       change in a step that it skips.
-    - ``regather``: send weights again before backward. Otherwise they are kept from forward to backward as they came, encoded,
-      which costs a byte per parameter of the whole model on each rank with "int8", and saves a third of the traffic.
-    - ``overlap``: on CPU, communicate on threads of their own: weights ahead of forward and backward, gradients behind it.
-    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compressed gradients seem to harm the run.
+    - ``regather``: send weights again before backward. Otherwise they are kept from forward to
+      backward as they came, encoded,
+      which costs a byte per parameter of the whole model on each rank with "int8", and saves a
+      third of the traffic.
+    - ``overlap``: on CPU, communicate on threads of their own: weights ahead of forward and
+      backward, gradients behind it.
+    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compressed gradients seem
+      to harm the run.
     """
     return ShardedState(
-        model, gradients, weights, inside=inside, topology=topology, hadamard=hadamard, min_numel=min_numel,
-        error_feedback=error_feedback, residuals=residuals, on_nonfinite=on_nonfinite, agree_over=agree_over,
-        grad_scaler=grad_scaler, regather=regather, overlap=overlap, timeout=timeout, checksum=checksum, seed=seed,
+        model,
+        gradients,
+        weights,
+        inside=inside,
+        topology=topology,
+        hadamard=hadamard,
+        min_numel=min_numel,
+        error_feedback=error_feedback,
+        residuals=residuals,
+        on_nonfinite=on_nonfinite,
+        agree_over=agree_over,
+        grad_scaler=grad_scaler,
+        regather=regather,
+        overlap=overlap,
+        timeout=timeout,
+        checksum=checksum,
+        seed=seed,
         alarm=alarm,
-    )  # fmt: skip
+    )
 
 
 class ShardedState(Divided):
-    """Channels, residuals, counters and options that the communication objects of all parameter groups share.
+    """Channels, residuals, counters and options that the communication objects of all parameter
+    groups share.
 
-    See ``compress_fsdp``. For each set of ranks that shares a group there is a channel for gradients, and one beside it for
-    weights: both are at work at once.
+    See ``compress_fsdp``. For each set of ranks that shares a group there is a channel for
+    gradients, and one beside it for weights: both are at work at once.
     """
 
     def __init__(
@@ -131,26 +166,39 @@ class ShardedState(Divided):
     ) -> None:
         check_on_nonfinite(on_nonfinite)
         if gradients is None and weights is None:
-            raise InvalidArgument("gradients and weights are both None: there is nothing to compress")
+            raise InvalidArgument(
+                "gradients and weights are both None: there is nothing to compress"
+            )
         if (inside is None) != (topology is None):
-            raise InvalidArgument("inside and topology belong together: the codec inside a node, and who shares one")
+            raise InvalidArgument(
+                "inside and topology belong together: the codec inside a node, and who shares one"
+            )
         if hadamard and inside is None:
-            raise InvalidArgument("hadamard is for the second of two hops: pass inside= and topology= as well")
+            raise InvalidArgument(
+                "hadamard is for the second of two hops: pass inside= and topology= as well"
+            )
         for layer in experts_of(model):
             layer.check_parameters()
         self.param_groups = param_groups_of(model)
         if waiting := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
             raise InvalidArgument(
-                f"parameter {waiting[0]!r} is on the meta device: materialise the model first, with model.to_empty(device=...) "
+                f"parameter {waiting[0]!r} is on the meta device: materialise the model first, "
+                "with model.to_empty(device=...) "
                 "and its values, after fully_shard and before compress_fsdp"
             )
         check_feedback(error_feedback)
         self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
-        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self.grad_scaler = (
+            grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        )
         self.seed, self.hadamard, self._min_numel = seed, hadamard, min_numel
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
         self.kept_in = residual_codec(residuals)
-        coded: dict[str, Any] = {} if self.kept_in.lossless else {"kind": self.kept_in.kind, "block": self.kept_in.block}
+        coded: dict[str, Any] = (
+            {}
+            if self.kept_in.lossless
+            else {"kind": self.kept_in.kind, "block": self.kept_in.block}
+        )
         self.residuals, self.residuals_between = ResidualStore(**coded), ResidualStore(**coded)
         self.reducing: dict[tuple[int, ...], Channel] = {}  # by ranks
         self.gathering: dict[tuple[int, ...], Channel] = {}
@@ -164,11 +212,16 @@ class ShardedState(Divided):
         self._rank = dist.get_rank(self.param_groups[0].group)
         on_reform(None, self)
         if all(each.ranks == 1 for each in self.param_groups):
-            log.warning("all shards are on one rank: there is nothing to reduce or gather, so nothing is compressed")
+            log.warning(
+                "all shards are on one rank: there is nothing to reduce or gather, so nothing "
+                "is compressed"
+            )
 
         difference = isinstance(weights, Difference)
         codec = weights.codec if isinstance(weights, Difference) else weights
-        gradient_policy = None if gradients is None else policy_for(model, gradients, min_numel=min_numel)
+        gradient_policy = (
+            None if gradients is None else policy_for(model, gradients, min_numel=min_numel)
+        )
         weight_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
         inside_policy = None if inside is None else policy_for(model, inside, min_numel=0)
         self._check_codecs(gradient_policy, inside_policy, weight_policy)
@@ -187,11 +240,21 @@ class ShardedState(Divided):
             if ranks not in self.reducing:
                 workspace = Workspace(checksum=checksum)
                 self.reducing[ranks] = Channel.among(
-                    each.group, timeout=timeout, name="commpress-gradients", at_once=AT_ONCE, workspace=workspace
+                    each.group,
+                    timeout=timeout,
+                    name="commpress-gradients",
+                    at_once=AT_ONCE,
+                    workspace=workspace,
                 )
                 self.gathering[ranks] = self.reducing[ranks].beside("commpress-weights")
             channel = self.reducing[ranks]
-            self._agree_on(each, channel, gradient_policy, weight_policy, (inside, str(topology), hadamard, difference, seed))
+            self._agree_on(
+                each,
+                channel,
+                gradient_policy,
+                weight_policy,
+                (inside, str(topology), hadamard, difference, seed),
+            )
             if gradient_policy is not None and each.parts(trainable=True):
                 hops = [Hop(channel, gradient_policy, self.residuals)]
                 if topology is not None and inside_policy is not None:
@@ -204,7 +267,12 @@ class ShardedState(Divided):
                 each.module.set_custom_reduce_scatter(self.reducers[each])
             if weight_policy is not None:
                 gatherer = CompressedAllGather(
-                    each, self, weight_policy, self.gathering[ranks], difference=difference, keep=not regather
+                    each,
+                    self,
+                    weight_policy,
+                    self.gathering[ranks],
+                    difference=difference,
+                    keep=not regather,
                 )
                 each.module.set_custom_all_gather(gatherer)
                 self.gatherers.append(gatherer)
@@ -214,10 +282,14 @@ class ShardedState(Divided):
         self.deferred = DeferredReductions() if self.background and self.reducers else None
         self._rounds: dict[int, Round] = {}  # by backward, with a GradScaler
         self._step_round: Round | None = None  # of a step that ends with ``settle``
-        self._unsettled: set[CompressedReduceScatter] | None = None  # None: reductions and backwards are settled one by one
-        if self.alarm is not None and any(reducer.whole is not None for reducer in self.reducers.values()):
+        # None: reductions and backwards are settled one by one
+        self._unsettled: set[CompressedReduceScatter] | None = None
+        if self.alarm is not None and any(
+            reducer.whole is not None for reducer in self.reducers.values()
+        ):
             raise InvalidArgument(
-                "alarm is given, and gradients have a codec that compresses whole tensors: an alarm looks at codecs of rows, "
+                "alarm is given, and gradients have a codec that compresses whole tensors: an "
+                "alarm looks at codecs of rows, "
                 "such as 'int4'"
             )
         self._shared_verdict = len(self.reducing) == 1 or self.consensus is not None
@@ -229,37 +301,51 @@ class ShardedState(Divided):
 
     # ------------------------------------------------------------ setting up
 
-    def _check_codecs(self, gradients: Policy | None, inside: Policy | None, weights: Policy | None) -> None:
-        """Codecs of whole tensors are for gradients, of which nodes send exact sums; the same on any number of ranks."""
+    def _check_codecs(
+        self, gradients: Policy | None, inside: Policy | None, weights: Policy | None
+    ) -> None:
+        """Codecs of whole tensors are for gradients, of which nodes send exact sums; the same on
+        any number of ranks."""
         for name, shape in (pair for each in self.param_groups for pair in each.shapes.items()):
             for option, policy in (("inside", inside), ("weights", weights)):
                 codec: object = None if policy is None else policy.choose(name, shape.numel())
                 if isinstance(codec, WholeTensorCodec):
-                    why = "a rank has rows of weights only" if option == "weights" else "inside a node rows travel"
+                    why = (
+                        "a rank has rows of weights only"
+                        if option == "weights"
+                        else "inside a node rows travel"
+                    )
                     raise InvalidArgument(
-                        f"{option} is {codec.spec!r} for {name!r}. It compresses whole tensors, and {why}: choose a codec of "
+                        f"{option} is {codec.spec!r} for {name!r}. It compresses whole tensors, "
+                        f"and {why}: choose a codec of "
                         "rows such as 'int4'"
                     )
             codec = None if gradients is None else gradients.choose(name, shape.numel())
             if isinstance(codec, SketchCodec) and self.device.type != "cpu":
                 raise InvalidArgument(
-                    f"gradients is {codec.spec!r} for {name!r}, which is on {self.device}: the sketch has CPU kernels only, "
+                    f"gradients is {codec.spec!r} for {name!r}, which is on {self.device}: the "
+                    "sketch has CPU kernels only, "
                     "use 'topk-64' there"
                 )
             if not self.kept_in.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
-                    f"residuals is {self.kept_in.spec!r}, and gradients of {name!r} have a codec that compresses whole "
-                    "tensors, whose residuals are float32: leave residuals out, or choose a codec of rows such as 'int4'"
+                    f"residuals is {self.kept_in.spec!r}, and gradients of {name!r} have a "
+                    "codec that compresses whole "
+                    "tensors, whose residuals are float32: leave residuals out, or choose a "
+                    "codec of rows such as 'int4'"
                 )
             within = None if inside is None else inside.choose(name, shape.numel())
             if within is not None and not within.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
-                    f"inside is {within.spec!r} for {name!r}, which is compressed whole between nodes, out of exact sums: pass "
-                    "inside='none', or a policy with 'none' for it (commpress.ByName), or a codec of rows as gradients"
+                    f"inside is {within.spec!r} for {name!r}, which is compressed whole between "
+                    "nodes, out of exact sums: pass "
+                    "inside='none', or a policy with 'none' for it (commpress.ByName), or a "
+                    "codec of rows as gradients"
                 )
 
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
-        """An alarm needs one exchange of rows, among ranks that are the same for all groups of parameters."""
+        """An alarm needs one exchange of rows, among ranks that are the same for all groups of
+        parameters."""
         ranks = {tuple(dist.get_process_group_ranks(each.group)) for each in self.param_groups}
         beside = ""
         if gradients is None:
@@ -269,7 +355,10 @@ class ShardedState(Divided):
         elif two_hops:
             beside = "a topology: it looks at one hop"
         elif len(ranks) > 1:
-            beside = "groups of parameters on other ranks than the first: it adds up over one set of ranks"
+            beside = (
+                "groups of parameters on other ranks than the first: it adds up over one "
+                "set of ranks"
+            )
         if beside:
             raise InvalidArgument(f"alarm is given with {beside}. Leave alarm out")
         if alarm.then == WARN:
@@ -277,29 +366,40 @@ class ShardedState(Divided):
         then = None if alarm.then == NONE else codec_named(alarm.then)
         if then is None or then.lossless or not then.feedback or isinstance(then, WholeTensorCodec):
             raise InvalidArgument(
-                f"alarm has then={alarm.then!r}, and what compression owes can only go with a codec of rows that has "
+                f"alarm has then={alarm.then!r}, and what compression owes can only go with a "
+                "codec of rows that has "
                 "residuals: use Alarm('int8') or Alarm('warn')"
             )
         if self.consensus is not None:
             raise InvalidArgument(
-                f"alarm has then={alarm.then!r}, and ranks beyond the shards' must agree, which do not look together: use "
+                f"alarm has then={alarm.then!r}, and ranks beyond the shards' must agree, which "
+                "do not look together: use "
                 "Alarm('warn')"
             )
 
     def _two_hops(
-        self, param_group: ParamGroup, channel: Channel, policy: Policy, inside: Policy, topology: Topology
+        self,
+        param_group: ParamGroup,
+        channel: Channel,
+        policy: Policy,
+        inside: Policy,
+        topology: Topology,
     ) -> list[Hop]:
         nodes, transport = topology.nodes, cast(Divisible, channel.inner)
         if topology.size != param_group.ranks or len({len(node) for node in nodes}) > 1:
             raise InvalidArgument(
-                f"topology is {str(topology)!r}, expected nodes of equal size with {param_group.ranks} ranks in all"
+                f"topology is {str(topology)!r}, expected nodes of equal size with "
+                f"{param_group.ranks} ranks in all"
             )
         (home,) = [node for node in nodes if channel.rank in node]
         place = home.index(channel.rank)
         rows = tuple(tuple(node[i] for node in nodes) for i in range(len(home)))
         within = [transport.subset(node) for node in nodes]
         across = [transport.subset(row) for row in rows]
-        first, second = channel.beside("inside", within[nodes.index(home)]), channel.beside("between", across[place])
+        first, second = (
+            channel.beside("inside", within[nodes.index(home)]),
+            channel.beside("between", across[place]),
+        )
         self.hops += [first, second]
         return [
             Hop(first, inside, self.residuals, rows=rows),
@@ -307,27 +407,51 @@ class ShardedState(Divided):
         ]
 
     def _agree_on(
-        self, param_group: ParamGroup, channel: Channel, gradients: Policy | None, weights: Policy | None, options: object
+        self,
+        param_group: ParamGroup,
+        channel: Channel,
+        gradients: Policy | None,
+        weights: Policy | None,
+        options: object,
     ) -> None:
-        """All ranks cut this group alike and name the same codecs, or an error names who does not."""
+        """All ranks cut this group alike and name the same codecs, or an error names who does
+        not."""
         lines = [repr(options)]
         for part in param_group.parts(trainable=False):
             specs: list[object] = [gradients is None, weights is None]
-            specs += [p.choose(part.name, part.numel).spec for p in (gradients, weights) if p is not None]
+            specs += [
+                p.choose(part.name, part.numel).spec for p in (gradients, weights) if p is not None
+            ]
             lines.append(f"{part.name} {part.width} {part.numel} {specs}")
-        numel, label = sum(p.numel() for p in param_group.parameters), zlib.crc32("\n".join(lines).encode())
+        numel, label = (
+            sum(p.numel() for p in param_group.parameters),
+            zlib.crc32("\n".join(lines).encode()),
+        )
         uncounted = channel.beside("agreement")
-        run(any_rank(False, uncounted, channel.take(), self.device, what="compress_fsdp", numel=numel, label=label))
+        run(
+            any_rank(
+                False,
+                uncounted,
+                channel.take(),
+                self.device,
+                what="compress_fsdp",
+                numel=numel,
+                label=label,
+            )
+        )
 
-    # ------------------------------------------------------------ for the objects of parameter groups
+    # ---------------------------------------------------------- for the objects of parameter groups
 
     def begin(self, reducer: CompressedReduceScatter) -> int:
-        """A seed for stochastic codecs; counts steps by the group that has been reduced most often."""
+        """A seed for stochastic codecs; counts steps by the group that has been reduced most
+        often."""
         if self._unsettled is not None:
             if reducer in self._unsettled:
                 raise InvalidArgument(
-                    f"the gradients of {reducer.param_group.name} are reduced a second time, and those before have not been "
-                    "settled: call states.synchronize() on every rank between schedule.step() and optimizer.step()"
+                    f"the gradients of {reducer.param_group.name} are reduced a second time, "
+                    "and those before have not been "
+                    "settled: call states.synchronize() on every rank between schedule.step() "
+                    "and optimizer.step()"
                 )
             self._unsettled.add(reducer)
         if reducer.calls >= self.step:
@@ -338,17 +462,23 @@ class ShardedState(Divided):
         return self.seed * 1_000_003 + reducer.calls
 
     def _look(self, alarm: Alarm) -> None:
-        """Judge the last step, and go on with the codec that this says: every rank is at its next step's first reduction."""
+        """Judge the last step, and go on with the codec that this says: every rank is at its next
+        step's first reduction."""
         before = alarm.way
         alarm.look(self.param_groups[0].group, self.device, self.step - 1)
         if alarm.way != before:
             self.heed()
 
     def heed(self) -> None:
-        """Go on with the codec that an alarm brings, or with the usual ones; residuals go on as they are."""
+        """Go on with the codec that an alarm brings, or with the usual ones; residuals go on as
+        they are."""
         if self.alarm is None or self._usual is None:
             return
-        policy = policy_for(self.model, self.alarm.way, min_numel=self._min_numel) if self.alarm.way else self._usual
+        policy = (
+            policy_for(self.model, self.alarm.way, min_numel=self._min_numel)
+            if self.alarm.way
+            else self._usual
+        )
         for reducer in self.reducers.values():
             reducer.go_on_with(policy)
 
@@ -364,7 +494,8 @@ class ShardedState(Divided):
         return 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
 
     def settle_by_steps(self) -> None:
-        """From now on all reductions of a step share one fate, and ``settle`` after the last of them says which."""
+        """From now on all reductions of a step share one fate, and ``settle`` after the last of
+        them says which."""
         self._unsettled = set()
 
     @property
@@ -374,7 +505,8 @@ class ShardedState(Divided):
 
     @torch.no_grad()
     def settle(self, finite: bool) -> NonFiniteGradient | None:
-        """All ranks have reduced: take the step, or make its gradients zeros (NaN with a GradScaler) and keep residuals.
+        """All ranks have reduced: take the step, or make its gradients zeros (NaN with a
+        GradScaler) and keep residuals.
 
         The error is for the caller to raise, once all have settled.
         """
@@ -391,15 +523,19 @@ class ShardedState(Divided):
         if self.on_nonfinite != "raise":
             return None
         return NonFiniteGradient(
-            f"gradients of step {self.step} hold NaN or infinity on some rank of the mesh. No residual was changed. Look for "
+            f"gradients of step {self.step} hold NaN or infinity on some rank of the mesh. No "
+            "residual was changed. Look for "
             "the cause in the loss, or pass on_nonfinite='skip'."
         )
 
     def _refused_value(self) -> float:
-        return 0.0 if self.on_nonfinite != "propagate" and self.grad_scaler is None else float("nan")
+        return (
+            0.0 if self.on_nonfinite != "propagate" and self.grad_scaler is None else float("nan")
+        )
 
     def round(self) -> Round | None:
-        """The round of the backward under way, if a GradScaler will skip the step where one of its groups is not finite."""
+        """The round of the backward under way, if a GradScaler will skip the step where one of its
+        groups is not finite."""
         if self._unsettled is not None:
             self._step_round = self._step_round or Round()
             return self._step_round
@@ -421,7 +557,10 @@ class ShardedState(Divided):
     def outside_backward(self) -> None:
         if not self._pipeline_logged:
             self._pipeline_logged = True
-            text = "gradients are reduced outside of backward, as by a pipeline: at once, not behind backward (overlap=True)"
+            text = (
+                "gradients are reduced outside of backward, as by a pipeline: at once, not "
+                "behind backward (overlap=True)"
+            )
             tell_on_first(self._rank, text)
 
     # ------------------------------------------------------------ counting
@@ -431,7 +570,9 @@ class ShardedState(Divided):
         self.gradients.channels([*self.reducing.values(), *self.hops])
         self.gradients.steps = self.step
 
-    def gathered(self, whole: torch.Tensor, plan: list[Deal], ranks: int, *, headers: int = 0) -> None:
+    def gathered(
+        self, whole: torch.Tensor, plan: list[Deal], ranks: int, *, headers: int = 0
+    ) -> None:
         self.weights.logical_bytes += whole.element_size() * whole.numel() * (ranks - 1) // ranks
         self.weights.messages += len(plan) + headers
         self.weights.elements(plan)
@@ -456,13 +597,15 @@ class ShardedState(Divided):
 
     @property
     def logical_bytes(self) -> int:
-        """Bytes that plain FSDP2 sends in the same dtypes where each collective sends (P − 1) / P of its buffer."""
+        """Bytes that plain FSDP2 sends in the same dtypes where each collective sends (P − 1) / P
+        of its buffer."""
         return self.gradients.logical_bytes + self.weights.logical_bytes
 
     def summary(self) -> str:
         steps = max(self.step, 1)
         return (
-            f"{self.wire_bytes / steps / 1e6:.3f} MB sent per step instead of {self.logical_bytes / steps / 1e6:.3f}: "
+            f"{self.wire_bytes / steps / 1e6:.3f} MB sent per step instead of "
+            f"{self.logical_bytes / steps / 1e6:.3f}: "
             f"{self._shares()}"
         )
 
@@ -477,36 +620,48 @@ class ShardedState(Divided):
         )
 
     def _check_complete(self) -> None:
-        """Once a step: nothing of this model may travel uncompressed because somebody put another object in our place."""
+        """Once a step: nothing of this model may travel uncompressed because somebody put another
+        object in our place."""
         known = {id(each.module) for each in self.param_groups}
         for path, module in self.model.named_modules():
             own = any(True for _ in module.parameters(False))
             if own and isinstance(module, FSDPModule) and id(module) not in known:
                 raise InvalidArgument(
-                    f"{path or 'the model'} was sharded after compress_fsdp, so its traffic is not compressed: call "
+                    f"{path or 'the model'} was sharded after compress_fsdp, so its traffic is "
+                    "not compressed: call "
                     "compress_fsdp after the last fully_shard"
                 )
         if self.step == 1 and not self._summary_logged:
             self._summary_logged = True
             sides = {"gradients": self.gradients, "weights": self.weights}
             exact = [
-                side for side, counters in sides.items()
-                if side in self._wanted and counters.compressed_elements == 0 < counters.exact_elements
-            ]  # fmt: skip
+                side
+                for side, counters in sides.items()
+                if side in self._wanted
+                and counters.compressed_elements == 0 < counters.exact_elements
+            ]
             for side in exact:
-                warn_on_first(self._rank, "no %s were compressed: every tensor has fewer than min_numel elements", side)
+                warn_on_first(
+                    self._rank,
+                    "no %s were compressed: every tensor has fewer than min_numel elements",
+                    side,
+                )
             if not exact:
                 tell_on_first(self._rank, "compressing: %s", self._shares())
 
     def memory(self) -> dict[str, int]:
-        """Bytes that compression keeps on this rank between steps, by what they are for; before the first step as after it.
+        """Bytes that compression keeps on this rank between steps, by what they are for; before the
+        first step as after it.
 
-        "residuals": of gradients. "proposed": what a backward puts in their place; equal groups of parameters share it, two at
-        once. "scratch": one message in floats, for residuals in a codec. "weights": as they came, or copies for differences;
-        those of the root group, which torch may decide not to gather twice, count until it has.
+        "residuals": of gradients. "proposed": what a backward puts in their place; equal groups of
+        parameters share it, two at once. "scratch": one message in floats, for residuals in a
+        codec. "weights": as they came, or copies for differences; those of the root group, which
+        torch may decide not to gather twice, count until it has.
         """
         kept_in = self.kept_in if self.error_feedback else None
-        together = self._unsettled is not None or (self.grad_scaler is not None and self._shared_verdict)
+        together = self._unsettled is not None or (
+            self.grad_scaler is not None and self._shared_verdict
+        )
         return memory_of(list(self.reducers.values()), self.gatherers, kept_in, together=together)
 
     # ------------------------------------------------------------ not finite
@@ -522,8 +677,10 @@ class ShardedState(Divided):
                 return
             if self._error is None:
                 self._error = NonFiniteGradient(
-                    f"the gradients of {reducer.param_group.name} hold NaN or infinity on some rank at step {reducer.calls}. "
-                    "None of its residuals was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
+                    f"the gradients of {reducer.param_group.name} hold NaN or infinity on some "
+                    f"rank at step {reducer.calls}. "
+                    "None of its residuals was changed. Look for the cause in the loss, or pass "
+                    "on_nonfinite='skip'."
                 )
                 if torch._C._current_graph_task_id() < 0:
                     self._raise()
@@ -531,9 +688,15 @@ class ShardedState(Divided):
         elif count <= 3 or count % 100 == 0:
             warn_on_first(
                 reducer.channel.rank,
-                "step %d: gradients of %s held NaN or infinity on some rank and became %s on all (%d so far)",
-                reducer.calls, reducer.param_group.name, "zeros" if zeros else "NaN", count,
-            )  # fmt: skip
+                (
+                    "step %d: gradients of %s held NaN or infinity on some rank and became %s on "
+                    "all (%d so far)"
+                ),
+                reducer.calls,
+                reducer.param_group.name,
+                "zeros" if zeros else "NaN",
+                count,
+            )
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -543,31 +706,44 @@ class ShardedState(Divided):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""
+        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
+        its own."""
         return exact_residuals(self)
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """State of all that ranks still owe, sharded like the parameters (DTensors), for torch's distributed checkpoints.
+        """State of all that ranks still owe, sharded like the parameters (DTensors), for torch's
+        distributed checkpoints.
 
-        Collective, between steps. Loads at any world size. Two hops keep residuals that this form does not know.
+        Collective, between steps. Loads at any world size. Two hops keep residuals that this form
+        does not know.
         """
         return elastic_residuals(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From this rank's ``state_dict`` or an ``elastic_state_dict``, at any time between steps."""
+        """From this rank's ``state_dict`` or an ``elastic_state_dict``, at any time between
+        steps."""
         if state.get("kind") == "elastic":
             load_elastic(self, state)
         else:
             load_exact(self, state)
 
     def forget_weights(self) -> None:
-        """Gather all weights next time, with ``Difference`` exactly, as after loading others. On every rank."""
+        """Gather all weights next time, with ``Difference`` exactly, as after loading others. On
+        every rank."""
         for gatherer in self.gatherers:
             gatherer.forget()
 
 
 def _whole_gradients(param_group: ParamGroup, policy: Policy) -> list[str]:
     """Names of parameters whose gradients travel as whole tensors."""
-    trained = [name for name, p in zip(param_group.names, param_group.parameters, strict=True) if p.requires_grad]
+    trained = [
+        name
+        for name, p in zip(param_group.names, param_group.parameters, strict=True)
+        if p.requires_grad
+    ]
     shapes = {name: param_group.shapes[name] for name in trained}
-    return [name for name, shape in shapes.items() if travels_whole(policy.choose(name, shape.numel()), shape)]
+    return [
+        name
+        for name, shape in shapes.items()
+        if travels_whole(policy.choose(name, shape.numel()), shape)
+    ]

@@ -1,4 +1,5 @@
-"""Hybrid sharding with FSDP2: shards inside a node as torch sends them, replicas between nodes averaged compressed."""
+"""Hybrid sharding with FSDP2: shards inside a node as torch sends them, replicas between nodes
+averaged compressed."""
 
 from datetime import timedelta
 from typing import Any, Literal
@@ -41,28 +42,39 @@ def compress_hsdp(
     checksum: bool = False,
     seed: int = 0,
 ) -> "ReplicatedState":
-    """Average gradients over ``replicate`` too, compressed; returns the state, which holds residuals and counters.
+    """Average gradients over ``replicate`` too, compressed; returns the state, which holds
+    residuals and counters.
 
-    Shard over one dimension of a mesh and pass the other here: ``fully_shard(module, mesh=mesh["shard"])`` and
-    ``compress_hsdp(model, mesh["replicate"])``. (On a mesh of two dimensions torch averages over replicas itself and offers
-    no way in.) Replicas must start with equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided
-    by the ranks of a node, and as much again divided by the replicas.
+    Shard over one dimension of a mesh and pass the other here: ``fully_shard(module,
+    mesh=mesh["shard"])`` and ``compress_hsdp(model, mesh["replicate"])``. (On a mesh of two
+    dimensions torch averages over replicas itself and offers no way in.) Replicas must start with
+    equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided by the ranks
+    of a node, and as much again divided by the replicas.
 
-    ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
-    more than ``replicate``: with tensor parallelism the whole mesh. They decide about each group of parameters together.
+    ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward
+    together, where these are more than ``replicate``: with tensor parallelism the whole mesh. They
+    decide about each group of parameters together.
     """
     check_on_nonfinite(on_nonfinite)
     group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
     param_groups = param_groups_of(model)
     if agree_over is None and (mesh := column_mesh(param_groups)) is not None:
         raise InvalidArgument(
-            f"agree_over is None and parameters are cut by tensor parallelism too, on {mesh}: pass the whole mesh, replicas "
+            f"agree_over is None and parameters are cut by tensor parallelism too, on {mesh}: "
+            "pass the whole mesh, replicas "
             "included, as in agree_over=mesh"
         )
     return ReplicatedState(
-        param_groups, group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
-        on_nonfinite=on_nonfinite, agree_over=agree_over, timeout=timeout, checksum=checksum, seed=seed,
-    )  # fmt: skip
+        param_groups,
+        group,
+        policy_for(model, gradients, min_numel=min_numel),
+        error_feedback=error_feedback,
+        on_nonfinite=on_nonfinite,
+        agree_over=agree_over,
+        timeout=timeout,
+        checksum=checksum,
+        seed=seed,
+    )
 
 
 class ReplicatedState(Divided):
@@ -86,9 +98,17 @@ class ReplicatedState(Divided):
         self._error: NonFiniteGradient | None = None
         self.channel = Channel.among(group, timeout=timeout, workspace=Workspace(checksum=checksum))
         self.consensus = consensus_over(agree_over, group, timeout=timeout)
-        whole = {name: p.numel() for each in param_groups for name, p in zip(each.names, each.parameters, strict=True)}
+        whole = {
+            name: p.numel()
+            for each in param_groups
+            for name, p in zip(each.names, each.parameters, strict=True)
+        }
         self.exchanges = Exchanges(
-            _OfWhole(policy, whole), self.channel.size, self.channel.workspace, feedback=error_feedback, seed=seed
+            _OfWhole(policy, whole),
+            self.channel.size,
+            self.channel.workspace,
+            feedback=error_feedback,
+            seed=seed,
         )
         for each in param_groups:
             if any(p.requires_grad for p in each.parameters):
@@ -99,7 +119,8 @@ class ReplicatedState(Divided):
         check_dtype(shard, f"the gradients of {of.param_group.name}")
         if shard.numel() != of.numel:
             raise InvalidArgument(
-                f"{shard.numel()} gradients of {of.param_group.name} came, expected {of.numel}: parameters without a gradient "
+                f"{shard.numel()} gradients of {of.param_group.name} came, expected {of.numel}: "
+                "parameters without a gradient "
                 "are left out. Call model.set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
         if of.calls >= self.step:
@@ -107,7 +128,9 @@ class ReplicatedState(Divided):
         buffer = shard if shard.dtype == torch.float32 else shard.float()
         exchange, key = of.exchange, self.seed * 1_000_003 + of.calls
         sequence = self.channel.take(exchange.sequences)
-        outcomes = self.channel.run(exchange.steps(self.channel, buffer, sequence=sequence, key=key))
+        outcomes = self.channel.run(
+            exchange.steps(self.channel, buffer, sequence=sequence, key=key)
+        )
         of.calls += 1
         finite = all(outcome.finite for outcome in outcomes)
         if self.consensus is not None:
@@ -115,17 +138,24 @@ class ReplicatedState(Divided):
         settle(outcomes, taken=finite)
         if not finite:
             self.counters.skipped_buckets += 1
-            warn_on_first(self.channel.rank, "gradients of %s held NaN or infinity on some rank", of.param_group.name)
+            warn_on_first(
+                self.channel.rank,
+                "gradients of %s held NaN or infinity on some rank",
+                of.param_group.name,
+            )
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
-                    f"gradients of {of.param_group.name} held NaN or infinity on some rank. No residual was changed. Look "
+                    f"gradients of {of.param_group.name} held NaN or infinity on some rank. No "
+                    "residual was changed. Look "
                     "for the cause in the loss, or pass on_nonfinite='skip'."
                 )
                 Variable._execution_engine.queue_callback(self._raise)
             shard.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
         elif buffer is not shard:
             shard.copy_(buffer)
-        self.counters.bucket(sum(m.pieces.numel for m in exchange.messages), exchange.messages, self.channel.size)
+        self.counters.bucket(
+            sum(m.pieces.numel for m in exchange.messages), exchange.messages, self.channel.size
+        )
         self.counters.steps, self.counters.wire_bytes = self.step, self.channel.sent_bytes
         self.counters.wire_seconds = self.channel.waited
 
@@ -135,8 +165,12 @@ class ReplicatedState(Divided):
             raise error
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume with the same mesh: every rank saves and loads its own."""
-        return exact_state(self.exchanges.residuals, self.channel.transport, self.step) | self.exchanges.choices()
+        """This rank's part, for a bitwise resume with the same mesh: every rank saves and loads its
+        own."""
+        return (
+            exact_state(self.exchanges.residuals, self.channel.transport, self.step)
+            | self.exchanges.choices()
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         step, residuals = residuals_of([state], self.channel.transport)
@@ -146,17 +180,25 @@ class ReplicatedState(Divided):
 
 
 class _Average:
-    """Average over replicas of what a group's reduce-scatter left on this rank, which torch calls it with."""
+    """Average over replicas of what a group's reduce-scatter left on this rank, which torch calls
+    it with."""
 
     def __init__(self, param_group: ParamGroup, owner: ReplicatedState) -> None:
         self.param_group, self.owner, self.calls = param_group, owner, 0
         self.numel = sum(part.width for part in param_group.parts(trainable=True))
-        self.exchange = owner.exchanges.of(param_group.names, self._tensors, param_group.parameters[0].device)
+        self.exchange = owner.exchanges.of(
+            param_group.names, self._tensors, param_group.parameters[0].device
+        )
 
     def _tensors(self) -> Tensors:
         """This rank's shard of every parameter that has one."""
-        shards = {name: p.to_local() for name, p in zip(self.param_group.names, self.param_group.parameters, strict=True)}
-        parts = [part for part in self.param_group.parts(trainable=True) if shards[part.name].numel()]
+        shards = {
+            name: p.to_local()
+            for name, p in zip(self.param_group.names, self.param_group.parameters, strict=True)
+        }
+        parts = [
+            part for part in self.param_group.parts(trainable=True) if shards[part.name].numel()
+        ]
         spans = [Span(part.name, part.at, shards[part.name].numel()) for part in parts]
         return spans, [shards[part.name].shape for part in parts]
 

@@ -1,8 +1,10 @@
-"""Groups of parameters that FSDP2 moves together: the one place that looks behind its public interface.
+"""Groups of parameters that FSDP2 moves together: the one place that looks behind its public
+interface.
 
-There is one to each call of ``fully_shard``. Its reduce-scatter and all-gather move one flat buffer, of which row r holds
-rank r's slice of every parameter, in the order of ``FSDPParamGroup.fsdp_params``. torch hands over the buffer without
-saying what lies where; that order is read here, once, and every later call is compared with it.
+There is one to each call of ``fully_shard``. Its reduce-scatter and all-gather move one flat
+buffer, of which row r holds rank r's slice of every parameter, in the order of
+``FSDPParamGroup.fsdp_params``. torch hands over the buffer without saying what lies where; that
+order is read here, once, and every later call is compared with it.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,8 @@ class ParamGroup:
 
     @property
     def gathered_twice(self) -> bool:
-        """True if its parameters are let go after forward, and gathered again among the same ranks for backward."""
+        """True if its parameters are let go after forward, and gathered again among the same ranks
+        for backward."""
         return self.inner._reshard_after_forward and not self.inner._use_post_forward_mesh
 
     @property
@@ -51,8 +54,11 @@ class ParamGroup:
 
     @property
     def gradients_in_use(self) -> bool:
-        """True if somebody takes its gradients as soon as they are reduced, before backward ends."""
-        hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters)
+        """True if somebody takes its gradients as soon as they are reduced, before backward
+        ends."""
+        hooks = (
+            getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters
+        )
         return self.inner._all_reduce_hook is not None or any(hooks)
 
     @property
@@ -65,7 +71,8 @@ class ParamGroup:
         return self.mesh.size()
 
     def parts(self, *, trainable: bool) -> list[Part]:
-        """Parts of a row, and where each lies; ``trainable``: of a reduce-scatter, which leaves frozen parameters out."""
+        """Parts of a row, and where each lies; ``trainable``: of a reduce-scatter, which leaves
+        frozen parameters out."""
         parts, at = [], 0
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if trainable and not parameter.requires_grad:
@@ -78,7 +85,8 @@ class ParamGroup:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of what its ranks share out: of a parameter that tensor parallelism has cut, of the column's part."""
+        """Shapes of what its ranks share out: of a parameter that tensor parallelism has cut, of
+        the column's part."""
         return dict(zip(self.names, fsdp_shapes(self.inner), strict=True))
 
     def columns_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -93,7 +101,8 @@ class ParamGroup:
         return whole
 
     def slices(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Views of each rank's slice of a parameter in ``whole``, which holds all its elements in order."""
+        """Views of each rank's slice of a parameter in ``whole``, which holds all its elements in
+        order."""
         parameter = self.parameters[self.names.index(name)]
         chunks = whole.view(self.shapes[name]).chunk(self.ranks, _dim(parameter))
         return [*chunks, *[whole[:0]] * (self.ranks - len(chunks))]
@@ -113,7 +122,8 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
         groups = fsdp_groups(module)
         if len(groups) > 1:
             raise InvalidArgument(
-                f"{type(module).__name__} has parameters on {len(groups)} meshes (shard_placement_fn), for which torch has no "
+                f"{type(module).__name__} has parameters on {len(groups)} meshes "
+                "(shard_placement_fn), for which torch has no "
                 "custom communication: give them a fully_shard of their own"
             )
         for group in groups:
@@ -123,15 +133,20 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
             unknown = [p for p in parameters if id(p) not in names]
             if unknown:
                 raise InvalidArgument(
-                    f"a parameter of shape {tuple(unknown[0].shape)} in a sharded {type(module).__name__} is not among "
-                    "model.named_parameters(): pass the whole model, in sharded state (between steps)"
+                    f"a parameter of shape {tuple(unknown[0].shape)} in a sharded "
+                    f"{type(module).__name__} is not among "
+                    "model.named_parameters(): pass the whole model, in sharded state (between "
+                    "steps)"
                 )
-            one = ParamGroup(module, tuple(names[id(p)] for p in parameters), fsdp_mesh(group), group)
+            one = ParamGroup(
+                module, tuple(names[id(p)] for p in parameters), fsdp_mesh(group), group
+            )
             _check(one)
             found.append(one)
     if not found:
         raise InvalidArgument(
-            "the model has no module that is sharded by FSDP2: call torch.distributed.fsdp.fully_shard(module) first"
+            "the model has no module that is sharded by FSDP2: call "
+            "torch.distributed.fsdp.fully_shard(module) first"
         )
     return found
 
@@ -140,35 +155,52 @@ def _check(param_group: ParamGroup) -> None:
     for name, parameter in zip(param_group.names, param_group.parameters, strict=True):
         if param_group.mesh.ndim != 1 or not hasattr(parameter.placements[0], "dim"):
             raise InvalidArgument(
-                f"{name} is placed {parameter.placements} on a mesh of {parameter.device_mesh.ndim} dimensions "
-                f"{parameter.device_mesh.mesh_dim_names}, expected fully_shard over one that only shards. For hybrid sharding "
-                "use fully_shard(module, mesh=mesh['shard']) and commpress.compress_hsdp(model, mesh['replicate'])"
+                f"{name} is placed {parameter.placements} on a mesh of "
+                f"{parameter.device_mesh.ndim} dimensions "
+                f"{parameter.device_mesh.mesh_dim_names}, expected fully_shard over one that "
+                "only shards. For hybrid sharding "
+                "use fully_shard(module, mesh=mesh['shard']) and commpress.compress_hsdp(model, "
+                "mesh['replicate'])"
             )
         mesh = parameter.device_mesh
         for number, dim in enumerate(mesh.mesh_dim_names or range(mesh.ndim)):
             if not bool((mesh.mesh.diff(dim=number) > 0).all()):
                 raise InvalidArgument(
-                    f"{name} is sharded on a mesh whose ranks do not ascend along {dim!r}: {mesh.mesh.tolist()}. FSDP2 gives a "
-                    "rank the rows of its place in the group, whose ranks torch sorts, and distributed checkpoints save them "
-                    "as those of its place on the mesh: rows would change places. Start the ranks in the order of the mesh"
+                    f"{name} is sharded on a mesh whose ranks do not ascend along {dim!r}: "
+                    f"{mesh.mesh.tolist()}. FSDP2 gives a "
+                    "rank the rows of its place in the group, whose ranks torch sorts, and "
+                    "distributed checkpoints save them "
+                    "as those of its place on the mesh: rows would change places. Start the "
+                    "ranks in the order of the mesh"
                 )
-        if any(type(placement) is not Shard and not placement.is_replicate() for placement in parameter.placements[1:]):
+        if any(
+            type(placement) is not Shard and not placement.is_replicate()
+            for placement in parameter.placements[1:]
+        ):
             raise InvalidArgument(
-                f"{name} is placed {parameter.placements}, expected tensor parallelism that only shards and replicates: leave "
+                f"{name} is placed {parameter.placements}, expected tensor parallelism that "
+                "only shards and replicates: leave "
                 "its module out of fully_shard"
             )
         if hasattr(parameter.to_local(), "fsdp_pre_all_gather"):
-            raise InvalidArgument(f"{name} has an all-gather of its own (fsdp_pre_all_gather), which cannot be compressed")
+            raise InvalidArgument(
+                f"{name} has an all-gather of its own (fsdp_pre_all_gather), which cannot be "
+                "compressed"
+            )
 
 
 def column_mesh(param_groups: Sequence[ParamGroup]) -> DeviceMesh | None:
-    """The mesh of all ranks that have parts of the same parameters, where tensor parallelism has cut some; else None."""
-    found = [p.device_mesh for each in param_groups for p in each.parameters if p.device_mesh.ndim > 1]
+    """The mesh of all ranks that have parts of the same parameters, where tensor parallelism has
+    cut some; else None."""
+    found = [
+        p.device_mesh for each in param_groups for p in each.parameters if p.device_mesh.ndim > 1
+    ]
     return found[0] if found else None
 
 
 def _dim(parameter: DTensor) -> int:
-    """The dimension that is sharded; with tensor parallelism on the same one torch's placement is not a Shard."""
+    """The dimension that is sharded; with tensor parallelism on the same one torch's placement is
+    not a Shard."""
     placement: Any = parameter.placements[0]
     return int(placement.dim)
 
@@ -179,7 +211,8 @@ def _cuts(size: int, ranks: int) -> list[int]:
 
 
 def _width(parameter: DTensor, shape: torch.Size, ranks: int) -> int:
-    """Elements of every row; dimension 0 is cut into ⌈size / ranks⌉, others only where they divide."""
+    """Elements of every row; dimension 0 is cut into ⌈size / ranks⌉, others only where they
+    divide."""
     if _dim(parameter) != 0:
         return shape.numel() // ranks
     return -(-shape[0] // ranks) * shape[1:].numel()

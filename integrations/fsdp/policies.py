@@ -15,15 +15,16 @@ COARSE = 8  # bits: embeddings and the output layer get at least so many
 
 
 def bits(codec: Codec) -> float:
-    """Per element of a long row, scales included; 0 for what does not travel in rows, which leaves out most."""
+    """Per element of a long row, scales included; 0 for what does not travel in rows, which leaves
+    out most."""
     if isinstance(codec, WholeTensorCodec):
         return 0.0
     return 8 * codec.row_bytes(1 << 20) / (1 << 20)
 
 
 def policy_for(model: nn.Module, codec: str | Codec | Policy, *, min_numel: int) -> Policy:
-    """A policy stays itself; a codec becomes one by role: vectors travel exactly, embeddings and the output layer at least in
-    int8."""
+    """A policy stays itself; a codec becomes one by role: vectors travel exactly, embeddings and
+    the output layer at least in int8."""
     if hasattr(codec, "choose"):
         return codec  # type: ignore[return-value]
     codec = codec_named(codec)
@@ -39,9 +40,11 @@ class _Width(CastCodec):
 
 @dataclass(frozen=True)
 class Lossless:
-    """``policy``, but what it sends exactly travels in the width of the tensors: bfloat16 loses nothing of bfloat16.
+    """``policy``, but what it sends exactly travels in the width of the tensors: bfloat16 loses
+    nothing of bfloat16.
 
-    ``scaled``: what is encoded is a multiple of them (GradScaler), which that width may not hold: then residuals are kept.
+    ``scaled``: what is encoded is a multiple of them (GradScaler), which that width may not hold:
+    then residuals are kept.
     """
 
     policy: Policy
@@ -60,11 +63,17 @@ WIDTHS = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16
 
 
 def residual_codec(residuals: str | Codec) -> Codec:
-    """The codec in which residuals are kept; of eight bits at least, for what it leaves out is lost."""
+    """The codec in which residuals are kept; of eight bits at least, for what it leaves out is
+    lost."""
     codec = codec_named(residuals)
-    if isinstance(codec, WholeTensorCodec) or not isinstance(codec, (BlockCodec, BitsCodec, CastCodec)) or bits(codec) < COARSE:
+    if (
+        isinstance(codec, WholeTensorCodec)
+        or not isinstance(codec, (BlockCodec, BitsCodec, CastCodec))
+        or bits(codec) < COARSE
+    ):
         raise InvalidArgument(
-            f"residuals is {codec.spec!r}, expected 'none' (float32), 'bf16', or eight bits, as 'shift8' has, right on average"
+            f"residuals is {codec.spec!r}, expected 'none' (float32), 'bf16', or eight bits, as "
+            "'shift8' has, right on average"
         )
     return codec
 
@@ -72,5 +81,6 @@ def residual_codec(residuals: str | Codec) -> Codec:
 def check_dtype(tensor: torch.Tensor, what: str) -> None:
     if tensor.dtype not in WIDTHS:
         raise InvalidArgument(
-            f"{what} has dtype {tensor.dtype}, expected float32, bfloat16 or float16: convert the model, or leave it out"
+            f"{what} has dtype {tensor.dtype}, expected float32, bfloat16 or float16: convert "
+            "the model, or leave it out"
         )

@@ -1,4 +1,5 @@
-"""Weights gathered ahead of forward and gradients reduced behind backward: what torch does on streams, which a CPU has not."""
+"""Weights gathered ahead of forward and gradients reduced behind backward: what torch does on
+streams, which a CPU has not."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -12,12 +13,16 @@ from commpress.collectives.channel import Channel
 from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.work import Steps
 
-AHEAD = 2  # groups gathered ahead in forward: so the network is busy while one is computed and the next decoded
-AT_ONCE = 2  # groups whose gradients are under way before backward has to wait: their buffers are what it costs
+# groups gathered ahead in forward: so the network is busy while one is computed and the next
+# decoded
+AHEAD = 2
+# groups whose gradients are under way before backward has to wait: their buffers are what it costs
+AT_ONCE = 2
 
 
 class Prefetcher:
-    """In forward a group begins the gathers of the next ones, in the order of the first forward: torch's explicit prefetching.
+    """In forward a group begins the gathers of the next ones, in the order of the first forward:
+    torch's explicit prefetching.
 
     A user who has set it already (``set_modules_to_forward_prefetch``) is left alone.
     """
@@ -36,21 +41,33 @@ class Prefetcher:
             self._order = None
             if not any(each.prefetches for each in order):
                 for i, each in enumerate(order[:-1], 1):
-                    each.module.set_modules_to_forward_prefetch([after.module for after in order[i : i + AHEAD]])
+                    each.module.set_modules_to_forward_prefetch(
+                        [after.module for after in order[i : i + AHEAD]]
+                    )
 
 
 class DeferredReductions:
-    """Reductions that go on while backward does. At its end they are taken, in order, before ``backward()`` returns.
+    """Reductions that go on while backward does. At its end they are taken, in order, before
+    ``backward()`` returns.
 
     torch takes a reduce-scatter's output at once; it is given zeros, and what comes is added.
     """
 
     def __init__(self) -> None:
         self._running: deque[torch.futures.Future[Any]] = deque()
-        self._pending: defaultdict[int, list[tuple[torch.futures.Future[Any], Callable[[Any], None]]]] = defaultdict(list)
+        self._pending: defaultdict[
+            int, list[tuple[torch.futures.Future[Any], Callable[[Any], None]]]
+        ] = defaultdict(list)
 
-    def submit(self, channel: Channel, steps: Steps[Any], *tensors: torch.Tensor, take: Callable[[Any], None]) -> None:
-        """``take`` gets the result of ``steps``, which use ``tensors``, when the backward under way ends."""
+    def submit(
+        self,
+        channel: Channel,
+        steps: Steps[Any],
+        *tensors: torch.Tensor,
+        take: Callable[[Any], None],
+    ) -> None:
+        """``take`` gets the result of ``steps``, which use ``tensors``, when the backward under way
+        ends."""
         task = torch._C._current_graph_task_id()
         if task not in self._pending:
             Variable._execution_engine.queue_callback(partial(self._end, task))

@@ -1,7 +1,9 @@
-"""Residuals of a sharded model in checkpoints: plain tensors and numbers per rank, or DTensors that lie like the parameters.
+"""Residuals of a sharded model in checkpoints: plain tensors and numbers per rank, or DTensors that
+lie like the parameters.
 
-Exact: each rank its own residuals, for a bitwise resume. Elastic: only R, the mean of the ranks' residuals, sharded like the
-parameters; on the new ranks every residual is R, so the mean, and with it everything still owed, is unchanged.
+Exact: each rank its own residuals, for a bitwise resume. Elastic: only R, the mean of the ranks'
+residuals, sharded like the parameters; on the new ranks every residual is R, so the mean, and with
+it everything still owed, is unchanged.
 """
 
 from typing import Any
@@ -35,7 +37,11 @@ def exact_residuals(state: Any) -> dict[str, Any]:
         **({"kept_in": state.kept_in.spec} if not state.kept_in.lossless else {}),
         **_choices(state),
         **({"alarm": state.alarm.state_dict()} if state.alarm is not None else {}),
-        "weights": {g.param_group.names[0]: g.own_row() for g in state.gatherers if g.difference and g.own_row() is not None},
+        "weights": {
+            g.param_group.names[0]: g.own_row()
+            for g in state.gatherers
+            if g.difference and g.own_row() is not None
+        },
     }
 
 
@@ -43,20 +49,24 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
     _check(state, saved, "exact")
     if saved["layout"] != _layout(state):
         raise StateMismatch(
-            f"the state was saved by rank and world size {saved['layout'][:2]} of units {saved['layout'][2:]}, this is "
-            f"{_layout(state)[:2]} of {_layout(state)[2:]}: load each rank's own file into the same model, or save with "
+            f"the state was saved by rank and world size {saved['layout'][:2]} of units "
+            f"{saved['layout'][2:]}, this is "
+            f"{_layout(state)[:2]} of {_layout(state)[2:]}: load each rank's own file into the "
+            "same model, or save with "
             "elastic_state_dict() to change the world size"
         )
     if saved.get("kept_in", "none") != state.kept_in.spec:
         raise StateMismatch(
-            f"the state was saved with residuals={saved.get('kept_in', 'none')!r}, this run keeps them in "
+            f"the state was saved with residuals={saved.get('kept_in', 'none')!r}, this run "
+            "keeps them in "
             f"{state.kept_in.spec!r}: pass the same residuals=, or save with elastic_state_dict()"
         )
     if not state.kept_in.lossless:
         for store, name in ((state.residuals, "residuals"), (state.residuals_between, "between")):
             store.load_codes({_key(k): v for k, v in saved[name].items()})
         return _load_steps(state, saved)
-    reduced = {key: torch.zeros_like(reduced) for key, _, reduced in state.residuals.places()}  # zeros of whole tensors
+    # zeros of whole tensors
+    reduced = {key: torch.zeros_like(reduced) for key, _, reduced in state.residuals.places()}
     residuals = {_key(k): v for k, v in saved["residuals"].items()}
     _load_choices(state, saved)
     state.residuals.load({key: (sent, reduced.get(key, _NONE)) for key, sent in residuals.items()})
@@ -102,58 +112,96 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
                     row[: values.numel()] = values.reshape(-1)
         shard = torch.zeros(reducer.stride, device=rows.device)
         channel = reducer.channel.beside("checkpoint")  # its bytes are none of gradients
-        plan = deals(parts, policy_of("none"), rank=channel.rank, ranks=channel.size, feedback=False)
+        plan = deals(
+            parts, policy_of("none"), rank=channel.rank, ranks=channel.size, feedback=False
+        )
         run(
             reduce_rows(
-                rows.view(-1), shard, [None] * len(plan), plan=plan, transport=channel.transport, workspace=channel.workspace,
+                rows.view(-1),
+                shard,
+                [None] * len(plan),
+                plan=plan,
+                transport=channel.transport,
+                workspace=channel.workspace,
                 sequence=channel.take(len(plan)),
             )
-        )  # fmt: skip
+        )
         parameters = dict(zip(param_group.names, param_group.parameters, strict=True))
         for part in parts:
             parameter = parameters[part.name]
             local = parameter.to_local()
             values = shard[part.at : part.at + local.numel()].view(local.shape).clone()
             result[part.name] = DTensor.from_local(
-                values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                values,
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
     choices = _choices(state)
     sketched = [name for whole in _whole(state) for name in whole.sketched]
-    quanta = {name: torch.tensor(choices["quanta"].get(name, 0.0), dtype=torch.float64) for name in sketched}  # 0: none yet
+    # 0: none yet
+    quanta = {
+        name: torch.tensor(choices["quanta"].get(name, 0.0), dtype=torch.float64)
+        for name in sketched
+    }
     return {
-        "format": _FORMAT, "kind": "elastic", "step": state.step, "residuals": result, "bases": choices["bases"],
+        "format": _FORMAT,
+        "kind": "elastic",
+        "step": state.step,
+        "residuals": result,
+        "bases": choices["bases"],
         "quanta": quanta,
-    }  # fmt: skip
+    }
 
 
 def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     _check(state, saved, "elastic")
     if _in_levels(state):
-        raise StateMismatch("residuals of two hops have no elastic form: load what state_dict() gave, or leave topology= out")
+        raise StateMismatch(
+            "residuals of two hops have no elastic form: load what state_dict() gave, or leave "
+            "topology= out"
+        )
     _check_whole(state, "load what state_dict() gave")
     residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
     for reducer in state.reducers.values():
         missing = [part.name for part in reducer.parts if part.name not in saved["residuals"]]
         if missing:
-            raise StateMismatch(f"the state has no residual of {missing[0]!r}: it is of another model")
+            raise StateMismatch(
+                f"the state has no residual of {missing[0]!r}: it is of another model"
+            )
         channel = reducer.channel
         plan = deals(
-            reducer.in_rows, RowsOnly(reducer.hops[0].policy), rank=channel.rank, ranks=channel.size,
+            reducer.in_rows,
+            RowsOnly(reducer.hops[0].policy),
+            rank=channel.rank,
+            ranks=channel.size,
             feedback=state.error_feedback,
-        )  # fmt: skip
-        every = {part.name: saved["residuals"][part.name].full_tensor().float() for part in reducer.parts}
-        values = {name: reducer.param_group.columns_part(name, whole).reshape(-1) for name, whole in every.items()}
+        )
+        every = {
+            part.name: saved["residuals"][part.name].full_tensor().float() for part in reducer.parts
+        }
+        values = {
+            name: reducer.param_group.columns_part(name, whole).reshape(-1)
+            for name, whole in every.items()
+        }
         for part in reducer.in_rows:  # their offsets count elements in the order of ranks
             slices = reducer.param_group.slices(part.name, values[part.name])
             values[part.name] = torch.cat([each.reshape(-1) for each in slices])
         for deal in plan:
             for (name, offset), line in zip(deal.every.keys, deal.every.pieces.table, strict=True):
                 if line[RESIDUAL] >= 0:
-                    residuals[name, offset] = (values[name][offset : offset + int(line[NUMEL])].clone(), _NONE)
+                    residuals[name, offset] = (
+                        values[name][offset : offset + int(line[NUMEL])].clone(),
+                        _NONE,
+                    )
         if reducer.whole is not None:
             for (name, offset), sent, reduced in state.residuals.places():
                 if name in reducer.whole.names:
-                    residuals[name, offset] = (values[name][offset : offset + sent.numel()].clone(), torch.zeros_like(reduced))
+                    residuals[name, offset] = (
+                        values[name][offset : offset + sent.numel()].clone(),
+                        torch.zeros_like(reduced),
+                    )
         reducer.calls = saved["step"]
     quanta = {name: float(quantum) for name, quantum in saved["quanta"].items() if quantum > 0}
     _load_choices(state, {"bases": saved["bases"], "quanta": quanta})
@@ -163,10 +211,12 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
 
 
 def _check_whole(state: Any, cure: str) -> None:
-    """Columns of tensor parallelism have a basis and quanta each, for shards that another mesh cuts otherwise."""
+    """Columns of tensor parallelism have a basis and quanta each, for shards that another mesh cuts
+    otherwise."""
     if _whole(state) and column_mesh(state.param_groups) is not None:
         raise StateMismatch(
-            f"PowerSGD and sketches have no elastic form under tensor parallelism: {cure}, or choose a codec of rows"
+            f"PowerSGD and sketches have no elastic form under tensor parallelism: {cure}, or "
+            "choose a codec of rows"
         )
 
 
@@ -182,7 +232,10 @@ def _choices(state: Any) -> dict[str, dict[str, Any]]:
 def _load_choices(state: Any, saved: dict[str, Any]) -> None:
     for whole in _whole(state):
         whole.exchanges.load_choices(
-            {kind: {n: v for n, v in saved[kind].items() if n in whole.names} for kind in ("bases", "quanta")}
+            {
+                kind: {n: v for n, v in saved[kind].items() if n in whole.names}
+                for kind in ("bases", "quanta")
+            }
         )
 
 
@@ -192,12 +245,16 @@ def _whole(state: Any) -> list[WholeParameters]:
 
 def _in_levels(state: Any) -> bool:
     """True if residuals of whole tensors belong to nodes."""
-    return state.error_feedback and any(whole.exchanges.levels is not None for whole in _whole(state))
+    return state.error_feedback and any(
+        whole.exchanges.levels is not None for whole in _whole(state)
+    )
 
 
 def _plain(store: ResidualStore) -> dict[str, torch.Tensor]:
     if store.kind is not None:
-        return {f"{name}@{offset}": codes.clone() for (name, offset), codes in store.codes().items()}
+        return {
+            f"{name}@{offset}": codes.clone() for (name, offset), codes in store.codes().items()
+        }
     return {f"{name}@{offset}": sent.clone() for (name, offset), sent, _ in store.places()}
 
 
@@ -209,11 +266,16 @@ def _key(text: str) -> Key:
 def _layout(state: Any) -> list[Any]:
     """Facts that must be the same for an exact resume."""
     first = state.param_groups[0]
-    return [first.mesh.get_local_rank(), first.ranks, *(each.names[0] for each in state.param_groups)]
+    return [
+        first.mesh.get_local_rank(),
+        first.ranks,
+        *(each.names[0] for each in state.param_groups),
+    ]
 
 
 def _check(state: Any, saved: dict[str, Any], kind: str) -> None:
     if saved.get("format") != _FORMAT or saved.get("kind") != kind:
         raise StateMismatch(
-            "expected what state_dict() or elastic_state_dict() gave; this is something else or of another version"
+            "expected what state_dict() or elastic_state_dict() gave; this is something else or "
+            "of another version"
         )

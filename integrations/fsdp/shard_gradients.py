@@ -1,4 +1,5 @@
-"""FSDP2's reduce-scatter, compressed: one object per parameter group, which owns the group's residuals."""
+"""FSDP2's reduce-scatter, compressed: one object per parameter group, which owns the group's
+residuals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ class Hop:
     channel: Channel
     policy: Policy
     residuals: ResidualStore
-    rows: tuple[tuple[int, ...], ...] = ()  # what each rank of the channel is sent; () in the last hop of two: ``own``
+    # what each rank of the channel is sent; () in the last hop of two: ``own``
+    rows: tuple[tuple[int, ...], ...] = ()
     own: tuple[int, ...] = ()  # the rows that the first hop left here
     rotated: bool = False  # blocks are turned by a Hadamard matrix before they are quantised
 
@@ -49,27 +51,46 @@ class _Leg:
 
 
 class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
-    """Averages the gradients of one parameter group: quantised rows to their owners, sums in float32.
+    """Averages the gradients of one parameter group: quantised rows to their owners, sums in
+    float32.
 
-    Those whose codec is of whole tensors are averaged beside them, on every rank (``whole_parameters``).
+    Those whose codec is of whole tensors are averaged beside them, on every rank
+    (``whole_parameters``).
     """
 
-    def __init__(self, param_group: ParamGroup, owner: Any, channel: Channel, hops: Sequence[Hop]) -> None:
-        self.param_group, self.owner, self.channel, self.hops = param_group, owner, channel, list(hops)
+    def __init__(
+        self, param_group: ParamGroup, owner: Any, channel: Channel, hops: Sequence[Hop]
+    ) -> None:
+        self.param_group, self.owner, self.channel, self.hops = (
+            param_group,
+            owner,
+            channel,
+            list(hops),
+        )
         self.parts = param_group.parts(trainable=True)
         self.stride = sum(part.width for part in self.parts)
         self.calls = 0
         policy, shapes = hops[-1].policy, param_group.shapes
-        whole = [p for p in self.parts if travels_whole(policy.choose(p.name, p.numel), shapes[p.name])]
+        whole = [
+            p for p in self.parts if travels_whole(policy.choose(p.name, p.numel), shapes[p.name])
+        ]
         self.in_rows = [part for part in self.parts if part not in whole]
         self.whole = None
         if whole:
             self.whole = WholeParameters(
-                param_group, whole, policy, channel, residuals=owner.residuals, feedback=owner.error_feedback, seed=owner.seed
+                param_group,
+                whole,
+                policy,
+                channel,
+                residuals=owner.residuals,
+                feedback=owner.error_feedback,
+                seed=owner.seed,
             )
         self._legs: dict[torch.dtype, list[_Leg]] = {}
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         numel = int(size[0])
         if self._lends(numel, device):
             return self.channel.workspace.borrow(numel, dtype, device)
@@ -77,7 +98,11 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
 
     def _lends(self, numel: int, device: torch.device) -> bool:
         """True if this is a buffer of whole gradients, which nobody reads once they are reduced."""
-        return device.type == "cpu" and self.param_group.ranks > 1 and numel == self.stride * self.param_group.ranks
+        return (
+            device.type == "cpu"
+            and self.param_group.ranks > 1
+            and numel == self.stride * self.param_group.ranks
+        )
 
     def __call__(
         self,
@@ -90,28 +115,41 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         self._check(input_tensor, group)
         key, self.calls = self.owner.begin(self), self.calls + 1
         legs, workspace = self._legs_for(input_tensor.dtype), self.channel.workspace
-        numbers = sum(len(leg.plan) for leg in legs) + (self.whole.exchange.sequences if self.whole else 0)
+        numbers = sum(len(leg.plan) for leg in legs) + (
+            self.whole.exchange.sequences if self.whole else 0
+        )
         sequence = self.channel.take(numbers + 1)
         factor, deferred = _factor(op, self.param_group.ranks), self.owner.deferred
         if op == dist.ReduceOp.SUM or self.param_group.gradients_in_use:
             deferred = None  # torch divides the output, or somebody reads it, at once
-        if deferred is not None and torch._C._current_graph_task_id() < 0:  # a pipeline reduces between its backwards
+        # a pipeline reduces between its backwards
+        if deferred is not None and torch._C._current_graph_task_id() < 0:
             self.owner.outside_backward()
             deferred = None
         in_place = deferred is None and output_tensor.dtype == torch.float32
-        out = output_tensor if in_place else workspace.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
+        out = (
+            output_tensor
+            if in_place
+            else workspace.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
+        )
         vote = None if self.owner.consensus is None else self.owner.consensus.reserve()
         round = self.owner.round()
         if round is not None:
             round.begin(out)
-        steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote, round)
+        steps = self._reduced(
+            input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote, round
+        )
         if deferred is not None:
             output_tensor.zero_()
             take = partial(self._add, out, output_tensor.dtype, legs)
             deferred.submit(self.channel, steps, input_tensor, out, take=take)
             return
         alone = self.owner.deferred is None  # else behind those under way, whose buffers it shares
-        finite = self.channel.run(steps) if alone else self.channel.submit(steps, input_tensor, out).wait()
+        finite = (
+            self.channel.run(steps)
+            if alone
+            else self.channel.submit(steps, input_tensor, out).wait()
+        )
         if not finite:
             self.owner.not_finite(self, output_tensor)
         elif out is not output_tensor:
@@ -130,7 +168,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             gradient = parameters[part.name].grad
             if gradient is None:
                 raise InvalidArgument(
-                    f"the gradient of {part.name} was taken away before backward had ended: pass overlap=False to compress_fsdp"
+                    f"the gradient of {part.name} was taken away before backward had ended: "
+                    "pass overlap=False to compress_fsdp"
                 )
             local = gradient.to_local()  # type: ignore[attr-defined]
             local.add_(values[part.at : part.at + local.numel()].view(local.shape))
@@ -149,7 +188,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         vote: int | None,
         round: Round | None,
     ) -> Steps[bool]:
-        """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were finite, else residuals stay.
+        """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were
+        finite, else residuals stay.
 
         In a ``round`` they stay also where those of another exchange of it were not.
         """
@@ -162,8 +202,11 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             means = workspace.borrow(self.whole.numel, torch.float32, device)
             jobs.append(self.whole.steps(gradients, means, sequence=sequence, key=key, gain=gain))
             sequence += self.whole.exchange.sequences
-        limit = 2 if self.channel.levels is None else 1  # in levels ranks may wait differently often: see ``two_level``
-        outcomes = [outcome for found in (yield from overlapped(jobs, limit=limit)) for outcome in found]
+        # in levels ranks may wait differently often: see ``two_level``
+        limit = 2 if self.channel.levels is None else 1
+        outcomes = [
+            outcome for found in (yield from overlapped(jobs, limit=limit)) for outcome in found
+        ]
         finite = all(outcome.finite for outcome in outcomes)
         alarm = self.owner.alarm
         if finite and alarm is not None and alarm.due(self.calls - 1):
@@ -188,12 +231,20 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         return finite
 
     def _rows(
-        self, gradients: torch.Tensor, out: torch.Tensor, legs: list[_Leg], key: int, gain: float, sequence: int
+        self,
+        gradients: torch.Tensor,
+        out: torch.Tensor,
+        legs: list[_Leg],
+        key: int,
+        gain: float,
+        sequence: int,
     ) -> Steps[list[Outcome]]:
         """out := gain · the mean of what travels in rows, hop by hop."""
         workspace, lent, buffer = self.channel.workspace, [], gradients
         if not knows(gradients.device, gradients.dtype) or legs[0].hop.rotated:
-            buffer = workspace.borrow(gradients.numel(), torch.float32, gradients.device).copy_(gradients)
+            buffer = workspace.borrow(gradients.numel(), torch.float32, gradients.device).copy_(
+                gradients
+            )
             lent.append(buffer)
         outcomes: list[Outcome] = []
         for i, leg in enumerate(legs):
@@ -205,9 +256,16 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             if leg.hop.rotated:
                 rotate(buffer, [deal.every.pieces for deal in leg.plan])
             outcomes += yield from reduce_rows(
-                buffer, target, leg.feedbacks, plan=leg.plan, transport=leg.hop.channel.transport, workspace=workspace,
-                sequence=sequence, key=key, gain=gain if i == 0 else 1.0,
-            )  # fmt: skip
+                buffer,
+                target,
+                leg.feedbacks,
+                plan=leg.plan,
+                transport=leg.hop.channel.transport,
+                workspace=workspace,
+                sequence=sequence,
+                key=key,
+                gain=gain if i == 0 else 1.0,
+            )
             sequence += len(leg.plan)
             if leg.hop.rotated:
                 rotate(target, [deal.own for deal in leg.plan])
@@ -233,14 +291,17 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         check_dtype(input_tensor, f"the gradients of {self.param_group.name}")
         if group.size() != self.param_group.ranks:
             raise InvalidArgument(
-                f"the gradients of {self.param_group.name} are reduced among {group.size()} ranks, expected "
+                f"the gradients of {self.param_group.name} are reduced among {group.size()} "
+                "ranks, expected "
                 f"{self.param_group.ranks}"
             )
         if input_tensor.numel() != self.stride * self.param_group.ranks:
             raise InvalidArgument(
                 f"{input_tensor.numel()} gradients of {self.param_group.name} came, expected "
-                f"{self.stride * self.param_group.ranks}: parameters without a gradient are left out, or requires_grad was "
-                "changed after compress_fsdp. For the first call model.set_reduce_scatter_unused_params(True) (torch 2.13), "
+                f"{self.stride * self.param_group.ranks}: parameters without a gradient are "
+                "left out, or requires_grad was "
+                "changed after compress_fsdp. For the first call "
+                "model.set_reduce_scatter_unused_params(True) (torch 2.13), "
                 "for the second compress_fsdp when it is done"
             )
 
@@ -257,13 +318,31 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             device = self.param_group.parameters[0].device
             legs = []
             for hop in self.hops:
-                options: dict[str, Any] = {"stride": self.stride, "feedback": self.owner.error_feedback}
-                policy, rank = Lossless(RowsOnly(hop.policy), dtype, self.owner.grad_scaler is not None), hop.channel.rank
+                options: dict[str, Any] = {
+                    "stride": self.stride,
+                    "feedback": self.owner.error_feedback,
+                }
+                policy, rank = (
+                    Lossless(RowsOnly(hop.policy), dtype, self.owner.grad_scaler is not None),
+                    hop.channel.rank,
+                )
                 if hop.own:
-                    plan = second_hop(self.in_rows, RowsOnly(hop.policy), hop.own, rank=rank, **options)
+                    plan = second_hop(
+                        self.in_rows, RowsOnly(hop.policy), hop.own, rank=rank, **options
+                    )
                 else:
-                    plan = deals(self.in_rows, policy, rank=rank, ranks=hop.channel.size, bases=hop.rows, **options)
-                feedbacks = [hop.residuals.attach(deal.every.keys, deal.every.pieces, device) for deal in plan]
+                    plan = deals(
+                        self.in_rows,
+                        policy,
+                        rank=rank,
+                        ranks=hop.channel.size,
+                        bases=hop.rows,
+                        **options,
+                    )
+                feedbacks = [
+                    hop.residuals.attach(deal.every.keys, deal.every.pieces, device)
+                    for deal in plan
+                ]
                 rows = len(hop.rows[rank]) if hop.rows else 1
                 legs.append(_Leg(hop, plan, feedbacks, rows * self.stride))
             self._legs = {dtype: legs}

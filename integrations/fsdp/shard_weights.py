@@ -1,4 +1,5 @@
-"""FSDP2's all-gather of parameters, compressed: one object per parameter group. Sharded parameters are only read."""
+"""FSDP2's all-gather of parameters, compressed: one object per parameter group. Sharded parameters
+are only read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ _AllGather, _ = fsdp_communication()
 
 @dataclass(frozen=True)
 class Difference:
-    """Weights travel as differences from what all ranks hold already, in ``codec``; where nothing changed, not at all.
+    """Weights travel as differences from what all ranks hold already, in ``codec``; where nothing
+    changed, not at all.
 
-    What is lost is part of the next difference, so errors do not add up. Every rank keeps a copy of all parameters in the
-    dtype in which they are gathered: memory that full sharding saves. After loading other weights, ``forget`` the copies
-    (``ShardedState.forget_weights``) or let them converge in a few steps.
+    What is lost is part of the next difference, so errors do not add up. Every rank keeps a copy of
+    all parameters in the dtype in which they are gathered: memory that full sharding saves. After
+    loading other weights, ``forget`` the copies (``ShardedState.forget_weights``) or let them
+    converge in a few steps.
     """
 
     codec: str | Codec = "int4"
@@ -37,15 +40,28 @@ class Difference:
 class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
     """Gathers one group of parameters; every rank, the owner too, gets the decoded ones.
 
-    Note: when nothing is sent. Weights do not change between forward and backward, so backward takes what forward has
-    received, and no rank needs to ask. In forward they have changed if gradients were reduced meanwhile. Else (evaluation,
-    accumulation, frozen parameters) each rank looks, and a header to everybody says whether any rank's have.
+    Note: when nothing is sent. Weights do not change between forward and backward, so backward
+    takes what forward has received, and no rank needs to ask. In forward they have changed if
+    gradients were reduced meanwhile. Else (evaluation, accumulation, frozen parameters) each rank
+    looks, and a header to everybody says whether any rank's have.
     """
 
     def __init__(
-        self, param_group: ParamGroup, owner: Any, policy: Policy, channel: Channel, *, difference: bool, keep: bool
+        self,
+        param_group: ParamGroup,
+        owner: Any,
+        policy: Policy,
+        channel: Channel,
+        *,
+        difference: bool,
+        keep: bool,
     ) -> None:
-        self.param_group, self.owner, self.policy, self.channel = param_group, owner, policy, channel
+        self.param_group, self.owner, self.policy, self.channel = (
+            param_group,
+            owner,
+            policy,
+            channel,
+        )
         self.difference = difference
         self.parts = param_group.parts(trainable=False)
         self.stride = sum(part.width for part in self.parts)
@@ -56,10 +72,13 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self._reduced = -1  # how often gradients had been reduced then
         exact = [part for part in self.parts if policy.choose(part.name, part.numel).lossless]
         self.keep = keep and len(exact) < len(self.parts)  # what saves nothing is not worth memory
-        self._values = [slice(part.at, part.at + part.width) for part in exact]  # what never travels as a difference
+        # what never travels as a difference
+        self._values = [slice(part.at, part.at + part.width) for part in exact]
         self._plans: dict[tuple[torch.dtype, bool], list[Deal]] = {}
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -70,7 +89,8 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         async_op: bool = False,
     ) -> Any:
         check_dtype(input_tensor, f"the parameters of {self.param_group.name}")
-        if group.size() != self.param_group.ranks:  # between forward and backward, among the ranks of a node: exact
+        # between forward and backward, among the ranks of a node: exact
+        if group.size() != self.param_group.ranks:
             self.owner.gathered_exactly(output_tensor, group.size())
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         backward = torch._C._current_graph_task_id() >= 0
@@ -89,18 +109,30 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
     # ------------------------------------------------------------ steps
 
     def _whole(
-        self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
+        self,
+        row: torch.Tensor,
+        out: torch.Tensor,
+        sequence: int,
+        key: int,
+        backward: bool,
+        fresh: bool,
     ) -> Steps[None]:
         plan, workspace = self._plan(row.dtype), self.channel.workspace
         keep, kept = self.keep and self.param_group.gathered_twice, bool(self._rows)
         changed = not kept or (yield from self._changed(row, sequence, backward, fresh))
-        whole = out if knows(out.device, out.dtype) else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
+        whole = (
+            out
+            if knows(out.device, out.dtype)
+            else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
+        )
         if changed:
             workspace.give_rows(*self._rows)
             self._rows = []
             if keep:
                 self._note(row)
-            yield from self._gathered(row, whole, plan, sequence + 1, key, kept=self._rows if keep else None)
+            yield from self._gathered(
+                row, whole, plan, sequence + 1, key, kept=self._rows if keep else None
+            )
         else:
             decode_rows(self._rows, whole, plan=plan, workspace=workspace)
         if whole is not out:
@@ -110,11 +142,19 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self.owner.gathered(out, plan if changed else [], self.param_group.ranks, headers=headers)
 
     def _difference(
-        self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
+        self,
+        row: torch.Tensor,
+        out: torch.Tensor,
+        sequence: int,
+        key: int,
+        backward: bool,
+        fresh: bool,
     ) -> Steps[None]:
         plan, exact = self._plan(row.dtype), self._plan(row.dtype, exact=True)
         direct = knows(out.device, out.dtype)
-        step = out if direct else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
+        step = (
+            out if direct else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
+        )
         sent: list[Deal] = []
         if self.held is None:
             whole = row if self.restored is None else self.restored.to(row)
@@ -132,19 +172,27 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
             base = rows[self.channel.rank].float()
             self._note(row)
             if direct:
-                finite = yield from self._gathered(row.float(), self.held, plan, sequence + 1, key, base=base, add=True)
+                finite = yield from self._gathered(
+                    row.float(), self.held, plan, sequence + 1, key, base=base, add=True
+                )
             else:
-                finite = yield from self._gathered(row.float(), step, plan, sequence + 1, key, base=base)
+                finite = yield from self._gathered(
+                    row.float(), step, plan, sequence + 1, key, base=base
+                )
                 self.held.add_(step)
         out.copy_(self.held)
         if not direct:
             self.channel.workspace.give_back(step)
         headers = int(not backward and not fresh)
-        self.owner.gathered(out, [*sent, *(plan if changed else [])], self.param_group.ranks, headers=headers)
+        self.owner.gathered(
+            out, [*sent, *(plan if changed else [])], self.param_group.ranks, headers=headers
+        )
         if not finite:
             self.forget()
 
-    def _changed(self, row: torch.Tensor, sequence: int, backward: bool, fresh: bool) -> Steps[bool]:
+    def _changed(
+        self, row: torch.Tensor, sequence: int, backward: bool, fresh: bool
+    ) -> Steps[bool]:
         """True if any rank's weights differ from what was sent last. See the class's note."""
         if backward or fresh:
             return fresh and not backward
@@ -152,16 +200,28 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         return (yield from any_rank(not same, self.channel, sequence, row.device))
 
     def _gathered(
-        self, row: torch.Tensor, out: torch.Tensor, plan: list[Deal], sequence: int, key: int, **options: Any
+        self,
+        row: torch.Tensor,
+        out: torch.Tensor,
+        plan: list[Deal],
+        sequence: int,
+        key: int,
+        **options: Any,
     ) -> Steps[bool]:
         """``gather_rows`` of any dtype; whether all was finite."""
         wide = row
         if not knows(row.device, row.dtype):
             wide = self.channel.workspace.borrow(row.numel(), torch.float32, row.device).copy_(row)
         finite = yield from gather_rows(
-            wide, out, plan=plan, transport=self.channel.transport, workspace=self.channel.workspace, sequence=sequence,
-            key=key, **options,
-        )  # fmt: skip
+            wide,
+            out,
+            plan=plan,
+            transport=self.channel.transport,
+            workspace=self.channel.workspace,
+            sequence=sequence,
+            key=key,
+            **options,
+        )
         if wide is not row:
             self.channel.workspace.give_back(wide)
         return all(finite)
@@ -173,7 +233,8 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self._last.copy_(row)
 
     def own_row(self) -> torch.Tensor | None:
-        """This rank's part of what all hold: with all ranks' parts, and nothing else, it comes back bit for bit."""
+        """This rank's part of what all hold: with all ranks' parts, and nothing else, it comes back
+        bit for bit."""
         if self.held is None:
             return self.restored
         return self.held.view(self.param_group.ranks, -1)[self.channel.rank].clone()
@@ -187,14 +248,19 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         if (dtype, exact) not in self._plans:
             policy = policy_of("none") if exact else self.policy
             self._plans[dtype, exact] = deals(
-                self.parts, Lossless(policy, dtype), rank=self.channel.rank, ranks=self.param_group.ranks, stride=self.stride,
+                self.parts,
+                Lossless(policy, dtype),
+                rank=self.channel.rank,
+                ranks=self.param_group.ranks,
+                stride=self.stride,
                 feedback=False,
-            )  # fmt: skip
+            )
         return self._plans[dtype, exact]
 
 
 class _Pending(dist.Work):
-    """FSDP2 waits for what an all-gather returns before it copies the parameters out, also where it did not ask for it."""
+    """FSDP2 waits for what an all-gather returns before it copies the parameters out, also where it
+    did not ask for it."""
 
     def __init__(self, future: torch.futures.Future[None]) -> None:
         super().__init__()

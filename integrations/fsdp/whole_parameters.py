@@ -1,4 +1,5 @@
-"""Parameters whose codec is of whole tensors (PowerSGD, sketches): averaged whole on every rank, which keeps its slices.
+"""Parameters whose codec is of whole tensors (PowerSGD, sketches): averaged whole on every rank,
+which keeps its slices.
 
 Over a channel of two levels nodes send exact sums of their ranks, as under DDP with a topology.
 """
@@ -20,7 +21,8 @@ from commpress.work import Steps
 
 
 class WholeParameters:
-    """Their gradients side by side in a buffer of the channel's workspace: out of the rows of all ranks, back into one."""
+    """Their gradients side by side in a buffer of the channel's workspace: out of the rows of all
+    ranks, back into one."""
 
     def __init__(
         self,
@@ -37,7 +39,13 @@ class WholeParameters:
         self.device = param_group.parameters[0].device
         self.shapes = [param_group.shapes[part.name] for part in parts]
         self.exchanges = Exchanges(
-            policy, channel.size, channel.workspace, levels=channel.levels, residuals=residuals, feedback=feedback, seed=seed
+            policy,
+            channel.size,
+            channel.workspace,
+            levels=channel.levels,
+            residuals=residuals,
+            feedback=feedback,
+            seed=seed,
         )
         self.exchange = self.exchanges.of(self.names, self._tensors, self.device)
 
@@ -49,7 +57,11 @@ class WholeParameters:
     def sketched(self) -> tuple[str, ...]:
         """Names of those that travel as sketches."""
         choose = self.exchanges.policy.choose
-        return tuple(part.name for part in self.parts if isinstance(choose(part.name, part.numel), SketchCodec))
+        return tuple(
+            part.name
+            for part in self.parts
+            if isinstance(choose(part.name, part.numel), SketchCodec)
+        )
 
     @property
     def numel(self) -> int:
@@ -71,10 +83,15 @@ class WholeParameters:
         for part, slices in zip(self.parts, self._slices(whole), strict=True):
             for row, values in zip(rows, slices, strict=True):
                 values.copy_(row[part.at : part.at + values.numel()].view(values.shape))
-        return (yield from self.exchange.steps(self.channel, whole, sequence=sequence, key=key, gain=gain))
+        return (
+            yield from self.exchange.steps(
+                self.channel, whole, sequence=sequence, key=key, gain=gain
+            )
+        )
 
     def deliver(self, whole: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        """out := this rank's slices of ``whole`` · ``factor``, each where its parameter lies in a row."""
+        """out := this rank's slices of ``whole`` · ``factor``, each where its parameter lies in a
+        row."""
         for part, slices in zip(self.parts, self._slices(whole), strict=True):
             own = slices[self.channel.rank]
             torch.mul(own, factor, out=out[part.at : part.at + own.numel()].view(own.shape))
@@ -82,5 +99,6 @@ class WholeParameters:
     def _slices(self, whole: torch.Tensor) -> list[list[torch.Tensor]]:
         spans = self.exchange.spans
         return [
-            self.param_group.slices(span.name, whole[span.source : span.source + span.numel]) for span in spans
+            self.param_group.slices(span.name, whole[span.source : span.source + span.numel])
+            for span in spans
         ]

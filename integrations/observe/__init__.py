@@ -10,6 +10,16 @@ from commpress.lazy import lazily
 if TYPE_CHECKING:
     from commpress.integrations.observe.endpoint import MetricsEndpoint
 
-__getattr__ = lazily(__name__, {"endpoint": ["MetricsEndpoint"]})  # it needs a package that not everybody has
+# it needs a package that not everybody has
+__getattr__ = lazily(__name__, {"endpoint": ["MetricsEndpoint"]})
 
-__all__ = ["Counters", "Metrics", "MetricsEndpoint", "StepMetrics", "Watch", "to_json_lines", "to_writer", "watch"]
+__all__ = [
+    "Counters",
+    "Metrics",
+    "MetricsEndpoint",
+    "StepMetrics",
+    "Watch",
+    "to_json_lines",
+    "to_writer",
+    "watch",
+]

@@ -1,7 +1,8 @@
 """An alarm that compression harms a run, and what follows when it sounds.
 
-Every so many steps all ranks look at three signs, which they add up over the ranks, so that all judge alike: what compression
-has left behind grows, relative to the gradient; what was sent points elsewhere than the gradient; the loss leaves its trend.
+Every so many steps all ranks look at three signs, which they add up over the ranks, so that all
+judge alike: what compression has left behind grows, relative to the gradient; what was sent points
+elsewhere than the gradient; the loss leaves its trend.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,24 +24,32 @@ WARN = "warn"
 NONE = "none"  # no compression: torch's own all-reduce
 WINDOW = 16  # looks without an alarm that make up what is usual
 FEWEST = 3  # of these, before residuals and the cosine are judged
-FEWEST_LOSSES = 8  # of these, before the loss is judged: a trend of fewer has errors that are not small beside it
+# of these, before the loss is judged: a trend of fewer has errors that are not small beside it
+FEWEST_LOSSES = 8
 CALM = 8  # looks without an alarm, after which the next pause is short again
 LONGEST = 64  # looks that another codec lasts at most
 
 
 @dataclass
 class Alarm:
-    """``commpress.compress(ddp, "sign", alarm=commpress.Alarm("int8"))``; tell it the loss by ``state.alarm.tell(loss)``.
+    """``commpress.compress(ddp, "sign", alarm=commpress.Alarm("int8"))``; tell it the loss by
+    ``state.alarm.tell(loss)``.
 
-    - ``then``: "warn" warns and counts; a codec's name, such as "int8", goes on with that codec for a while; "none" without
+    - ``then``: "warn" warns and counts; a codec's name, such as "int8", goes on with that codec for
+      a while; "none" without
       compression, and what compression owes goes with the first such step.
     - ``every``: steps between two looks.
-    - ``growth``: it sounds where residuals are more than so many times as large as usual, relative to the gradient.
-    - ``cosine``: it sounds where the cosine of the gradient and what was sent for it is below this share of the usual one.
-    - ``deviations``: it sounds where the mean loss since the last look is so many standard deviations above its trend.
-    - ``pause``: looks for which ``then`` lasts; twice as many each time the alarm sounds again soon after.
+    - ``growth``: it sounds where residuals are more than so many times as large as usual, relative
+      to the gradient.
+    - ``cosine``: it sounds where the cosine of the gradient and what was sent for it is below this
+      share of the usual one.
+    - ``deviations``: it sounds where the mean loss since the last look is so many standard
+      deviations above its trend.
+    - ``pause``: looks for which ``then`` lasts; twice as many each time the alarm sounds again soon
+      after.
 
-    Usual is the median of the last sixteen looks without an alarm. ``sounded`` counts alarms, ``why`` tells of the last one.
+    Usual is the median of the last sixteen looks without an alarm. ``sounded`` counts alarms,
+    ``why`` tells of the last one.
     """
 
     then: str = WARN
@@ -64,10 +73,16 @@ class Alarm:
         check_counts(every=self.every, pause=self.pause)
         for name, least in (("every", 1), ("pause", 1)):
             if getattr(self, name) < least:
-                raise InvalidArgument(f"{name} is {getattr(self, name)!r}, expected a number from {least}")
+                raise InvalidArgument(
+                    f"{name} is {getattr(self, name)!r}, expected a number from {least}"
+                )
         for name in ("growth", "cosine", "deviations"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value > 0):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not (isfinite(value) and value > 0)
+            ):
                 raise InvalidArgument(f"{name} is {value!r}, expected a positive number")
         if self.then not in (WARN, NONE):
             codec_named(self.then)
@@ -83,8 +98,11 @@ class Alarm:
         """True if ranks look at what they sent in this step."""
         return compressed_steps >= 0 and compressed_steps % self.every == self.every - 1
 
-    def measure(self, gradient: torch.Tensor, compensated: torch.Tensor, outcomes: Sequence[Outcome]) -> None:
-        """One bucket of this rank: its gradient, what the encoder saw, and what it proposes to keep."""
+    def measure(
+        self, gradient: torch.Tensor, compensated: torch.Tensor, outcomes: Sequence[Outcome]
+    ) -> None:
+        """One bucket of this rank: its gradient, what the encoder saw, and what it proposes to
+        keep."""
         sums = [0.0] * 4
         for outcome in outcomes:
             if outcome.proposed is None:
@@ -99,12 +117,17 @@ class Alarm:
                 own, sent = gradient[place], compensated[place] - left
                 sums = [
                     total + float(torch.dot(a, b))
-                    for total, (a, b) in zip(sums, ((own, own), (own, sent), (sent, sent), (left, left)), strict=True)
+                    for total, (a, b) in zip(
+                        sums, ((own, own), (own, sent), (sent, sent), (left, left)), strict=True
+                    )
                 ]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
 
-    def measure_rows(self, gradient: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> None:
-        """Measure one reduce-scatter, which has left ``gradient`` as it was, before its outcomes are settled."""
+    def measure_rows(
+        self, gradient: torch.Tensor, gain: float, outcomes: Sequence[Outcome]
+    ) -> None:
+        """Measure one reduce-scatter, which has left ``gradient`` as it was, before its outcomes
+        are settled."""
         own = gradient.float() * gain
         compensated = own.clone()
         for outcome in outcomes:
@@ -118,7 +141,9 @@ class Alarm:
     def look(self, group: dist.ProcessGroup, device: torch.device, step: int) -> None:
         """Judge ``step`` from what all ranks saw; collective over ``group``."""
         losses = [value for value in (float(loss) for loss in self._told) if isfinite(value)]
-        table = torch.tensor([*self._sums, sum(losses), len(losses)], dtype=torch.float64, device=device)
+        table = torch.tensor(
+            [*self._sums, sum(losses), len(losses)], dtype=torch.float64, device=device
+        )
         dist.all_reduce(table, group=group)
         self._sums, self._told = [0.0] * 4, []
         own, product, sent, left, loss, count = table.tolist()
@@ -130,19 +155,26 @@ class Alarm:
         if not seen and not self._looks and not self.way:
             warn_on_first(
                 dist.get_rank(group),
-                "the alarm sees nothing: this codec keeps no residuals here, or the step was not finite, and nobody told it a "
-                "loss. Call state.alarm.tell(loss) in every step"
+                "the alarm sees nothing: this codec keeps no residuals here, or the step was "
+                "not finite, and nobody told it a "
+                "loss. Call state.alarm.tell(loss) in every step",
             )
         self.judge(step, seen, dist.get_rank(group))
 
     # ------------------------------------------------------------ what follows
 
     def judge(self, step: int, seen: Mapping[str, float], rank: int = 0) -> None:
-        """Sound, go on as usual, or end what an earlier alarm began. ``rank``: of those that judge alike."""
+        """Sound, go on as usual, or end what an earlier alarm began. ``rank``: of those that judge
+        alike."""
         self._looks += 1
         if self.way:
             if self._looks >= self._until:
-                tell_on_first(rank, "step %d: the alarm is over, the usual codec is back in place of %s", step, self.way)
+                tell_on_first(
+                    rank,
+                    "step %d: the alarm is over, the usual codec is back in place of %s",
+                    step,
+                    self.way,
+                )
                 self.way, self._calm = "", 0
             return
         harm = self._harm(seen)
@@ -159,49 +191,88 @@ class Alarm:
             self.way, self._until = self.then, self._looks + self._length
             self._length = min(2 * self._length, LONGEST)
         if self.then != WARN or self.sounded <= 3 or self.sounded % 100 == 0:
-            after = f"goes on with {self.then} until look {self._until}" if self.way else "try a finer codec, or Alarm('int8')"
-            warn_on_first(rank, "compression seems to harm (alarm %d), %s; %s", self.sounded, self.why, after)
+            after = (
+                f"goes on with {self.then} until look {self._until}"
+                if self.way
+                else "try a finer codec, or Alarm('int8')"
+            )
+            warn_on_first(
+                rank, "compression seems to harm (alarm %d), %s; %s", self.sounded, self.why, after
+            )
 
     def _harm(self, seen: Mapping[str, float]) -> list[str]:
         """In words, what is not as usual."""
-        usual = {name: median(values) for name, values in self._usual.items() if len(values) >= FEWEST}
+        usual = {
+            name: median(values) for name, values in self._usual.items() if len(values) >= FEWEST
+        }
         found = []
-        if "residual" in seen and (before := usual.get("residual")) is not None and seen["residual"] > self.growth * before:
-            found.append(f"residuals are {seen['residual']:.3g} times as large as the gradient, usually {before:.3g}")
-        if "cosine" in seen and (before := usual.get("cosine", 0.0)) > 0 and seen["cosine"] < self.cosine * before:
-            found.append(f"the cosine of sent and true gradient is {seen['cosine']:.3g}, usually {before:.3g}")
+        if (
+            "residual" in seen
+            and (before := usual.get("residual")) is not None
+            and seen["residual"] > self.growth * before
+        ):
+            found.append(
+                f"residuals are {seen['residual']:.3g} times as large as the gradient, usually "
+                f"{before:.3g}"
+            )
+        if (
+            "cosine" in seen
+            and (before := usual.get("cosine", 0.0)) > 0
+            and seen["cosine"] < self.cosine * before
+        ):
+            found.append(
+                f"the cosine of sent and true gradient is {seen['cosine']:.3g}, usually "
+                f"{before:.3g}"
+            )
         losses = self._usual.get("loss", [])
         if "loss" in seen and len(losses) >= FEWEST_LOSSES:
             expected, spread = _next(losses)
             if seen["loss"] > expected + self.deviations * spread:
-                found.append(f"the loss is {seen['loss']:.4g}, by its trend {expected:.4g} give or take {spread:.2g}")
+                found.append(
+                    f"the loss is {seen['loss']:.4g}, by its trend {expected:.4g} give or take "
+                    f"{spread:.2g}"
+                )
         return found
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         usual = {name: list(values) for name, values in self._usual.items()}
-        numbers = {"looks": self._looks, "until": self._until, "length": self._length, "calm": self._calm}
+        numbers = {
+            "looks": self._looks,
+            "until": self._until,
+            "length": self._length,
+            "calm": self._calm,
+        }
         return numbers | {"sounded": self.sounded, "why": self.why, "way": self.way, "usual": usual}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if way := state["way"]:
             codec_named(way)
-        self._looks, self._until, self._length, self._calm = (int(state[k]) for k in ("looks", "until", "length", "calm"))
+        self._looks, self._until, self._length, self._calm = (
+            int(state[k]) for k in ("looks", "until", "length", "calm")
+        )
         self.sounded, self.why, self.way = int(state["sounded"]), str(state["why"]), way
-        self._usual = {str(name): [float(value) for value in values] for name, values in state["usual"].items()}
+        self._usual = {
+            str(name): [float(value) for value in values] for name, values in state["usual"].items()
+        }
         self._sums, self._told = [0.0] * 4, []
 
 
 def _next(values: Sequence[float]) -> tuple[float, float]:
-    """Prediction of the next value by a straight line, not below all that were, and its error: a hundredth at least."""
+    """Prediction of the next value by a straight line, not below all that were, and its error: a
+    hundredth at least."""
     count, places = len(values), range(len(values))
     middle, mean = fmean(places), fmean(values)
     lever = sum((x - middle) ** 2 for x in places)
     slope = sum((x - middle) * (y - mean) for x, y in zip(places, values, strict=True)) / lever
-    around = sum((y - mean - slope * (x - middle)) ** 2 for x, y in zip(places, values, strict=True)) / (count - 2)
+    around = sum(
+        (y - mean - slope * (x - middle)) ** 2 for x, y in zip(places, values, strict=True)
+    ) / (count - 2)
     expected = max(mean + slope * (count - middle), min(values))
-    return expected, max(sqrt(around * (1 + 1 / count + (count - middle) ** 2 / lever)), 0.01 * abs(expected))
+    return expected, max(
+        sqrt(around * (1 + 1 / count + (count - middle) ** 2 / lever)), 0.01 * abs(expected)
+    )
 
 
 def alarm_of(alarm: Alarm | str | None) -> Alarm | None:
@@ -211,7 +282,9 @@ def alarm_of(alarm: Alarm | str | None) -> Alarm | None:
     if isinstance(alarm, str):
         return Alarm(alarm)
     if not isinstance(alarm, Alarm):
-        raise InvalidArgument(f"alarm is {alarm!r}, expected 'warn', a codec's name or commpress.Alarm(...)")
+        raise InvalidArgument(
+            f"alarm is {alarm!r}, expected 'warn', a codec's name or commpress.Alarm(...)"
+        )
     return replace(alarm)
 
 
@@ -224,19 +297,25 @@ def check_alarm(
         return
     if trial or options["topology"] is not None:
         raise InvalidArgument(
-            "alarm is given with codec='auto' or a topology: an alarm looks at one codec in one level, so name the codec, and "
+            "alarm is given with codec='auto' or a topology: an alarm looks at one codec in one "
+            "level, so name the codec, and "
             "pass topology=None"
         )
     if plain:
-        raise InvalidArgument("alarm is given, but the codec, or the plan's, is 'none': there is no compression to look at")
+        raise InvalidArgument(
+            "alarm is given, but the codec, or the plan's, is 'none': there is no compression "
+            "to look at"
+        )
     if wanted.then == WARN:
         return
     if options["error_feedback"] == "ef21" or options["replan_every"]:
         raise InvalidArgument(
-            f"alarm has then={wanted.then!r} with error_feedback='ef21' or replan_every, which need or choose a codec "
+            f"alarm has then={wanted.then!r} with error_feedback='ef21' or replan_every, which "
+            "need or choose a codec "
             "themselves: use Alarm('warn')"
         )
     if wanted.then == NONE and agrees:
         raise InvalidArgument(
-            "alarm has then='none' with agree_over, but steps without compression are torch's own: use Alarm('int8')"
+            "alarm has then='none' with agree_over, but steps without compression are torch's "
+            "own: use Alarm('int8')"
         )

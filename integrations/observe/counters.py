@@ -18,26 +18,35 @@ from commpress.totals import Totals
 
 @dataclass
 class Counters(Totals):
-    """Totals of one rank since the state was made. Bytes are those this rank sent, headers included."""
+    """Totals of one rank since the state was made. Bytes are those this rank sent, headers
+    included."""
 
     steps: int = 0
     skipped_steps: int = 0
     skipped_buckets: int = 0
     plain_steps: int = 0  # of steps, those that torch's own all-reduce carried
     messages: int = 0
-    logical_bytes: int = 0  # what a float32 ring all-reduce of the same buckets sends: 8·(P−1)/P per element
+    # what a float32 ring all-reduce of the same buckets sends: 8·(P−1)/P per element
+    logical_bytes: int = 0
     wire_bytes: int = 0
-    between_bytes: int = 0  # of wire_bytes, those that left the node; counted where there is a topology
-    dense_sketches: int = 0  # messages of 'sketch-…' that travelled densely: the first ones, and where ranks kept too much
+    # of wire_bytes, those that left the node; counted where there is a topology
+    between_bytes: int = 0
+    # messages of 'sketch-…' that travelled densely: the first ones, and where ranks kept too much
+    dense_sketches: int = 0
     compressed_elements: int = 0
     exact_elements: int = 0
-    plain_elements: int = 0  # of exact_elements, those that no codec knows (float64, complex, sparse), averaged as torch does
+    # of exact_elements, those that no codec knows (float64, complex, sparse), averaged as torch
+    # does
+    plain_elements: int = 0
     encode_seconds: float = 0.0
-    wire_seconds: float = 0.0  # waiting for peers and the network, part of it hidden behind backward
+    # waiting for peers and the network, part of it hidden behind backward
+    wire_seconds: float = 0.0
     decode_seconds: float = 0.0
-    lost_ranks: int = 0  # ranks that died, and with each what it owed; those that handed it over are not counted
+    # ranks that died, and with each what it owed; those that handed it over are not counted
+    lost_ranks: int = 0
     choice: str = ""  # what codec="auto" or a plan chose, and why
-    errors: dict[str, float] = field(default_factory=dict)  # parameter → ‖c − Q(c)‖ / ‖c‖, last measured
+    # parameter → ‖c − Q(c)‖ / ‖c‖, last measured
+    errors: dict[str, float] = field(default_factory=dict)
 
     def bucket(self, numel: int, messages: Sequence[Message], ranks: int) -> None:
         self.messages += len(messages)
@@ -64,11 +73,16 @@ class Counters(Totals):
         self.decode_seconds = sum(channel.workspace.decode_seconds for channel in every)
         self.dense_sketches = sum(channel.workspace.dense_sketches for channel in every)
 
-    def step(self, finite: bool, sent_bytes: int, between_bytes: int, waited: float, workspace: Workspace) -> None:
+    def step(
+        self, finite: bool, sent_bytes: int, between_bytes: int, waited: float, workspace: Workspace
+    ) -> None:
         self.steps += 1
         self.skipped_steps += not finite
         self.wire_bytes, self.between_bytes, self.wire_seconds = sent_bytes, between_bytes, waited
-        self.encode_seconds, self.decode_seconds = workspace.encode_seconds, workspace.decode_seconds
+        self.encode_seconds, self.decode_seconds = (
+            workspace.encode_seconds,
+            workspace.decode_seconds,
+        )
         self.dense_sketches = workspace.dense_sketches
 
     @classmethod
@@ -79,7 +93,15 @@ class Counters(Totals):
             for name, value in vars(counters).items():
                 mine = getattr(total, name)
                 alike = name in ("steps", "skipped_steps", "plain_steps")
-                setattr(total, name, max(mine, value) if alike else mine | value if name == "errors" else mine + value)
+                setattr(
+                    total,
+                    name,
+                    max(mine, value)
+                    if alike
+                    else mine | value
+                    if name == "errors"
+                    else mine + value,
+                )
         return total
 
     @property
@@ -92,7 +114,8 @@ class Counters(Totals):
         if wanted and self.compressed_elements == 0:
             warn_on_first(
                 rank,
-                "nothing was compressed: every tensor has fewer than min_numel elements, matches exclude, or has a dtype that "
+                "nothing was compressed: every tensor has fewer than min_numel elements, "
+                "matches exclude, or has a dtype that "
                 "codecs do not take",
             )
         else:
@@ -102,19 +125,35 @@ class Counters(Totals):
         elements = self.compressed_elements + self.exact_elements
         plain = 100 * self.plain_elements / elements if elements else 0.0
         share = 100 * self.compressed_elements / elements if elements else 0.0
-        crossed = f"{self.between_bytes / max(self.steps, 1) / 1e6:.3f} of them between nodes, " if self.between_bytes else ""
+        crossed = (
+            f"{self.between_bytes / max(self.steps, 1) / 1e6:.3f} of them between nodes, "
+            if self.between_bytes
+            else ""
+        )
         return (
             f"{self.wire_bytes / max(self.steps, 1) / 1e6:.3f} MB sent per step instead of "
-            f"{self.logical_bytes / max(self.steps, 1) / 1e6:.3f} ({self.ratio:.1f} times fewer), {crossed}"
+            f"{self.logical_bytes / max(self.steps, 1) / 1e6:.3f} ({self.ratio:.1f} times "
+            f"fewer), {crossed}"
             f"{share:.1f} % of elements compressed"
-            + (f", {plain:.1f} % (float64, complex or sparse) averaged as torch does" if self.plain_elements else "")
-            + (f", {self.dense_sketches} of {self.messages} messages dense for want of cells" if self.dense_sketches else "")
+            + (
+                f", {plain:.1f} % (float64, complex or sparse) averaged as torch does"
+                if self.plain_elements
+                else ""
+            )
+            + (
+                f", {self.dense_sketches} of {self.messages} messages dense for want of cells"
+                if self.dense_sketches
+                else ""
+            )
             + (f"; chosen: {self.choice}" if self.choice else "")
         )
 
 
-def relative_errors(before: torch.Tensor, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """‖residual‖ / ‖compensated‖ per parameter, from what the encoder saw and what it proposes to keep.
+def relative_errors(
+    before: torch.Tensor, spans: Sequence[Span], outcomes: Sequence[Outcome]
+) -> dict[str, float]:
+    """‖residual‖ / ‖compensated‖ per parameter, from what the encoder saw and what it proposes to
+    keep.
 
     With EF21 ‖x − h‖ / ‖x‖: how far from the gradient the others are who have heard this step.
     """
@@ -130,4 +169,6 @@ def relative_errors(before: torch.Tensor, spans: Sequence[Span], outcomes: Seque
                     part = part + before[line[SOURCE] : line[SOURCE] + line[NUMEL]]
                 left[name] = left.get(name, 0.0) + float(part.square().sum())
     norms = {s.name: float(before[s.source : s.source + s.numel].square().sum()) for s in spans}
-    return {name: (value / norms[name]) ** 0.5 if norms[name] else 0.0 for name, value in left.items()}
+    return {
+        name: (value / norms[name]) ** 0.5 if norms[name] else 0.0 for name, value in left.items()
+    }

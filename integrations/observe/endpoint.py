@@ -1,7 +1,8 @@
-"""Metrics over HTTP, in the formats of ``prometheus_client``. Off unless made; on this machine only unless told otherwise.
+"""Metrics over HTTP, in the formats of ``prometheus_client``. Off unless made; on this machine only
+unless told otherwise.
 
-    endpoint = commpress.MetricsEndpoint(port=9400 + dist.get_rank())
-    metrics = commpress.Metrics(state, to=[endpoint])          # curl http://127.0.0.1:9400/metrics
+endpoint = commpress.MetricsEndpoint(port=9400 + dist.get_rank())
+metrics = commpress.Metrics(state, to=[endpoint])          # curl http://127.0.0.1:9400/metrics
 """
 
 import ipaddress
@@ -20,15 +21,23 @@ from commpress.integrations.observe.metrics import TOTALS, StepMetrics
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        InfoMetricFamily,
+        Metric,
+    )
     from prometheus_client.exposition import choose_encoder
 except ModuleNotFoundError as error:
-    raise MissingPackage("MetricsEndpoint needs prometheus_client: pip install 'commpress[metrics]'") from error
+    raise MissingPackage(
+        "MetricsEndpoint needs prometheus_client: pip install 'commpress[metrics]'"
+    ) from error
 
 log = logging.getLogger("commpress")
 
 AT_ONCE = 8  # connections, a thread each
-_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]*))(?::[0-9]*)?")  # an IPv6 address or a name, and a port
+# an IPv6 address or a name, and a port
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]*))(?::[0-9]*)?")
 _LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*\Z")
 HELP = {
     "steps": "Steps taken.",
@@ -55,12 +64,17 @@ HELP = {
     "ranks": "Ranks that there are.",
     "participation": "Ranks in committed steps, of as many as there ever were.",
     "goodput": "Share of the time without pauses.",
-    "spread": "Spread of the ranks' changes around their mean, relative to it, in the last exchange.",
+    "spread": (
+        "Spread of the ranks' changes around their mean, relative to it, in the last exchange."
+    ),
     "participants": "Ranks that counted in the last exchange.",
     "shared_weights": "Hash of the shared weights, the same on every rank.",
     "step_seconds": "Seconds of the last step.",
     "compression_error": "Relative error of one encoding, by group of parameters.",
-    "bits": "Bits that an optimizer sends of each element in a compressed round, by group of parameters.",
+    "bits": (
+        "Bits that an optimizer sends of each element in a compressed round, by group of "
+        "parameters."
+    ),
     "expert_choices": "Choices of experts that this rank's tokens made.",
     "expert_dropped": "Choices beyond an expert's capacity.",
     "expert_duplicated": "Copies of tokens that did not have to cross to other nodes.",
@@ -72,18 +86,26 @@ HELP = {
     "owed_norm": "Norm of what compression has left behind on this rank, by group of parameters.",
 }
 
-FAMILIES = {"error": "compression_error", "owed": "owed_norm"}  # figures by group whose families have another name
+# figures by group whose families have another name
+FAMILIES = {"error": "compression_error", "owed": "owed_norm"}
 
 
 class MetricsEndpoint:
-    """A sink of ``Metrics``. Port 0 takes a free one; ``url`` says where. ``labels`` are put on every line, as rank="3".
+    """A sink of ``Metrics``. Port 0 takes a free one; ``url`` says where. ``labels`` are put on
+    every line, as rank="3".
 
-    ``host``: an address of this machine to listen on, of IPv4 or IPv6; "0.0.0.0" or "::" for all of them. Whoever can reach it
-    can read the figures: nobody is asked who he is. ``timeout``: seconds after which a client that has not finished is cut off.
+    ``host``: an address of this machine to listen on, of IPv4 or IPv6; "0.0.0.0" or "::" for all of
+    them. Whoever can reach it can read the figures: nobody is asked who he is. ``timeout``: seconds
+    after which a client that has not finished is cut off.
     """
 
     def __init__(
-        self, port: int = 0, *, host: str = "127.0.0.1", labels: dict[str, object] | None = None, timeout: float = 10.0
+        self,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        labels: dict[str, object] | None = None,
+        timeout: float = 10.0,
     ) -> None:
         if not timeout > 0:
             raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0")
@@ -91,7 +113,8 @@ class MetricsEndpoint:
         for name in self._labels:
             if not _LABEL.match(name) or name == "group":
                 raise InvalidArgument(
-                    f"labels have {name!r}, expected names of letters, digits and _ that do not begin with a digit or __, "
+                    f"labels have {name!r}, expected names of letters, digits and _ that do not "
+                    "begin with a digit or __, "
                     "and not 'group', which names groups of parameters"
                 )
         self._totals: dict[str, float] = dict.fromkeys(("steps", *TOTALS), 0)
@@ -102,8 +125,13 @@ class MetricsEndpoint:
         self.host, self.port = host, self._server.server_port
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
         if not self._server.inside:
-            log.warning("metrics can be read by whoever reaches %s: nobody is asked who he is there", self.url)
-        threading.Thread(target=self._server.serve_forever, name="commpress-metrics", daemon=True).start()
+            log.warning(
+                "metrics can be read by whoever reaches %s: nobody is asked who he is there",
+                self.url,
+            )
+        threading.Thread(
+            target=self._server.serve_forever, name="commpress-metrics", daemon=True
+        ).start()
 
     def __call__(self, sample: StepMetrics) -> None:
         self._totals["steps"] += sample.steps
@@ -126,7 +154,9 @@ class MetricsEndpoint:
                 if last.spread is not None:
                     yield self._family(GaugeMetricFamily, "spread", [({}, last.spread)])
                 yield self._family(GaugeMetricFamily, "participants", [({}, last.participants)])
-                yield self._family(InfoMetricFamily, "shared_weights", [({}, {"hash": last.shared_weights})])
+                yield self._family(
+                    InfoMetricFamily, "shared_weights", [({}, {"hash": last.shared_weights})]
+                )
             for name in ("ranks", "participation", "goodput") if last.ranks else ():
                 yield self._family(GaugeMetricFamily, name, [({}, getattr(last, name))])
             for name, groups in last.by_group.items():
@@ -134,7 +164,9 @@ class MetricsEndpoint:
                     of = [({"group": g}, v) for g, v in groups.items()]
                     yield self._family(GaugeMetricFamily, FAMILIES.get(name, name), of)
 
-    def _family(self, kind: type[Any], name: str, values: list[tuple[dict[str, str], Any]]) -> Metric:
+    def _family(
+        self, kind: type[Any], name: str, values: list[tuple[dict[str, str], Any]]
+    ) -> Metric:
         family = kind(f"commpress_{name}", HELP[name], labels=[*self._labels, *values[0][0]])
         for labels, value in values:
             family.add_metric([*self._labels.values(), *labels.values()], value)
@@ -145,7 +177,8 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection, and never more than ``AT_ONCE``: the oldest connection makes room, a slow one is cut off."""
+    """A thread per connection, and never more than ``AT_ONCE``: the oldest connection makes room, a
+    slow one is cut off."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -213,8 +246,10 @@ def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout
         server: Any = make_server(str(address), port, answer, kind, _Silent)
     except (OSError, OverflowError) as error:
         raise InvalidArgument(
-            f"host is {host!r} and port {port}, and the system does not let this process listen there ({error}): expected an "
-            "address of this machine such as 127.0.0.1, ::1 or 0.0.0.0, and a free port, or 0 for any"
+            f"host is {host!r} and port {port}, and the system does not let this process listen "
+            f"there ({error}): expected an "
+            "address of this machine such as 127.0.0.1, ::1 or 0.0.0.0, and a free port, or 0 "
+            "for any"
         ) from error
     server.inside = _is_loopback(str(address))
     server.set_app(_checked(answer, inside=server.inside))
@@ -228,11 +263,13 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _checked(answer: Callable[..., Iterable[bytes]], *, inside: bool) -> Callable[..., Iterable[bytes]]:
+def _checked(
+    answer: Callable[..., Iterable[bytes]], *, inside: bool
+) -> Callable[..., Iterable[bytes]]:
     """Answer requests whose headers can be read.
 
-    ``inside``: and whose Host is a loopback address: a page of another site must not read this through a name of its own that
-    it points here.
+    ``inside``: and whose Host is a loopback address: a page of another site must not read this
+    through a name of its own that it points here.
     """
 
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -1,13 +1,13 @@
 """Metrics: what every step cost, for people and programs that watch a run.
 
-    metrics = commpress.Metrics(state, store=store, to=[print, commpress.MetricsEndpoint(), commpress.to_writer(writer)])
-    for batch in data:
+    metrics = commpress.Metrics(state, store=store, to=[print, commpress.MetricsEndpoint(),
+    commpress.to_writer(writer)]) for batch in data:
         ...
         optimizer.step()
         metrics.step()
 
-The numbers are differences of counters that are kept anyway, read by the thread that trains when the step is over: nothing is
-added to the step itself.
+The numbers are differences of counters that are kept anyway, read by the thread that trains when
+the step is over: nothing is added to the step itself.
 """
 
 import json
@@ -29,25 +29,31 @@ NORMS_EVERY = 100  # steps: a norm reads all residuals once
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One rank's figures of the step that has just ended, or of ``steps`` steps since the last sample.
+    """One rank's figures of the step that has just ended, or of ``steps`` steps since the last
+    sample.
 
-    Bytes are those this rank sent; ``logical_bytes`` what float32 ring all-reduces would have sent. ``wire_seconds`` is time
-    spent waiting for peers in the background (DDP and FSDP1; zero where it is not measured). ``errors`` and ``owed`` are by
-    group of parameters, as last measured: relative error of one encoding (mean over the group's tensors), and norm of what
-    compression has left behind on this rank. ``bits``, likewise: what an optimizer sends of each element in a compressed round.
+    Bytes are those this rank sent; ``logical_bytes`` what float32 ring all-reduces would have sent.
+    ``wire_seconds`` is time spent waiting for peers in the background (DDP and FSDP1; zero where it
+    is not measured). ``errors`` and ``owed`` are by group of parameters, as last measured: relative
+    error of one encoding (mean over the group's tensors), and norm of what compression has left
+    behind on this rank. ``bits``, likewise: what an optimizer sends of each element in a compressed
+    round.
 
-    Of ``LocalUpdates``: ``rounds`` of all fragments and ``exchanges`` of one, ``dropped``, those in which a rank's change was
-    not finite, ``waited_seconds`` in which training stood still, and of the last exchange ``spread`` (of the ranks' changes
-    around their mean, relative to it), ``participants`` and ``shared_weights``, a hash that all ranks have alike.
+    Of ``LocalUpdates``: ``rounds`` of all fragments and ``exchanges`` of one, ``dropped``, those in
+    which a rank's change was not finite, ``waited_seconds`` in which training stood still, and of
+    the last exchange ``spread`` (of the ranks' changes around their mean, relative to it),
+    ``participants`` and ``shared_weights``, a hash that all ranks have alike.
 
-    Of experts: choices of this rank's tokens, those ``dropped`` beyond a capacity, copies that did not have to cross to other
-    nodes (``duplicated``), and bytes sent inside the node and between nodes, which ``wire_bytes`` does not have in it.
-    ``expert_tokens`` came to each expert here, by its number; ``imbalance`` is the fullest rank's share relative to the mean,
-    ``expert_errors`` that of means of similar tokens (``LSH``), both by exchange, as last measured.
+    Of experts: choices of this rank's tokens, those ``dropped`` beyond a capacity, copies that did
+    not have to cross to other nodes (``duplicated``), and bytes sent inside the node and between
+    nodes, which ``wire_bytes`` does not have in it. ``expert_tokens`` came to each expert here, by
+    its number; ``imbalance`` is the fullest rank's share relative to the mean, ``expert_errors``
+    that of means of similar tokens (``LSH``), both by exchange, as last measured.
 
-    Of ``commpress.elastic``: ``faults``, ranks ``lost`` and ``joined``, ``pause_seconds`` in which the group was formed anew;
-    the ``ranks`` that there are, and of the whole run ``participation`` (ranks in committed steps, of as many as there ever
-    were) and ``goodput`` (share of the time without pauses).
+    Of ``commpress.elastic``: ``faults``, ranks ``lost`` and ``joined``, ``pause_seconds`` in which
+    the group was formed anew; the ``ranks`` that there are, and of the whole run ``participation``
+    (ranks in committed steps, of as many as there ever were) and ``goodput`` (share of the time
+    without pauses).
 
     ``alarms`` counts those of ``compress(alarm=)``.
     """
@@ -100,31 +106,52 @@ class StepMetrics:
     @property
     def by_group(self) -> dict[str, dict[str, float]]:
         return {
-            "error": self.errors, "owed": self.owed, "bits": self.bits, "expert_tokens": self.expert_tokens,
-            "imbalance": self.imbalance, "expert_error": self.expert_errors,
-        }  # fmt: skip
+            "error": self.errors,
+            "owed": self.owed,
+            "bits": self.bits,
+            "expert_tokens": self.expert_tokens,
+            "imbalance": self.imbalance,
+            "expert_error": self.expert_errors,
+        }
 
     def scalars(self) -> dict[str, float]:
         """Flat: ``wire_bytes``, ``error/blocks.0`` and so on."""
         given = asdict(self).items()
-        numbers = {name: value for name, value in given if name not in NO_SCALARS and value is not None}
-        groups = {f"{figure}/{name}": value for figure, of in self.by_group.items() for name, value in of.items()}
+        numbers = {
+            name: value for name, value in given if name not in NO_SCALARS and value is not None
+        }
+        groups = {
+            f"{figure}/{name}": value
+            for figure, of in self.by_group.items()
+            for name, value in of.items()
+        }
         return numbers | {"ratio": self.ratio} | groups
 
 
-NO_SCALARS = ("step", "shared_weights", "errors", "owed", "bits", "expert_tokens", "imbalance", "expert_errors")
+NO_SCALARS = (
+    "step",
+    "shared_weights",
+    "errors",
+    "owed",
+    "bits",
+    "expert_tokens",
+    "imbalance",
+    "expert_errors",
+)
 Sink = Callable[[StepMetrics], object]
 TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:28]  # logical_bytes … alarms: what adds up
 
 
 class Metrics:
-    """``state`` is what ``compress`` or ``compress_fsdp`` returned, or an optimizer of ours; ``to`` gets every sample.
+    """``state`` is what ``compress`` or ``compress_fsdp`` returned, or an optimizer of ours; ``to``
+    gets every sample.
 
     - ``experts``: an ``ExpertExchange``, or several by name.
     - ``elastic``: the loop that ``commpress.elastic`` returned.
     - ``every``: steps from one sample to the next.
     - ``norms_every``: steps between measurements of ``owed``; 0 never.
-    - ``group``: parameter name → group; by default the first number in it and what stands before: "blocks.0".
+    - ``group``: parameter name → group; by default the first number in it and what stands before:
+      "blocks.0".
     """
 
     def __init__(
@@ -139,33 +166,53 @@ class Metrics:
         norms_every: int = NORMS_EVERY,
         group: Callable[[str], str] | None = None,
     ) -> None:
-        self.experts = {"experts": experts} if isinstance(experts, ExpertExchange) else dict(experts or {})
+        self.experts = (
+            {"experts": experts} if isinstance(experts, ExpertExchange) else dict(experts or {})
+        )
         if state is None and store is None and not self.experts and elastic is None:
             raise InvalidArgument(
-                "state, store, experts and elastic are all None, expected one of them: there is nothing to measure"
+                "state, store, experts and elastic are all None, expected one of them: there is "
+                "nothing to measure"
             )
         if elastic is not None and not hasattr(elastic, "counters"):
-            raise InvalidArgument(f"elastic is a {type(elastic).__name__}, expected what commpress.elastic returned")
-        odd = [type(each).__name__ for each in self.experts.values() if not isinstance(each, ExpertExchange)]
+            raise InvalidArgument(
+                f"elastic is a {type(elastic).__name__}, expected what commpress.elastic returned"
+            )
+        odd = [
+            type(each).__name__
+            for each in self.experts.values()
+            if not isinstance(each, ExpertExchange)
+        ]
         if odd:
-            raise InvalidArgument(f"experts has a {odd[0]}, expected ExpertExchange, or several of them by name")
+            raise InvalidArgument(
+                f"experts has a {odd[0]}, expected ExpertExchange, or several of them by name"
+            )
         if state is not None and not hasattr(state, "counters") and not hasattr(state, "gradients"):
             raise InvalidArgument(
-                f"state is a {type(state).__name__}, expected what commpress.compress or compress_fsdp returned, an "
+                f"state is a {type(state).__name__}, expected what commpress.compress or "
+                "compress_fsdp returned, an "
                 "optimizer of commpress, or LocalUpdates"
             )
         if every < 1 or norms_every < 0:
-            raise InvalidArgument(f"every is {every} and norms_every {norms_every}, expected at least 1 and 0")
+            raise InvalidArgument(
+                f"every is {every} and norms_every {norms_every}, expected at least 1 and 0"
+            )
         self.state, self.store, self.elastic, self.to = state, store, elastic, list(to)
         self.every, self.norms_every, self.group = every, norms_every, group or by_layer
         self.steps_done = 0
         self.last: StepMetrics | None = None
         self._owed: dict[str, float] = {}
         self._hash = ""  # of the shared weights of local updates
-        self._seen, self._came, self._since, self._at = self._totals(), expert_tokens(self.experts), 0, perf_counter()
+        self._seen, self._came, self._since, self._at = (
+            self._totals(),
+            expert_tokens(self.experts),
+            0,
+            perf_counter(),
+        )
 
     def step(self) -> StepMetrics | None:
-        """The step is over. Returns the sample, if this step ends one, after every sink has had it."""
+        """The step is over. Returns the sample, if this step ends one, after every sink has had
+        it."""
         self.steps_done += 1
         self._since += 1
         if self.norms_every and self.steps_done % self.norms_every == 0:
@@ -175,12 +222,21 @@ class Metrics:
         totals, now, came = self._totals(), perf_counter(), expert_tokens(self.experts)
         passed = {name: totals[name] - self._seen[name] for name in totals}
         sample = StepMetrics(
-            self.steps_done, self._since, now - self._at, **passed, **self._of_rounds(passed["exchanges"]),
-            **self._of_elastic(), errors=errors(self.state, self.group), owed=self._owed, bits=bits(self.state, self.group),
+            self.steps_done,
+            self._since,
+            now - self._at,
+            **passed,
+            **self._of_rounds(passed["exchanges"]),
+            **self._of_elastic(),
+            errors=errors(self.state, self.group),
+            owed=self._owed,
+            bits=bits(self.state, self.group),
             expert_tokens={name: tokens - self._came.get(name, 0) for name, tokens in came.items()},
             imbalance={name: each.counters.imbalance for name, each in self.experts.items()},
-            expert_errors={name: each.lsh.error for name, each in self.experts.items() if each.lsh is not None},
-        )  # fmt: skip
+            expert_errors={
+                name: each.lsh.error for name, each in self.experts.items() if each.lsh is not None
+            },
+        )
         self._seen, self._came, self._since, self._at = totals, came, 0, now
         self.last = sample
         for sink in self.to:
@@ -188,13 +244,18 @@ class Metrics:
         return sample
 
     def _of_rounds(self, exchanges: int) -> dict[str, Any]:
-        """Figures of the last exchange of local updates. The hash reads all shared weights: only after an exchange."""
+        """Figures of the last exchange of local updates. The hash reads all shared weights: only
+        after an exchange."""
         if not isinstance(self.state, LocalUpdates):
             return {}
         if exchanges or self.last is None:
             self._hash = self.state.digest()
         counters = self.state.counters
-        return {"spread": counters.spread, "participants": counters.participants, "shared_weights": self._hash}
+        return {
+            "spread": counters.spread,
+            "participants": counters.participants,
+            "shared_weights": self._hash,
+        }
 
     def _totals(self) -> dict[str, Any]:
         totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
@@ -202,7 +263,13 @@ class Metrics:
             totals |= of_local(self.state)
         elif self.state is not None:
             for counters in _counters(self.state):
-                for name in ("logical_bytes", "wire_bytes", "between_bytes", "skipped_steps", "wire_seconds"):
+                for name in (
+                    "logical_bytes",
+                    "wire_bytes",
+                    "between_bytes",
+                    "skipped_steps",
+                    "wire_seconds",
+                ):
                     totals[name] += getattr(counters, name, 0)
             totals["alarms"] = getattr(getattr(self.state, "alarm", None), "sounded", 0)
         if self.state is not None:
@@ -214,9 +281,15 @@ class Metrics:
                 totals[f"expert_{name}"] += getattr(each.counters, name)
         if self.store is not None:
             totals["disk_read_bytes"], totals["disk_written_bytes"] = self.store.traffic()
-            totals["stalls"], totals["stall_seconds"] = self.store.counters.misses, self.store.counters.stall_seconds
+            totals["stalls"], totals["stall_seconds"] = (
+                self.store.counters.misses,
+                self.store.counters.stall_seconds,
+            )
         if self.elastic is not None:
-            totals |= {name: getattr(self.elastic.counters, name) for name in ("faults", "lost", "joined", "pause_seconds")}
+            totals |= {
+                name: getattr(self.elastic.counters, name)
+                for name in ("faults", "lost", "joined", "pause_seconds")
+            }
         return totals
 
     def _of_elastic(self) -> dict[str, Any]:
@@ -224,7 +297,11 @@ class Metrics:
         if self.elastic is None:
             return {}
         counters = self.elastic.counters
-        return {"ranks": self.elastic.size, "participation": counters.participation, "goodput": counters.goodput}
+        return {
+            "ranks": self.elastic.size,
+            "participation": counters.participation,
+            "goodput": counters.goodput,
+        }
 
 
 def of_local(local: LocalUpdates) -> dict[str, Any]:
@@ -232,10 +309,14 @@ def of_local(local: LocalUpdates) -> dict[str, Any]:
     counters, ranks = local.counters, local.channel.size
     numel = sum(p.numel() for group in local.param_groups for p in group["params"])
     return {
-        "logical_bytes": 8 * (ranks - 1) * numel // ranks * counters.steps, "wire_bytes": counters.sent_bytes,
-        "wire_seconds": local.channel.waited, "rounds": counters.rounds, "exchanges": counters.exchanges,
-        "dropped": counters.dropped, "waited_seconds": counters.waited,
-    }  # fmt: skip
+        "logical_bytes": 8 * (ranks - 1) * numel // ranks * counters.steps,
+        "wire_bytes": counters.sent_bytes,
+        "wire_seconds": local.channel.waited,
+        "rounds": counters.rounds,
+        "exchanges": counters.exchanges,
+        "dropped": counters.dropped,
+        "waited_seconds": counters.waited,
+    }
 
 
 def expert_tokens(experts: Mapping[str, ExpertExchange]) -> dict[str, float]:
@@ -243,7 +324,9 @@ def expert_tokens(experts: Mapping[str, ExpertExchange]) -> dict[str, float]:
     return {
         f"{name}/{number}": tokens
         for name, each in experts.items()
-        for number, tokens in zip(each.counters.experts.tolist(), each.counters.tokens_here, strict=True)
+        for number, tokens in zip(
+            each.counters.experts.tolist(), each.counters.tokens_here, strict=True
+        )
     }
 
 
@@ -295,7 +378,11 @@ def stores_of(state: Any) -> list[ResidualStore]:
     if state is None:
         return []
     parts = [state, *vars(state).values()]
-    found = [store for part in parts if isinstance(store := getattr(part, "residuals", None), ResidualStore)]
+    found = [
+        store
+        for part in parts
+        if isinstance(store := getattr(part, "residuals", None), ResidualStore)
+    ]
     return list({id(store): store for store in found}.values())
 
 

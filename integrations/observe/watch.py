@@ -1,9 +1,9 @@
 """Watches: parts of a run that draw on a timeline because they are asked to, from outside.
 
-    timeline = commpress.Timeline(rank=dist.get_rank())
-    with commpress.watch(timeline, state, store=store, model=ddp, optimizer=optimizer):
-        ...train...
-    timeline.save("rank0.json")
+timeline = commpress.Timeline(rank=dist.get_rank())
+with commpress.watch(timeline, state, store=store, model=ddp, optimizer=optimizer):
+    ...train...
+timeline.save("rank0.json")
 """
 
 from collections.abc import Callable
@@ -38,14 +38,15 @@ def watch(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> "Watch":
-    """Record encode, wire and decode of ``state``, disk and stalls of ``store``, forward and backward of ``model``, steps of
-    ``optimizer``, until the watch is ended or its context left."""
+    """Record encode, wire and decode of ``state``, disk and stalls of ``store``, forward and
+    backward of ``model``, steps of ``optimizer``, until the watch is ended or its context left."""
     watch = Watch()
     if state is not None:
         spaces = workspaces_of(state) if hasattr(state, "__dict__") else []
         if not spaces:
             raise InvalidArgument(
-                f"state is a {type(state).__name__}, expected what commpress.compress or compress_fsdp returned, or an "
+                f"state is a {type(state).__name__}, expected what commpress.compress or "
+                "compress_fsdp returned, or an "
                 "optimizer of commpress"
             )
         for part in spaces:
@@ -66,7 +67,9 @@ class Watch:
 
     def on(self, part: Any, timeline: Timeline) -> None:
         if part.timeline is not None:
-            raise InvalidArgument(f"a {type(part).__name__} is watched already: end that watch first")
+            raise InvalidArgument(
+                f"a {type(part).__name__} is watched already: end that watch first"
+            )
         part.timeline = timeline
         self.parts.append(part)
 

@@ -1,4 +1,5 @@
-"""Edges of pipelines: what stages of ``torch.distributed.pipelining`` send each other, compressed."""
+"""Edges of pipelines: what stages of ``torch.distributed.pipelining`` send each other,
+compressed."""
 
 from commpress.integrations.pipeline.edges import PipelineEdges, compress_pipeline
 from commpress.integrations.pipeline.tiles import TileCodec

@@ -1,4 +1,5 @@
-"""Choice of a codec for each edge of a pipeline by its link, measured once between neighbouring ranks."""
+"""Choice of a codec for each edge of a pipeline by its link, measured once between neighbouring
+ranks."""
 
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,8 @@ GAIN = 0.95  # a coarser codec has to need less than this share of the time
 
 
 def fastest(bandwidth: float, seconds: dict[str, float], numel: int = NUMEL) -> str:
-    """The codec with which ``numel`` float32 cross a link soonest, exact unless another gains something.
+    """The codec with which ``numel`` float32 cross a link soonest, exact unless another gains
+    something.
 
     ``seconds``: for encoding and decoding them, by codec.
     """
@@ -30,20 +32,27 @@ def fastest(bandwidth: float, seconds: dict[str, float], numel: int = NUMEL) -> 
 
 
 def measured(group: Any, device: torch.device) -> dict[tuple[int, int], str]:
-    """Sender and receiver, ranks of ``group`` → codec, for all neighbours round the group; collective, and the same on all."""
+    """Sender and receiver, ranks of ``group`` → codec, for all neighbours round the group;
+    collective, and the same on all."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     seconds = _codec_seconds(device)
     pairs = {tuple(sorted((r, (r + 1) % size))) for r in range(size)} - {(0, 0)}
-    table = torch.full((size, size), -1, device=device)  # number of the codec from each rank to each
+    # number of the codec from each rank to each
+    table = torch.full((size, size), -1, device=device)
     for low, high in sorted(pairs):
         for sender, receiver in ((low, high), (high, low)):
             if rank in (sender, receiver):
-                bandwidth = _bandwidth(rank == sender, receiver if rank == sender else sender, group, device)
+                bandwidth = _bandwidth(
+                    rank == sender, receiver if rank == sender else sender, group, device
+                )
                 if rank == sender:
                     table[sender, receiver] = CANDIDATES.index(fastest(bandwidth, seconds))
         dist.barrier(group)
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-    return {(sender, receiver): CANDIDATES[table[sender, receiver]] for sender, receiver in (table >= 0).nonzero().tolist()}
+    return {
+        (sender, receiver): CANDIDATES[table[sender, receiver]]
+        for sender, receiver in (table >= 0).nonzero().tolist()
+    }
 
 
 def _codec_seconds(device: torch.device) -> dict[str, float]:
@@ -64,7 +73,8 @@ def _codec_seconds(device: torch.device) -> dict[str, float]:
 
 
 def _bandwidth(sends: bool, peer: int, group: Any, device: torch.device) -> float:
-    """Bytes per second, of a probe that grows until it takes long enough; what a short one takes is taken off."""
+    """Bytes per second, of a probe that grows until it takes long enough; what a short one takes is
+    taken off."""
     other = dist.get_global_rank(group, peer) if group is not None else peer
     answer = torch.zeros(1, dtype=torch.float64, device=device)
     numel = 1 << 14
@@ -77,7 +87,9 @@ def _bandwidth(sends: bool, peer: int, group: Any, device: torch.device) -> floa
         numel *= 4
 
 
-def _probe(sends: bool, other: int, values: torch.Tensor, answer: torch.Tensor, group: Any) -> float:
+def _probe(
+    sends: bool, other: int, values: torch.Tensor, answer: torch.Tensor, group: Any
+) -> float:
     """Seconds until the receiver has it and says so, on both sides the sender's."""
     start = perf_counter()
     if not sends:

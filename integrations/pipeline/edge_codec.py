@@ -1,4 +1,5 @@
-"""Codec of what crosses one edge of a pipeline: a tensor of any float becomes bytes of a size that its shape tells."""
+"""Codec of what crosses one edge of a pipeline: a tensor of any float becomes bytes of a size that
+its shape tells."""
 
 import hashlib
 from collections.abc import Hashable, Sequence
@@ -47,7 +48,10 @@ class RowCodec:
         return self._row(numel).row_bytes
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, width: int) -> None:
-        row, flag = self._row(values.numel()), torch.zeros(1, dtype=torch.uint8, device=values.device)
+        row, flag = (
+            self._row(values.numel()),
+            torch.zeros(1, dtype=torch.uint8, device=values.device),
+        )
         arithmetic(values.device, row).encode(values, message[None], flag, row)
 
     def decode(self, message: torch.Tensor, values: torch.Tensor, width: int) -> None:
@@ -64,7 +68,8 @@ def _row(kind: int, block: int, numel: int) -> Pieces:
 
 
 def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCodec | None:
-    """The codec of an edge that a name or a codec stands for; None where tensors travel as they are."""
+    """The codec of an edge that a name or a codec stands for; None where tensors travel as they
+    are."""
     if isinstance(codec, str) and codec in NAMES:
         return TileCodec(NAMES[codec])
     if isinstance(codec, TileCodec):
@@ -75,8 +80,10 @@ def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCod
     fine = found.kind & 0xFF == BITS and 3 <= found.kind >> 8 <= 8
     if not (found.kind in (INT8, INT4, FP8, *CASTS) or fine or known(found.kind)):
         raise InvalidArgument(
-            f"{name} is {found.spec!r}, expected int4, int8, fp8, bf16, fp16, bits3 to bits8, tah3, tah, tah4, none or a "
-            "registered one: activations have no error feedback, so what others leave out would be lost"
+            f"{name} is {found.spec!r}, expected int4, int8, fp8, bf16, fp16, bits3 to bits8, "
+            "tah3, tah, tah4, none or a "
+            "registered one: activations have no error feedback, so what others leave out would "
+            "be lost"
         )
     return RowCodec(found)
 
@@ -93,7 +100,9 @@ def width_of(tensor: torch.Tensor) -> int:
 def encoded(tensor: torch.Tensor, codec: EdgeCodec) -> torch.Tensor:
     """A new message of a tensor's elements."""
     values, width = tensor.detach().reshape(-1).to(torch.float32), width_of(tensor)
-    message = torch.empty(codec.size(values.numel(), width), dtype=torch.uint8, device=tensor.device)
+    message = torch.empty(
+        codec.size(values.numel(), width), dtype=torch.uint8, device=tensor.device
+    )
     codec.encode(values, message, width)
     return message
 
@@ -109,15 +118,18 @@ def decode_into(tensor: torch.Tensor, message: torch.Tensor, codec: EdgeCodec) -
 
 
 class Differences:
-    """Memory of what the other side knows of each sample: activations travel as their change since it was last seen (AQ-SGD).
+    """Memory of what the other side knows of each sample: activations travel as their change since
+    it was last seen (AQ-SGD).
 
-    A sample that is new, or that became NaN or infinite, travels exactly. Both sides keep one, which is equal bit for bit,
-    because both add what the message says. Memory: a float32 copy of one activation for every sample.
+    A sample that is new, or that became NaN or infinite, travels exactly. Both sides keep one,
+    which is equal bit for bit, because both add what the message says. Memory: a float32 copy of
+    one activation for every sample.
     """
 
     def __init__(self, codec: EdgeCodec) -> None:
         self.codec = codec
-        self.known: dict[tuple[int, Hashable], torch.Tensor] = {}  # by place among the outputs, and sample
+        # by place among the outputs, and sample
+        self.known: dict[tuple[int, Hashable], torch.Tensor] = {}
 
     def size(self, place: int, samples: Sequence[Hashable], numel: int, width: int) -> int:
         old = sum((place, sample) in self.known for sample in samples)
@@ -138,17 +150,28 @@ class Differences:
         self._learn(place, samples, message, values, width_of(tensor))
         return message
 
-    def decode(self, place: int, samples: Sequence[Hashable], message: torch.Tensor, tensor: torch.Tensor) -> None:
-        values = torch.empty(len(samples), tensor.numel() // len(samples), dtype=torch.float32, device=tensor.device)
+    def decode(
+        self, place: int, samples: Sequence[Hashable], message: torch.Tensor, tensor: torch.Tensor
+    ) -> None:
+        values = torch.empty(
+            len(samples), tensor.numel() // len(samples), dtype=torch.float32, device=tensor.device
+        )
         self._learn(place, samples, message, values, width_of(tensor))
         tensor.detach().copy_(values.view(tensor.shape))
 
     def _split(self, place: int, samples: Sequence[Hashable]) -> tuple[list[int], list[int]]:
         old = [(place, sample) in self.known for sample in samples]
-        return [i for i, known in enumerate(old) if not known], [i for i, known in enumerate(old) if known]
+        return [i for i, known in enumerate(old) if not known], [
+            i for i, known in enumerate(old) if known
+        ]
 
     def _learn(
-        self, place: int, samples: Sequence[Hashable], message: torch.Tensor, values: torch.Tensor, width: int
+        self,
+        place: int,
+        samples: Sequence[Hashable],
+        message: torch.Tensor,
+        values: torch.Tensor,
+        width: int,
     ) -> None:
         """values := what the message says, which both sides remember."""
         new, old = self._split(place, samples)
@@ -156,7 +179,9 @@ class Differences:
         if new:
             values[new] = message[:head].view(torch.float32).view(len(new), -1)
         if old:
-            change = torch.empty(len(old) * values.shape[1], dtype=torch.float32, device=values.device)
+            change = torch.empty(
+                len(old) * values.shape[1], dtype=torch.float32, device=values.device
+            )
             self.codec.decode(message[head:], change, width)
             base = torch.stack([self.known[place, samples[i]] for i in old])
             values[old] = base + change.view(len(old), -1)

@@ -1,8 +1,10 @@
-"""Edges of a pipeline: what torch's schedules send from stage to stage becomes bytes, and floats again where it arrives.
+"""Edges of a pipeline: what torch's schedules send from stage to stage becomes bytes, and floats
+again where it arrives.
 
-A schedule asks a stage for its sends and receives, and runs forward or backward of a micro-batch once a receive is done. There
-messages take the place of tensors: they are sent and received, and decoded into the tensors before these are used. So shapes,
-schedules, meshes and autograd are torch's own.
+A schedule asks a stage for its sends and receives, and runs forward or backward of a micro-batch
+once a receive is done. There messages take the place of tensors: they are sent and received, and
+decoded into the tensors before these are used. So shapes, schedules, meshes and autograd are
+torch's own.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -30,18 +32,29 @@ from commpress.integrations.pipeline.edge_codec import (
     width_of,
 )
 from commpress.integrations.pipeline.tiles import TileCodec
-from commpress.torch_private import learning, pipeline_stages, reshards_after_forward, splits_backward
+from commpress.torch_private import (
+    learning,
+    pipeline_stages,
+    reshards_after_forward,
+    splits_backward,
+)
 from commpress.totals import Totals
 
 NAMES = (
-    "get_fwd_send_ops", "get_fwd_recv_ops", "get_bwd_send_ops", "get_bwd_recv_ops", "forward_one_chunk", "backward_one_chunk",
-)  # fmt: skip
+    "get_fwd_send_ops",
+    "get_fwd_recv_ops",
+    "get_bwd_send_ops",
+    "get_bwd_recv_ops",
+    "forward_one_chunk",
+    "backward_one_chunk",
+)
 _WORDS = 256  # bytes in which a rank names its options
 
 
 @dataclass
 class EdgeCounters(Totals):
-    """Totals of one rank since its stages were compressed. Bytes are those this rank sent to other stages."""
+    """Totals of one rank since its stages were compressed. Bytes are those this rank sent to other
+    stages."""
 
     messages: int = 0
     sent_bytes: int = 0
@@ -61,9 +74,15 @@ class PipelineEdges:
     """State of compressed edges on one rank; ``compress_pipeline`` makes it."""
 
     def __init__(
-        self, stages: Sequence[Any], codecs: Callable[[int, int, bool], EdgeCodec | None], *, differences: bool,
-        min_numel: int, gradients_only: bool, choice: Mapping[tuple[int, int], str],
-    ) -> None:  # fmt: skip
+        self,
+        stages: Sequence[Any],
+        codecs: Callable[[int, int, bool], EdgeCodec | None],
+        *,
+        differences: bool,
+        min_numel: int,
+        gradients_only: bool,
+        choice: Mapping[tuple[int, int], str],
+    ) -> None:
         self.stages, self.codecs, self.differences = list(stages), codecs, differences
         self.min_numel, self.gradients_only = min_numel, gradients_only
         self.choice = dict(choice)  # of codec="auto": (from, to) ranks of the group → codec
@@ -73,9 +92,12 @@ class PipelineEdges:
             edge.enter()
 
     def samples(self, micro_batches: Sequence[Sequence[Hashable]]) -> None:
-        """Say which samples the next step has: for each micro-batch those of its rows. Needed with ``differences`` alone."""
+        """Say which samples the next step has: for each micro-batch those of its rows. Needed with
+        ``differences`` alone."""
         if not self.differences:
-            raise InvalidArgument("samples(...) was called without differences=True, which alone needs to know them")
+            raise InvalidArgument(
+                "samples(...) was called without differences=True, which alone needs to know them"
+            )
         for edge in self.edges:
             edge.samples = {i: tuple(rows) for i, rows in enumerate(micro_batches)}
 
@@ -93,10 +115,12 @@ class StageEdges:
         self.rank = dist.get_rank(stage.group)
         self.samples: dict[int, tuple[Hashable, ...]] = {}
         self.known: dict[tuple[bool, int], Differences] = {}  # by whether it sends, and peer
-        self.due: dict[tuple[bool, int], list[Callable[[], None]]] = {}  # decodings by direction and micro-batch
+        # decodings by direction and micro-batch
+        self.due: dict[tuple[bool, int], list[Callable[[], None]]] = {}
 
     def enter(self) -> None:
-        """The stage becomes one of a class of its own, as a module that ``fully_shard`` has in its hands."""
+        """The stage becomes one of a class of its own, as a module that ``fully_shard`` has in its
+        hands."""
         self.stage.__class__ = _compressed(self.kind, self)
 
     def leave(self) -> None:
@@ -107,9 +131,14 @@ class StageEdges:
     def sends(self, ops: list[dist.P2POp], chunk: int, *, forward: bool) -> list[dist.P2POp]:
         """The same sends with messages in place of tensors."""
         each = self._each(ops, forward, outputs=True)
-        return [_instead(op, self._message(op, place, chunk, forward, lossy)) for place, (op, lossy) in each]
+        return [
+            _instead(op, self._message(op, place, chunk, forward, lossy))
+            for place, (op, lossy) in each
+        ]
 
-    def _message(self, op: dist.P2POp, place: int, chunk: int, forward: bool, lossy: bool) -> torch.Tensor:
+    def _message(
+        self, op: dist.P2POp, place: int, chunk: int, forward: bool, lossy: bool
+    ) -> torch.Tensor:
         counters, tensor = self.owner.counters, op.tensor
         codec = self._codec(op, (self.rank, self._peer(op)), forward) if lossy else None
         counters.messages += 1
@@ -154,7 +183,9 @@ class StageEdges:
             size = known.size(place, samples, tensor.numel(), width_of(tensor))
             message = torch.empty(size, dtype=torch.uint8, device=tensor.device)
             return message, lambda: known.decode(place, samples, message, tensor)
-        message = torch.empty(codec.size(tensor.numel(), width_of(tensor)), dtype=torch.uint8, device=tensor.device)
+        message = torch.empty(
+            codec.size(tensor.numel(), width_of(tensor)), dtype=torch.uint8, device=tensor.device
+        )
         return message, lambda: decode_into(tensor, message, codec)
 
     def settle(self, chunk: int, *, forward: bool) -> None:
@@ -167,13 +198,18 @@ class StageEdges:
     # ------------------------------------------------------------ what is lossy
 
     def _each(self, ops: list[dist.P2POp], forward: bool, *, outputs: bool) -> Any:
-        """The places of ops among a stage's outputs or inputs, and whether each may lose something: the same on both sides."""
-        learns = learning(self.stage, outputs=outputs) if forward and self.owner.gradients_only else None
+        """The places of ops among a stage's outputs or inputs, and whether each may lose something:
+        the same on both sides."""
+        learns = (
+            learning(self.stage, outputs=outputs) if forward and self.owner.gradients_only else None
+        )
         if learns is None or len(learns) != len(ops):
             learns = (True,) * len(ops)
         least = self.owner.min_numel
         floats = [op.tensor.dtype in FLOATS and op.tensor.numel() >= least for op in ops]
-        return enumerate(zip(ops, [a and b for a, b in zip(floats, learns, strict=True)], strict=True))
+        return enumerate(
+            zip(ops, [a and b for a, b in zip(floats, learns, strict=True)], strict=True)
+        )
 
     def _codec(self, op: dist.P2POp, ends: tuple[int, int], forward: bool) -> EdgeCodec | None:
         found = self.owner.codecs(*ends, not forward)
@@ -183,7 +219,8 @@ class StageEdges:
         return self.known.setdefault((op.op is dist.isend, self._peer(op)), Differences(codec))
 
     def _peer(self, op: dist.P2POp) -> int:
-        """Rank of the other end in the pipeline's group; torch may send each edge through a group of its own."""
+        """Rank of the other end in the pipeline's group; torch may send each edge through a group
+        of its own."""
         group = self.stage.group or dist.group.WORLD
         assert group is not None
         return dist.get_group_rank(group, op.peer)
@@ -192,8 +229,10 @@ class StageEdges:
         samples = self.samples.get(chunk)
         if samples is None or tensor.dim() == 0 or len(samples) != len(tensor):
             raise StateMismatch(
-                f"differences=True needs the samples of micro-batch {chunk}, {len(tensor) if tensor.dim() else 1} rows: "
-                f"{'it was told of ' + str(len(samples)) if samples else 'nobody said'}. Call edges.samples([...]) before "
+                f"differences=True needs the samples of micro-batch {chunk}, "
+                f"{len(tensor) if tensor.dim() else 1} rows: "
+                f"{'it was told of ' + str(len(samples)) if samples else 'nobody said'}. Call "
+                "edges.samples([...]) before "
                 "each step on every rank, with one list for each micro-batch"
             )
         return samples
@@ -203,7 +242,8 @@ _OWN = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # casts that change noth
 
 
 def _compressed(kind: type, own: StageEdges) -> type:
-    """A class of stages between ``kind`` and one stage: what a schedule sends and receives goes through ``own``."""
+    """A class of stages between ``kind`` and one stage: what a schedule sends and receives goes
+    through ``own``."""
 
     class Compressed(kind):
         edges = own
@@ -245,30 +285,44 @@ def compress_pipeline(
     min_numel: int = 256,
     gradients_only: bool = True,
 ) -> PipelineEdges:
-    """Compress what the stages of a pipeline send each other, on every rank of its group, before its first step.
+    """Compress what the stages of a pipeline send each other, on every rank of its group, before
+    its first step.
 
-    ``stages_or_schedule``: a stage, this rank's stages, or the schedule that runs them (``torch.distributed.pipelining``).
+    ``stages_or_schedule``: a stage, this rank's stages, or the schedule that runs them
+    (``torch.distributed.pipelining``).
 
-    - ``codec``: of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah3, tah, tah4 (rotated tiles), none, a registered
-      one, or "auto": the fastest of none, bf16, int8 and int4 on each edge, as its link is measured now.
+    - ``codec``: of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah3, tah, tah4
+      (rotated tiles), none, a registered
+      one, or "auto": the fastest of none, bf16, int8 and int4 on each edge, as its link is measured
+      now.
     - ``gradient_codec``: of their gradients (default: as ``codec``).
-    - ``differences``: an activation travels as its change since the same sample was last seen; see ``PipelineEdges.samples``.
+    - ``differences``: an activation travels as its change since the same sample was last seen; see
+      ``PipelineEdges.samples``.
     - ``min_numel``: smaller tensors travel exactly.
-    - ``gradients_only``: so do floats that need no gradient, such as masks. False where a stage that learns nothing is first.
+    - ``gradients_only``: so do floats that need no gradient, such as masks. False where a stage
+      that learns nothing is first.
 
-    Integers, float64 and what stages of one rank hand each other are exact. The derivative takes the codec for the identity.
+    Integers, float64 and what stages of one rank hand each other are exact. The derivative takes
+    the codec for the identity.
     """
     stages = _stages(stages_or_schedule)
     check_backwards(stages_or_schedule, stages)
     check_counts(min_numel=min_numel)
     gradient_codec = codec if gradient_codec is None else gradient_codec
-    fixed = [None if each == "auto" else edge_codec(each, name) for each, name in
-             ((codec, "codec"), (gradient_codec, "gradient_codec"))]  # fmt: skip
+    fixed = [
+        None if each == "auto" else edge_codec(each, name)
+        for each, name in ((codec, "codec"), (gradient_codec, "gradient_codec"))
+    ]
     if differences and (codec == "auto" or fixed[0] is None):
-        raise InvalidArgument(f"codec is {codec!r}, of which differences=True makes nothing: name a lossy one, as 'int4'")
+        raise InvalidArgument(
+            f"codec is {codec!r}, of which differences=True makes nothing: name a lossy one, as "
+            "'int4'"
+        )
     group, device = stages[0].group, stages[0].device
     words = [None if each is None else each.spec for each in fixed]
-    said = digest(words, codec == "auto", gradient_codec == "auto", differences, min_numel, gradients_only)
+    said = digest(
+        words, codec == "auto", gradient_codec == "auto", differences, min_numel, gradients_only
+    )
     _agree(group, said, codec, device)
     choice = edge_choice.measured(group, device) if "auto" in (codec, gradient_codec) else {}
     chosen = {ends: edge_codec(name) for ends, name in choice.items()}
@@ -278,25 +332,38 @@ def compress_pipeline(
         return chosen.get((sender, receiver)) if wanted == "auto" else fixed[gradient]
 
     return PipelineEdges(
-        stages, codecs, differences=differences, min_numel=min_numel, gradients_only=gradients_only, choice=choice
+        stages,
+        codecs,
+        differences=differences,
+        min_numel=min_numel,
+        gradients_only=gradients_only,
+        choice=choice,
     )
 
 
 def check_backwards(schedule: Any, stages: Sequence[Any]) -> None:
-    """Raise ``InvalidArgument`` where torch would lose gradients without a word: ``autograd.grad`` runs no hooks."""
+    """Raise ``InvalidArgument`` where torch would lose gradients without a word: ``autograd.grad``
+    runs no hooks."""
     if not splits_backward(schedule):
         return
-    why = f"and {type(schedule).__name__} computes gradients of weights apart from those of activations"
+    why = (
+        f"and {type(schedule).__name__} computes gradients of weights apart from those of "
+        "activations"
+    )
     for stage in stages:
         if isinstance(stage.submod, DistributedDataParallel):
             raise InvalidArgument(
-                f"stage {stage.stage_index} is under DistributedDataParallel, {why}, of which DDP hears nothing: replicas "
-                "would part. Leave DDP out: compress(schedule, mesh=mesh, dims=...) averages in synchronize()"
+                f"stage {stage.stage_index} is under DistributedDataParallel, {why}, of which "
+                "DDP hears nothing: replicas "
+                "would part. Leave DDP out: compress(schedule, mesh=mesh, dims=...) averages in "
+                "synchronize()"
             )
         if isinstance(stage.submod, FSDPModule) and reshards_after_forward(stage.submod):
             raise InvalidArgument(
-                f"stage {stage.stage_index} is under fully_shard, which lets weights go after forward, {why}: torch does not "
-                "find these weights and leaves their gradients out. Pass reshard_after_forward=False to every fully_shard"
+                f"stage {stage.stage_index} is under fully_shard, which lets weights go after "
+                f"forward, {why}: torch does not "
+                "find these weights and leaves their gradients out. Pass "
+                "reshard_after_forward=False to every fully_shard"
             )
 
 
@@ -307,30 +374,41 @@ def _stages(given: Any) -> list[Any]:
     else:
         stages = [given] if hasattr(given, "stage_index") else pipeline_stages(given)
     if not stages:
-        raise InvalidArgument("stages_or_schedule has no stage: pass the stages that this rank runs")
+        raise InvalidArgument(
+            "stages_or_schedule has no stage: pass the stages that this rank runs"
+        )
     for stage in stages:
         missing = [name for name in NAMES if not callable(getattr(stage, name, None))]
         if missing or not hasattr(stage, "stage_index"):
             raise InvalidArgument(
-                f"stages_or_schedule has a {type(stage).__name__}, expected stages of torch's pipelining, or a schedule"
+                f"stages_or_schedule has a {type(stage).__name__}, expected stages of torch's "
+                "pipelining, or a schedule"
             )
         if isinstance(getattr(stage, "edges", None), StageEdges):
-            raise InvalidArgument(f"stage {stage.stage_index} is compressed already: call remove() of its edges first")
+            raise InvalidArgument(
+                f"stage {stage.stage_index} is compressed already: call remove() of its edges first"
+            )
     if len({id(stage.group) for stage in stages}) > 1:
-        raise InvalidArgument("the stages of this rank have different groups, expected one for the whole pipeline")
+        raise InvalidArgument(
+            "the stages of this rank have different groups, expected one for the whole pipeline"
+        )
     return stages
 
 
 def _agree(group: Any, said: str, codec: Any, device: torch.device) -> None:
     words = f"{said} {codec!s}".encode()[:_WORDS].ljust(_WORDS)
     rows = torch.empty(dist.get_world_size(group), _WORDS, dtype=torch.uint8, device=device)
-    dist.all_gather(list(rows), torch.tensor(list(words), dtype=torch.uint8, device=device), group=group)
+    dist.all_gather(
+        list(rows), torch.tensor(list(words), dtype=torch.uint8, device=device), group=group
+    )
     every = [bytes(row).decode(errors="replace").strip().split(" ", 1) for row in rows.tolist()]
     if len({each[0] for each in every}) > 1:
         rank = dist.get_rank(group)
         others = tuple(r for r, each in enumerate(every) if each[0] != said)
         raise Mismatch(
-            f"rank {rank} compresses the pipeline with codec={codec!s} and other options than ranks {list(others)}, which say "
-            f"{sorted({each[1] for each in every})}: call compress_pipeline with the same options on all of them",
+            f"rank {rank} compresses the pipeline with codec={codec!s} and other options than "
+            f"ranks {list(others)}, which say "
+            f"{sorted({each[1] for each in every})}: call compress_pipeline with the same "
+            "options on all of them",
             ranks=others,
         )

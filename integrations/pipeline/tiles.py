@@ -1,10 +1,12 @@
-"""Tiles of activations in 3 or 4 bits: a rotation spreads each tile's outlier, and tokens of many values get the fourth bit.
+"""Tiles of activations in 3 or 4 bits: a rotation spreads each tile's outlier, and tokens of many
+values get the fourth bit.
 
-    x of a tile: its largest element changes places with the first, then y = H x          (TAH-Quant, 2506.01352)
-    y ≈ lo + code · step                                                                   lo, step in bf16
+    x of a tile: its largest element changes places with the first, then y = H x  (TAH-Quant, 2506.01352)
+    y ≈ lo + code · step                                                           lo, step in bf16
 
-The first row and column of H are constant, so an outlier in the first place moves all of y by the same amount, which ``lo``
-takes up: what is left for the codes to span is what the tile is without it.
+The first row and column of H are constant, so an outlier in the first place moves all of y by the
+same amount, which ``lo`` takes up: what is left for the codes to span is what the tile is without
+it.
 """
 
 from dataclasses import dataclass
@@ -20,16 +22,20 @@ NAMES = {"tah3": 0.0, "tah": 0.5, "tah4": 1.0}
 
 @dataclass(frozen=True)
 class TileCodec:
-    """Tiles of 64 elements in 4 bits for a ``share`` of the tokens, those of highest entropy, and 3 bits for the others.
+    """Tiles of 64 elements in 4 bits for a ``share`` of the tokens, those of highest entropy, and 3
+    bits for the others.
 
-    A token is the last dimension of a tensor. 3.625 to 4.625 bits for an element and one for a token.
+    A token is the last dimension of a tensor. 3.625 to 4.625 bits for an element and one for a
+    token.
     """
 
     share: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
-            raise InvalidArgument(f"share is {self.share!r}, expected a part of the tokens from 0 to 1")
+            raise InvalidArgument(
+                f"share is {self.share!r}, expected a part of the tokens from 0 to 1"
+            )
 
     @property
     def spec(self) -> str:
@@ -40,7 +46,8 @@ class TileCodec:
         return sum(_sizes(tokens, tiles, self._fine(tokens)))
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, width: int) -> None:
-        """message := codes of float32[numel], tokens of ``width`` side by side. A tile with a NaN or infinity becomes NaN."""
+        """message := codes of float32[numel], tokens of ``width`` side by side. A tile with a NaN
+        or infinity becomes NaN."""
         tokens, count = _shape(values.numel(), width)
         fine = self._fine(tokens)
         padded = torch.nn.functional.pad(values.view(tokens, width), (0, count * BLOCK - width))
@@ -53,7 +60,12 @@ class TileCodec:
         steps = torch.where(few, 7.0, 15.0).view(-1, 1, 1)
         lo = _rounded(least, down=True)
         step = _rounded((most - lo.float()) / steps, down=False)
-        codes = ((turned - lo.float()) / step.float().clamp(min=1e-38)).nan_to_num(0.0).round().clamp(min=0)
+        codes = (
+            ((turned - lo.float()) / step.float().clamp(min=1e-38))
+            .nan_to_num(0.0)
+            .round()
+            .clamp(min=0)
+        )
         codes = torch.minimum(codes, steps).to(torch.uint8)
         flags, heads, three, four = _parts(message, _sizes(tokens, count, fine))
         flags.copy_(_pack_bits(few))
@@ -69,7 +81,9 @@ class TileCodec:
         flags, heads, three, four = _parts(message, _sizes(tokens, count, fine))
         few = _unpack_bits(flags)[:tokens]
         head = heads.view(tokens, count, HEAD)
-        words = head[:, :, :4].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+        words = (
+            head[:, :, :4].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+        )
         lo, step = words.split(1, 2)
         codes = message.new_empty(tokens, count, BLOCK)
         codes[few] = _unpack_three(three.view(-1, 3)).view(tokens - fine, count, BLOCK)
@@ -111,7 +125,8 @@ def _rounded(values: torch.Tensor, *, down: bool) -> torch.Tensor:
 
 
 def _entropies(tokens: torch.Tensor) -> torch.Tensor:
-    """Of each token's squared elements as a distribution: high where many count, low where few do."""
+    """Of each token's squared elements as a distribution: high where many count, low where few
+    do."""
     shares = tokens.square()
     shares = shares / shares.sum(1, keepdim=True).clamp(min=1e-38)
     return -torch.special.xlogy(shares, shares).sum(1).nan_to_num(0.0)
@@ -119,20 +134,35 @@ def _entropies(tokens: torch.Tensor) -> torch.Tensor:
 
 def _pack_bits(flags: torch.Tensor) -> torch.Tensor:
     """bool[n] to uint8[⌈n / 8⌉]."""
-    bits = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8)).view(-(-len(flags) // 8), 8)
-    return (bits << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(1, dtype=torch.uint8)
+    bits = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8)).view(
+        -(-len(flags) // 8), 8
+    )
+    return (bits << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(
+        1, dtype=torch.uint8
+    )
 
 
 def _unpack_bits(packed: torch.Tensor) -> torch.Tensor:
-    return (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten().bool()
+    return (
+        (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1)
+        .flatten()
+        .bool()
+    )
 
 
 def _pack_three(codes: torch.Tensor) -> torch.Tensor:
     """uint8[n, 8] of 0 … 7 to uint8[n, 3]: the eight side by side, the first in the lowest bits."""
     a, b, c, d, e, f, g, h = codes.unbind(1)
-    return torch.stack([a | b << 3 | c << 6, c >> 2 | d << 1 | e << 4 | f << 7, f >> 1 | g << 2 | h << 5], 1)
+    return torch.stack(
+        [a | b << 3 | c << 6, c >> 2 | d << 1 | e << 4 | f << 7, f >> 1 | g << 2 | h << 5], 1
+    )
 
 
 def _unpack_three(packed: torch.Tensor) -> torch.Tensor:
     x, y, z = packed.unbind(1)
-    return torch.stack([x, x >> 3, x >> 6 | y << 2, y >> 1, y >> 4, y >> 7 | z << 1, z >> 2, z >> 5], 1) & 7
+    return (
+        torch.stack(
+            [x, x >> 3, x >> 6 | y << 2, y >> 1, y >> 4, y >> 7 | z << 1, z >> 2, z >> 5], 1
+        )
+        & 7
+    )

@@ -1,4 +1,5 @@
-"""Blame: the typed errors of the guard, which name the ranks at fault, what they did and what should be done."""
+"""Blame: the typed errors of the guard, which name the ranks at fault, what they did and what
+should be done."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -28,9 +29,13 @@ class Blame:
         for peer, data in wrong:
             record = unpack(data)
             what = record.describe() if record else "something that is no call"
-            theirs.append(f"{self._name(peer)} calls {what if what != mine else 'it with tensors of another shape'}")
+            theirs.append(
+                f"{self._name(peer)} calls "
+                f"{what if what != mine else 'it with tensors of another shape'}"
+            )
         return Mismatch(
-            f"rank {self.rank} calls {mine}, but {'; '.join(theirs)}. Nothing was sent. Every rank must make the same "
+            f"rank {self.rank} calls {mine}, but {'; '.join(theirs)}. Nothing was sent. Every "
+            "rank must make the same "
             "calls, in the same order, with the same shape, dtype and codec.",
             ranks=tuple(peer for peer, _ in wrong),
         )
@@ -38,26 +43,38 @@ class Blame:
     def lost(self, work: BlamedCall, gone: Sequence[int], *, left: bool) -> PeerFailure:
         how = "left the group" if left else "died: its connection closed without a word"
         return PeerFailure(
-            f"rank {self.rank} waits in {work.describe()}, but {self._names(gone)} {how}.", ranks=tuple(gone)
+            f"rank {self.rank} waits in {work.describe()}, but {self._names(gone)} {how}.",
+            ranks=tuple(gone),
         )
 
     def died(self, gone: Sequence[int]) -> PeerFailure:
-        return PeerFailure(f"{self._names(gone)} died: its connection closed without a word.", ranks=tuple(gone))
+        return PeerFailure(
+            f"{self._names(gone)} died: its connection closed without a word.", ranks=tuple(gone)
+        )
 
     def expired(
         self, work: BlamedCall, seconds: float, silent: Sequence[int], others: Mapping[int, Record]
     ) -> CommunicationError:
-        """``work`` has waited too long: for ranks that are silent and ranks that do something else instead."""
-        busy = "; ".join(f"{self._name(peer)} calls {record.describe()}" for peer, record in others.items())
+        """``work`` has waited too long: for ranks that are silent and ranks that do something else
+        instead."""
+        busy = "; ".join(
+            f"{self._name(peer)} calls {record.describe()}" for peer, record in others.items()
+        )
         text = f"rank {self.rank} reached its timeout of {seconds:g} s in {work.describe()}"
         if not silent:
-            return Mismatch(f"{text}, but {busy}. Every rank must make matching calls.", ranks=tuple(others))
-        what = f"{text}: {self._names(silent)} did not make a matching call: stopped, stuck or far behind."
+            return Mismatch(
+                f"{text}, but {busy}. Every rank must make matching calls.", ranks=tuple(others)
+            )
+        what = (
+            f"{text}: {self._names(silent)} did not make a matching call: stopped, stuck or "
+            "far behind."
+        )
         return PeerFailure(what + (f" Besides, {busy}." if busy else ""), ranks=tuple(silent))
 
     def unanswered(self, work: BlamedCall, silent: Sequence[int], text: str) -> PeerFailure:
         return PeerFailure(
-            f"rank {self.rank}: {work.describe()} did not finish, and the process of {self._names(silent)} does not "
+            f"rank {self.rank}: {work.describe()} did not finish, and the process of "
+            f"{self._names(silent)} does not "
             f"answer: stopped, or its machine is gone ({text}).",
             ranks=tuple(silent),
         )
@@ -66,26 +83,37 @@ class Blame:
         return CommunicationError(f"rank {self.rank}: {work.describe()} failed: {text}")
 
     def notice(self, peer: int, record: Record, works: Sequence[BlamedCall]) -> CommunicationError:
-        """A peer has given up: the group is over. If it blames this rank, the two disagree, and it is the other one."""
+        """A peer has given up: the group is over. If it blames this rank, the two disagree, and it
+        is the other one."""
         blamed = tuple(r for r in range(_NAMED) if record.give >> r & 1)
-        direct = any(work.expected.keys() == {peer} for work in works)  # a send or receive that it will not meet
+        # a send or receive that it will not meet
+        direct = any(work.expected.keys() == {peer} for work in works)
         mine = self.rank in blamed or not blamed
         kind = _KINDS.get(record.reduction, CommunicationError)
         what = "a disagreement with" if kind is Mismatch else "the failure of"
         whom = "this rank" if mine else self._names(blamed)
         doing = "; ".join(work.describe() for work in works[:3])
         return kind(
-            f"rank {self.rank}{' in ' + doing if doing else ''}: {self._name(peer)} has given up after {what} {whom}.",
+            (
+                f"rank {self.rank}{' in ' + doing if doing else ''}: {self._name(peer)} has given "
+                f"up after {what} {whom}."
+            ),
             ranks=(peer,) if mine or direct else blamed,
         )
 
     def reforms(self, peer: int | None, record: Record | None) -> CommunicationError:
         """A peer wants to agree on who goes on; it may say whom it misses."""
-        blamed = tuple(r for r in range(_NAMED) if record is not None and record.give >> r & 1 and r != self.rank)
+        blamed = tuple(
+            r
+            for r in range(_NAMED)
+            if record is not None and record.give >> r & 1 and r != self.rank
+        )
         who = "a peer" if peer is None else self._name(peer)
         why = f" after the failure of {self._names(blamed)}" if blamed else ""
         kind = PeerFailure if blamed else CommunicationError
-        return kind(f"rank {self.rank}: {who} reforms the group{why}. Call reform() here too.", ranks=blamed)
+        return kind(
+            f"rank {self.rank}: {who} reforms the group{why}. Call reform() here too.", ranks=blamed
+        )
 
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(map(self._name, ranks))
@@ -101,7 +129,10 @@ def give_up_record(error: CommunicationError, *, reforms: bool = False) -> Recor
 def again(error: CommunicationError) -> CommunicationError:
     """For every call after the failure."""
     return type(error)(
-        f"this group failed before: {error} group.reform() goes on with those who are left; or destroy it and build a new one.",
+        (
+            f"this group failed before: {error} group.reform() goes on with those who are left; or "
+            "destroy it and build a new one."
+        ),
         ranks=error.ranks,
     )
 
@@ -114,5 +145,15 @@ def grace_of(timeout: timedelta) -> float:
 def speaks_of_a_peer(text: str) -> bool:
     """True if an error of the transport may come from a peer's failure."""
     lower = text.lower()
-    words = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "abort", "socket", "connect", "nccl")
+    words = (
+        "timed out",
+        "timeout",
+        "closed",
+        "reset by peer",
+        "broken pipe",
+        "abort",
+        "socket",
+        "connect",
+        "nccl",
+    )
     return any(word in lower for word in words)

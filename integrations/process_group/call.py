@@ -1,4 +1,5 @@
-"""Work of one call on a commpress group: agreed and issued, finished, or failed with a typed error."""
+"""Work of one call on a commpress group: agreed and issued, finished, or failed with a typed
+error."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +17,20 @@ if TYPE_CHECKING:
 
 _ZERO = timedelta(0)
 SLICE = timedelta(seconds=0.5)
-_TOO_SHORT = "Operation timed out!"  # what torch says of the wait; Gloo's own timeout reads otherwise
+# what torch says of the wait; Gloo's own timeout reads otherwise
+_TOO_SHORT = "Operation timed out!"
 
 
 class GroupWork(dist.Work):
-    """``issue`` starts the call on the transport and returns its work; the guard calls it once all ranks agree."""
+    """``issue`` starts the call on the transport and returns its work; the guard calls it once all
+    ranks agree."""
 
-    def __init__(self, guard: "Guard | None", issue: Callable[["GroupWork"], Any], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        guard: "Guard | None",
+        issue: Callable[["GroupWork"], Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__()
         self.guard, self.issue, self.tensors = guard, issue, tensors
         self.settled, self.deadline = False, 0.0
@@ -71,16 +79,24 @@ class GroupWork(dist.Work):
     def _finish(self, timeout: timedelta) -> None:
         """Wait for the data.
 
-        Note: in slices. A peer that fails after all have agreed may never issue the call: when data is late, the guard looks at
-        what peers have sent. A collective may be waited for again after a wait that was too short; a wait for a send or a
-        receive may not, but that one waits for its peer alone.
+        Note: in slices. A peer that fails after all have agreed may never issue the call: when data
+        is late, the guard looks at what peers have sent. A collective may be waited for again after
+        a wait that was too short; a wait for a send or a receive may not, but that one waits for
+        its peer alone.
         """
         slices = self.sliced and timeout == _ZERO
         while True:
             try:
-                self.inner.wait(SLICE) if slices else self.inner.wait(*([timeout] if timeout > _ZERO else []))
+                self.inner.wait(SLICE) if slices else self.inner.wait(
+                    *([timeout] if timeout > _ZERO else [])
+                )
             except Exception as error:
-                if slices and self.guard is not None and _TOO_SHORT in str(error) and self.guard.look():
+                if (
+                    slices
+                    and self.guard is not None
+                    and _TOO_SHORT in str(error)
+                    and self.guard.look()
+                ):
                     continue
                 typed = self.guard.explain(error, self) if self.guard is not None else error
                 if typed is error:
@@ -100,7 +116,9 @@ class GroupWork(dist.Work):
         return self.error is None and (self._done or (self.settled and self.inner.is_success()))
 
     def exception(self) -> Any:
-        return self.error if self.error is not None or self.inner is None else self.inner.exception()
+        return (
+            self.error if self.error is not None or self.inner is None else self.inner.exception()
+        )
 
     def result(self) -> list[torch.Tensor]:
         if self.inner is not None and self.error is None:
@@ -117,7 +135,9 @@ class GroupWork(dist.Work):
         if self._future is None:
             if self.settled and self.error is None:
                 return self.inner.get_future()
-            self._future = future_on(self.tensors[0].device) if len(self.tensors) else torch.futures.Future()
+            self._future = (
+                future_on(self.tensors[0].device) if len(self.tensors) else torch.futures.Future()
+            )
             if self.error is not None:
                 self._future.set_exception(self.error)
         return self._future

@@ -1,8 +1,10 @@
-"""Control connections: one small TCP connection between every two ranks of a group, beside those that carry the data.
+"""Control connections: one small TCP connection between every two ranks of a group, beside those
+that carry the data.
 
-They carry records of 64 bytes and nothing else. One that closes without a record of leave is a death: the kernel closes
-it whatever the process was doing. The door stays open: a peer that doubts whether this process still runs connects to it
-and asks, and so do members and newcomers that want to agree on who goes on (``agreement``).
+They carry records of 64 bytes and nothing else. One that closes without a record of leave is a
+death: the kernel closes it whatever the process was doing. The door stays open: a peer that doubts
+whether this process still runs connects to it and asks, and so do members and newcomers that want
+to agree on who goes on (``agreement``).
 """
 
 import contextlib
@@ -46,7 +48,8 @@ class ControlConnection:
         self._part = b""
 
     def send(self, record: bytes) -> None:
-        """Never blocks: what the kernel does not take now goes with the next record or ``flush``."""
+        """Never blocks: what the kernel does not take now goes with the next record or
+        ``flush``."""
         if self.unsent:
             self.unsent += record
             self.flush()
@@ -89,7 +92,11 @@ class ControlConnections:
     """All of one rank in one epoch of a group; made by all its ranks together."""
 
     def __init__(
-        self, membership: Membership, epoch: Epoch, timeout: timedelta, watch: Callable[[], object] = nothing
+        self,
+        membership: Membership,
+        epoch: Epoch,
+        timeout: timedelta,
+        watch: Callable[[], object] = nothing,
     ) -> None:
         """``watch`` is called while peers are awaited; what it raises ends that."""
         rank, size = epoch.places.index(membership.here), len(epoch.places)
@@ -100,20 +107,25 @@ class ControlConnections:
             awaited.check(missing)
             watch()
 
-        self._meeting = Meeting(rank, size, door=membership.door, epoch=epoch.key, others=membership.hear, check=check)
+        self._meeting = Meeting(
+            rank, size, door=membership.door, epoch=epoch.key, others=membership.hear, check=check
+        )
         self._meeting.learn(epoch.places)
         try:
             with membership.attending:
                 connections = self._meeting.connect_all(time.monotonic() + timeout.total_seconds())
         finally:
             awaited.close()
-        self.by_rank = {peer: ControlConnection(connection) for peer, connection in connections.items()}
+        self.by_rank = {
+            peer: ControlConnection(connection) for peer, connection in connections.items()
+        }
         close_in_children(self)
 
     # ------------------------------------------------------------ is it still running?
 
     def silent(self, seconds: float) -> tuple[int, ...]:
-        """The peers whose processes do not answer within ``seconds``: stopped, or their machine is gone."""
+        """The peers whose processes do not answer within ``seconds``: stopped, or their machine is
+        gone."""
         asked: dict[int, Knock] = {}
         doubted = [peer for peer, one in self.by_rank.items() if one.open]
         for peer in doubted:
@@ -134,11 +146,16 @@ class ControlConnections:
 
 
 def first_epoch(store: dist.Store, rank: int, size: int) -> Membership:
-    """The beginning of a group, by all its ranks together: they tell each other in ``store`` where their doors are."""
+    """The beginning of a group, by all its ranks together: they tell each other in ``store`` where
+    their doors are."""
     door = own_door(size)
     try:
         store.set(f"control/{rank}", door.here)
-        places = [store.get(f"control/{peer}").decode() for peer in range(size)] if size > 1 else [door.here]
+        places = (
+            [store.get(f"control/{peer}").decode() for peer in range(size)]
+            if size > 1
+            else [door.here]
+        )
     except BaseException:
         door.close()
         raise
@@ -147,11 +164,11 @@ def first_epoch(store: dist.Store, rank: int, size: int) -> Membership:
 
 
 class Polls:
-    """Files that a rank looks at while it waits: connections to its peers, the bell of its membership, a pipe by which others
-    wake it.
+    """Files that a rank looks at while it waits: connections to its peers, the bell of its
+    membership, a pipe by which others wake it.
 
-    ``everybody``: news from any peer. ``one[peer]``: from that one, or that another hung up. ``busy``, ``idle``: for the
-    thread that watches, with and without the news.
+    ``everybody``: news from any peer. ``one[peer]``: from that one, or that another hung up.
+    ``busy``, ``idle``: for the thread that watches, with and without the news.
     """
 
     def __init__(self, connections: ControlConnections) -> None:
@@ -159,7 +176,8 @@ class Polls:
         os.set_blocking(self.wake, False)
         os.set_blocking(self._waker, False)
         self.bell = connections.membership.bell.fileno()
-        self.peers = {one.socket.fileno(): peer for peer, one in connections.by_rank.items()}  # whose connections are open
+        # whose connections are open
+        self.peers = {one.socket.fileno(): peer for peer, one in connections.by_rank.items()}
         self.everybody, self.idle, self.busy = select.poll(), select.poll(), select.poll()
         self.one = {peer: select.poll() for peer in connections.by_rank}
         for fd, peer in self.peers.items():

@@ -1,7 +1,9 @@
-"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, and collectives compressed where asked for.
+"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, and collectives compressed
+where asked for.
 
-Every call is described to all peers first (``guard``); what it then does is torch's own, or ``mpi_group``'s. Calls over NCCL
-are issued at once, because NCCL neither ends the process nor blocks the host; the guard checks them meanwhile.
+Every call is described to all peers first (``guard``); what it then does is torch's own, or
+``mpi_group``'s. Calls over NCCL are issued at once, because NCCL neither ends the process nor
+blocks the host; the guard checks them meanwhile.
 """
 
 # torch's stubs give each collective two or three overloads; one signature here takes them all.
@@ -35,8 +37,15 @@ from commpress.integrations.process_group.inner import (
     private_transports,
     ready,
     torch_group,
-)  # fmt: skip
-from commpress.integrations.process_group.records import Record, all_to_all, call, counts, receiving, sending
+)
+from commpress.integrations.process_group.records import (
+    Record,
+    all_to_all,
+    call,
+    counts,
+    receiving,
+    sending,
+)
 from commpress.integrations.process_group.reducer import GroupReducer
 from commpress.integrations.process_group.reform import (
     Reformation,
@@ -57,12 +66,13 @@ Tensors = list[torch.Tensor]
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """Made by ``init_process_group("commpress")`` and ``new_group``; directly like ``ProcessGroupGloo``.
+    """Made by ``init_process_group("commpress")`` and ``new_group``; directly like
+    ``ProcessGroupGloo``.
 
-    ``pg_options``: the calls that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``, without which all are exact.
-    ``name``: what it answers for its backend; as a stand-in for Gloo, Gloo's.
-    ``inner``: what carries the data: torch's own Gloo and NCCL, or MPI.
-    ``formed``: False for a group that has no members, and no calls, before ``reconfigure`` names them.
+    ``pg_options``: the calls that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``,
+    without which all are exact. ``name``: what it answers for its backend; as a stand-in for Gloo,
+    Gloo's. ``inner``: what carries the data: torch's own Gloo and NCCL, or MPI. ``formed``: False
+    for a group that has no members, and no calls, before ``reconfigure`` names them.
     """
 
     def __init__(
@@ -81,15 +91,21 @@ class ProcessGroup(dist.ProcessGroup):
         self._rank, self._size, self._formed = rank, size, formed
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.pg_options, self._called = group_options_from(pg_options), name
-        self._store, self._timeout, self._global_ranks = store, timeout, list(global_ranks or range(size))
+        self._store, self._timeout, self._global_ranks = (
+            store,
+            timeout,
+            list(global_ranks or range(size)),
+        )
         make = mpi_group if inner == "mpi" else torch_group
         self._inner: Any
         self._inner, self._abort = make(dist.PrefixStore("data", store), rank, size, timeout, self)
         self.options = self._get_backend(torch.device("cpu")).options
         self.guard: Guard | None = None
-        self.registry, self.stores = Registry(), [store]  # what goes on with the group; who is told of its members
+        # what goes on with the group; who is told of its members
+        self.registry, self.stores = Registry(), [store]
         self.change: Change | None = None  # the last one
-        self.held_store: tuple[tuple[str, int] | None, Any] | None = None  # of the epochs: where it is, None: at this process
+        # of the epochs: where it is, None: at this process
+        self.held_store: tuple[tuple[str, int] | None, Any] | None = None
         self._parts: list[Any] = []  # to be closed with the group
         weakref.finalize(self, _close, self._parts)
         self._membership: Membership | None = None
@@ -113,10 +129,15 @@ class ProcessGroup(dist.ProcessGroup):
         self.guard = None
         if connections is not None:
             self.guard = Guard(
-                connections, timeout=self._timeout, abort=partial(_both, self._abort, self.reducer.abort),
-                name=self._peer_names(), reforms=partial(_reforms, weakref.ref(self)),
-            )  # fmt: skip
-        self._parts[:] = [part for part in (self.guard, self.reducer, self._membership) if part is not None]
+                connections,
+                timeout=self._timeout,
+                abort=partial(_both, self._abort, self.reducer.abort),
+                name=self._peer_names(),
+                reforms=partial(_reforms, weakref.ref(self)),
+            )
+        self._parts[:] = [
+            part for part in (self.guard, self.reducer, self._membership) if part is not None
+        ]
 
     @property
     def timeout(self) -> timedelta:
@@ -125,7 +146,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def communicator(self) -> Any:
-        """Of these ranks, where MPI carries the data, to make copies of; None over torch's own groups."""
+        """Of these ranks, where MPI carries the data, to make copies of; None over torch's own
+        groups."""
         return getattr(self._inner, "communicator", None)
 
     @property
@@ -135,60 +157,99 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------ collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GroupWork:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> GroupWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = options_of(dist.AllreduceOptions, opts, timeout, named, "reduceOp")
         numel = tensors[0].numel() if tensors else 0
-        codec = self.reducer.codec_for("all_reduce", tensors, numel=numel, op=opts.reduceOp, plain=len(tensors) == 1)
+        codec = self.reducer.codec_for(
+            "all_reduce", tensors, numel=numel, op=opts.reduceOp, plain=len(tensors) == 1
+        )
         if codec is None:
-            return self._reduction("all_reduce", self._inner.allreduce, (tensors, opts), tensors, opts)
+            return self._reduction(
+                "all_reduce", self._inner.allreduce, (tensors, opts), tensors, opts
+            )
         record = call("all_reduce", tensors, reduction=int(opts.reduceOp.op), codec=codec)
         return self._compressed("all_reduce", record, tensors[0], tensors[0], opts, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
         self.reducer.left_alone(tensors, "coalesced")
-        return self._reduction("all_reduce_coalesced", self._inner.allreduce_coalesced, (tensors, opts), tensors, opts)
+        return self._reduction(
+            "all_reduce_coalesced", self._inner.allreduce_coalesced, (tensors, opts), tensors, opts
+        )
 
     def broadcast(self, tensors: Any, *how: Any, **named: Any) -> GroupWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         return self._rooted("broadcast", dist.BroadcastOptions, tensors, (tensors,), *how, **named)
 
     def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        **named: Any,
     ) -> GroupWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = options_of(dist.ReduceOptions, opts, timeout, named, "rootRank")
         if op is not None:
             opts.reduceOp = op
-        return self._reduction("reduce", self._inner.reduce, (tensors, opts), tensors, opts, root=opts.rootRank)
+        return self._reduction(
+            "reduce", self._inner.reduce, (tensors, opts), tensors, opts, root=opts.rootRank
+        )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(AllgatherOptions, opts, timeout, {}, "")
         self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
-        return self._call(call("all_gather", inputs), self._inner.allgather, (outputs, inputs, opts), inputs, opts)
+        return self._call(
+            call("all_gather", inputs), self._inner.allgather, (outputs, inputs, opts), inputs, opts
+        )
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> GroupWork:
         opts = opts or AllgatherOptions()
         record = call("all_gather_coalesced", inputs)
-        return self._call(record, self._inner.allgather_coalesced, (outputs, inputs, opts), inputs, opts)
+        return self._call(
+            record, self._inner.allgather_coalesced, (outputs, inputs, opts), inputs, opts
+        )
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> GroupWork:
         opts = opts or AllgatherOptions()
         equal = output.numel() == self._size * input.numel()
-        codec = self.reducer.codec_for("all_gather", [input, output], numel=output.numel(), plain=equal)
+        codec = self.reducer.codec_for(
+            "all_gather", [input, output], numel=output.numel(), plain=equal
+        )
         if codec is not None:
-            return self._compressed("all_gather", call("all_gather_single", [input], codec=codec), input, output, opts)
+            return self._compressed(
+                "all_gather", call("all_gather_single", [input], codec=codec), input, output, opts
+            )
         record = call("all_gather_single", [input])
-        return self._call(record, self._inner._allgather_base, (output, input, opts), [output], opts)
+        return self._call(
+            record, self._inner._allgather_base, (output, input, opts), [output], opts
+        )
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> GroupWork:
         opts = opts or AllgatherOptions()
         self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
         record = call("all_gather_single_coalesced", inputs)
-        return self._call(record, self._inner.allgather_into_tensor_coalesced, (outputs, inputs, opts), outputs, opts)
+        return self._call(
+            record,
+            self._inner.allgather_into_tensor_coalesced,
+            (outputs, inputs, opts),
+            outputs,
+            opts,
+        )
 
     def gather(self, outputs: Any, inputs: Any, *how: Any, **named: Any) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
@@ -198,28 +259,47 @@ class ProcessGroup(dist.ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, *how: Any, **named: Any) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        return self._rooted("scatter", dist.ScatterOptions, outputs, (outputs, inputs), *how, **named)
+        return self._rooted(
+            "scatter", dist.ScatterOptions, outputs, (outputs, inputs), *how, **named
+        )
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        **named: Any,
     ) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(dist.ReduceScatterOptions, opts, timeout, named, "reduceOp")
         self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
-        return self._reduction("reduce_scatter", self._inner.reduce_scatter, (outputs, inputs, opts), outputs, opts)
+        return self._reduction(
+            "reduce_scatter", self._inner.reduce_scatter, (outputs, inputs, opts), outputs, opts
+        )
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> GroupWork:
         opts = opts or dist.ReduceScatterOptions()
         arguments = (output, input, opts)
         equal = input.numel() == self._size * output.numel()
-        codec = self.reducer.codec_for("reduce_scatter", [input, output], numel=input.numel(), op=opts.reduceOp, plain=equal)
+        codec = self.reducer.codec_for(
+            "reduce_scatter", [input, output], numel=input.numel(), op=opts.reduceOp, plain=equal
+        )
         if codec is not None:
-            record = call("reduce_scatter_single", [output], reduction=int(opts.reduceOp.op), codec=codec)
+            record = call(
+                "reduce_scatter_single", [output], reduction=int(opts.reduceOp.op), codec=codec
+            )
             return self._compressed("reduce_scatter", record, input, output, opts, opts.reduceOp)
-        return self._reduction("reduce_scatter_single", self._inner._reduce_scatter_base, arguments, [output], opts)
+        return self._reduction(
+            "reduce_scatter_single", self._inner._reduce_scatter_base, arguments, [output], opts
+        )
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> GroupWork:
         opts = opts or dist.ReduceScatterOptions()
         start, arguments = self._inner.reduce_scatter_tensor_coalesced, (outputs, inputs, opts)
         self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
@@ -243,22 +323,34 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> GroupWork:
         opts = options_of(dist.AllToAllOptions, opts, timeout, {}, "")
-        gives, takes = counts(input, input_splits, self.size()), counts(output, output_splits, self.size())
+        gives, takes = (
+            counts(input, input_splits, self.size()),
+            counts(output, output_splits, self.size()),
+        )
         start: Callable[[], Any] = partial(
             self._inner.alltoall_base, output, input, list(output_splits), list(input_splits), opts
         )
         own, fits = gives[self._rank], sum(gives) == input.numel() and sum(takes) == output.numel()
-        plain = fits and own == takes[self._rank] and input.dim() > 0 and input.shape[1:] == output.shape[1:]
+        plain = (
+            fits
+            and own == takes[self._rank]
+            and input.dim() > 0
+            and input.shape[1:] == output.shape[1:]
+        )
         codec = self.reducer.codec_for("all_to_all", [input, output], numel=0, plain=plain)
         if codec is not None:
             start = self.reducer.all_to_all(output, input, output_splits, input_splits, own)
-        return self._all_to_all("all_to_all_single", input.dtype, gives, takes, start, [output], opts, codec or b"")
+        return self._all_to_all(
+            "all_to_all_single", input.dtype, gives, takes, start, [output], opts, codec or b""
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
         opts = options_of(dist.BarrierOptions, opts, timeout, {}, "")
         return self._call(call("barrier", []), self._inner.barrier, (opts,), [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Gloo's own, which names who is missing by itself."""
         self._check_formed()
         self._inner.monitored_barrier(timeout, wait_all_ranks)
@@ -275,12 +367,18 @@ class ProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         if self.guard is None:
-            return self._started(GroupWork(None, lambda work: self._inner.recv_anysource(tensors, tag), tensors))
+            return self._started(
+                GroupWork(None, lambda work: self._inner.recv_anysource(tensors, tag), tensors)
+            )
         # a profiler knows this call by its own name; Gloo finds the source
         profiled = profiling() and self.communicator is None
 
         def issue(work: GroupWork) -> Any:
-            return self._inner.recv_anysource(tensors, tag) if profiled else self._inner.recv(tensors, work.source, tag)
+            return (
+                self._inner.recv_anysource(tensors, tag)
+                if profiled
+                else self._inner.recv(tensors, work.source, tag)
+            )
 
         work = GroupWork(self.guard, issue, tensors)
         self.guard.any_source(receiving(tensors[0], tag), work)
@@ -304,23 +402,48 @@ class ProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------ every call
 
     def _rooted(
-        self, name: str, kind: type, tensors: Tensors, ends: tuple[Any, ...], opts: Any = None,
-        timeout: timedelta | None = None, **named: Any,
-    ) -> GroupWork:  # fmt: skip
+        self,
+        name: str,
+        kind: type,
+        tensors: Tensors,
+        ends: tuple[Any, ...],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        **named: Any,
+    ) -> GroupWork:
         """A call that begins or ends at one rank. ``tensors``: those that every rank has."""
         opts = options_of(kind, opts, timeout, named, "rootRank")
-        return self._call(call(name, tensors, root=opts.rootRank), getattr(self._inner, name), (*ends, opts), tensors, opts)
+        return self._call(
+            call(name, tensors, root=opts.rootRank),
+            getattr(self._inner, name),
+            (*ends, opts),
+            tensors,
+            opts,
+        )
 
     def _reduction(
-        self, name: str, start: Callable[..., Any], arguments: tuple[Any, ...], tensors: Tensors, opts: Any, root: int = 0
+        self,
+        name: str,
+        start: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        tensors: Tensors,
+        opts: Any,
+        root: int = 0,
     ) -> GroupWork:
         record = call(name, tensors, reduction=int(opts.reduceOp.op), root=root)
         return self._call(record, start, arguments, tensors, opts)
 
     def _all_to_all(
-        self, name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], start: Callable[[], Any],
-        tensors: Tensors, opts: Any, codec: bytes = b"",
-    ) -> GroupWork:  # fmt: skip
+        self,
+        name: str,
+        dtype: torch.dtype,
+        gives: Sequence[int],
+        takes: Sequence[int],
+        start: Callable[[], Any],
+        tensors: Tensors,
+        opts: Any,
+        codec: bytes = b"",
+    ) -> GroupWork:
         records = all_to_all(name, dtype, gives, takes, 0, codec)
         if len({*gives, *takes}) == 1:
             return self._call(records[0].pack(), start, (), tensors, opts)
@@ -330,13 +453,24 @@ class ProcessGroup(dist.ProcessGroup):
         return self._begin(record, expected, lambda work: start(), tensors, opts)
 
     def _compressed(
-        self, name: str, record: bytes, input: torch.Tensor, output: torch.Tensor, opts: Any, op: Any = None
+        self,
+        name: str,
+        record: bytes,
+        input: torch.Tensor,
+        output: torch.Tensor,
+        opts: Any,
+        op: Any = None,
     ) -> GroupWork:
         issue = self.reducer.steps(name, input, output, op)
         return self._begin(record, None, lambda work: issue(), [output], opts)
 
     def _call(
-        self, record: bytes, start: Callable[..., Any], arguments: tuple[Any, ...], tensors: Tensors, opts: Any
+        self,
+        record: bytes,
+        start: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        tensors: Tensors,
+        opts: Any,
     ) -> GroupWork:
         return self._begin(record, None, lambda work: start(*arguments), tensors, opts)
 
@@ -348,7 +482,8 @@ class ProcessGroup(dist.ProcessGroup):
         tensors: Tensors,
         opts: Any,
     ) -> GroupWork:
-        """Describe the call to the peers; wait for their agreement here, unless the caller wants to go on meanwhile."""
+        """Describe the call to the peers; wait for their agreement here, unless the caller wants to
+        go on meanwhile."""
         work = GroupWork(self.guard, issue, tensors)
         if self.guard is None:
             return self._started(work)
@@ -364,7 +499,8 @@ class ProcessGroup(dist.ProcessGroup):
         except CommunicationError as error:
             if torch._C._current_graph_task_id() < 0:
                 raise
-            work.fail(error)  # DDP's C++, which calls this at the end of a backward, must get to its end
+            # DDP's C++, which calls this at the end of a backward, must get to its end
+            work.fail(error)
         if not getattr(opts, "asyncOp", True) or profiling():
             if not work.settled:
                 self.guard.settle(work)
@@ -377,7 +513,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _left_to_guard(self, work: GroupWork) -> GroupWork:
         """Let the guard's thread issue the call when all agree.
 
-        A profiler sees only what the profiled thread issues: while one runs, it is issued by whoever waits for it.
+        A profiler sees only what the profiled thread issues: while one runs, it is issued by
+        whoever waits for it.
         """
         if self.guard is not None and not work.settled and not profiling():
             self.guard.nudge()
@@ -392,7 +529,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _check_formed(self) -> None:
         if not self._formed:
-            raise CommunicationError("this group is not formed: call dist._reconfigure(uuid, handles) with all handles first")
+            raise CommunicationError(
+                "this group is not formed: call dist._reconfigure(uuid, handles) with all "
+                "handles first"
+            )
 
     def _queue_for_autograd(self, work: GroupWork) -> None:
         """Inside a backward: have it wait for this call, so that an error comes out as what it is.
@@ -441,12 +581,18 @@ class ProcessGroup(dist.ProcessGroup):
         label = group_name or "split:" + ",".join(map(str, ordered))
         store = dist.PrefixStore(f"{label}/", self._store)
         members = [self._global_ranks[r] for r in ordered]
-        given = self.pg_options and replace(self.pg_options, topology=None)  # whose nodes are those of all ranks
+        # whose nodes are those of all ranks
+        given = self.pg_options and replace(self.pg_options, topology=None)
         group = ProcessGroup(
-            store, ordered.index(self.rank()), len(ordered), timeout or self._timeout,
-            pg_options=given or "exact", global_ranks=members, name=self._called,
+            store,
+            ordered.index(self.rank()),
+            len(ordered),
+            timeout or self._timeout,
+            pg_options=given or "exact",
+            global_ranks=members,
+            name=self._called,
             inner="torch" if self.communicator is None else "mpi",
-        )  # fmt: skip
+        )
         group._set_group_name(label)  # type: ignore[arg-type]
         group._set_group_desc(group_desc or "undefined")
         return group
@@ -456,11 +602,13 @@ class ProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and counts of this rank's compressed calls, between two backwards: numbers, texts and tensors."""
+        """Residuals and counts of this rank's compressed calls, between two backwards: numbers,
+        texts and tensors."""
         return self.reducer.state_dict()
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """From this rank's state, for a run that goes on bit for bit; at another world size from those of all ranks."""
+        """From this rank's state, for a run that goes on bit for bit; at another world size from
+        those of all ranks."""
         self.reducer.load_state_dict(*states)
 
     # ------------------------------------------------------------ other ranks
@@ -474,25 +622,40 @@ class ProcessGroup(dist.ProcessGroup):
     getRank, getSize = rank, size  # what C++ looks for
 
     def reform(
-        self, timeout: timedelta | None = None, *, say: bytes = b"", age: int = 0, join: Any = None, minimum: int = 1,
-        admit: bool = True, yields: bool = False,
-    ) -> Change:  # fmt: skip
-        """Go on with those who are left and with newcomers, in this process, with this object; collective over all of them.
+        self,
+        timeout: timedelta | None = None,
+        *,
+        say: bytes = b"",
+        age: int = 0,
+        join: Any = None,
+        minimum: int = 1,
+        admit: bool = True,
+        yields: bool = False,
+    ) -> Change:
+        """Go on with those who are left and with newcomers, in this process, with this object;
+        collective over all of them.
 
-        Returns the same change on each, or raises one named error on each within ``timeout``, by default the group's.
-        Afterwards ranks are numbered anew, and so do all collectives of torch and all channels work among them. What was under
-        way has failed. Groups of some ranks (``new_group``, ``split_group``, meshes) are destroyed: make them anew.
+        Returns the same change on each, or raises one named error on each within ``timeout``, by
+        default the group's. Afterwards ranks are numbered anew, and so do all collectives of torch
+        and all channels work among them. What was under way has failed. Groups of some ranks
+        (``new_group``, ``split_group``, meshes) are destroyed: make them anew.
 
         - ``say``: bytes that all get to know.
-        - ``age``: steps trained so far. Where two groups meet the members go on, the ranks of the other are newcomers; one that
+        - ``age``: steps trained so far. Where two groups meet the members go on, the ranks of the
+          other are newcomers; one that
           is older is refused.
-        - ``yields``: True on all members: an older group that joins goes on instead of theirs, and they are its newcomers.
-        - ``join``: a member's ``contact`` or a store that the members use, on those who want to become members.
+        - ``yields``: True on all members: an older group that joins goes on instead of theirs, and
+          they are its newcomers.
+        - ``join``: a member's ``contact`` or a store that the members use, on those who want to
+          become members.
         - ``minimum``: members without which nobody goes on.
-        - ``admit``: False on the first of those who are left: newcomers wait at its door for a later reform.
+        - ``admit``: False on the first of those who are left: newcomers wait at its door for a
+          later reform.
         """
         limit = check_reform(self, timeout, say, age, minimum, join, admit, yields)
-        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit, yields=yields)
+        terms = terms_of(
+            self, say=say, age=age, join=join, minimum=minimum, admit=admit, yields=yields
+        )
         return self._reform(terms, limit)
 
     def _reform(self, terms: Terms, limit: timedelta) -> Change:
@@ -504,7 +667,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def membership(self) -> Membership:
-        """This process's part in the agreements of the group; a group of one begins to listen when it is first asked for."""
+        """This process's part in the agreements of the group; a group of one begins to listen when
+        it is first asked for."""
         if self._membership is None:
             self._membership = first_epoch(dist.HashStore(), self._rank, self._size)
             self._parts.append(self._membership)
@@ -526,7 +690,8 @@ class ProcessGroup(dist.ProcessGroup):
             self.guard.check()
 
     def announce(self, store: dist.Store) -> None:
-        """Tell ``store`` too, now and after each change, who the members are: one whose host may outlive the first one's."""
+        """Tell ``store`` too, now and after each change, who the members are: one whose host may
+        outlive the first one's."""
         self.stores.append(store)
         announce(self)
 
@@ -535,29 +700,44 @@ class ProcessGroup(dist.ProcessGroup):
         self.registry.enroll(channel)
 
     def on_reform(self, owner: Any) -> None:
-        """Have ``owner.reform(change)`` called when the ranks have changed and channels are connected; weakly.
+        """Have ``owner.reform(change)`` called when the ranks have changed and channels are
+        connected; weakly.
 
-        It may communicate; what it changes, it leaves to a function that it returns, which is called when all have come as far.
+        It may communicate; what it changes, it leaves to a function that it returns, which is
+        called when all have come as far.
         """
         self.registry.on_reform(owner)
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Have the others take over what these ranks owe, which are about to ``leave``; collective over all of them."""
+        """Have the others take over what these ranks owe, which are about to ``leave``; collective
+        over all of them."""
         for owner in self.registry.owners:
             if hasattr(owner, "hand_over"):
                 owner.hand_over(leaving)
 
     def leave(self) -> None:
         """Go for good: nobody waits for this rank any more, and every call of it fails."""
-        stop(self, CommunicationError("this rank has left the group: destroy it, or build a new one"))
+        stop(
+            self, CommunicationError("this rank has left the group: destroy it, or build a new one")
+        )
         self._close()
 
     def enter(
-        self, rank: int, size: int, store: dist.Store, inner: Any, abort: Callable[[], object],
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        inner: Any,
+        abort: Callable[[], object],
         connections: ControlConnections | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Work among other ranks from here on; for ``Reformation``."""
-        self._rank, self._size, self._store, self._global_ranks = rank, size, store, list(range(size))
+        self._rank, self._size, self._store, self._global_ranks = (
+            rank,
+            size,
+            store,
+            list(range(size)),
+        )
         old = [self._inner, self._abort]
         self._inner, self._abort = inner, abort
         let_go(old)
@@ -570,7 +750,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """True from torch 2.14 on, but over MPI: then ``dist._reconfigure`` gives the group other ranks."""
+        """True from torch 2.14 on, but over MPI: then ``dist._reconfigure`` gives the group other
+        ranks."""
         return RECONFIGURES and self.communicator is None
 
     def get_reconfigure_handle(self) -> str:
@@ -579,7 +760,8 @@ class ProcessGroup(dist.ProcessGroup):
         return self.contact
 
     def reconfigure(self, options: Any) -> GroupWork:
-        """Form the group of exactly the members that torch's ``ReconfigureOptions`` name, by the way of ``reform``.
+        """Form the group of exactly the members that torch's ``ReconfigureOptions`` name, by the
+        way of ``reform``.
 
         It is done, or has failed with an error that names who is missing, when this returns.
         """
@@ -637,7 +819,8 @@ def _check_peers(group: "weakref.ref[ProcessGroup]") -> None:
 
 
 def _wait_all(works: list[GroupWork]) -> None:
-    """At the end of a backward: raise what DDP would find in a future. For other works it waits itself, once it has ended."""
+    """At the end of a backward: raise what DDP would find in a future. For other works it waits
+    itself, once it has ended."""
     for work in works:
         if work.has_future:
             work.wait()

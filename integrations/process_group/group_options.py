@@ -16,7 +16,16 @@ from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 
 VARIABLE = "COMMPRESS_GROUP_OPTIONS"
-_KEYS = ("codec", "min_numel", "ops", "only", "reduce_scatter", "all_gather", "all_to_all", "topology")
+_KEYS = (
+    "codec",
+    "min_numel",
+    "ops",
+    "only",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "topology",
+)
 _EXACT = "exact"
 _ROW = 4096
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -27,20 +36,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class GroupOptions:
     """Compress an all-reduce if all of this holds; otherwise it is exact.
 
-    - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU or on CUDA;
+    - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU or
+      on CUDA;
     - its reduction is one of ``ops``: "sum", "avg", also as ``ReduceOp``;
-    - ``only="gradients"``: it is called from inside a backward pass, where DDP reduces its buckets. The norm for clipping, a
-      metric, a vote are computed outside and never touched. ``only="everything"`` compresses those too, without residuals, and
-      takes codecs that need none: of eight bits or more per element, such as "int8", or right on average, such as "terngrad".
+    - ``only="gradients"``: it is called from inside a backward pass, where DDP reduces its buckets.
+      The norm for clipping, a
+      metric, a vote are computed outside and never touched. ``only="everything"`` compresses those
+      too, without residuals, and takes codecs that need none: of eight bits or more per element,
+      such as "int8", or right on average, such as "terngrad".
 
-    ``codec``: of all-reduces; None leaves them exact. Others are exact unless they have a codec too:
+    ``codec``: of all-reduces; None leaves them exact. Others are exact unless they have a codec
+    too:
 
     - ``reduce_scatter``: of ``reduce_scatter_tensor``, if the same holds of its input;
-    - ``all_gather``: of ``all_gather_into_tensor`` with ``min_numel`` elements in its output, in a backward or not;
-    - ``all_to_all``: of every ``all_to_all_single`` of these dtypes, however long, as ranks may send different numbers of rows.
+    - ``all_gather``: of ``all_gather_into_tensor`` with ``min_numel`` elements in its output, in a
+      backward or not;
+    - ``all_to_all``: of every ``all_to_all_single`` of these dtypes, however long, as ranks may
+      send different numbers of rows.
 
-    ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the launcher says): all-reduces
-    then add up inside a node, exactly, and compress what leaves it. Groups with one do not ``reform``.
+    ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the
+    launcher says): all-reduces then add up inside a node, exactly, and compress what leaves it.
+    Groups with one do not ``reform``.
     """
 
     codec: str | Codec | None = "int8"
@@ -55,18 +71,27 @@ class GroupOptions:
     def __post_init__(self) -> None:
         if self.codec is not None and isinstance(codec_named(self.codec), LowRankCodec):
             raise InvalidArgument(
-                f"codec is {self.codec!r}, which needs matrices, and an all-reduce brings flat buckets: use "
-                "commpress.compress(ddp, codec=...), which knows the parameters' shapes, or another codec here"
+                f"codec is {self.codec!r}, which needs matrices, and an all-reduce brings flat "
+                "buckets: use "
+                "commpress.compress(ddp, codec=...), which knows the parameters' shapes, or "
+                "another codec here"
             )
-        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
-            raise InvalidArgument(f"min_numel is {self.min_numel!r}, expected a positive number of elements")
+        if (
+            isinstance(self.min_numel, bool)
+            or not isinstance(self.min_numel, int)
+            or self.min_numel < 1
+        ):
+            raise InvalidArgument(
+                f"min_numel is {self.min_numel!r}, expected a positive number of elements"
+            )
         if self.only not in ("gradients", "everything"):
             raise InvalidArgument(f"only is {self.only!r}, expected 'gradients' or 'everything'")
         object.__setattr__(self, "ops", tuple(sorted({_op_name(op) for op in self.ops})))
         codecs = self.codecs()
         if isinstance(codecs.get("reduce_scatter"), WholeTensorCodec):
             raise InvalidArgument(
-                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a rank gets a row of one: use a "
+                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a "
+                "rank gets a row of one: use a "
                 "codec such as 'int8' or 'sign'"
             )
         for name in ("all_gather", "all_to_all"):
@@ -75,26 +100,37 @@ class GroupOptions:
         for option, name in {"codec": "all_reduce", "reduce_scatter": "reduce_scatter"}.items():
             if self.only == "everything" and name in codecs and _needs_residuals(codecs[name]):
                 raise InvalidArgument(
-                    f"{option} is {getattr(self, option)!r}, which needs residuals, and only='everything' compresses calls "
-                    "outside a backward, which have none: what it leaves out there would never be sent. Use only='gradients'; "
-                    "or a codec such as 'int8', 'bf16' or 'terngrad'; or, for gradients, commpress.compress(ddp, codec=...)"
+                    f"{option} is {getattr(self, option)!r}, which needs residuals, and "
+                    "only='everything' compresses calls "
+                    "outside a backward, which have none: what it leaves out there would never "
+                    "be sent. Use only='gradients'; "
+                    "or a codec such as 'int8', 'bf16' or 'terngrad'; or, for gradients, "
+                    "commpress.compress(ddp, codec=...)"
                 )
         if self.topology is None:
             return
         if self.codec is None:
-            raise InvalidArgument(f"topology is {self.topology!r}, and codec is None: it is all-reduces that it divides")
+            raise InvalidArgument(
+                f"topology is {self.topology!r}, and codec is None: it is all-reduces that it "
+                "divides"
+            )
         if isinstance(self.topology, str):
             if self.topology != "auto":
                 Topology.parse(self.topology)
         elif not isinstance(self.topology, Topology):
             raise InvalidArgument(
-                f"topology is a {type(self.topology).__name__}, expected a Topology, its words such as '2x4', 'auto' or None"
+                f"topology is a {type(self.topology).__name__}, expected a Topology, its words "
+                "such as '2x4', 'auto' or None"
             )
 
     def codecs(self) -> dict[str, Codec]:
         """The codec of each collective that may be compressed."""
-        given = {"all_reduce": self.codec, "reduce_scatter": self.reduce_scatter, "all_gather": self.all_gather,
-                 "all_to_all": self.all_to_all}  # fmt: skip
+        given = {
+            "all_reduce": self.codec,
+            "reduce_scatter": self.reduce_scatter,
+            "all_gather": self.all_gather,
+            "all_to_all": self.all_to_all,
+        }
         return {name: codec_named(codec) for name, codec in given.items() if codec is not None}
 
     def accepts(self, op: Any) -> bool:
@@ -102,7 +138,8 @@ class GroupOptions:
 
 
 def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
-    """Options as they are, from text such as ``codec=int8,min_numel=65536,ops=sum+avg,only=gradients``, or from a plan's file.
+    """Options as they are, from text such as
+    ``codec=int8,min_numel=65536,ops=sum+avg,only=gradients``, or from a plan's file.
 
     None reads ``COMMPRESS_GROUP_OPTIONS``; an empty text, or "exact", means that all is exact.
     """
@@ -111,12 +148,14 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
         return text
     if not isinstance(text, str):
         raise InvalidArgument(
-            f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as GroupOptions(codec='int8'), or "
+            f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as "
+            "GroupOptions(codec='int8'), or "
             "their text"
         )
     if text.strip() in ("", _EXACT):
         return None
-    if text.strip().endswith(".json"):  # a plan: all-reduces have no names here, so its rules for single layers do not hold
+    # a plan: all-reduces have no names here, so its rules for single layers do not hold
+    if text.strip().endswith(".json"):
         plan = load_plan(text.strip())
         return GroupOptions(plan.codec, max(plan.min_numel, 1)) if plan.compresses else None
     where = f"{VARIABLE} is" if given is None else "pg_options is"
@@ -126,7 +165,10 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
         if not equals and not values:
             key, value = "codec", key  # "int8" alone
         elif not equals or key not in _KEYS or key in values:
-            raise InvalidArgument(f"{where} {text!r}: {part!r} should be one of {', '.join(k + '=…' for k in _KEYS)}, once")
+            raise InvalidArgument(
+                f"{where} {text!r}: {part!r} should be one of "
+                f"{', '.join(k + '=…' for k in _KEYS)}, once"
+            )
         values[key] = value
     if "min_numel" in values:
         if not values["min_numel"].isdecimal():
@@ -140,12 +182,20 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
 
 
 def _needs_residuals(codec: Codec) -> bool:
-    """Return true if a good part of a tensor stays out of every mean of calls that keep no residual."""
+    """Return true if a good part of a tensor stays out of every mean of calls that keep no
+    residual."""
     return codec.feedback and (isinstance(codec, WholeTensorCodec) or codec.row_bytes(_ROW) < _ROW)
 
 
 def _op_name(op: Any) -> str:
-    name = op.lower() if isinstance(op, str) else next((n for n, value in _OPS.items() if op == value), None)
+    name = (
+        op.lower()
+        if isinstance(op, str)
+        else next((n for n, value in _OPS.items() if op == value), None)
+    )
     if name not in _OPS:
-        raise InvalidArgument(f"ops holds {op!r}, expected 'sum' and 'avg': no other reduction of averages makes sense")
+        raise InvalidArgument(
+            f"ops holds {op!r}, expected 'sum' and 'avg': no other reduction of averages makes "
+            "sense"
+        )
     return name

@@ -1,14 +1,15 @@
 """Agreement before data: a call is issued when every peer has sent a record of the same one.
 
-Each call sends one record per peer (``records``) over the control connections and waits for theirs. Only then does Gloo see it:
-Gloo ends the process when a message is longer than the buffer that waits for it, so a disagreement must not reach it.
+Each call sends one record per peer (``records``) over the control connections and waits for theirs.
+Only then does Gloo see it: Gloo ends the process when a message is longer than the buffer that
+waits for it, so a disagreement must not reach it.
 
-Note: who reads the connections. Whoever waits for a call reads for all (the leader); others wait for the leader. When calls are
-pending that nobody waits for, the guard's own thread leads. It also watches for connections that close, and aborts the
-transport when a peer is gone.
+Note: who reads the connections. Whoever waits for a call reads for all (the leader); others wait
+for the leader. When calls are pending that nobody waits for, the guard's own thread leads. It also
+watches for connections that close, and aborts the transport when a peer is gone.
 
-Note: after a failure the ranks are out of step, and this guard is of no more use. ``reform`` makes another, or whoever
-destroys the group and builds a new one.
+Note: after a failure the ranks are out of step, and this guard is of no more use. ``reform`` makes
+another, or whoever destroys the group and builds a new one.
 """
 
 import threading
@@ -17,10 +18,24 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from commpress.errors import CommunicationError, Mismatch
-from commpress.integrations.process_group.blame import Blame, again, give_up_record, grace_of, speaks_of_a_peer
+from commpress.integrations.process_group.blame import (
+    Blame,
+    again,
+    give_up_record,
+    grace_of,
+    speaks_of_a_peer,
+)
 from commpress.integrations.process_group.call import GroupWork, profiling
-from commpress.integrations.process_group.control_connections import ControlConnections, Events, Polls
-from commpress.integrations.process_group.pending_calls import PendingCollectives, PendingPairs, opposite
+from commpress.integrations.process_group.control_connections import (
+    ControlConnections,
+    Events,
+    Polls,
+)
+from commpress.integrations.process_group.pending_calls import (
+    PendingCollectives,
+    PendingPairs,
+    opposite,
+)
 from commpress.integrations.process_group.records import (
     ANY_SOURCE,
     CALL,
@@ -50,16 +65,25 @@ class Guard:
         reforms: Callable[[CommunicationError], object] = lambda error: None,
     ) -> None:
         """``reforms`` is told when a peer wants to agree on who goes on."""
-        self.rank, self.seconds, self.grace = connections.rank, timeout.total_seconds(), grace_of(timeout)
+        self.rank, self.seconds, self.grace = (
+            connections.rank,
+            timeout.total_seconds(),
+            grace_of(timeout),
+        )
         self.failure: CommunicationError | None = None
         self.reforming: set[int] = set()  # peers that agree anew on who is in the group
         self._reforms = reforms
-        self._connections, self._abort, self._blame = connections, abort, Blame(connections.rank, name)
+        self._connections, self._abort, self._blame = (
+            connections,
+            abort,
+            Blame(connections.rank, name),
+        )
         self._peers = connections.by_rank
         self._changed = threading.Condition()  # re-entrant: a future may call back into the group
         self._leading, self._closed = False, False
         self._collectives, self._pairs = PendingCollectives(self._peers), PendingPairs()
-        self._any_source: set[int] = set()  # peers that wait to receive from anyone: they are not to blame
+        # peers that wait to receive from anyone: they are not to blame
+        self._any_source: set[int] = set()
         self._unsettled: set[GroupWork] = set()
         self._dead: set[int] = set()
         self._notices: list[tuple[int, Record]] = []
@@ -70,8 +94,11 @@ class Guard:
 
     # ------------------------------------------------------------ calls
 
-    def collective(self, record: bytes | dict[int, bytes], expected: dict[int, bytes] | None, work: GroupWork) -> None:
-        """Send ``record`` (the same to all, or each peer its own) and queue the call behind those before it."""
+    def collective(
+        self, record: bytes | dict[int, bytes], expected: dict[int, bytes] | None, work: GroupWork
+    ) -> None:
+        """Send ``record`` (the same to all, or each peer its own) and queue the call behind those
+        before it."""
         with self._changed:
             self._check()
             self._add(work)
@@ -125,7 +152,8 @@ class Guard:
         self._polls.nudge()
 
     def look(self) -> bool:
-        """Read what has come, because data is late; false if the group has failed, here or at a peer."""
+        """Read what has come, because data is late; false if the group has failed, here or at a
+        peer."""
         with self._changed:
             self._receive(list(self._polls.peers.values()))
             self._advance()
@@ -134,7 +162,8 @@ class Guard:
             return self.failure is None
 
     def check(self) -> None:
-        """Raise if the group has failed or a peer has died: for who waits for peers otherwise than in a call."""
+        """Raise if the group has failed or a peer has died: for who waits for peers otherwise than
+        in a call."""
         self.look()
         if self.failure is not None:
             raise again(self.failure)
@@ -142,7 +171,8 @@ class Guard:
             raise self._blame.died(sorted(self._dead))
 
     def _lead(self, seconds: float) -> None:
-        """Wait for news and act on them: at first only for one peer that is missing, so as not to wake for every other."""
+        """Wait for news and act on them: at first only for one peer that is missing, so as not to
+        wake for every other."""
         missing = self._collectives.missing()
         everybody = self._polls.everybody
         first = self._polls.one.get(missing[0]) if missing else None
@@ -224,7 +254,8 @@ class Guard:
                 self._send_all(Record(kind=ANY_SOURCE))
 
     def _advance(self) -> None:
-        """Issue every collective on which all agree, in order; fail if somebody differs, is gone or has given up."""
+        """Issue every collective on which all agree, in order; fail if somebody differs, is gone or
+        has given up."""
         collectives = self._collectives
         while collectives and self.failure is None:
             missing = collectives.missing()
@@ -238,9 +269,14 @@ class Guard:
             self._issue(collectives.take())
         if len(self._polls.peers) < len(self._peers):
             for peer, connection in self._peers.items():
-                if self.failure is None and not connection.open and (waiting := self._pairs.waiting_for(peer)):
+                if (
+                    self.failure is None
+                    and not connection.open
+                    and (waiting := self._pairs.waiting_for(peer))
+                ):
                     self._lose(waiting, [peer])
-        if self._notices and self.failure is None and self._unsettled:  # what this rank saw itself weighs more
+        # what this rank saw itself weighs more
+        if self._notices and self.failure is None and self._unsettled:
             self._fail_by_notice()
 
     def _issue(self, work: GroupWork) -> None:
@@ -257,8 +293,13 @@ class Guard:
         if work.expected:
             late = self._collectives.late(work)
         else:
-            late = [peer for peer in self._peers if peer not in self._any_source] or list(self._peers)
-        doing = {peer: self._pairs.unmatched(peer) or self._collectives.does_instead(peer) for peer in late}
+            late = [peer for peer in self._peers if peer not in self._any_source] or list(
+                self._peers
+            )
+        doing = {
+            peer: self._pairs.unmatched(peer) or self._collectives.does_instead(peer)
+            for peer in late
+        }
         others = {peer: record for peer, record in doing.items() if record}
         silent = [peer for peer in late if peer not in others]
         self._fail(self._blame.expired(work, self.seconds, silent, others))
@@ -268,7 +309,12 @@ class Guard:
         if peer is not None:
             self.reforming.add(peer)
         if self.failure is None and not self._closed:
-            self._fail(self._blame.died(sorted(self._dead)) if self._dead else self._blame.reforms(peer, record), tell=False)
+            self._fail(
+                self._blame.died(sorted(self._dead))
+                if self._dead
+                else self._blame.reforms(peer, record),
+                tell=False,
+            )
         if self.failure is not None and not self._closed:
             self._reforms(self.failure)
 
@@ -283,7 +329,8 @@ class Guard:
         for work in self._unsettled:
             work.fail(error)
         self._unsettled.clear()
-        if early or not isinstance(error, Mismatch):  # calls agreed on before a disagreement may still finish
+        # calls agreed on before a disagreement may still finish
+        if early or not isinstance(error, Mismatch):
             self._abort_at = time.monotonic()
         self._collectives.clear()
         self.nudge()
@@ -297,7 +344,8 @@ class Guard:
     # ------------------------------------------------------------ when the transport fails
 
     def explain(self, error: Exception, work: GroupWork) -> Exception:
-        """The typed error for one that the transport raised: who died, stopped or gave up; ``error`` itself if nobody."""
+        """The typed error for one that the transport raised: who died, stopped or gave up;
+        ``error`` itself if nobody."""
         text = str(error)
         if self.failure is None and not self._dead and not speaks_of_a_peer(text):
             return error
@@ -348,7 +396,8 @@ class Guard:
                 self._abort()
 
     def _look(self, events: Events) -> bool:
-        """Act on news, expire what has waited too long; whether the transport is to be aborted now. Under the lock."""
+        """Act on news, expire what has waited too long; whether the transport is to be aborted now.
+        Under the lock."""
         self._polls.clear(events)
         for connection in self._peers.values():
             if connection.unsent:
@@ -384,9 +433,11 @@ class Guard:
         return [self._polls.peers[fd] for fd in events if fd in self._polls.peers]
 
     def stop(self, error: CommunicationError, *, reforms: bool = False) -> None:
-        """Fail what is under way with ``error``, or what was said before, and all that comes; the thread stays.
+        """Fail what is under way with ``error``, or what was said before, and all that comes; the
+        thread stays.
 
-        ``reforms``: this rank goes to agree on who is in the group. The peers are told, the thread ends.
+        ``reforms``: this rank goes to agree on who is in the group. The peers are told, the thread
+        ends.
         """
         with self._changed:
             if self.failure is None:
@@ -405,13 +456,18 @@ class Guard:
                 return
             self._closed = True
             for work in self._unsettled:
-                work.fail(CommunicationError(f"the group was destroyed while {work.describe()} waited for its peers"))
+                work.fail(
+                    CommunicationError(
+                        f"the group was destroyed while {work.describe()} waited for its peers"
+                    )
+                )
             self._unsettled.clear()
             self._changed.notify_all()
         self.nudge()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        self._abort = _nothing  # holds the groups inside, which an error with its frames must not keep
+        # holds the groups inside, which an error with its frames must not keep
+        self._abort = _nothing
         self._connections.close(last.pack())
         self._polls.close()
 

@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from commpress.collectives.transports import interface
 from commpress.collectives.transports.factory import own_connections
-from commpress.collectives.transports.gloo import Connections, connections_of, gloo_group, outlive, watched, yielding
+from commpress.collectives.transports.gloo import (
+    Connections,
+    connections_of,
+    gloo_group,
+    outlive,
+    watched,
+    yielding,
+)
 from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
@@ -28,14 +35,21 @@ Abort = Callable[[], object]  # end what is under way
 
 
 def torch_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup, *, within: timedelta | None = None,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group: dist.ProcessGroup,
+    *,
+    within: timedelta | None = None,
     watch: Callable[[], object] = nothing,
-) -> tuple[dist.ProcessGroup, Abort]:  # fmt: skip
-    """torch's own group with Gloo and, where there is CUDA, NCCL; ``group`` hands out the same backends.
+) -> tuple[dist.ProcessGroup, Abort]:
+    """torch's own group with Gloo and, where there is CUDA, NCCL; ``group`` hands out the same
+    backends.
 
-    ``within``: the time that ranks have to connect, where they do so anew. torch keeps the backends that a group hands out:
-    then it goes on with its first ones, which end every call with an error. ``watch`` is called meanwhile; what it raises ends
-    the wait.
+    ``within``: the time that ranks have to connect, where they do so anew. torch keeps the backends
+    that a group hands out: then it goes on with its first ones, which end every call with an error.
+    ``watch`` is called meanwhile; what it raises ends the wait.
     """
     interface.name_interface()
     limit = timeout - timedelta(seconds=grace_of(timeout))
@@ -52,7 +66,10 @@ def torch_group(
         set_timeout(gloo, limit)
     backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, gloo)}
     if has_nccl():
-        backends["cuda"] = (kinds.NCCL, nccl_backend(dist.PrefixStore("cuda", store), rank, size, timeout))
+        backends["cuda"] = (
+            kinds.NCCL,
+            nccl_backend(dist.PrefixStore("cuda", store), rank, size, timeout),
+        )
     for device, (kind, backend) in backends.items():
         begin_sequence(backend)
         inner._register_backend(torch.device(device), kind, backend)
@@ -84,19 +101,29 @@ def _abort(inner: dist.ProcessGroup, connections: Connections) -> None:
 
 
 def mpi_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup, *, within: timedelta | None = None,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group: dist.ProcessGroup,
+    *,
+    within: timedelta | None = None,
     epoch: str = "",
-) -> tuple[MpiGroup, Abort]:  # fmt: skip
-    """MPI; ``group`` hands out a placeholder, because torch keeps a group's name and devices in its backends.
+) -> tuple[MpiGroup, Abort]:
+    """MPI; ``group`` hands out a placeholder, because torch keeps a group's name and devices in its
+    backends.
 
-    Whatever would call the placeholder past the group gets an error. ``within``, ``epoch``: of ranks that go on without others.
+    Whatever would call the placeholder past the group gets an error. ``within``, ``epoch``: of
+    ranks that go on without others.
     """
     limit = timeout - timedelta(seconds=grace_of(timeout))
     if within is not None:
         anew = MpiGroup(store, rank, size, limit, epoch=epoch, connecting=within.total_seconds())
         return anew, anew.abort
     kinds = dist.ProcessGroup.BackendType
-    placeholder = refusing_backend(rank, size, lambda options: setattr(options, "_timeout", timeout))
+    placeholder = refusing_backend(
+        rank, size, lambda options: setattr(options, "_timeout", timeout)
+    )
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         group._register_backend(torch.device(device), kinds.CUSTOM, placeholder)
     group._set_default_backend(kinds.CUSTOM)
@@ -105,12 +132,16 @@ def mpi_group(
 
 
 def at_once(inner: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """True where a call may be issued before the peers have agreed: NCCL neither ends the process nor blocks the host."""
-    return bool(tensors) and tensors[0].is_cuda and isinstance(inner, dist.ProcessGroup) and has_nccl()
+    """True where a call may be issued before the peers have agreed: NCCL neither ends the process
+    nor blocks the host."""
+    return (
+        bool(tensors) and tensors[0].is_cuda and isinstance(inner, dist.ProcessGroup) and has_nccl()
+    )
 
 
 def ready(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for the kernels that fill tensors on a GPU, because another thread will read them by way of the host."""
+    """Wait for the kernels that fill tensors on a GPU, because another thread will read them by way
+    of the host."""
     if tensors and tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()
 
@@ -126,7 +157,8 @@ def card_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 
 
 class _PrivateTransport(TorchTransport):
-    """Over a group that torch.distributed knows nothing of: it has no name and no global ranks there."""
+    """Over a group that torch.distributed knows nothing of: it has no name and no global ranks
+    there."""
 
     def peer(self, rank: int) -> str:
         return f"rank {rank}"
@@ -136,13 +168,19 @@ class CardTransport(_PrivateTransport):
     """Over NCCL, by a communicator of its own, which is made when the first message goes."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(card_group(store, rank, size, timeout), timeout=timeout, point_to_point=False)
+        super().__init__(
+            card_group(store, rank, size, timeout), timeout=timeout, point_to_point=False
+        )
         self._store, self._parts = store, 0
 
     def subset(self, ranks: Sequence[int]) -> "CardTransport | None":
         self._parts += 1
         store, members = dist.PrefixStore(f"part{self._parts}", self._store), sorted(ranks)
-        return CardTransport(store, members.index(self.rank), len(members), self.timeout) if self.rank in members else None
+        return (
+            CardTransport(store, members.index(self.rank), len(members), self.timeout)
+            if self.rank in members
+            else None
+        )
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
@@ -150,29 +188,47 @@ class CardTransport(_PrivateTransport):
 
 
 def private_transports(
-    inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, check: Callable[[], object] = nothing
+    inner: Any,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    check: Callable[[], object] = nothing,
 ) -> Mapping[str, Callable[[], Transport]]:
-    """Makers of ``private_transport``, and of a ``CardTransport`` where NCCL carries tensors on CUDA.
+    """Makers of ``private_transport``, and of a ``CardTransport`` where NCCL carries tensors on
+    CUDA.
 
     ``check`` is called while ranks are awaited, and raises if one of them is gone.
     """
-    makers: dict[str, Callable[[], Transport]] = {"cpu": partial(private_transport, inner, store, rank, size, timeout, check)}
+    makers: dict[str, Callable[[], Transport]] = {
+        "cpu": partial(private_transport, inner, store, rank, size, timeout, check)
+    }
     if isinstance(inner, dist.ProcessGroup) and has_nccl():
-        makers["cuda"] = partial(CardTransport, dist.PrefixStore("card", store), rank, size, timeout)
+        makers["cuda"] = partial(
+            CardTransport, dist.PrefixStore("card", store), rank, size, timeout
+        )
     return makers
 
 
 def private_transport(
-    inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, check: Callable[[], object] = nothing
+    inner: Any,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    check: Callable[[], object] = nothing,
 ) -> Transport:
-    """For the group's own compressed messages: they meet no others. Made by all ranks in the same call."""
+    """For the group's own compressed messages: they meet no others. Made by all ranks in the same
+    call."""
     if not isinstance(inner, dist.ProcessGroup):
         return MpiTransport(inner.communicator, timeout=timeout)
 
     if not own_connections():
         make: Callable[..., Any] = partial(gloo_group, store, rank, size, timeout)
         gloo, connections = connections_of(partial(yielding, make), size - 1)
-        return _PrivateTransport(gloo, timeout=timeout, point_to_point=True, connections=connections)
+        return _PrivateTransport(
+            gloo, timeout=timeout, point_to_point=True, connections=connections
+        )
 
     def share(here: bytes) -> list[bytes]:
         store.set(f"place/{rank}", here.decode())
@@ -186,7 +242,9 @@ def private_transport(
     return SocketTransport(Mesh(rank, range(size), share, timeout, check), timeout=timeout)
 
 
-def options_of(kind: Any, given: Any, timeout: timedelta | None, named: dict[str, Any], field: str) -> Any:
+def options_of(
+    kind: Any, given: Any, timeout: timedelta | None, named: dict[str, Any], field: str
+) -> Any:
     """torch's options, from one of the three ways in which its own groups take them."""
     if given is None:
         given = named.get("op", named.get("root"))

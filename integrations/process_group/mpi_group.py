@@ -1,8 +1,10 @@
-"""The collectives of a process group over MPI (mpi4py), in Python: torch's wheels are built without MPI.
+"""The collectives of a process group over MPI (mpi4py), in Python: torch's wheels are built without
+MPI.
 
-Bytes go point to point, from and into the tensors themselves; sums are torch's own arithmetic in the order of Gloo's ring
-(``ring_order``), so no dtype needs an MPI type and results have Gloo's bits. Lengths are not checked here: the guard has
-compared them, which is as well, because Open MPI writes past the end of a receive that is too short.
+Bytes go point to point, from and into the tensors themselves; sums are torch's own arithmetic in
+the order of Gloo's ring (``ring_order``), so no dtype needs an MPI type and results have Gloo's
+bits. Lengths are not checked here: the guard has compared them, which is as well, because Open MPI
+writes past the end of a receive that is too short.
 """
 
 import time
@@ -35,22 +37,35 @@ class MpiGroup:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, limit: timedelta, *, epoch: str = "", connecting: float | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        limit: timedelta,
+        *,
+        epoch: str = "",
+        connecting: float | None = None,
     ) -> None:
         self._mpi, self.rank, self.size, self.seconds = mpi(), rank, size, limit.total_seconds()
-        self.communicator = self._communicator(store, epoch, self.seconds if connecting is None else connecting)
-        self._data, self._pairs = (within(self.seconds, "a copy of it", self.communicator.Dup) for _ in range(2))
+        self.communicator = self._communicator(
+            store, epoch, self.seconds if connecting is None else connecting
+        )
+        self._data, self._pairs = (
+            within(self.seconds, "a copy of it", self.communicator.Dup) for _ in range(2)
+        )
         self._progress, self._scratch, self._calls = MpiProgress(), Scratch(), 0
         weakref.finalize(self, self._progress.close)
 
     def _communicator(self, store: dist.Store, epoch: str, seconds: float) -> Any:
-        """Of these ranks alone; each says where MPI has put it. In an ``epoch`` of its own without those who are gone."""
+        """Of these ranks alone; each says where MPI has put it. In an ``epoch`` of its own without
+        those who are gone."""
         world = self._mpi.COMM_WORLD
         store.set(f"mpi/{self.rank}", str(world.Get_rank()))
         places = [int(store.get(f"mpi/{r}")) for r in range(self.size)]
         if len(set(places)) < self.size or max(places) >= world.Get_size():
             raise InvalidArgument(
-                f"the ranks of this group are {places} of {world.Get_size()} in MPI, expected one process each: start all of "
+                f"the ranks of this group are {places} of {world.Get_size()} in MPI, expected "
+                "one process each: start all of "
                 "them with one mpirun"
             )
         group = world.Get_group().Incl(places)
@@ -66,7 +81,11 @@ class MpiGroup:
     # ------------------------------------------------------------ collectives
 
     def allreduce(self, tensors: Tensors, opts: Any) -> MpiWork:
-        if tensors[0].layout is torch.sparse_coo and len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
+        if (
+            tensors[0].layout is torch.sparse_coo
+            and len(tensors) == 1
+            and opts.reduceOp == dist.ReduceOp.SUM
+        ):
             return self._begin("all_reduce", self._sparse_sum(tensors[0]), tensors, opts)
         _dense(tensors)
         return self._begin("all_reduce", self._all_reduce(tensors, opts), tensors, opts)
@@ -80,16 +99,25 @@ class MpiGroup:
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MpiWork:
         for output, row in zip(outputs, inputs, strict=True):
             self._fit("reduce_scatter", row, output)
-        return self._begin("reduce_scatter", self._reduce_scatter(outputs, inputs, opts, whole=False), outputs, opts)
+        return self._begin(
+            "reduce_scatter",
+            self._reduce_scatter(outputs, inputs, opts, whole=False),
+            outputs,
+            opts,
+        )
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MpiWork:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> MpiWork:
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> MpiWork:
         rows = [self._dealt(i) for i in inputs]
         for output, row in zip(outputs, rows, strict=True):
             self._fit("reduce_scatter", row, output)
-        return self._begin("reduce_scatter", self._reduce_scatter(outputs, rows, opts, whole=True), outputs, opts)
+        return self._begin(
+            "reduce_scatter", self._reduce_scatter(outputs, rows, opts, whole=True), outputs, opts
+        )
 
     def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:
         return self._begin("broadcast", self._broadcast(tensors[0], opts.rootRank), tensors, opts)
@@ -99,16 +127,22 @@ class MpiGroup:
             self._fit("all_gather", row, given)
         outgoing = {r: list(inputs) for r in range(self.size)}
         incoming = {r: [row[r] for row in outputs] for r in range(self.size)}
-        return self._begin("all_gather", self._move(outgoing, incoming), [t for row in outputs for t in row], opts)
+        return self._begin(
+            "all_gather", self._move(outgoing, incoming), [t for row in outputs for t in row], opts
+        )
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MpiWork:
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any
+    ) -> MpiWork:
         """``outputs[r][i]`` := input i of rank r."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MpiWork:
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> MpiWork:
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> MpiWork:
         return self.allgather([self._dealt(contiguous(o)) for o in outputs], inputs, opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MpiWork:
@@ -128,14 +162,26 @@ class MpiGroup:
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> MpiWork:
         dtypes = {t.dtype for t in (*inputs, *outputs)}
         if len(inputs) != self.size or len(outputs) != self.size or len(dtypes) > 1:
-            raise InvalidArgument(f"an all_to_all takes and gives {self.size} tensors of one dtype: one for each rank")
+            raise InvalidArgument(
+                f"an all_to_all takes and gives {self.size} tensors of one dtype: one for each rank"
+            )
         if inputs[self.rank].numel() != outputs[self.rank].numel():
-            raise InvalidArgument(f"rank {self.rank} sends itself another number of elements than it expects from itself")
-        outgoing, incoming = ({r: [t] for r, t in enumerate(tensors)} for tensors in (inputs, outputs))
+            raise InvalidArgument(
+                f"rank {self.rank} sends itself another number of elements than it expects from "
+                "itself"
+            )
+        outgoing, incoming = (
+            {r: [t] for r, t in enumerate(tensors)} for tensors in (inputs, outputs)
+        )
         return self._begin("all_to_all", self._move(outgoing, incoming), outputs, opts)
 
     def alltoall_base(
-        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], opts: Any
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any,
     ) -> MpiWork:
         outs, ins = self._split(contiguous(output), output_splits), self._split(input, input_splits)
         return self.alltoall(outs, ins, opts)
@@ -144,23 +190,32 @@ class MpiGroup:
         return self._begin("barrier", self._barrier(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-        """Rank 0 waits for every rank and then answers; its error names who is missing: the first, or all of them."""
+        """Rank 0 waits for every rank and then answers; its error names who is missing: the first,
+        or all of them."""
         seconds = timeout.total_seconds() if timeout is not None else self.seconds
         end = time.monotonic() + seconds
 
         def token(to: Sequence[int], of: Sequence[int]) -> MpiWork:
-            outgoing, incoming = ({r: [torch.zeros(1, dtype=torch.uint8)] for r in ranks} for ranks in (to, of))
+            outgoing, incoming = (
+                {r: [torch.zeros(1, dtype=torch.uint8)] for r in ranks} for ranks in (to, of)
+            )
             return self._begin("monitored_barrier", self._move(outgoing, incoming, _TAGS), [])
 
         if self.rank:
-            missing = [0] if not _waited(token([0], []), end) or not _waited(token([], [0]), end + seconds) else []
+            missing = (
+                [0]
+                if not _waited(token([0], []), end) or not _waited(token([], [0]), end + seconds)
+                else []
+            )
         else:
             works = {r: token([], [r]) for r in range(1, self.size)}
             missing = [r for r, work in works.items() if not _waited(work, end)]
         if missing:
             self._progress.give_up("a monitored barrier failed")
             text = ", ".join(map(str, missing if wait_all_ranks else missing[:1]))
-            raise RuntimeError(f"ranks {text} did not come to the monitored barrier within {seconds:g} s")
+            raise RuntimeError(
+                f"ranks {text} did not come to the monitored barrier within {seconds:g} s"
+            )
         if self.rank == 0:
             token(range(1, self.size), []).wait()
 
@@ -180,23 +235,37 @@ class MpiGroup:
 
     # ------------------------------------------------------------ their steps
 
-    def _move(self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int | None = None) -> Steps:
+    def _move(
+        self,
+        outgoing: Mapping[int, Tensors],
+        incoming: Mapping[int, Tensors],
+        tag: int | None = None,
+    ) -> Steps:
         """Tensors to and from each rank; those for this rank itself are copied."""
         views = {r: [HostView(t) for t in tensors] for r, tensors in incoming.items()}
         sent = {r: [flat_of(t) for t in tensors] for r, tensors in outgoing.items()}
-        yield self._swap(sent, {r: [x.numbers for x in row] for r, row in views.items()}, self._tag(tag))
+        yield self._swap(
+            sent, {r: [x.numbers for x in row] for r, row in views.items()}, self._tag(tag)
+        )
         for row in views.values():
             for view in row:
                 view.write_back()
 
-    def _swap(self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int) -> list[Any]:
-        """Receives first; each rank begins with its neighbour, so that not all send to the same one."""
+    def _swap(
+        self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int
+    ) -> list[Any]:
+        """Receives first; each rank begins with its neighbour, so that not all send to the same
+        one."""
         comm, me, size = self._data, self.rank, self.size
         requests = []
         for r in ((me - i) % size for i in range(1, size)):
-            requests += [comm.Irecv(self._bytes(t), r, tag) for t in incoming.get(r, ()) if t.numel()]
+            requests += [
+                comm.Irecv(self._bytes(t), r, tag) for t in incoming.get(r, ()) if t.numel()
+            ]
         for r in ((me + i) % size for i in range(1, size)):
-            requests += [comm.Isend(self._bytes(t), r, tag) for t in outgoing.get(r, ()) if t.numel()]
+            requests += [
+                comm.Isend(self._bytes(t), r, tag) for t in outgoing.get(r, ()) if t.numel()
+            ]
         if me in incoming:
             for target, source in zip(incoming[me], outgoing[me], strict=True):
                 target.copy_(source)
@@ -218,7 +287,9 @@ class MpiGroup:
             parts, held = self._parts(high - low, buffer)
             yield self._swap({r: [c] for r, c in enumerate(chunks)}, self._others(parts), tag)
             fold(self._with(mine, parts), mine, low, per_rank)
-            yield self._swap({r: [mine] for r in every}, {r: [c] for r, c in enumerate(chunks)}, tag)
+            yield self._swap(
+                {r: [mine] for r in every}, {r: [c] for r, c in enumerate(chunks)}, tag
+            )
         self._scratch.give(held)
         view.write_back()
 
@@ -231,12 +302,18 @@ class MpiGroup:
         yield self._swap({r: [count] for r in others}, {r: [counts[r]] for r in others}, tag)
         sent = [mine.indices().contiguous(), mine.values().contiguous()]
         every = [
-            sent if r == self.rank else [t.new_empty(shape) for t, shape in zip(sent, _shapes(mine, int(n)), strict=True)]
+            sent
+            if r == self.rank
+            else [t.new_empty(shape) for t, shape in zip(sent, _shapes(mine, int(n)), strict=True)]
             for r, n in enumerate(counts)
         ]
         outgoing = [t.view(-1) for t in sent]
-        yield self._swap({r: outgoing for r in others}, {r: [t.view(-1) for t in every[r]] for r in others}, tag)
-        total, *rest = (torch.sparse_coo_tensor(i, v, mine.shape, check_invariants=False) for i, v in every)
+        yield self._swap(
+            {r: outgoing for r in others}, {r: [t.view(-1) for t in every[r]] for r in others}, tag
+        )
+        total, *rest = (
+            torch.sparse_coo_tensor(i, v, mine.shape, check_invariants=False) for i, v in every
+        )
         for part in rest:
             total.add_(part)
         tensor.copy_(total.coalesce())
@@ -249,7 +326,8 @@ class MpiGroup:
         mine = buffer[chunks[self.rank]]
         parts, held = self._parts(mine.numel(), buffer)
         yield self._swap({r: [buffer[c]] for r, c in enumerate(chunks)}, self._others(parts), tag)
-        total = torch.empty_like(mine) if self.rank != root else mine  # only the root's tensor changes
+        # only the root's tensor changes
+        total = torch.empty_like(mine) if self.rank != root else mine
         fold(self._with(mine, parts), total, chunks[self.rank].start, per_rank)
         arriving = {r: [buffer[c]] for r, c in enumerate(chunks)} if self.rank == root else {}
         yield self._swap({root: [total]}, arriving, tag)
@@ -257,10 +335,13 @@ class MpiGroup:
         if self.rank == root:
             view.write_back()
 
-    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *, whole: bool) -> Steps:
+    def _reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *, whole: bool
+    ) -> Steps:
         """``outputs[i]`` := the reduction of every rank's ``inputs[i][me]``.
 
-        The order of adding is that of an all-reduce of all ``inputs[i]`` side by side (``whole``), or of each by itself.
+        The order of adding is that of an all-reduce of all ``inputs[i]`` side by side (``whole``),
+        or of each by itself.
         """
         views, tag = [HostView(t) for t in outputs], self._tag()
         rows = [[flat_of(t) for t in row] for row in inputs]
@@ -270,7 +351,9 @@ class MpiGroup:
         yield self._swap(outgoing, incoming, tag)
         for view, row, part in zip(views, rows, parts, strict=True):
             numbers = view.numbers
-            fold, per_rank = self._fold(numbers, opts, numel=numbers.numel() * (self.size if whole else 1))
+            fold, per_rank = self._fold(
+                numbers, opts, numel=numbers.numel() * (self.size if whole else 1)
+            )
             start = self.rank * numbers.numel() if whole else 0
             fold(self._with(numbers_of(row[self.rank]), part), numbers, start, per_rank)
             view.write_back()
@@ -311,14 +394,20 @@ class MpiGroup:
     def _bytes(self, flat: torch.Tensor) -> list[Any]:
         return host_buffer(self._mpi, flat)
 
-    def _fold(self, numbers: torch.Tensor, opts: Any, *, numel: int = -1, even: bool = True) -> tuple[Fold, int]:
+    def _fold(
+        self, numbers: torch.Tensor, opts: Any, *, numel: int = -1, even: bool = True
+    ) -> tuple[Fold, int]:
         fold = Fold(int(opts.reduceOp.op), numbers.dtype, self.size)
-        return fold, chunk(numbers.numel() if numel < 0 else numel, numbers.itemsize, self.size, even=even)
+        return fold, chunk(
+            numbers.numel() if numel < 0 else numel, numbers.itemsize, self.size, even=even
+        )
 
     def _parts(self, numel: int, like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Room for as many numbers of every rank; also what to give back."""
         held = self._scratch.take(self.size * numel * like.itemsize, _CPU)
-        return list(held.view(like.dtype).split(numel) if numel else [held.view(like.dtype)] * self.size), held
+        return list(
+            held.view(like.dtype).split(numel) if numel else [held.view(like.dtype)] * self.size
+        ), held
 
     def _others(self, parts: Tensors) -> dict[int, Tensors]:
         return {r: [part] for r, part in enumerate(parts) if r != self.rank}
@@ -330,7 +419,9 @@ class MpiGroup:
         """Its elements dealt out evenly to the ranks, in order."""
         numel, rest = divmod(tensor.numel(), self.size)
         if rest:
-            raise InvalidArgument(f"{tensor.numel()} elements cannot be dealt out evenly to {self.size} ranks")
+            raise InvalidArgument(
+                f"{tensor.numel()} elements cannot be dealt out evenly to {self.size} ranks"
+            )
         flat = tensor.reshape(-1)
         return [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
 
@@ -338,13 +429,19 @@ class MpiGroup:
         if not splits:
             return self._dealt(tensor)
         if len(splits) != self.size or sum(splits) != len(tensor):
-            raise InvalidArgument(f"splits are {splits}, expected {self.size} numbers that add up to {len(tensor)} rows")
+            raise InvalidArgument(
+                f"splits are {splits}, expected {self.size} numbers that add up to "
+                f"{len(tensor)} rows"
+            )
         return list(tensor.split(splits))
 
     def _fit(self, name: str, tensors: Tensors, like: torch.Tensor) -> None:
-        if len(tensors) != self.size or any(t.numel() != like.numel() or t.dtype != like.dtype for t in tensors):
+        if len(tensors) != self.size or any(
+            t.numel() != like.numel() or t.dtype != like.dtype for t in tensors
+        ):
             raise InvalidArgument(
-                f"{name} has a tensor of {like.numel()} {like.dtype} and a list of {[t.numel() for t in tensors]} elements: "
+                f"{name} has a tensor of {like.numel()} {like.dtype} and a list of "
+                f"{[t.numel() for t in tensors]} elements: "
                 f"expected as many of the same dtype for each of {self.size} ranks"
             )
 
@@ -367,7 +464,9 @@ class MpiGroup:
 
 def _dense(tensors: Tensors) -> None:
     if any(t.layout is not torch.strided for t in tensors):
-        raise InvalidArgument("of sparse tensors only the sum of one at a time is offered over MPI: densify these")
+        raise InvalidArgument(
+            "of sparse tensors only the sum of one at a time is offered over MPI: densify these"
+        )
 
 
 def _shapes(tensor: torch.Tensor, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -382,11 +481,12 @@ def _waited(work: MpiWork, end: float) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- memory of the host, which MPI reads and writes
+# --------------------------------------------------- memory of the host, which MPI reads and writes
 
 
 class HostView:
-    """A tensor's elements as plain ``numbers`` side by side: its own memory if that is so, else a copy to write back."""
+    """A tensor's elements as plain ``numbers`` side by side: its own memory if that is so, else a
+    copy to write back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, flat = tensor, flat_of(tensor)
@@ -406,7 +506,9 @@ class JoinedViews:
         self.numbers = torch.cat([numbers_of(flat_of(t)) for t in tensors])
 
     def write_back(self) -> None:
-        for tensor, part in zip(self.tensors, self.numbers.split([t.numel() for t in self.tensors]), strict=True):
+        for tensor, part in zip(
+            self.tensors, self.numbers.split([t.numel() for t in self.tensors]), strict=True
+        ):
             tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
@@ -422,5 +524,8 @@ def numbers_of(flat: torch.Tensor) -> torch.Tensor:
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
-        raise InvalidArgument(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: what arrives must lie side by side")
+        raise InvalidArgument(
+            f"a tensor of shape {tuple(tensor.shape)} is not contiguous: what arrives must lie "
+            "side by side"
+        )
     return tensor

@@ -1,7 +1,8 @@
 """Operations over MPI that go on while nobody waits: MPI moves data only while it is asked.
 
-An operation is a generator that yields the requests it waits for. Whoever waits for one asks for all; a thread asks while
-nobody does, so that futures are set and a backward pass overlaps with its reductions.
+An operation is a generator that yields the requests it waits for. Whoever waits for one asks for
+all; a thread asks while nobody does, so that futures are set and a backward pass overlaps with its
+reductions.
 """
 
 import os
@@ -34,7 +35,9 @@ class MpiProgress:
         self._thread: threading.Thread | None = None
         self._over = ""
 
-    def start(self, name: str, steps: Steps, tensors: Sequence[torch.Tensor], seconds: float) -> "MpiWork":
+    def start(
+        self, name: str, steps: Steps, tensors: Sequence[torch.Tensor], seconds: float
+    ) -> "MpiWork":
         work = MpiWork(self, name, steps, tensors, time.monotonic() + seconds)
         with self._lock:
             if self._over:
@@ -78,7 +81,9 @@ class MpiProgress:
     def _watch(self) -> None:
         with self._idle:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="commpress-mpi", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop, name="commpress-mpi", daemon=True
+                )
                 self._thread.start()
             self._idle.notify()
 
@@ -92,7 +97,8 @@ class MpiProgress:
                 self.ask()
 
     def give_up(self, why: str) -> None:
-        """End what is under way with an error; and with this process the job, unless a group goes on."""
+        """End what is under way with an error; and with this process the job, unless a group goes
+        on."""
         ending.abort(self._kept)
         self._end(why)
 
@@ -123,9 +129,19 @@ class MpiWork:
     """The part of torch's ``Work`` that ``GroupWork`` needs."""
 
     def __init__(
-        self, progress: MpiProgress, name: str, steps: Steps, tensors: Sequence[torch.Tensor], deadline: float
+        self,
+        progress: MpiProgress,
+        name: str,
+        steps: Steps,
+        tensors: Sequence[torch.Tensor],
+        deadline: float,
     ) -> None:
-        self.progress, self.name, self.tensors, self.deadline = progress, name, list(tensors), deadline
+        self.progress, self.name, self.tensors, self.deadline = (
+            progress,
+            name,
+            list(tensors),
+            deadline,
+        )
         self.settled, self.source = False, -1
         self.error: Exception | None = None
         self._steps: Steps | None = steps
@@ -134,10 +150,12 @@ class MpiWork:
         self._setting, self._set = threading.Lock(), False
 
     def advance(self) -> bool:
-        """Go on as far as it goes without waiting; whether it has ended. Under the lock of ``MpiProgress``."""
+        """Go on as far as it goes without waiting; whether it has ended. Under the lock of
+        ``MpiProgress``."""
         try:
             while not self._requests or self.progress.mpi.Request.Testall(self._requests):
-                with torch.inference_mode():  # tensors made in that mode may be written in that mode only
+                # tensors made in that mode may be written in that mode only
+                with torch.inference_mode():
                     self._requests = next(self._steps)  # type: ignore[arg-type]
         except StopIteration:
             self._steps, self.settled = None, True
@@ -169,7 +187,9 @@ class MpiWork:
         if not self.settled and time.monotonic() < self.deadline:
             raise RuntimeError("Operation timed out!")  # as Gloo says of a wait that was too short
         if not self.settled:
-            raise RuntimeError(f"{self.name} over MPI reached its timeout: a peer timed out or died")
+            raise RuntimeError(
+                f"{self.name} over MPI reached its timeout: a peer timed out or died"
+            )
         return True
 
     def is_completed(self) -> bool:

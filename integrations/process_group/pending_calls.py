@@ -1,4 +1,5 @@
-"""Calls of one rank to which not all peers have agreed yet: collectives in order, sends and receives by peer and tag."""
+"""Calls of one rank to which not all peers have agreed yet: collectives in order, sends and
+receives by peer and tag."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,8 @@ Place = tuple[int, int, int]  # peer, its operation (SEND or RECV), tag
 
 
 class PendingCollectives:
-    """Queue of collectives waiting for agreement, and of the records of them that have come from each peer.
+    """Queue of collectives waiting for agreement, and of the records of them that have come from
+    each peer.
 
     The transport tells calls apart by their order, so one begins only after those before it.
     """
@@ -29,7 +31,8 @@ class PendingCollectives:
     def enter(
         self, work: GroupWork, record: bytes | dict[int, bytes], expected: dict[int, bytes] | None
     ) -> dict[int, bytes]:
-        """Number a call and queue it; the record that each peer is to get: the same for all, or its own."""
+        """Number a call and queue it; the record that each peer is to get: the same for all, or its
+        own."""
         number, self._number = self._number, self._number + 1
         self._works.append(work)
         if isinstance(record, bytes):
@@ -48,11 +51,17 @@ class PendingCollectives:
     def wrong(self) -> list[tuple[int, bytes]]:
         """The peers that call something else than the oldest call, and what."""
         expected = self._works[0].expected
-        return [(peer, records[0]) for peer, records in self._received.items() if records and records[0] != expected[peer]]
+        return [
+            (peer, records[0])
+            for peer, records in self._received.items()
+            if records and records[0] != expected[peer]
+        ]
 
     def missing(self) -> list[int]:
         """The peers that have not come to the oldest call; none where no call waits."""
-        return [peer for peer, records in self._received.items() if not records] if self._works else []
+        return (
+            [peer for peer, records in self._received.items() if not records] if self._works else []
+        )
 
     def take(self) -> GroupWork:
         """The oldest call, on which all agree."""
@@ -63,7 +72,9 @@ class PendingCollectives:
     def late(self, work: GroupWork) -> list[int]:
         """The peers of ``work`` that have not come to it."""
         place = next((i for i, each in enumerate(self._works) if each is work), None)
-        return [peer for peer in work.expected if place is None or len(self._received[peer]) <= place]
+        return [
+            peer for peer in work.expected if place is None or len(self._received[peer]) <= place
+        ]
 
     def does_instead(self, peer: int) -> Record | None:
         """A collective that this peer has come to and this rank has not."""
@@ -75,7 +86,8 @@ class PendingCollectives:
 
 
 class PendingPairs:
-    """Sends and receives of this rank and of its peers that wait for each other: first come first matched, by peer and tag.
+    """Sends and receives of this rank and of its peers that wait for each other: first come first
+    matched, by peer and tag.
 
     Empty queues are let go: a tag may never come again.
     """
@@ -110,7 +122,8 @@ class PendingPairs:
             yield work, data
 
     def matched_any_source(self, tag: int) -> tuple[GroupWork, int] | None:
-        """Take the oldest receive from any source, if a send waits for it, and the sender's rank."""
+        """Take the oldest receive from any source, if a send waits for it, and the sender's
+        rank."""
         if tag not in self._any_source or tag not in self._senders:
             return None
         return _take(self._any_source, tag), self._senders[tag][0]
@@ -125,7 +138,9 @@ class PendingPairs:
 
     def unmatched(self, peer: int) -> Record | None:
         """A send or receive of ``peer`` that nothing here has matched."""
-        return next((unpack(records[0]) for (p, _, _), records in self._received.items() if p == peer), None)
+        return next(
+            (unpack(records[0]) for (p, _, _), records in self._received.items() if p == peer), None
+        )
 
 
 def opposite(operation: int) -> int:

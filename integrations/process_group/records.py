@@ -1,7 +1,8 @@
 """Records: 64 bytes per call and peer, which a rank sends before its data moves.
 
-Two ranks agree on a call if each receives from the other exactly the record it expects. In a collective whose parts have one
-size that is the record it sent itself; in an all-to-all, what one gives must be what the other takes.
+Two ranks agree on a call if each receives from the other exactly the record it expects. In a
+collective whose parts have one size that is the record it sent itself; in an all-to-all, what one
+gives must be what the other takes.
 
 Bytes  0  magic "ca"             Bytes 12  root or tag, i32
        2  kind, u8                     16  elements that the sender gives to the receiver, i64
@@ -21,24 +22,53 @@ from typing import NamedTuple
 import torch
 
 RECORD = 64
-CALL, LEAVE, GAVE_UP, ANY_SOURCE, REFORM = 1, 2, 3, 6, 9  # kinds; ANY_SOURCE: waits to receive so, or no longer
+# kinds; ANY_SOURCE: waits to receive so, or no longer
+CALL, LEAVE, GAVE_UP, ANY_SOURCE, REFORM = 1, 2, 3, 6, 9
 _LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s4x")
 _MAGIC = b"ca"
 
 OPERATIONS = (
-    "nothing", "send", "recv", "barrier", "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather",
-    "all_gather_coalesced", "all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced", "all_to_all", "all_to_all_single",
-)  # fmt: skip
+    "nothing",
+    "send",
+    "recv",
+    "barrier",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+)
 _NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 SEND, RECV = _NUMBERS["send"], _NUMBERS["recv"]
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 NO_REDUCTION = 255
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 _DTYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
 OTHER_DTYPE = 254
 NO_DTYPE = 255
@@ -67,13 +97,21 @@ class Record(NamedTuple):
         return self._replace(operation=operation, give=self.take, take=self.give)
 
     def describe(self) -> str:
-        name = OPERATIONS[self.operation] if self.operation < len(OPERATIONS) else f"operation {self.operation}"
+        name = (
+            OPERATIONS[self.operation]
+            if self.operation < len(OPERATIONS)
+            else f"operation {self.operation}"
+        )
         if self.operation in (SEND, RECV):
             count = self.give if self.operation == SEND else self.take
             return f"{name} of {count} {_dtype_name(self.dtype)} with tag {self.root}"
         words = [f"{name} number {self.sequence}"]
         if self.dtype != NO_DTYPE:
-            both = f"{self.give}" if self.give == self.take else f"{self.give} to and {self.take} from its peer"
+            both = (
+                f"{self.give}"
+                if self.give == self.take
+                else f"{self.give} to and {self.take} from its peer"
+            )
             words.append(f"of {both} {_dtype_name(self.dtype)}")
         if self.reduction < len(REDUCTIONS):
             words.append(REDUCTIONS[self.reduction])
@@ -96,7 +134,12 @@ def numbered(record: bytes, number: int) -> bytes:
 
 
 def call(
-    name: str, tensors: Sequence[torch.Tensor], *, reduction: int = NO_REDUCTION, root: int = 0, codec: bytes = b""
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    reduction: int = NO_REDUCTION,
+    root: int = 0,
+    codec: bytes = b"",
 ) -> bytes:
     """The record of a collective in which every rank gives and takes the same."""
     dtype = tensors[0].dtype if tensors else None
@@ -105,7 +148,12 @@ def call(
 
 @lru_cache(maxsize=1024)
 def _packed(
-    name: str, shapes: tuple[torch.Size, ...], dtype: torch.dtype | None, reduction: int, root: int, codec: bytes
+    name: str,
+    shapes: tuple[torch.Size, ...],
+    dtype: torch.dtype | None,
+    reduction: int,
+    root: int,
+    codec: bytes,
 ) -> bytes:
     numel = sum(shape.numel() for shape in shapes)
     shape = hash(shapes[0] if len(shapes) == 1 else shapes) & 0xFFFFFFFF
@@ -116,7 +164,12 @@ def _packed(
 
 
 def all_to_all(
-    name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], sequence: int, codec: bytes = b""
+    name: str,
+    dtype: torch.dtype,
+    gives: Sequence[int],
+    takes: Sequence[int],
+    sequence: int,
+    codec: bytes = b"",
 ) -> list[Record]:
     """The records of an all-to-all, one for each peer."""
     number, code = _NUMBERS[name], _DTYPES.get(dtype, OTHER_DTYPE)
@@ -135,12 +188,20 @@ def counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
 
 
 def sending(tensor: torch.Tensor, tag: int) -> Record:
-    return Record(operation=SEND, dtype=_DTYPES.get(tensor.dtype, OTHER_DTYPE), root=tag, give=tensor.numel())
+    return Record(
+        operation=SEND, dtype=_DTYPES.get(tensor.dtype, OTHER_DTYPE), root=tag, give=tensor.numel()
+    )
 
 
 def receiving(tensor: torch.Tensor, tag: int) -> Record:
-    return Record(operation=RECV, dtype=_DTYPES.get(tensor.dtype, OTHER_DTYPE), root=tag, take=tensor.numel())
+    return Record(
+        operation=RECV, dtype=_DTYPES.get(tensor.dtype, OTHER_DTYPE), root=tag, take=tensor.numel()
+    )
 
 
 def _dtype_name(code: int) -> str:
-    return str(DTYPES[code]).removeprefix("torch.") if code < len(DTYPES) else "elements of another dtype"
+    return (
+        str(DTYPES[code]).removeprefix("torch.")
+        if code < len(DTYPES)
+        else "elements of another dtype"
+    )

@@ -1,11 +1,14 @@
-"""The compressed calls of a process group: decided, given to a channel, counted; residuals that it saves and hands over.
+"""The compressed calls of a process group: decided, given to a channel, counted; residuals that it
+saves and hands over.
 
-Note: where they go. Tensors on CUDA go over a communicator of NCCL of the group's own where NCCL carries the group, all others
-over its connections between hosts, those on CUDA by way of pinned memory. Either way has a channel, with a worker, buffers and
-a stream, so the algorithms are those of the DDP hook, and so are the bits.
+Note: where they go. Tensors on CUDA go over a communicator of NCCL of the group's own where NCCL
+carries the group, all others over its connections between hosts, those on CUDA by way of pinned
+memory. Either way has a channel, with a worker, buffers and a stream, so the algorithms are those
+of the DDP hook, and so are the bits.
 
-Note: other ranks. What sites owe is handed over when ranks come and go (``handover``). A call decides by itself, so of those
-that were under way when a rank died some may have been finished by others: they are left out here, and counted.
+Note: other ranks. What sites owe is handed over when ranks come and go (``handover``). A call
+decides by itself, so of those that were under way when a rank died some may have been finished by
+others: they are left out here, and counted.
 """
 
 from collections import defaultdict
@@ -30,7 +33,12 @@ from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import StateMismatch
 from commpress.feedback import ResidualStore
 from commpress.integrations.process_group.call import FutureWork
-from commpress.integrations.process_group.call_sites import GatherSite, ReduceSite, ScatterSite, Site
+from commpress.integrations.process_group.call_sites import (
+    GatherSite,
+    ReduceSite,
+    ScatterSite,
+    Site,
+)
 from commpress.integrations.process_group.group_options import DTYPES, GroupOptions
 from commpress.totals import Totals
 from commpress.work import Steps, future_on
@@ -40,24 +48,30 @@ USUAL = (25 << 20) // 4  # elements of a bucket of DDP
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _SITES = {"all_reduce": "call", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 
-Transports = Mapping[str, Callable[[], Transport]]  # by type of the devices whose tensors they carry; "cpu" carries all others
+# by type of the devices whose tensors they carry; "cpu" carries all others
+Transports = Mapping[str, Callable[[], Transport]]
 
 
 @dataclass
 class GroupCounters(Totals):
-    """Calls of one rank since the group was made, of the collectives for which its options name a codec."""
+    """Calls of one rank since the group was made, of the collectives for which its options name a
+    codec."""
 
     compressed_calls: int = 0
     compressed_elements: int = 0  # of the longer of what went in and what came out
-    logical_bytes: int = 0  # what float32 takes for the compressed calls: 8·(P−1)/P per element of an all-reduce by a ring
+    # what float32 takes for the compressed calls: 8·(P−1)/P per element of an all-reduce by a ring
+    logical_bytes: int = 0
     wire_bytes: int = 0  # what they sent, headers included
     between_bytes: int = 0  # of these, those that left the node, where there is a topology
-    skipped_calls: int = 0  # NaN or infinity somewhere: the result is NaN on all ranks, no residual changed
+    # NaN or infinity somewhere: the result is NaN on all ranks, no residual changed
+    skipped_calls: int = 0
     dropped_sites: int = 0  # call sites that did not come again; what they owed is lost
-    lost_calls: int = 0  # messages under way when a rank died; what they would have left behind is lost
+    # messages under way when a rank died; what they would have left behind is lost
+    lost_calls: int = 0
     lost_ranks: int = 0  # that died, and with each what it owed
     calls: dict[str, int] = field(default_factory=dict)  # compressed ones, by collective
-    exact_calls: dict[str, int] = field(default_factory=dict)  # why a call was left alone → how many
+    # why a call was left alone → how many
+    exact_calls: dict[str, int] = field(default_factory=dict)
     exact_elements: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -67,27 +81,37 @@ class GroupCounters(Totals):
 
 
 class GroupReducer:
-    """Decides, compresses, counts. Its channels exist from the first compressed call on, with a topology from the beginning."""
+    """Decides, compresses, counts. Its channels exist from the first compressed call on, with a
+    topology from the beginning."""
 
-    def __init__(self, options: GroupOptions | None, rank: int, size: int, transports: Transports) -> None:
+    def __init__(
+        self, options: GroupOptions | None, rank: int, size: int, transports: Transports
+    ) -> None:
         self.options, self.counters = options, GroupCounters()
         self.rank, self.size, self._transports = rank, size, transports
         self._codecs = options.codecs() if options is not None else {}
         self._sites: dict[tuple[object, ...], Site] = {}
         self._task, self._backwards, self._nth = -1, 0, 0
         self._sequence = 0  # every rank counts, also a call that the others then refuse
-        self._residuals, self._scattered = ResidualStore(), ResidualStore()  # of all-reduces; of reduce-scatters
+        # of all-reduces; of reduce-scatters
+        self._residuals, self._scattered = ResidualStore(), ResidualStore()
         self._calls: dict[str, int] = {}  # loaded, of sites that have not come yet
         self._way = Way()
         self._workspaces: dict[str, Workspace] = defaultdict(Workspace)
-        self._dropped: dict[str, list[Site]] = defaultdict(list)  # whose buffers the worker, which alone touches them, lets go
+        # whose buffers the worker, which alone touches them, lets go
+        self._dropped: dict[str, list[Site]] = defaultdict(list)
         self._channels: dict[str, Channel] = {}
         self._sent_before = 0  # bytes, by channels that are no more
         self._handover: Handover | None = None
         self._cut = rank, size  # of residuals
         self._ended = ""  # why nothing is compressed any more
         self._topology: Topology | None = None
-        if options is not None and options.topology is not None and size > 1 and (codec := self._codecs.get("all_reduce")):
+        if (
+            options is not None
+            and options.topology is not None
+            and size > 1
+            and (codec := self._codecs.get("all_reduce"))
+        ):
             host = self._connected("cpu")
             host.divide(options.topology, USUAL, codec)
             self._topology = None if host.levels is None else host.levels.hierarchy.topology
@@ -95,11 +119,19 @@ class GroupReducer:
     # ------------------------------------------------------------ decide
 
     def codec_for(
-        self, name: str, tensors: Sequence[torch.Tensor], *, numel: int, op: Any = None, plain: bool = True
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        *,
+        numel: int,
+        op: Any = None,
+        plain: bool = True,
     ) -> bytes | None:
-        """The codec if this call is to be compressed; otherwise count why not, unless it has none anyway.
+        """The codec if this call is to be compressed; otherwise count why not, unless it has none
+        anyway.
 
-        ``numel``: of the longer tensor; ``plain``: there is one tensor each way, and the ranks have equal rows of the longer.
+        ``numel``: of the longer tensor; ``plain``: there is one tensor each way, and the ranks have
+        equal rows of the longer.
         """
         reason = self._why_not(name, tensors, op, numel, plain)
         if reason is None:
@@ -113,15 +145,25 @@ class GroupReducer:
         calls[reason] = calls.get(reason, 0) + 1
         elements[reason] = elements.get(reason, 0) + sum(t.numel() for t in tensors)
 
-    def _why_not(self, name: str, tensors: Sequence[torch.Tensor], op: Any, numel: int, plain: bool) -> str | None:
+    def _why_not(
+        self, name: str, tensors: Sequence[torch.Tensor], op: Any, numel: int, plain: bool
+    ) -> str | None:
         options = self.options
         if options is None or name not in self._codecs:
             return "no options"
         if self.size == 1 or not plain or self._ended:
-            return "one rank" if self.size == 1 else self._ended or "several tensors or unequal rows"
-        if name in _REDUCTIONS and options.only == "gradients" and torch._C._current_graph_task_id() < 0:
+            return (
+                "one rank" if self.size == 1 else self._ended or "several tensors or unequal rows"
+            )
+        if (
+            name in _REDUCTIONS
+            and options.only == "gradients"
+            and torch._C._current_graph_task_id() < 0
+        ):
             return "not in a backward"
-        if any(tensor.dtype not in DTYPES or tensor.dtype != tensors[0].dtype for tensor in tensors):
+        if any(
+            tensor.dtype not in DTYPES or tensor.dtype != tensors[0].dtype for tensor in tensors
+        ):
             return "dtype"
         if name in _REDUCTIONS and not options.accepts(op):
             return "reduction"
@@ -131,8 +173,11 @@ class GroupReducer:
 
     # ------------------------------------------------------------ one call
 
-    def steps(self, name: str, inp: torch.Tensor, out: torch.Tensor, op: Any = None) -> Callable[[], FutureWork]:
-        """Fix site and order now, in the order of the calls; the result starts the call once all ranks agree."""
+    def steps(
+        self, name: str, inp: torch.Tensor, out: torch.Tensor, op: Any = None
+    ) -> Callable[[], FutureWork]:
+        """Fix site and order now, in the order of the calls; the result starts the call once all
+        ranks agree."""
         kind, site = self._kind(inp.device), self._site(name, inp, out)
         sequence, self._sequence = self._sequence, self._sequence + site.sequences
         key, site.calls = site.calls, site.calls + 1
@@ -145,12 +190,19 @@ class GroupReducer:
             dropped = self._dropped[kind]
             while dropped:
                 dropped.pop().forget(channel.workspace)
-            return (yield from site.steps(channel, *given, sequence=sequence, key=key, factor=factor))
+            return (
+                yield from site.steps(channel, *given, sequence=sequence, key=key, factor=factor)
+            )
 
         return partial(self._submitted, name, kind, made, inp, out, logical, site.waits)
 
     def all_to_all(
-        self, out: torch.Tensor, inp: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], own: int
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        own: int,
     ) -> Callable[[], FutureWork]:
         """As ``steps``. Of ``inp`` this rank keeps ``own`` elements."""
         kind, sequence, self._sequence = self._kind(inp.device), self._sequence, self._sequence + 1
@@ -158,23 +210,37 @@ class GroupReducer:
 
         def made(channel: Channel) -> Steps[bool]:
             yield from compressed_all_to_all(
-                *given, codec=codec, transport=channel.transport, out_splits=list(out_splits) or None,
-                in_splits=list(in_splits) or None, way=self._way, sequence=sequence,
-            )  # fmt: skip
+                *given,
+                codec=codec,
+                transport=channel.transport,
+                out_splits=list(out_splits) or None,
+                in_splits=list(in_splits) or None,
+                way=self._way,
+                sequence=sequence,
+            )
             return True
 
-        return partial(self._submitted, "all_to_all", kind, made, inp, out, 4 * (inp.numel() - own), None)
+        return partial(
+            self._submitted, "all_to_all", kind, made, inp, out, 4 * (inp.numel() - own), None
+        )
 
     def _submitted(
-        self, name: str, kind: str, made: Callable[[Channel], Steps[bool]], inp: torch.Tensor, out: torch.Tensor, logical: int,
+        self,
+        name: str,
+        kind: str,
+        made: Callable[[Channel], Steps[bool]],
+        inp: torch.Tensor,
+        out: torch.Tensor,
+        logical: int,
         waits: int | None,
-    ) -> FutureWork:  # fmt: skip
+    ) -> FutureWork:
         channel, done = self._connected(kind), future_on(out.device)
 
         def steps() -> Steps[None]:
             finite = yield from made(channel)
             self._count(name, finite, max(inp.numel(), out.numel()), logical)
-            done.set_result([out])  # here, on the stream of the job: torch lets others wait for the stream of this thread
+            # here, on the stream of the job: torch lets others wait for the stream of this thread
+            done.set_result([out])
 
         def failed(job: torch.futures.Future[None]) -> None:
             try:
@@ -203,12 +269,18 @@ class GroupReducer:
     def _connected(self, kind: str) -> Channel:
         """The channel for tensors of a kind of device.
 
-        Note: only the one between hosts meets the others when it is made; NCCL does at its first message.
+        Note: only the one between hosts meets the others when it is made; NCCL does at its first
+        message.
         """
         if kind not in self._channels:
-            channel = Channel(self._transports[kind](), name="commpress-group", workspace=self._workspaces[kind])
+            channel = Channel(
+                self._transports[kind](), name="commpress-group", workspace=self._workspaces[kind]
+            )
             if kind != "cpu" and self._topology is not None:
-                channel.levels, channel.at_once = Levels(hierarchy_of(self._topology, channel.inner)), 1
+                channel.levels, channel.at_once = (
+                    Levels(hierarchy_of(self._topology, channel.inner)),
+                    1,
+                )
             self._channels[kind] = channel
         return self._channels[kind]
 
@@ -223,26 +295,41 @@ class GroupReducer:
         self._nth += task >= 0
         key = name, nth, numel, inp.device
         if key not in self._sites:
-            self._sites[key] = self._made(name, f"{_SITES[name]} {nth} of {numel}", inp, out, feedback=task >= 0)
+            self._sites[key] = self._made(
+                name, f"{_SITES[name]} {nth} of {numel}", inp, out, feedback=task >= 0
+            )
         site = self._sites[key]
         site.last_backward = self._backwards
         return site
 
-    def _made(self, name: str, called: str, inp: torch.Tensor, out: torch.Tensor, *, feedback: bool) -> Site:
+    def _made(
+        self, name: str, called: str, inp: torch.Tensor, out: torch.Tensor, *, feedback: bool
+    ) -> Site:
         codec, calls, kind = self._codecs[name], self._calls.pop(called, 0), self._kind(inp.device)
         if name == "all_gather":
             return GatherSite(called, inp, codec, self.rank, self.size, calls=calls)
         if name == "reduce_scatter":
             store = self._scattered
-            return ScatterSite(called, out, codec, self.rank, self.size, store, feedback=feedback, calls=calls)
+            return ScatterSite(
+                called, out, codec, self.rank, self.size, store, feedback=feedback, calls=calls
+            )
         levels = None if self._topology is None else self._connected(kind).levels
         return ReduceSite(
-            called, inp, codec, self.size, self._workspaces[kind], self._residuals, feedback=feedback, levels=levels,
+            called,
+            inp,
+            codec,
+            self.size,
+            self._workspaces[kind],
+            self._residuals,
+            feedback=feedback,
+            levels=levels,
             calls=calls,
-        )  # fmt: skip
+        )
 
     def _forget_old_sites(self) -> None:
-        for key in [k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS]:
+        for key in [
+            k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS
+        ]:
             site = self._sites.pop(key)
             self.counters.dropped_sites += key[0] in _REDUCTIONS
             self._dropped[self._kind(key[-1])].append(site)  # type: ignore[arg-type]
@@ -252,7 +339,8 @@ class GroupReducer:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and counts of this rank's sites, between two backwards: numbers, texts and tensors."""
+        """Residuals and counts of this rank's sites, between two backwards: numbers, texts and
+        tensors."""
         state = exact_state(self._residuals, self, self._backwards, str(self._topology or ""))
         scattered = exact_state(self._scattered, self, self._backwards)["residuals"]
         calls = self._calls | {site.name: site.calls for site in self._sites.values()}
@@ -263,19 +351,28 @@ class GroupReducer:
         nodes = str(self._topology or "")
         for state in states:
             if "scattered" not in state or "calls" not in state:
-                raise StateMismatch("expected what state_dict() of a group gave; this is something else")
+                raise StateMismatch(
+                    "expected what state_dict() of a group gave; this is something else"
+                )
             if state.get("codecs") != self._specs():
                 raise StateMismatch(
-                    f"the state was saved with the codecs {state.get('codecs')}, this group has {self._specs()}: load it "
+                    f"the state was saved with the codecs {state.get('codecs')}, this group has "
+                    f"{self._specs()}: load it "
                     "into a group with the same GroupOptions"
                 )
-            if state["size"] != self.size and (nodes or state.get("nodes") or any(each["scattered"] for each in states)):
+            if state["size"] != self.size and (
+                nodes or state.get("nodes") or any(each["scattered"] for each in states)
+            ):
                 raise StateMismatch(
-                    f"the state is of {state['size']} ranks, this group has {self.size}: residuals of reduce-scatters and of a "
+                    f"the state is of {state['size']} ranks, this group has {self.size}: "
+                    "residuals of reduce-scatters and of a "
                     "topology fit the same number of ranks only"
                 )
         backwards, residuals = residuals_of(states, self, nodes=nodes)
-        own = next((each for each in states if (each["size"], each["rank"]) == (self.size, self.rank)), states[0])
+        own = next(
+            (each for each in states if (each["size"], each["rank"]) == (self.size, self.rank)),
+            states[0],
+        )
         rows = own | {"residuals": own["scattered"], "nodes": ""}
         scattered = residuals_of([rows], self)[1] if own["scattered"] else {}
         self._scattered.check(scattered)
@@ -319,7 +416,9 @@ class GroupReducer:
             self._handover = Handover(channel)
             self._handover.rank, self._handover.size = self._cut
         self._handover.channel = channel
-        self.counters.lost_calls += sum(workspace.proposed for workspace in self._workspaces.values())
+        self.counters.lost_calls += sum(
+            workspace.proposed for workspace in self._workspaces.values()
+        )
         for kind, workspace in self._workspaces.items():
             if kind != "cpu":
                 workspace.settle(taken=False)
@@ -327,12 +426,14 @@ class GroupReducer:
         return self._handover.with_it(self._follow)
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Let the others take over what these ranks owe, which are about to leave; collective over all, between calls."""
+        """Let the others take over what these ranks owe, which are about to leave; collective over
+        all, between calls."""
         if self._handover is not None:
             self._handover.channel.run(self._handover.leaving(leaving, {"": self._residuals}))
 
     def _follow(self) -> None:
-        """Sites are cut anew; each finds what it owes when it comes again, but for rows of reduce-scatters."""
+        """Sites are cut anew; each finds what it owes when it comes again, but for rows of
+        reduce-scatters."""
         assert self._handover is not None
         self._cut = self._handover.rank, self._handover.size
         self.counters.dropped_sites += len({name for name, _ in self._scattered.every()})
@@ -351,4 +452,8 @@ class GroupReducer:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type in ("cpu", "cuda") and tensor.layout is torch.strided and tensor.is_contiguous()
+    return (
+        tensor.device.type in ("cpu", "cuda")
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )

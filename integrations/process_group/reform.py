@@ -1,8 +1,10 @@
-"""Reform: those of a group who can still speak, and newcomers, go on as one, in the same processes, with the same objects.
+"""Reform: those of a group who can still speak, and newcomers, go on as one, in the same processes,
+with the same objects.
 
-Who that is, they agree on over their doors (``collectives.transports.membership``). Then each connects anew what the group
-has, the guard, Gloo and the channels, and lets whoever keeps something by rank hand it over. All of that may be done again if
-somebody dies meanwhile; what changes for good comes last, when all have come as far.
+Who that is, they agree on over their doors (``collectives.transports.membership``). Then each
+connects anew what the group has, the guard, Gloo and the channels, and lets whoever keeps something
+by rank hand it over. All of that may be done again if somebody dies meanwhile; what changes for
+good comes last, when all have come as far.
 """
 
 import hashlib
@@ -47,15 +49,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("commpress")
 
 MEMBERS = "commpress/members"  # the key under which stores have the members' contacts
-CONNECTING = timedelta(seconds=10)  # until connections that are made anew stand; to a store of torch that may take 5
+# until connections that are made anew stand; to a store of torch that may take 5
+CONNECTING = timedelta(seconds=10)
 _TRIES = 0.2  # seconds between two looks into a store
 
 
-Mark = tuple[set[int], list[weakref.ref[Any]]]  # numbers of references, and these, so that no other gets one of them
+# numbers of references, and these, so that no other gets one of them
+Mark = tuple[set[int], list[weakref.ref[Any]]]
 
 
 class Registry:
-    """Objects over a group that are to go on with it, in the order in which they were made; none is kept alive."""
+    """Objects over a group that are to go on with it, in the order in which they were made; none is
+    kept alive."""
 
     def __init__(self) -> None:
         self._channels: list[weakref.ref[Channel]] = []
@@ -66,12 +71,19 @@ class Registry:
 
     def mark(self) -> "Mark":
         """Of what there is by now."""
-        return {id(each) for each in self._channels + self._owners}, [*self._channels, *self._owners]
+        return {id(each) for each in self._channels + self._owners}, [
+            *self._channels,
+            *self._owners,
+        ]
 
     def return_to(self, mark: "Mark") -> None:
         """Objects that were made since go no further, although somebody may still hold them."""
         known, _ = mark
-        for channel in [channel for each in self._channels if id(each) not in known and (channel := each()) is not None]:
+        for channel in [
+            channel
+            for each in self._channels
+            if id(each) not in known and (channel := each()) is not None
+        ]:
             channel.stop("this channel is of ranks that there were")
         self._channels = [each for each in self._channels if id(each) in known]
         self._owners = [each for each in self._owners if id(each) in known]
@@ -90,7 +102,10 @@ class Registry:
         return [owner for each in self._owners if (owner := each()) is not None]
 
     def labels(self) -> tuple[str, ...]:
-        return (*(channel.name for channel in self.channels), *(type(owner).__name__ for owner in self.owners))
+        return (
+            *(channel.name for channel in self.channels),
+            *(type(owner).__name__ for owner in self.owners),
+        )
 
 
 class Reformation:
@@ -109,7 +124,9 @@ class Reformation:
         """The change, when all have made it."""
         group = self.group
         try:
-            change, refusal = Agreement(group.membership, terms, self, self.timeout.total_seconds()).run()
+            change, refusal = Agreement(
+                group.membership, terms, self, self.timeout.total_seconds()
+            ).run()
         except BaseException as error:
             self._fail(error)
             raise
@@ -135,7 +152,8 @@ class Reformation:
 
     def build(self, proposal: Proposal, watch: Callable[[], object]) -> Callable[[], None]:
         self.refused = None
-        stop(self.group, CommunicationError("this group reforms again"))  # an epoch in doubt that was completed listens here
+        # an epoch in doubt that was completed listens here
+        stop(self.group, CommunicationError("this group reforms again"))
         self._connect(proposal, watch)
         commits = [self._staged(owner, proposal.change) for owner in self.group.registry.owners]
         return partial(_all, [commit for commit in commits if commit is not None])
@@ -151,14 +169,22 @@ class Reformation:
         prefix = f"epoch{proposal.epoch.number}-{proposal.epoch.key:x}"
         store = dist.PrefixStore(prefix, self._store_of(proposal.facts, watch, leads=leads))
         store.set_timeout(within)
-        connections = ControlConnections(group.membership, proposal.epoch, within, watch) if size > 1 else None
+        connections = (
+            ControlConnections(group.membership, proposal.epoch, within, watch)
+            if size > 1
+            else None
+        )
         inner: Any
         try:
             data = dist.PrefixStore("data", store)
             if group.communicator is None:
-                inner, abort = torch_group(data, rank, size, group.timeout, group, within=within, watch=watch)
+                inner, abort = torch_group(
+                    data, rank, size, group.timeout, group, within=within, watch=watch
+                )
             else:
-                inner, abort = mpi_group(data, rank, size, group.timeout, group, within=within, epoch=prefix)
+                inner, abort = mpi_group(
+                    data, rank, size, group.timeout, group, within=within, epoch=prefix
+                )
         except BaseException:
             if connections is not None:
                 connections.close(b"")
@@ -180,14 +206,22 @@ class Reformation:
             assert held is not None
             return held[1]
         if held is None or held[0] != where:
-            connect: Callable[[], Any] = partial(dist.TCPStore, *where, is_master=False, timeout=CONNECTING)
+            connect: Callable[[], Any] = partial(
+                dist.TCPStore, *where, is_master=False, timeout=CONNECTING
+            )
             held = self.group.held_store = where, watched(connect, watch)
         return held[1]
 
     def undo(self) -> None:
         """End what was built, at the peers too, so that nobody waits for it."""
-        stop(self.group, CommunicationError("a reform of this group was given up, because somebody failed meanwhile."))
-        self.group.held_store = None  # a connection to it may still be waited on, and takes one question at a time
+        stop(
+            self.group,
+            CommunicationError(
+                "a reform of this group was given up, because somebody failed meanwhile."
+            ),
+        )
+        # a connection to it may still be waited on, and takes one question at a time
+        self.group.held_store = None
 
     def _staged(self, owner: Any, change: Change) -> Callable[[], None] | None:
         try:
@@ -207,15 +241,25 @@ class Reformation:
             change = Change(epoch.number, 0, 1, (0,), (b"",))
             self._connect(Proposal(epoch, change, {}, groups_named() if is_default(group) else 0))
         elif group.guard is not None:
-            group.guard.stop(CommunicationError(f"this group could not reform: {error}"), reforms=True)
+            group.guard.stop(
+                CommunicationError(f"this group could not reform: {error}"), reforms=True
+            )
 
 
 def _store_on(host: str) -> dist.TCPStore:
-    """A store of torch, which by itself listens at all addresses of this machine, at one of them alone."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """A store of torch, which by itself listens at all addresses of this machine, at one of them
+    alone."""
+    listener = socket.create_server(
+        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+    )
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=CONNECTING, master_listen_fd=listener.detach()
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=CONNECTING,
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -223,7 +267,8 @@ def _store_on(host: str) -> dist.TCPStore:
 
 
 def stop(group: "ProcessGroup", error: CommunicationError) -> None:
-    """End everything that is under way over the group's connections, here and at the peers, with one error."""
+    """End everything that is under way over the group's connections, here and at the peers, with
+    one error."""
     if group.guard is not None:
         group.guard.stop(error, reforms=True)
         error = group.guard.failure or error
@@ -234,7 +279,8 @@ def stop(group: "ProcessGroup", error: CommunicationError) -> None:
 
 
 def leave_subgroups(error: CommunicationError) -> None:
-    """Groups of some ranks of the default one end with it: their ranks have other numbers from now on."""
+    """Groups of some ranks of the default one end with it: their ranks have other numbers from now
+    on."""
     let_go([_left(other, error) for other in other_groups()])
 
 
@@ -255,27 +301,47 @@ def fail_subgroups(error: CommunicationError) -> None:
 
 
 def check_reform(
-    group: "ProcessGroup", timeout: object, say: object, age: object, minimum: object, join: object, admit: object = True,
+    group: "ProcessGroup",
+    timeout: object,
+    say: object,
+    age: object,
+    minimum: object,
+    join: object,
+    admit: object = True,
     yields: object = False,
 ) -> timedelta:
     """The time that a reform may take; refuses what cannot be."""
     if group.communicator is not None and not survives():
         raise InvalidArgument(
-            f"MPI ends the whole job when one of its ranks dies: {WITH_ULFM}, or use the backend 'commpress', whose groups "
+            f"MPI ends the whole job when one of its ranks dies: {WITH_ULFM}, or use the "
+            "backend 'commpress', whose groups "
             "reform"
         )
     if group.communicator is not None and join is not None:
-        raise InvalidArgument("join= takes a process into a group over MPI, whose processes mpirun has started all at once")
+        raise InvalidArgument(
+            "join= takes a process into a group over MPI, whose processes mpirun has started "
+            "all at once"
+        )
     if is_registered(group) and not is_default(group):
-        raise InvalidArgument("only the default group reforms, which destroys this one: make it anew afterwards")
+        raise InvalidArgument(
+            "only the default group reforms, which destroys this one: make it anew afterwards"
+        )
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise InvalidArgument(f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as timedelta(seconds=60)")
+        raise InvalidArgument(
+            f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as "
+            "timedelta(seconds=60)"
+        )
     if not isinstance(say, bytes):
         raise InvalidArgument(f"say is a {type(say).__name__}, expected bytes")
     if not isinstance(admit, bool):
-        raise InvalidArgument(f"admit is {admit!r}, expected True, or False to leave newcomers at the door")
+        raise InvalidArgument(
+            f"admit is {admit!r}, expected True, or False to leave newcomers at the door"
+        )
     if not isinstance(yields, bool):
-        raise InvalidArgument(f"yields is {yields!r}, expected False, or True to let an older group that joins go on instead")
+        raise InvalidArgument(
+            f"yields is {yields!r}, expected False, or True to let an older group that joins go "
+            "on instead"
+        )
     check_counts(age=age, minimum=minimum)
     if isinstance(join, str):
         place_of(join)
@@ -293,18 +359,36 @@ def cause_of(group: "ProcessGroup") -> CommunicationError:
 
 
 def terms_of(
-    group: "ProcessGroup", *, say: bytes, age: int, join: Any, minimum: int, admit: bool = True, yields: bool = False
+    group: "ProcessGroup",
+    *,
+    say: bytes,
+    age: int,
+    join: Any,
+    minimum: int,
+    admit: bool = True,
+    yields: bool = False,
 ) -> Terms:
-    began = () if group.guard is None else tuple(group.membership.epoch.places[peer] for peer in group.guard.reforming)
+    began = (
+        ()
+        if group.guard is None
+        else tuple(group.membership.epoch.places[peer] for peer in group.guard.reforming)
+    )
     return Terms(
-        age=age, said=say, minimum=minimum, yields=yields, admits=admit, labels=partial(_labels, group),
-        count=groups_named() if is_default(group) else 0, contacts=None if join is None else partial(contacts_in, join),
+        age=age,
+        said=say,
+        minimum=minimum,
+        yields=yields,
+        admits=admit,
+        labels=partial(_labels, group),
+        count=groups_named() if is_default(group) else 0,
+        contacts=None if join is None else partial(contacts_in, join),
         began=began,
-    )  # fmt: skip
+    )
 
 
 def _labels(group: "ProcessGroup") -> tuple[str, ...]:
-    """Objects that go on with the group, and what carries its data: a newcomer with another kind is not let in."""
+    """Objects that go on with the group, and what carries its data: a newcomer with another kind is
+    not let in."""
     return (*(["MPI"] if group.communicator is not None else []), *group.registry.labels())
 
 
@@ -312,10 +396,14 @@ def check_reconfigures(group: "ProcessGroup") -> None:
     """Refuse where torch, or what carries the data, has no way to be given other ranks."""
     if not RECONFIGURES:
         raise InvalidArgument(
-            f"reconfigure needs torch 2.14 or later, this is {torch.__version__}: group.reform() gives a group other ranks here"
+            f"reconfigure needs torch 2.14 or later, this is {torch.__version__}: "
+            "group.reform() gives a group other ranks here"
         )
     if group.communicator is not None:
-        raise InvalidArgument("reconfigure gives a group over MPI no other ranks; group.reform() goes on with those left")
+        raise InvalidArgument(
+            "reconfigure gives a group over MPI no other ranks; group.reform() goes on with "
+            "those left"
+        )
     check_reform(group, None, b"", 0, 1, None)
 
 
@@ -324,18 +412,33 @@ def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
     handles, here = options.handles, group.membership.here
     for handle in handles:
         if not is_contact(handle):
-            raise InvalidArgument(f"handles has {handle!r}, expected what dist._get_reconfigure_handle() says on each member")
+            raise InvalidArgument(
+                f"handles has {handle!r}, expected what dist._get_reconfigure_handle() says on "
+                "each member"
+            )
     ordered = not isinstance(handles, set | frozenset)
     places = tuple(place_of(handle) for handle in (handles if ordered else sorted(handles)))
     if len(set(places)) < len(places):
         raise InvalidArgument(f"handles is {handles!r}, expected each member once")
     if here not in places:
-        raise InvalidArgument(f"handles lacks this member's own, {contact_of(here)!r}: only members form the group")
+        raise InvalidArgument(
+            f"handles lacks this member's own, {contact_of(here)!r}: only members form the group"
+        )
     if options.hints:
-        raise InvalidArgument(f"hints is {options.hints!r}, expected none: the backend 'commpress' has no use for any")
-    key = int.from_bytes(hashlib.blake2b(str(options.uuid).encode(), digest_size=8).digest(), "little") >> 1 | 1
+        raise InvalidArgument(
+            f"hints is {options.hints!r}, expected none: the backend 'commpress' has no use for any"
+        )
+    key = (
+        int.from_bytes(
+            hashlib.blake2b(str(options.uuid).encode(), digest_size=8).digest(), "little"
+        )
+        >> 1
+        | 1
+    )
     if key == group.membership.epoch.key:
-        raise InvalidArgument(f"uuid is {options.uuid}, as of the group of now: give a new one each time")
+        raise InvalidArgument(
+            f"uuid is {options.uuid}, as of the group of now: give a new one each time"
+        )
     terms = terms_of(group, say=b"", age=0, join=None, minimum=1)
     return replace(terms, appointed=places, ordered=ordered, key=key)
 
@@ -357,11 +460,14 @@ def contacts_in(join: Any) -> list[str]:
 def announce(group: "ProcessGroup") -> None:
     """Tell all stores that are still there who the members are."""
     epoch = group.membership.epoch
-    text = json.dumps({"epoch": epoch.number, "contacts": [contact_of(place) for place in epoch.places]})
+    text = json.dumps(
+        {"epoch": epoch.number, "contacts": [contact_of(place) for place in epoch.places]}
+    )
     for store in group.stores:
         try:
             store.set(MEMBERS, text)
-        except (RuntimeError, OSError) as error:  # its host may be gone, which is why there may be a second one
+        # its host may be gone, which is why there may be a second one
+        except (RuntimeError, OSError) as error:
             log.warning("a store cannot be told who the members of the group are: %s", error)
 
 

@@ -1,7 +1,9 @@
-"""The order in which a ring adds: sums over MPI then have Gloo's bits, although all parts come at once.
+"""The order in which a ring adds: sums over MPI then have Gloo's bits, although all parts come at
+once.
 
-Gloo cuts a buffer into one chunk per rank. Chunk c starts its way at rank c − 1, goes down the ring, and each rank adds its
-own numbers to what comes: x_c + (x_{c+1} + (… (x_{c−2} + x_{c−1}))). Rounding depends on that order, and on nothing else.
+Gloo cuts a buffer into one chunk per rank. Chunk c starts its way at rank c − 1, goes down the
+ring, and each rank adds its own numbers to what comes: x_c + (x_{c+1} + (… (x_{c−2} + x_{c−1}))).
+Rounding depends on that order, and on nothing else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +15,23 @@ from commpress.errors import InvalidArgument
 SEGMENT = 1 << 20  # bytes that Gloo sends at a time
 BLOCK = 1 << 16  # elements folded at a time: they stay in the cache
 _FOLDS: tuple[Callable[..., torch.Tensor] | None, ...] = (  # by number of torch's reduction
-    torch.add, torch.add, torch.mul, torch.minimum, torch.maximum, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor,
-)  # fmt: skip
+    torch.add,
+    torch.add,
+    torch.mul,
+    torch.minimum,
+    torch.maximum,
+    torch.bitwise_and,
+    torch.bitwise_or,
+    torch.bitwise_xor,
+)
 _AVERAGE = 1
 
 
 def chunk(numel: int, itemsize: int, size: int, *, even: bool = True) -> int:
     """Elements of one rank's chunk; the last ranks may have fewer, or none.
 
-    A chunk is some segments. Gloo's all-reduce makes all segments equally long, its reduce (not ``even``) all but the last
-    as long as may be.
+    A chunk is some segments. Gloo's all-reduce makes all segments equally long, its reduce (not
+    ``even``) all but the last as long as may be.
     """
     total, longest = numel * itemsize, SEGMENT - SEGMENT % itemsize
     count = _round_up(max(-(-total // longest), 2 * size), size)
@@ -44,13 +53,17 @@ class Fold:
         call = _FOLDS[number] if number < len(_FOLDS) else None
         if call is None or (number == _AVERAGE and not dtype.is_floating_point):
             raise InvalidArgument(
-                f"reduction number {number} of {dtype} is not offered over MPI: expected sum, avg (of floats), product, min, "
+                f"reduction number {number} of {dtype} is not offered over MPI: expected sum, "
+                "avg (of floats), product, min, "
                 "max, band, bor or bxor"
             )
         self.call, self.size, self.average = call, size, number == _AVERAGE
 
-    def __call__(self, parts: Sequence[torch.Tensor], out: torch.Tensor, start: int, per_rank: int) -> None:
-        """out := the reduction of ``parts`` (one per rank), which begin at element ``start`` of the buffer.
+    def __call__(
+        self, parts: Sequence[torch.Tensor], out: torch.Tensor, start: int, per_rank: int
+    ) -> None:
+        """out := the reduction of ``parts`` (one per rank), which begin at element ``start`` of the
+        buffer.
 
         ``out`` may be one of them.
         """
@@ -63,7 +76,9 @@ class Fold:
             order = [parts[(owner - i) % self.size][span] for i in range(1, self.size + 1)]
             total = order[0]
             for i, part in enumerate(order[1:], 2):
-                total = self.call(part, total, out=out[span] if i == self.size else scratch[: high - low])
+                total = self.call(
+                    part, total, out=out[span] if i == self.size else scratch[: high - low]
+                )
             if self.average:
                 total.div_(self.size)
 

@@ -1,4 +1,5 @@
-"""Groups of different size for sequences of different length: long ones on many ranks, short ones on few, at once (FlexSP)."""
+"""Groups of different size for sequences of different length: long ones on many ranks, short ones
+on few, at once (FlexSP)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,17 +31,20 @@ def divide_sequences(
     inside: float = 0.0,
     between: float = 0.0,
 ) -> list[RankShare]:
-    """Groups of 1, 2, 4, … ranks, and the sequences of each, so that the last is done as early as a greedy search finds.
+    """Groups of 1, 2, 4, … ranks, and the sequences of each, so that the last is done as early as a
+    greedy search finds.
 
-    ``most``: positions that one rank has room for, so a sequence needs length / most ranks. One of n positions takes
-    (n² + linear·n + travel·n·(w − 1)/w) / w on w ranks, where travel is ``inside`` for groups of up to ``node`` ranks and
-    ``between`` for larger ones: in positions that one could attend to while one position travels.
-    Every way to cut the ranks into powers of two is tried, longest sequences first.
+    ``most``: positions that one rank has room for, so a sequence needs length / most ranks. One of
+    n positions takes (n² + linear·n + travel·n·(w − 1)/w) / w on w ranks, where travel is
+    ``inside`` for groups of up to ``node`` ranks and ``between`` for larger ones: in positions that
+    one could attend to while one position travels. Every way to cut the ranks into powers of two is
+    tried, longest sequences first.
     """
     check_counts(ranks=ranks, most=most)
     if not lengths or ranks < 1 or max(lengths) > most * _power(ranks):
         raise InvalidArgument(
-            f"lengths are up to {max(lengths, default=0)}, and {_power(ranks)} of {ranks} ranks with room for {most} each are "
+            f"lengths are up to {max(lengths, default=0)}, and {_power(ranks)} of {ranks} ranks "
+            f"with room for {most} each are "
             "the largest group: cut sequences, or let ranks have more"
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -52,7 +56,11 @@ def divide_sequences(
             able = [g for g, width in enumerate(widths) if lengths[i] <= most * width]
             if not able:
                 break
-            ends = [busy[g] + _seconds(lengths[i], widths[g], linear, inside if widths[g] <= node else between) for g in able]
+            ends = [
+                busy[g]
+                + _seconds(lengths[i], widths[g], linear, inside if widths[g] <= node else between)
+                for g in able
+            ]
             g = able[ends.index(min(ends))]
             busy[g] = min(ends)
             given[g].append(i)
@@ -77,7 +85,8 @@ def _power(ranks: int) -> int:
 
 
 def _partitions(ranks: int, largest: int) -> Iterator[tuple[int, ...]]:
-    """Powers of two that add up to ``ranks``, the largest first: so groups lie at multiples of their size."""
+    """Powers of two that add up to ``ranks``, the largest first: so groups lie at multiples of
+    their size."""
     if ranks == 0:
         yield ()
         return
@@ -89,7 +98,8 @@ def _partitions(ranks: int, largest: int) -> Iterator[tuple[int, ...]]:
 
 
 class SequenceGroups:
-    """``SequenceParallel`` of every group that ``divide_sequences`` may name, over one transport; made on all ranks."""
+    """``SequenceParallel`` of every group that ``divide_sequences`` may name, over one transport;
+    made on all ranks."""
 
     def __init__(
         self,
@@ -107,7 +117,9 @@ class SequenceGroups:
                 ranks = tuple(range(first, first + width))
                 part = part_of(channel.inner, ranks)
                 if part is not None:
-                    own = SequenceParallel(codec, gradient_codec=gradient_codec, channel=Channel(part))
+                    own = SequenceParallel(
+                        codec, gradient_codec=gradient_codec, channel=Channel(part)
+                    )
                     self.groups[ranks] = own
             width *= 2
 
@@ -116,4 +128,7 @@ class SequenceGroups:
         for share in shares:
             if share.ranks in self.groups:
                 return self.groups[share.ranks], share.sequences
-        raise InvalidArgument(f"no group of {[share.ranks for share in shares]} is one of this rank's, {list(self.groups)}")
+        raise InvalidArgument(
+            f"no group of {[share.ranks for share in shares]} is one of this rank's, "
+            f"{list(self.groups)}"
+        )

@@ -1,26 +1,42 @@
-"""Ring attention: keys and values of each rank go round, and each rank attends to them block by block with an online softmax.
+"""Ring attention: keys and values of each rank go round, and each rank attends to them block by
+block with an online softmax.
 
     s = q kᵀ/√d ; m ← max(m, s) ; l ← l·e^(m − m′) + Σ e^(s − m′) ; o ← o·e^(m − m′) + e^(s − m′) v       for every block
     backward, with D = Σ do·o :  p = e^(s − lse) ;  ds = p (do vᵀ − D)/√d ;  dq += ds k ;  dk, dv go to the rank that has k, v
 
-Keys and values are encoded once, where they are, and passed on as bytes: no hop adds an error, and their own rank attends to
-what the others see. With a causal mask blocks stop at the last rank, for nobody behind it needs them.
+Keys and values are encoded once, where they are, and passed on as bytes: no hop adds an error, and
+their own rank attends to what the others see. With a causal mask blocks stop at the last rank, for
+nobody behind it needs them.
 """
 
 import torch
 
 from commpress.integrations.pipeline.edge_codec import EdgeCodec
-from commpress.integrations.sequence.shift import Begun, SequencePlace, packed, packed_size, shift, unpacked
+from commpress.integrations.sequence.shift import (
+    Begun,
+    SequencePlace,
+    packed,
+    packed_size,
+    shift,
+    unpacked,
+)
 from commpress.work import Steps
 
 Block = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, place: SequencePlace, *, causal: bool, codec: EdgeCodec | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    place: SequencePlace,
+    *,
+    causal: bool,
+    codec: EdgeCodec | None,
     sequence: int,
-) -> Steps[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """Output and log-sum-exp of this rank's queries; tensors are [..., positions, dim]. Takes ``place.size`` numbers."""
+) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+    """Output and log-sum-exp of this rank's queries; tensors are [..., positions, dim]. Takes
+    ``place.size`` numbers."""
     most = q.new_full((*q.shape[:-1], 1), -torch.inf)
     total, out = torch.zeros_like(most), q.new_zeros(*q.shape[:-1], v.shape[-1])
     walk = _blocks(k, v, place, causal=causal, codec=codec, sequence=sequence)
@@ -32,15 +48,30 @@ def attend(
         peak = torch.maximum(most, scores.amax(-1, keepdim=True))
         safe = peak.clamp(min=torch.finfo(peak.dtype).min)  # where a position sees nothing yet
         weights, decay = (scores - safe).exp(), (most - safe).exp()
-        most, total, out = peak, total * decay + weights.sum(-1, keepdim=True), out * decay + weights @ values
+        most, total, out = (
+            peak,
+            total * decay + weights.sum(-1, keepdim=True),
+            out * decay + weights @ values,
+        )
     return out / total, most + total.log()
 
 
 def attend_back(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    place: SequencePlace, *, causal: bool, codec: EdgeCodec | None, gradient_codec: EdgeCodec | None, sequence: int,
-) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """Gradients of queries, keys and values. What a block earns here goes straight to its rank, which adds in a fixed order.
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    place: SequencePlace,
+    *,
+    causal: bool,
+    codec: EdgeCodec | None,
+    gradient_codec: EdgeCodec | None,
+    sequence: int,
+) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Gradients of queries, keys and values. What a block earns here goes straight to its rank,
+    which adds in a fixed order.
 
     Takes twice ``place.size`` numbers.
     """
@@ -59,10 +90,20 @@ def attend_back(
             dq += ds @ keys
             earned = ds.mT @ q, weights.mT @ gradient
         comes = not causal or me + hop < size
-        message = q.new_empty(0, dtype=torch.uint8) if earned is None else packed(earned, gradient_codec)
-        room = torch.empty(sum(packed_size(shapes, k.dtype, gradient_codec)), dtype=torch.uint8, device=k.device)
+        message = (
+            q.new_empty(0, dtype=torch.uint8) if earned is None else packed(earned, gradient_codec)
+        )
+        room = torch.empty(
+            sum(packed_size(shapes, k.dtype, gradient_codec)), dtype=torch.uint8, device=k.device
+        )
         yield from shift(
-            room, message, place, by=-hop, sequence=sequence + size + hop, sends=earned is not None, receives=comes
+            room,
+            message,
+            place,
+            by=-hop,
+            sequence=sequence + size + hop,
+            sends=earned is not None,
+            receives=comes,
         )
         if comes:
             one, other = unpacked(room, shapes, k.dtype, gradient_codec)
@@ -72,10 +113,18 @@ def attend_back(
 
 
 class _blocks:
-    """The blocks of all ranks that this one attends to, its own first; the next is on its way meanwhile."""
+    """The blocks of all ranks that this one attends to, its own first; the next is on its way
+    meanwhile."""
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, place: SequencePlace, *, causal: bool, codec: EdgeCodec | None, sequence: int
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        place: SequencePlace,
+        *,
+        causal: bool,
+        codec: EdgeCodec | None,
+        sequence: int,
     ) -> None:
         self.shapes, self.dtype, self.place = (k.shape, v.shape), k.dtype, place
         self.causal, self.codec, self.sequence, self.hop = causal, codec, sequence, 0
@@ -102,11 +151,20 @@ class _blocks:
     def _pass_on(self, hop: int) -> None:
         me, size = self.place.rank, self.place.size
         held, coming = (me - hop) % size, (me - hop - 1) % size
-        self.room = torch.empty(sum(self._sizes(coming)), dtype=torch.uint8, device=self.message.device)
-        self.coming = Begun(shift(
-            self.room, self.message, self.place, by=1, sequence=self.sequence + hop,
-            sends=not self.causal or held <= me < size - 1, receives=not self.causal or coming < me,
-        ))  # fmt: skip
+        self.room = torch.empty(
+            sum(self._sizes(coming)), dtype=torch.uint8, device=self.message.device
+        )
+        self.coming = Begun(
+            shift(
+                self.room,
+                self.message,
+                self.place,
+                by=1,
+                sequence=self.sequence + hop,
+                sends=not self.causal or held <= me < size - 1,
+                receives=not self.causal or coming < me,
+            )
+        )
 
     def _shapes(self, rank: int) -> tuple[torch.Size, ...]:
         return tuple(torch.Size((*s[:-2], self.place.lengths[rank], s[-1])) for s in self.shapes)
@@ -119,7 +177,9 @@ class _blocks:
         return keys, values
 
 
-def _scores(q: torch.Tensor, keys: torch.Tensor, place: SequencePlace, source: int, *, causal: bool) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, keys: torch.Tensor, place: SequencePlace, source: int, *, causal: bool
+) -> torch.Tensor:
     scores = q @ keys.mT * q.shape[-1] ** -0.5
     if causal and source == place.rank:
         ahead = torch.ones(q.shape[-2], keys.shape[-2], dtype=torch.bool, device=q.device).triu(1)

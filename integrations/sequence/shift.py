@@ -1,4 +1,5 @@
-"""Shift along the ranks of a sequence: a tensor goes to rank r + by, another comes from rank r − by, encoded on the way."""
+"""Shift along the ranks of a sequence: a tensor goes to rank r + by, another comes from rank r −
+by, encoded on the way."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -15,7 +16,8 @@ from commpress.work import Steps, Work
 
 @dataclass(frozen=True)
 class SequencePlace:
-    """One rank's part of a sequence: ``lengths`` are the positions that each rank of ``transport`` has, in their order."""
+    """One rank's part of a sequence: ``lengths`` are the positions that each rank of ``transport``
+    has, in their order."""
 
     transport: Transport
     lengths: tuple[int, ...]
@@ -35,10 +37,17 @@ class SequencePlace:
 
 
 def shift(
-    out: torch.Tensor, inp: torch.Tensor, place: SequencePlace, *, by: int, sequence: int, sends: bool = True,
+    out: torch.Tensor,
+    inp: torch.Tensor,
+    place: SequencePlace,
+    *,
+    by: int,
+    sequence: int,
+    sends: bool = True,
     receives: bool = True,
-) -> Steps[None]:  # fmt: skip
-    """Bytes to rank + ``by`` round the ring, into ``out`` those of rank − ``by``. Who does not send says so on both sides."""
+) -> Steps[None]:
+    """Bytes to rank + ``by`` round the ring, into ``out`` those of rank − ``by``. Who does not send
+    says so on both sides."""
     me, size = place.rank, place.size
     to, come_from = (me + by) % size, (me - by) % size
     if to == me:
@@ -48,13 +57,18 @@ def shift(
         counts[0][to], counts[1][come_from] = sends * inp.numel(), receives * out.numel()
         what = Frame(FLAT, size, "uint8", 0, sequence, by % size)
         plan = direct(
-            Lengths(me, tuple(counts[0]), tuple(counts[1])), (to,) if sends else (), (come_from,) if receives else (), FLAT, 0
+            Lengths(me, tuple(counts[0]), tuple(counts[1])),
+            (to,) if sends else (),
+            (come_from,) if receives else (),
+            FLAT,
+            0,
         )
         yield from Executor(what, place.transport, place.scratch).run(plan, out, inp)
 
 
 class Begun:
-    """Steps whose first message is on its way while something else is computed; ``finish`` waits for it and goes on."""
+    """Steps whose first message is on its way while something else is computed; ``finish`` waits
+    for it and goes on."""
 
     def __init__(self, steps: Steps[None]) -> None:
         self.steps = steps
@@ -69,21 +83,33 @@ class Begun:
 def packed(tensors: tuple[torch.Tensor, ...], codec: EdgeCodec | None) -> torch.Tensor:
     """One message of several tensors, as they are without a codec."""
     exact = [codec is None or not t.numel() for t in tensors]
-    return torch.cat([
-        t.detach().contiguous().view(-1).view(torch.uint8) if as_is or codec is None else encoded(t, codec)
-        for t, as_is in zip(tensors, exact, strict=True)
-    ])  # fmt: skip
+    return torch.cat(
+        [
+            t.detach().contiguous().view(-1).view(torch.uint8)
+            if as_is or codec is None
+            else encoded(t, codec)
+            for t, as_is in zip(tensors, exact, strict=True)
+        ]
+    )
 
 
-def packed_size(shapes: tuple[torch.Size, ...], dtype: torch.dtype, codec: EdgeCodec | None) -> tuple[int, ...]:
+def packed_size(
+    shapes: tuple[torch.Size, ...], dtype: torch.dtype, codec: EdgeCodec | None
+) -> tuple[int, ...]:
     """Bytes of each tensor in a message."""
     return tuple(
-        s.numel() * dtype.itemsize if codec is None or not s.numel() else codec.size(s.numel(), s[-1]) for s in shapes
+        s.numel() * dtype.itemsize
+        if codec is None or not s.numel()
+        else codec.size(s.numel(), s[-1])
+        for s in shapes
     )
 
 
 def unpacked(
-    message: torch.Tensor, shapes: tuple[torch.Size, ...], dtype: torch.dtype, codec: EdgeCodec | None
+    message: torch.Tensor,
+    shapes: tuple[torch.Size, ...],
+    dtype: torch.dtype,
+    codec: EdgeCodec | None,
 ) -> tuple[torch.Tensor, ...]:
     tensors = []
     for part, shape in zip(message.split(packed_size(shapes, dtype, codec)), shapes, strict=True):

@@ -1,13 +1,16 @@
-"""Compressed optimizers in ``torch.distributed.checkpoint``: every rank's part under its own names, in parallel.
+"""Compressed optimizers in ``torch.distributed.checkpoint``: every rank's part under its own names,
+in parallel.
 
-    commpress.save_distributed(optimizer, "checkpoint/optimizer")                  the same world size, bit for bit
-    commpress.save_distributed(optimizer, "checkpoint/optimizer", elastic=True)    any world size
+    commpress.save_distributed(optimizer, "checkpoint/optimizer")                the same world size, bit for bit
+    commpress.save_distributed(optimizer, "checkpoint/optimizer", elastic=True)  any world size
     commpress.load_distributed(optimizer, "checkpoint/optimizer")
 
-Tensors are saved as tensors; what holds them together is one msgpack document per rank, itself a tensor of bytes.
+Tensors are saved as tensors; what holds them together is one msgpack document per rank, itself a
+tensor of bytes.
 
-Note: torch's own ``.metadata`` is a pickle, which torch reads by ``pickle.load``: a file could run any command. Here it is read
-by an unpickler that knows torch's classes of metadata and nothing else.
+Note: torch's own ``.metadata`` is a pickle, which torch reads by ``pickle.load``: a file could run
+any command. Here it is read by an unpickler that knows torch's classes of metadata and nothing
+else.
 """
 
 import math
@@ -29,22 +32,40 @@ _MAX_OUTLINE = _MAX_METADATA = 1 << 28  # bytes: of one rank's document, of torc
 _NAME = re.compile(rf"rank(\d{{1,9}})/({_OUTLINE}|\d{{1,18}})")
 _METADATA = {
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
-        "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.layout))},
-}  # fmt: skip
+    "torch": {
+        "Size",
+        *(
+            name
+            for name, value in vars(torch).items()
+            if isinstance(value, torch.dtype | torch.layout)
+        ),
+    },
+}
 
 
-def save_distributed(optimizer: CompressedOptimizer, folder: str | Path, *, elastic: bool = False) -> None:
-    """Collective over the default group; ``elastic`` states fit any world size, others continue bit for bit."""
+def save_distributed(
+    optimizer: CompressedOptimizer, folder: str | Path, *, elastic: bool = False
+) -> None:
+    """Collective over the default group; ``elastic`` states fit any world size, others continue bit
+    for bit."""
     state = optimizer.elastic_state_dict() if elastic else optimizer.state_dict()
     tensors: list[torch.Tensor] = []
     outline = msgpack.packb(_outlined(state, tensors), use_bin_type=True)
     named = {_name(optimizer.channel.rank, i): tensor for i, tensor in enumerate(tensors)}
-    named[_name(optimizer.channel.rank, _OUTLINE)] = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
+    named[_name(optimizer.channel.rank, _OUTLINE)] = torch.frombuffer(
+        bytearray(outline), dtype=torch.uint8
+    )
     dcp.save(named, checkpoint_id=str(folder))
 
 
@@ -58,14 +79,17 @@ def load_distributed(optimizer: CompressedOptimizer, folder: str | Path) -> None
     }
     saved = sum(name.endswith(f"/{_OUTLINE}") for name in sizes)
     if not saved:
-        raise StateMismatch(f"{folder} holds no optimizer state: expected what commpress.save_distributed wrote")
+        raise StateMismatch(
+            f"{folder} holds no optimizer state: expected what commpress.save_distributed wrote"
+        )
     mine = optimizer.channel.rank
     own = _read(reader, sizes, [mine if mine < saved else 0])
     if _kind(own[0]) == "elastic":
         own = _read(reader, sizes, list(range(saved)))
     elif saved != optimizer.channel.size:
         raise StateMismatch(
-            f"{folder} was saved by {saved} ranks, this group has {optimizer.channel.size}: save with elastic=True to change "
+            f"{folder} was saved by {saved} ranks, this group has {optimizer.channel.size}: "
+            "save with elastic=True to change "
             "the world size"
         )
     optimizer.load_state_dict(*own)
@@ -82,16 +106,23 @@ class _Reader(dcp.FileSystemReader):
         """As torch's, of classes of metadata only."""
         file = self.folder / ".metadata"
         if file.stat().st_size > _MAX_METADATA:
-            raise StateMismatch(f"{file} has {file.stat().st_size} bytes, too many to describe a checkpoint")
+            raise StateMismatch(
+                f"{file} has {file.stat().st_size} bytes, too many to describe a checkpoint"
+            )
         with file.open("rb") as stream:
             try:
                 metadata = _MetadataUnpickler(stream).load()
             except StateMismatch:
                 raise
             except Exception as error:  # whatever broken bytes lead to
-                raise StateMismatch(f"{file} is not as torch {torch.__version__} writes it: {error!r}") from error
+                raise StateMismatch(
+                    f"{file} is not as torch {torch.__version__} writes it: {error!r}"
+                ) from error
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-            raise StateMismatch(f"{file} holds a {type(metadata).__name__}, expected what commpress.save_distributed wrote")
+            raise StateMismatch(
+                f"{file} holds a {type(metadata).__name__}, expected what "
+                "commpress.save_distributed wrote"
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -103,7 +134,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return PurePath  # where it was saved
         if name not in _METADATA.get(module, ()):
             raise StateMismatch(
-                f".metadata names {module}.{name}, which torch.distributed.checkpoint does not write: somebody has changed the "
+                f".metadata names {module}.{name}, which torch.distributed.checkpoint does not "
+                "write: somebody has changed the "
                 "checkpoint, and reading it elsewhere may run a command. Nothing was executed"
             )
         return super().find_class(module, name)
@@ -114,21 +146,31 @@ def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> list[Any]
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in wanted.values())
     there = sum(file.stat().st_size for file in reader.folder.glob("*.distcp"))
     if nbytes > there:
-        raise StateMismatch(f"{reader.folder}: .metadata describes tensors of {nbytes} bytes, the files have {there}")
+        raise StateMismatch(
+            f"{reader.folder}: .metadata describes tensors of {nbytes} bytes, the files have "
+            f"{there}"
+        )
     named = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in wanted.items()}
     dcp.load(named, storage_reader=reader)
     states = []
     for rank in ranks:
         document = named.get(_name(rank, _OUTLINE))
         if document is None:
-            raise StateMismatch(f"{reader.folder} has no outline of rank {rank}: not all that was saved is there")
+            raise StateMismatch(
+                f"{reader.folder} has no outline of rank {rank}: not all that was saved is there"
+            )
         if document.numel() > _MAX_OUTLINE:
-            raise StateMismatch(f"{reader.folder}: the outline of rank {rank} has {document.numel()} bytes, too many")
+            raise StateMismatch(
+                f"{reader.folder}: the outline of rank {rank} has {document.numel()} bytes, too "
+                "many"
+            )
         try:
             outline = msgpack.unpackb(document.numpy().tobytes(), strict_map_key=False)
             states.append(_filled(outline, named, rank))
         except (KeyError, TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
-            raise StateMismatch(f"{reader.folder}: the outline of rank {rank} is broken: {error!r}") from error
+            raise StateMismatch(
+                f"{reader.folder}: the outline of rank {rank} is broken: {error!r}"
+            ) from error
     return states
 
 
@@ -161,4 +203,3 @@ def _name(rank: int, what: Any) -> str:
 def _kind(state: dict[str, Any]) -> str:
     part = state["commpress"]
     return part["kind"] if "kind" in part else part["quantized"]["kind"]
-

@@ -1,11 +1,11 @@
 """Hugging Face: a Trainer callback and an Accelerate handler.
 
-    Trainer(..., callbacks=[Compress(codec="int8")])                                              gradients, any optimizer
-    Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])    momentum
-    Trainer(..., callbacks=[LocalTraining()])                                                     changes of the weights
-    Trainer(..., callbacks=[DividedExperts()])                                                    experts of each rank
-    DistributedCompression(codec="int8").attach(accelerator)                                      gradients, Accelerate
-    accelerator.prepare(model, LocalUpdates(optimizer), loader)                                   changes, Accelerate
+Trainer(..., callbacks=[Compress(codec="int8")])                                            gradients, any optimizer
+Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])  momentum
+Trainer(..., callbacks=[LocalTraining()])                                                   changes of the weights
+Trainer(..., callbacks=[DividedExperts()])                                                  experts of each rank
+DistributedCompression(codec="int8").attach(accelerator)                                    gradients, Accelerate
+accelerator.prepare(model, LocalUpdates(optimizer), loader)                                 changes, Accelerate
 """
 
 import logging
@@ -41,17 +41,21 @@ SUMS = ("steps", "wire_bytes", "encode_seconds", "wire_seconds", "decode_seconds
 class Compress(TrainerCallback):
     """Compress what a Trainer's ranks send each other.
 
-    With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded) its rounds replace DDP's
-    averaging, and ``args.max_grad_norm`` becomes the optimizer's (pass 0 there to overlap rounds with backward). With any
-    other optimizer gradients are compressed by ``codec`` and ``options``, which are those of ``commpress.compress``.
+    With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded)
+    its rounds replace DDP's averaging, and ``args.max_grad_norm`` becomes the optimizer's (pass 0
+    there to overlap rounds with backward). With any other optimizer gradients are compressed by
+    ``codec`` and ``options``, which are those of ``commpress.compress``.
 
-    Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it, on another number of ranks
-    too where the files of all of them are there. Logs get bytes sent per step, how many times fewer that is than float32,
-    milliseconds of encoding, waiting and decoding, and the relative size of what compression still owes. ``metrics`` are sinks
-    of ``commpress.Metrics``: each gets every step's figures.
+    Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it,
+    on another number of ranks too where the files of all of them are there. Logs get bytes sent per
+    step, how many times fewer that is than float32, milliseconds of encoding, waiting and decoding,
+    and the relative size of what compression still owes. ``metrics`` are sinks of
+    ``commpress.Metrics``: each gets every step's figures.
     """
 
-    def __init__(self, codec: Any = "int8", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
+    def __init__(
+        self, codec: Any = "int8", *, metrics: Sequence[Sink] = (), **options: Any
+    ) -> None:
         refuse_unknown("Compress", options, compress, CompressedState)
         self.codec, self.options, self.sinks = codec, options, metrics
         self.state: CompressedState | CompressedOptimizer | None = None
@@ -76,9 +80,15 @@ class Compress(TrainerCallback):
         self._optimizer = optimizer if averages(optimizer) else None
         if isinstance(optimizer, CompressedOptimizer) and self._resume is not None:
             self._load(optimizer)
-        if self._optimizer is not None and args.max_grad_norm and dist.is_initialized() and dist.get_world_size() > 1:
+        if (
+            self._optimizer is not None
+            and args.max_grad_norm
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
             self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
-            args.max_grad_norm = 0  # gradients are local: the Trainer would clip each rank by a factor of its own
+            # gradients are local: the Trainer would clip each rank by a factor of its own
+            args.max_grad_norm = 0
         self._experts.on_train_begin(args, state, control, **things)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             log.warning("there is one rank: nothing is compressed")
@@ -92,16 +102,21 @@ class Compress(TrainerCallback):
         if ddp is None:
             return
         self._handle.remove()
-        again = self._ddp is not None and self._ddp() is ddp  # another train(): a Trainer keeps its DDP model
+        # another train(): a Trainer keeps its DDP model
+        again = self._ddp is not None and self._ddp() is ddp
         self._ddp = weakref.ref(ddp)
         if self._optimizer is not None:
             self.state = overlap(ddp, self._optimizer)
         else:
             if not again or not isinstance(self.state, CompressedState):
-                self.state = compress(ddp, self.codec, **{"grad_scaler": self._scaler} | self.options)
+                self.state = compress(
+                    ddp, self.codec, **{"grad_scaler": self._scaler} | self.options
+                )
             if self._resume is not None:
                 self._load(self.state)
-        self._metrics = Metrics(self.state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0)
+        self._metrics = Metrics(
+            self.state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0
+        )
 
     def _add(self, sample: StepMetrics) -> None:
         self._since.update({name: getattr(sample, name) for name in SUMS})
@@ -115,16 +130,20 @@ class Compress(TrainerCallback):
         """Agree before something is saved or evaluated."""
         if self._handle is not None and self.state is None:
             raise InvalidArgument(
-                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off, or this callback out"
+                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed "
+                "off, or this callback out"
             )
         if self._metrics is not None:
             self._metrics.step()
-        if isinstance(self._optimizer, WindowedOptimizer) and (control.should_save or control.should_evaluate):
+        if isinstance(self._optimizer, WindowedOptimizer) and (
+            control.should_save or control.should_evaluate
+        ):
             self._optimizer.synchronize()
 
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         self._experts.on_save(args, state, control, **things)
-        if isinstance(self._optimizer, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
+        # the rest is in the Trainer's own file, the same for all ranks
+        if isinstance(self._optimizer, CompressedOptimizer):
             save_rank({"commpress": self._optimizer.rank_state()}, _folder(args, state))
         elif isinstance(self.state, CompressedState):
             save_rank(self.state.rank_state(), _folder(args, state))
@@ -133,12 +152,17 @@ class Compress(TrainerCallback):
         assert self._resume is not None
         load_into(into, self._resume)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any
+    ) -> None:
         if self.state is None or logs is None or "loss" not in logs:
             return
         counters = self.state.counters
         steps = max(self._since["steps"], 1)
-        numbers = {"commpress/bytes_per_step": self._since["wire_bytes"] / steps, "commpress/ratio": round(counters.ratio, 3)}
+        numbers = {
+            "commpress/bytes_per_step": self._since["wire_bytes"] / steps,
+            "commpress/ratio": round(counters.ratio, 3),
+        }
         for part in ("encode", "wire", "decode"):
             numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
         self._since.clear()
@@ -164,9 +188,10 @@ class Compress(TrainerCallback):
 class DividedExperts(TrainerCallback):
     """Save and load the experts of each rank of a Trainer, and clip all ranks by one factor.
 
-    For a model that ``commpress.moe.parallelise`` has divided, with an optimizer of torch; ``Compress`` does the same. A
-    Trainer itself saves the model and the optimizer of rank 0, and clips each rank by the norm that it sees. Beside these lies
-    ``experts-<rank>.pt``, which ``resume_from_checkpoint`` finds on as many ranks.
+    For a model that ``commpress.moe.parallelise`` has divided, with an optimizer of torch;
+    ``Compress`` does the same. A Trainer itself saves the model and the optimizer of rank 0, and
+    clips each rank by the norm that it sees. Beside these lies ``experts-<rank>.pt``, which
+    ``resume_from_checkpoint`` finds on as many ranks.
     """
 
     def __init__(self) -> None:
@@ -196,22 +221,32 @@ class DividedExperts(TrainerCallback):
 
 
 class LocalTraining(TrainerCallback):
-    """Let each rank of a Trainer train by itself and exchange changes once a round: ``options`` are those of ``LocalUpdates``.
+    """Let each rank of a Trainer train by itself and exchange changes once a round: ``options`` are
+    those of ``LocalUpdates``.
 
-    Before an evaluation or a checkpoint all ranks exchange what is left, so that what is measured and saved are the shared
-    weights. Checkpoints get one file per rank, ``commpress-<rank>.pt``, with its inner optimizer and residuals; with those of
-    all ranks a run goes on on another number of them.
+    Before an evaluation or a checkpoint all ranks exchange what is left, so that what is measured
+    and saved are the shared weights. Checkpoints get one file per rank, ``commpress-<rank>.pt``,
+    with its inner optimizer and residuals; with those of all ranks a run goes on on another number
+    of them.
 
-    ``tokens`` counts those of a batch, as the model is called with it, for ``weight="tokens"``; by default labels that are not
-    −100, of a model without labels the tokens that it attends to.
+    ``tokens`` counts those of a batch, as the model is called with it, for ``weight="tokens"``; by
+    default labels that are not −100, of a model without labels the tokens that it attends to.
     """
 
     def __init__(
-        self, *, every: Any = "auto", tokens: Callable[[Mapping[str, Any]], int] | None = None,
-        metrics: Sequence[Callable[[dict[str, float]], None]] = (), **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        every: Any = "auto",
+        tokens: Callable[[Mapping[str, Any]], int] | None = None,
+        metrics: Sequence[Callable[[dict[str, float]], None]] = (),
+        **options: Any,
+    ) -> None:
         refuse_unknown("LocalTraining", options, LocalUpdates)
-        self.options, self.sinks, self.tokens = {"every": every, **options}, metrics, tokens or tokens_of
+        self.options, self.sinks, self.tokens = (
+            {"every": every, **options},
+            metrics,
+            tokens or tokens_of,
+        )
         self.local: LocalUpdates | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._handle: Any = None
@@ -223,7 +258,8 @@ class LocalTraining(TrainerCallback):
         self._optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
         if isinstance(self._optimizer, CompressedOptimizer) and averages(self._optimizer):
             raise InvalidArgument(
-                f"the optimizer is {type(self._optimizer).__name__}, which averages over the ranks in its steps: local updates "
+                f"the optimizer is {type(self._optimizer).__name__}, which averages over the "
+                "ranks in its steps: local updates "
                 "need one that does not, such as AdamW"
             )
         self._resume = _folder(args, state) if state.global_step else None
@@ -263,7 +299,9 @@ class LocalTraining(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self.local is None:
-            raise InvalidArgument("the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off")
+            raise InvalidArgument(
+                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off"
+            )
         tokens, self._counted = self._counted, 0
         self.local.advance(tokens=tokens)
         self._settle(control)
@@ -280,14 +318,17 @@ class LocalTraining(TrainerCallback):
             save_rank(self.local.state_dict(), _folder(args, state))
             save_experts(things["model"], bare(things), _folder(args, state))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any
+    ) -> None:
         if self.local is None or logs is None or "loss" not in logs:
             return
         counters = self.local.counters
         numbers = {
-            "commpress/rounds": counters.rounds, "commpress/sent_mb": (counters.sent_bytes - self._sent) / 1e6,
+            "commpress/rounds": counters.rounds,
+            "commpress/sent_mb": (counters.sent_bytes - self._sent) / 1e6,
             "commpress/waited": counters.waited,
-        }  # fmt: skip
+        }
         if counters.spread is not None:
             numbers["commpress/spread"] = counters.spread
         self._sent = counters.sent_bytes
@@ -307,8 +348,11 @@ class LocalTraining(TrainerCallback):
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Tokens of a batch: those that have a label, or where there are no labels those that are attended to."""
-    labels, attended, words = (batch.get(name) for name in ("labels", "attention_mask", "input_ids"))
+    """Tokens of a batch: those that have a label, or where there are no labels those that are
+    attended to."""
+    labels, attended, words = (
+        batch.get(name) for name in ("labels", "attention_mask", "input_ids")
+    )
     if torch.is_tensor(labels) and not labels.is_floating_point():
         return int((labels != -100).sum())
     if torch.is_tensor(attended) and attended.dim() == 2:
@@ -316,18 +360,24 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
     if torch.is_tensor(words):
         return words.numel()
     raise InvalidArgument(
-        f"weight is 'tokens' and the model is called with {sorted(batch)}, neither labels nor input_ids: pass "
+        f"weight is 'tokens' and the model is called with {sorted(batch)}, neither labels nor "
+        "input_ids: pass "
         "LocalTraining(tokens=...), a function that counts those of a batch, or weight='steps'"
     )
 
 
 def report_first(trainer: Any) -> None:
-    """Let TensorBoard and the like log our numbers: callbacks are asked in order, and a Trainer puts its reporters first."""
-    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, Compress | LocalTraining))
+    """Let TensorBoard and the like log our numbers: callbacks are asked in order, and a Trainer
+    puts its reporters first."""
+    trainer.callback_handler.callbacks.sort(
+        key=lambda callback: not isinstance(callback, Compress | LocalTraining)
+    )
 
 
 def _folder(args: Any, state: Any) -> Path:
-    given = Path(args.resume_from_checkpoint) if isinstance(args.resume_from_checkpoint, str) else None
+    given = (
+        Path(args.resume_from_checkpoint) if isinstance(args.resume_from_checkpoint, str) else None
+    )
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     return folder if given is None or folder.exists() else given
 
@@ -342,21 +392,26 @@ def load_into(state: CompressedState | CompressedOptimizer | LocalUpdates, folde
 
 
 class RankFiles:
-    """Accelerate's ``save_state`` and ``load_state`` with what each rank's compressed optimizer has apart from the others.
+    """Accelerate's ``save_state`` and ``load_state`` with what each rank's compressed optimizer has
+    apart from the others.
 
-    ``RankFiles(optimizer).attach(accelerator)`` once, before either, also for ``LocalUpdates``. Accelerate itself saves the
-    optimizer of rank 0 only; ``commpress-<rank>.pt`` lies beside it, and ``load_state`` fits another number of ranks. Windows
-    of 0/1 Adam and rounds of local updates are closed.
+    ``RankFiles(optimizer).attach(accelerator)`` once, before either, also for ``LocalUpdates``.
+    Accelerate itself saves the optimizer of rank 0 only; ``commpress-<rank>.pt`` lies beside it,
+    and ``load_state`` fits another number of ranks. Windows of 0/1 Adam and rounds of local updates
+    are closed.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer: CompressedOptimizer | LocalUpdates = getattr(optimizer, "optimizer", optimizer)
+        self.optimizer: CompressedOptimizer | LocalUpdates = getattr(
+            optimizer, "optimizer", optimizer
+        )
         self._folder = Path()
 
     def attach(self, accelerator: Any) -> "RankFiles":
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._look)
-        accelerator.register_for_checkpointing(self)  # what it is told to load comes after the optimizers
+        # what it is told to load comes after the optimizers
+        accelerator.register_for_checkpointing(self)
         return self
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
@@ -379,9 +434,12 @@ class RankFiles:
 
 
 class DistributedCompression(DistributedDataParallelKwargs):
-    """``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``; ``ddp`` are arguments of DDP itself."""
+    """``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``; ``ddp`` are
+    arguments of DDP itself."""
 
-    def __init__(self, codec: Any = "int8", *, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, codec: Any = "int8", *, ddp: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         refuse_unknown("DistributedCompression", options, compress, CompressedState)
         super().__init__(**(ddp or {}))
         self.codec, self.options = codec, options
@@ -391,8 +449,8 @@ class DistributedCompression(DistributedDataParallelKwargs):
     def attach(self, accelerator: Any) -> "DistributedCompression":
         """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there.
 
-        ``accelerator.save_state`` writes a file per rank, ``commpress-<rank>.pt``, and ``load_state`` after ``prepare`` reads
-        it, on another number of ranks too.
+        ``accelerator.save_state`` writes a file per rank, ``commpress-<rank>.pt``, and
+        ``load_state`` after ``prepare`` reads it, on another number of ranks too.
         """
         accelerator.ddp_handler, self._accelerator = self, accelerator
         accelerator.register_save_state_pre_hook(self._save)
@@ -409,8 +467,12 @@ class DistributedCompression(DistributedDataParallelKwargs):
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         own = ("codec", "options", "state", "_accelerator")
-        return {key: value for key, value in super().to_dict(*args, **kwargs).items() if key not in own}
+        return {
+            key: value for key, value in super().to_dict(*args, **kwargs).items() if key not in own
+        }
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         scaler = getattr(self._accelerator, "scaler", None)
-        self.state = compress(model, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options)
+        self.state = compress(
+            model, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options
+        )

@@ -24,16 +24,25 @@ class LaunchedRank(NamedTuple):
     local_size: int
 
 
-# In this order: mpirun inside a SLURM allocation leaves SLURM's variables of the first task to every rank.
+# In this order: mpirun inside a SLURM allocation leaves SLURM's variables of the first task to
+# every rank.
 _VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": (
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    "MVAPICH": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}  # fmt: skip
+}
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -47,26 +56,36 @@ def place(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
             local = int(environment.get(local_rank, 0))
             per_node = re.match(r"\d+", environment.get(local_size, ""))  # SLURM writes 2(x3),1
         except ValueError as error:
-            raise InvalidArgument(f"the variables of {launcher} are not numbers ({error}): unset them or mend them") from None
+            raise InvalidArgument(
+                f"the variables of {launcher} are not numbers ({error}): unset them or mend them"
+            ) from None
         if not 0 <= number < count:
-            raise InvalidArgument(f"{rank} is {number}, expected 0 to {count - 1} because {size} is {count}")
+            raise InvalidArgument(
+                f"{rank} is {number}, expected 0 to {count - 1} because {size} is {count}"
+            )
         return LaunchedRank(launcher, number, count, local, int(per_node[0]) if per_node else 1)
     return None
 
 
 def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRank:
-    """``torch.distributed.init_process_group`` under torchrun, mpirun or srun, or for one process without a launcher.
+    """``torch.distributed.init_process_group`` under torchrun, mpirun or srun, or for one process
+    without a launcher.
 
-    Rank and size come from the launcher. So does the meeting point: ``MASTER_ADDR`` and ``MASTER_PORT`` where they are set;
-    under mpirun rank 0 opens a port and MPI tells the others (mpi4py); under SLURM the first node of the step and a port
-    made of the job's number. Sets torchrun's six variables for what reads them later. Where ranks are on several machines and
-    ``GLOO_SOCKET_IFNAME`` is not set, it becomes the interface that reaches ``MASTER_ADDR``. ``options`` go to torch.
+    Rank and size come from the launcher. So does the meeting point: ``MASTER_ADDR`` and
+    ``MASTER_PORT`` where they are set; under mpirun rank 0 opens a port and MPI tells the others
+    (mpi4py); under SLURM the first node of the step and a port made of the job's number. Sets
+    torchrun's six variables for what reads them later. Where ranks are on several machines and
+    ``GLOO_SOCKET_IFNAME`` is not set, it becomes the interface that reaches ``MASTER_ADDR``.
+    ``options`` go to torch.
     """
     where = place() or LaunchedRank("nobody", 0, 1, 0, 1)
     named = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
     store = None
     if not named and where.launcher == "torchrun":
-        raise InvalidArgument("RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: set or unset all four")
+        raise InvalidArgument(
+            "RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: set or unset "
+            "all four"
+        )
     if not named:
         store = _store(where, options.get("timeout", default_pg_timeout))
         os.environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
@@ -79,11 +98,18 @@ def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRa
 
 
 def _store(where: LaunchedRank, timeout: Any) -> dist.TCPStore:
-    """Rank 0 serves. ``multi_tenant``: whoever later uses the same address and port in this process shares it."""
+    """Rank 0 serves. ``multi_tenant``: whoever later uses the same address and port in this process
+    shares it."""
 
     def serve(host: str, port: int) -> dist.TCPStore:
         return dist.TCPStore(
-            host, port, where.size, where.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host,
+            port,
+            where.size,
+            where.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
 
     if where.size == 1:
@@ -91,9 +117,14 @@ def _store(where: LaunchedRank, timeout: Any) -> dist.TCPStore:
     if where.launcher == "SLURM":
         job = int(os.environ.get("SLURM_JOB_ID", 0)) + int(os.environ.get("SLURM_STEP_ID", 0))
         nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
-        return serve(os.environ.get("MASTER_ADDR", first_host(nodes)), int(os.environ.get("MASTER_PORT", 20000 + job % 12000)))
+        return serve(
+            os.environ.get("MASTER_ADDR", first_host(nodes)),
+            int(os.environ.get("MASTER_PORT", 20000 + job % 12000)),
+        )
     if where.rank == 0:
-        host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if where.local_size == where.size else own_address())
+        host = os.environ.get("MASTER_ADDR") or (
+            "127.0.0.1" if where.local_size == where.size else own_address()
+        )
         store = serve(host, int(os.environ.get("MASTER_PORT", 0)))
         told_by_rank_0(f"{host} {store.port}")
         return store
@@ -105,7 +136,9 @@ def first_host(nodes: str) -> str:
     """The first name in SLURM's short form, such as node[003-007,9],other4."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
     if not match:
-        raise InvalidArgument(f"SLURM's list of nodes is {nodes!r}: set MASTER_ADDR to the first node of the step")
+        raise InvalidArgument(
+            f"SLURM's list of nodes is {nodes!r}: set MASTER_ADDR to the first node of the step"
+        )
     return match[1] + (match[2] or "") + match[3]
 
 
@@ -115,6 +148,8 @@ def own_address() -> str:
     if interface.is_loopback(address) and not interface.named():
         way_out = interface.route_to()
         if way_out is None:
-            raise InvalidArgument("this machine's address is unknown: set MASTER_ADDR to one others can reach")
+            raise InvalidArgument(
+                "this machine's address is unknown: set MASTER_ADDR to one others can reach"
+            )
         return way_out[0]
     return address

@@ -1,7 +1,7 @@
 """Lightning: callbacks for ``Trainer(strategy="ddp", ...)``.
 
-    callbacks=[Compress(codec="int8")]          gradients or momentum, at every step
-    callbacks=[LocalTraining()]                 changes of the weights, while the next round is computed
+callbacks=[Compress(codec="int8")]          gradients or momentum, at every step
+callbacks=[LocalTraining()]                 changes of the weights, while the next round is computed
 """
 
 import logging
@@ -24,14 +24,16 @@ log = logging.getLogger("commpress")
 
 
 class Compress(Callback):
-    """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` and ``options``.
+    """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` and
+    ``options``.
 
-    Open windows of 0/1 Adam are closed before validation, at the end of an epoch and before a checkpoint; one of weights only
-    in the middle of an epoch is that of rank 0.
+    Open windows of 0/1 Adam are closed before validation, at the end of an epoch and before a
+    checkpoint; one of weights only in the middle of an epoch is that of rank 0.
 
-    A checkpoint, which Lightning saves as one file, holds what compression left behind on every rank: a run goes on bit for
-    bit, and on another number of ranks with the mean. That is 4 bytes and more per parameter and rank. With ``elastic`` it
-    holds the mean alone, 4 bytes per parameter, from which as many ranks do not go on bit for bit.
+    A checkpoint, which Lightning saves as one file, holds what compression left behind on every
+    rank: a run goes on bit for bit, and on another number of ranks with the mean. That is 4 bytes
+    and more per parameter and rank. With ``elastic`` it holds the mean alone, 4 bytes per
+    parameter, from which as many ranks do not go on bit for bit.
     """
 
     def __init__(self, codec: Any = "int8", *, elastic: bool = False, **options: Any) -> None:
@@ -46,15 +48,20 @@ class Compress(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         saved, self._saved = self._saved, []
         if not isinstance(ddp, DistributedDataParallel):
-            raise InvalidArgument(f"the strategy runs a {type(ddp).__name__}, expected Trainer(strategy='ddp')")
+            raise InvalidArgument(
+                f"the strategy runs a {type(ddp).__name__}, expected Trainer(strategy='ddp')"
+            )
         if not averages(optimizer):
-            self.state = compress(ddp, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options)
+            self.state = compress(
+                ddp, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options
+            )
             if saved:
                 self.state.load_state_dict(*saved)
             return
         if trainer.gradient_clip_val:
             raise InvalidArgument(
-                f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: pass max_grad_norm to the "
+                f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: "
+                "pass max_grad_norm to the "
                 "optimizer instead"
             )
         self.state = overlap(ddp, optimizer, grad_scaler=scaler)
@@ -74,12 +81,15 @@ class Compress(Callback):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """All that ranks have apart from each other, on rank 0; collective. Lightning asks the optimizer after this."""
+        """All that ranks have apart from each other, on rank 0; collective. Lightning asks the
+        optimizer after this."""
         self._synchronize()
         if self.state is None:
             return {}
         if isinstance(self.state, CompressedOptimizer):
-            part = (self.state.elastic_state_dict() if self.elastic else self.state.state_dict())["commpress"]
+            part = (self.state.elastic_state_dict() if self.elastic else self.state.state_dict())[
+                "commpress"
+            ]
         else:
             part = self.state.elastic_state_dict() if self.elastic else self.state.rank_state()
         return {"ranks": gathered_on_first(part)}
@@ -89,7 +99,9 @@ class Compress(Callback):
 
     # ------------------------------------------------------------ logs
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.state is not None and (batch_idx + 1) % trainer.log_every_n_steps == 0:
             counters = self.state.counters
             pl_module.log("commpress/bytes_per_step", counters.wire_bytes / max(counters.steps, 1))
@@ -102,23 +114,31 @@ class Compress(Callback):
 
 
 class LocalTraining(Callback):
-    """Let each rank train by itself and exchange changes once a round: ``options`` are those of ``LocalUpdates``.
+    """Let each rank train by itself and exchange changes once a round: ``options`` are those of
+    ``LocalUpdates``.
 
-    The module keeps its optimizers, as for one process; ``strategy="ddp"`` starts the ranks and averages nothing. Before
-    validation, a checkpoint, at the end of an epoch and of training all ranks exchange what is left, so that what is
-    measured and saved are the shared weights. A checkpoint of weights only in the middle of an epoch is that of rank 0.
+    The module keeps its optimizers, as for one process; ``strategy="ddp"`` starts the ranks and
+    averages nothing. Before validation, a checkpoint, at the end of an epoch and of training all
+    ranks exchange what is left, so that what is measured and saved are the shared weights. A
+    checkpoint of weights only in the middle of an epoch is that of rank 0.
 
-    A checkpoint holds what ranks have apart from each other, so that a run goes on bit for bit: the shared weights, the outer
-    step's state, residuals and inner optimizer of each rank, 12 bytes and more per parameter and rank. On another number of
-    ranks a run goes on from the same with the mean of what compression owed.
+    A checkpoint holds what ranks have apart from each other, so that a run goes on bit for bit: the
+    shared weights, the outer step's state, residuals and inner optimizer of each rank, 12 bytes and
+    more per parameter and rank. On another number of ranks a run goes on from the same with the
+    mean of what compression owed.
 
     ``tokens`` counts those of a batch, for ``weight="tokens"``.
     """
 
-    def __init__(self, *, every: Any = "auto", tokens: Callable[[Any], int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, every: Any = "auto", tokens: Callable[[Any], int] | None = None, **options: Any
+    ) -> None:
         refuse_unknown("LocalTraining", options, LocalUpdates)
         if options.get("weight") == "tokens" and tokens is None:
-            raise InvalidArgument("weight is 'tokens' and tokens is None, expected a function that counts those of a batch")
+            raise InvalidArgument(
+                "weight is 'tokens' and tokens is None, expected a function that counts those "
+                "of a batch"
+            )
         self.options, self.tokens = {"every": every, **options}, tokens
         self.local: LocalUpdates | None = None
         self._saved: list[dict[str, Any]] = []  # of every rank that saved
@@ -130,13 +150,19 @@ class LocalTraining(Callback):
         if isinstance(model, DistributedDataParallel):
             keep_local(model)
         elif trainer.world_size > 1:
-            raise InvalidArgument(f"the strategy runs a {type(model).__name__}, expected Trainer(strategy='ddp')")
+            raise InvalidArgument(
+                f"the strategy runs a {type(model).__name__}, expected Trainer(strategy='ddp')"
+            )
         if not pl_module.automatic_optimization:
-            raise InvalidArgument("the module optimizes by hand: let it step commpress.LocalUpdates, without this callback")
+            raise InvalidArgument(
+                "the module optimizes by hand: let it step commpress.LocalUpdates, without this "
+                "callback"
+            )
         for optimizer in trainer.optimizers:
             if averages(optimizer):
                 raise InvalidArgument(
-                    f"an optimizer is {type(optimizer).__name__}, which averages over the ranks in its steps: local updates "
+                    f"an optimizer is {type(optimizer).__name__}, which averages over the ranks "
+                    "in its steps: local updates "
                     "need one that does not, such as AdamW"
                 )
         if self.local is not None:  # of another fit()
@@ -152,7 +178,9 @@ class LocalTraining(Callback):
         if self.local is not None and self.local.warms_up:
             self.local.synchronize()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert self.local is not None
         self._counted += self.tokens(batch) if self.tokens is not None else 1
         if trainer.global_step == self._steps:  # gradients are still being accumulated
@@ -182,7 +210,8 @@ class LocalTraining(Callback):
             log.info(self.local.report())
 
     def state_dict(self) -> dict[str, Any]:
-        """All that ranks have apart from each other, on rank 0; collective. Lightning asks the optimizers after this."""
+        """All that ranks have apart from each other, on rank 0; collective. Lightning asks the
+        optimizers after this."""
         if self.local is None:
             return {}
         self._drain()

@@ -11,11 +11,22 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.streamed import Streamed, stream
     from commpress.integrations.zero.tiling import tile
 
-__all__ = ["Offloaded", "Partitioned", "Streamed", "load_safetensors", "save_safetensors", "stream", "tile"]
-__getattr__ = lazily(__name__, {
-    "offloaded": ("Offloaded",),
-    "partitioned": ("Partitioned",),
-    "state_file": ("load_safetensors", "save_safetensors"),
-    "streamed": ("Streamed", "stream"),
-    "tiling": ("tile",),
-})  # fmt: skip
+__all__ = [
+    "Offloaded",
+    "Partitioned",
+    "Streamed",
+    "load_safetensors",
+    "save_safetensors",
+    "stream",
+    "tile",
+]
+__getattr__ = lazily(
+    __name__,
+    {
+        "offloaded": ("Offloaded",),
+        "partitioned": ("Partitioned",),
+        "state_file": ("load_safetensors", "save_safetensors"),
+        "streamed": ("Streamed", "stream"),
+        "tiling": ("tile",),
+    },
+)

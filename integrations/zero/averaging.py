@@ -1,8 +1,9 @@
-"""A look, in the first steps, at whether other ranks step the same weights with other gradients: then nobody averages these,
-and replicas train apart. Who averages cannot be told otherwise: DistributedDataParallel, FSDP, or a loop of the user's.
+"""A look, in the first steps, at whether other ranks step the same weights with other gradients:
+then nobody averages these, and replicas train apart. Who averages cannot be told otherwise:
+DistributedDataParallel, FSDP, or a loop of the user's.
 
-Ranks leave samples in the store of the default group and read those of others that are there. Nobody waits, so ranks that do
-not step at all are no trouble; of two ranks the later one sees both.
+Ranks leave samples in the store of the default group and read those of others that are there.
+Nobody waits, so ranks that do not step at all are no trouble; of two ranks the later one sees both.
 """
 
 import logging
@@ -32,7 +33,8 @@ class AveragingCheck:
     def __init__(self, optimizer: str, names: Iterable[str], store: dist.Store) -> None:
         self._optimizer, self._rank, self._size = optimizer, dist.get_rank(), dist.get_world_size()
         key = f"commpress/replicas/{zlib.crc32(';'.join(names).encode()):08x}"
-        alike = store.add(f"{key}/{self._rank}", 1)  # optimizers of such parameters that this rank has made
+        # optimizers of such parameters that this rank has made
+        alike = store.add(f"{key}/{self._rank}", 1)
         self._store = dist.PrefixStore(f"{key}/{alike}", store)
         self.over = False
         self._rows: list[tuple[int, np.ndarray]] = []
@@ -42,8 +44,12 @@ class AveragingCheck:
     def note(self, weight: torch.Tensor, gradient: torch.Tensor | None) -> None:
         if len(self._rows) == PARAMETERS:
             return
-        start, row = weight.detach().flatten()[:ELEMENTS].float().cpu().numpy(), np.zeros(SAMPLES, np.float32)
-        known = zlib.crc32(start.tobytes()) if len(start) and (start != start[0]).any() else 0  # ones are ones in any model
+        start, row = (
+            weight.detach().flatten()[:ELEMENTS].float().cpu().numpy(),
+            np.zeros(SAMPLES, np.float32),
+        )
+        # ones are ones in any model
+        known = zlib.crc32(start.tobytes()) if len(start) and (start != start[0]).any() else 0
         if gradient is not None:
             some = gradient.detach().flatten()[:ELEMENTS]
             some = some[:: max(len(some) // SAMPLES, 1)][:SAMPLES].float().cpu()
@@ -57,7 +63,8 @@ class AveragingCheck:
         self.over = len(self._mine) == STEPS
         try:
             self._exchange(len(self._mine) - 1)
-        except RuntimeError as error:  # the store's host has left: whoever communicates says what that means
+        # the store's host has left: whoever communicates says what that means
+        except RuntimeError as error:
             self.over = True
             log.debug("gradients are not compared over the ranks: %s", error)
 
@@ -81,11 +88,14 @@ class AveragingCheck:
     def _say(self, peer: int) -> None:
         if self._store.add("said", 1) == 1:
             log.warning(
-                "ranks %d and %d step the same weights with different gradients: nobody averages these, and the replicas train "
-                "apart. %s does not communicate. Use commpress.Partitioned(params, ..., store=store), which averages, or "
+                "ranks %d and %d step the same weights with different gradients: nobody "
+                "averages these, and the replicas train "
+                "apart. %s does not communicate. Use commpress.Partitioned(params, ..., "
+                "store=store), which averages, or "
                 "wrap the model in DistributedDataParallel",
-                *sorted((self._rank, peer)), self._optimizer,
-            )  # fmt: skip
+                *sorted((self._rank, peer)),
+                self._optimizer,
+            )
 
 
 def averaging_check(optimizer: str, names: Iterable[str]) -> AveragingCheck | None:
@@ -104,4 +114,6 @@ def _apart(mine: np.ndarray, theirs: np.ndarray) -> bool:
     one, other = mine["gradient"][same], theirs["gradient"][same]
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
         return False
-    return bool(np.linalg.norm(one - other) > NOISE * max(np.linalg.norm(one), np.linalg.norm(other)))
+    return bool(
+        np.linalg.norm(one - other) > NOISE * max(np.linalg.norm(one), np.linalg.norm(other))
+    )

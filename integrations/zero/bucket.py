@@ -3,15 +3,18 @@
     flat  [ P · width ]   what the model computes with; parameters are views of it
     shard [ width ]       what this rank updates: its row of ``flat``, or a float32 master of it
 
-Note: vectors. torch's kernels treat the last few elements of a tensor one by one, and these may round otherwise than those
-in vectors. So the inner optimizer knows each parameter's run in the own row as a tensor of its own, and rows are cut at
-multiples of ``ALIGN`` from the parameter's beginning: every element is treated as in the whole parameter.
+Note: vectors. torch's kernels treat the last few elements of a tensor one by one, and these may
+round otherwise than those in vectors. So the inner optimizer knows each parameter's run in the own
+row as a tensor of its own, and rows are cut at multiples of ``ALIGN`` from the parameter's
+beginning: every element is treated as in the whole parameter.
 
-Note: one codec per bucket. A row may begin and end inside a parameter, so what travels differently lies in other buckets.
-Codecs of whole tensors (PowerSGD, sketches) give every rank the mean of the whole bucket, of which it takes its row.
+Note: one codec per bucket. A row may begin and end inside a parameter, so what travels differently
+lies in other buckets. Codecs of whole tensors (PowerSGD, sketches) give every rank the mean of the
+whole bucket, of which it takes its row.
 
-Note: DTensors. A parameter is what this rank has of it. Places are those of the largest shards, alike in all columns of a mesh;
-what several columns hold lies apart from what they share out, so that their messages, and what comes out of them, are alike.
+Note: DTensors. A parameter is what this rank has of it. Places are those of the largest shards,
+alike in all columns of a mesh; what several columns hold lies apart from what they share out, so
+that their messages, and what comes out of them, are alike.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +38,11 @@ from commpress.optim.columns import is_cut, largest_shard, local, move_to, versi
 
 Numbered = tuple[torch.Tensor, str, int]  # a parameter, its name, its number among all
 ALIGN = 64  # elements; see the note on vectors
-NATURAL = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16: CastCodec("fp16")}
+NATURAL = {
+    torch.float32: EXACT,
+    torch.bfloat16: CastCodec("bf16"),
+    torch.float16: CastCodec("fp16"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,8 +112,16 @@ class FlatGroup:
         self.exchange: Reduce | None = None  # of gradients, if it is one of whole tensors
         self.reduce_plan: list[Deal] = []
         if not isinstance(gradients, WholeTensorCodec):
-            self.reduce_plan = deals(part, Same(gradients or natural), rank=rank, ranks=ranks, feedback=self.lossy_gradients)
-        self.gather_plan = deals(part, Same(weights or natural), rank=rank, ranks=ranks, feedback=False)
+            self.reduce_plan = deals(
+                part,
+                Same(gradients or natural),
+                rank=rank,
+                ranks=ranks,
+                feedback=self.lossy_gradients,
+            )
+        self.gather_plan = deals(
+            part, Same(weights or natural), rank=rank, ranks=ranks, feedback=False
+        )
         self.exact_plan = deals(part, Same(EXACT), rank=rank, ranks=ranks, feedback=False)
         self.feedbacks: list[ErrorFeedback | None] = [None] * len(self.reduce_plan)
         self.buffer: torch.Tensor | None = None  # gradients of this rank, laid out like the whole
@@ -133,7 +148,8 @@ class FlatGroup:
         return min(max(self.used - self.first, 0), self.width)
 
     def overlaps(self) -> Iterable[tuple[Member, int, slice]]:
-        """Whatever this rank owns: a member, the first element in its parameter, and the place in the own row."""
+        """Whatever this rank owns: a member, the first element in its parameter, and the place in
+        the own row."""
         for m in self.members:
             start = max(m.first, self.first)
             stop = min(m.first + m.shape.numel(), self.first + self.width)
@@ -142,7 +158,8 @@ class FlatGroup:
 
 
 class ShardedBucket(FlatGroup):
-    """Parameters that travel together: in the model's dtype for the model, in float32 what this rank updates."""
+    """Parameters that travel together: in the model's dtype for the model, in float32 what this
+    rank updates."""
 
     def __init__(
         self,
@@ -160,9 +177,15 @@ class ShardedBucket(FlatGroup):
         self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         own = self.flat[self.first :][: self.width]
         self.mastered = self.dtype != torch.float32 or self.lossy_weights
-        self.shard = torch.zeros(self.width, dtype=torch.float32, device=self.device) if self.mastered else own
+        self.shard = (
+            torch.zeros(self.width, dtype=torch.float32, device=self.device)
+            if self.mastered
+            else own
+        )
         self.own = own
-        self.ranges = [OwnedRange(m, start, place, self.shard[place]) for m, start, place in self.overlaps()]
+        self.ranges = [
+            OwnedRange(m, start, place, self.shard[place]) for m, start, place in self.overlaps()
+        ]
         self._versions: list[int] = []
         with torch.no_grad():
             for member in self.members:
@@ -180,7 +203,9 @@ class ShardedBucket(FlatGroup):
             self.exchange, self.feedbacks = exchange, exchange.feedbacks
             return
         attach = exchanges.residuals.attach
-        self.feedbacks = [attach(d.every.keys, d.every.pieces, self.device) for d in self.reduce_plan]
+        self.feedbacks = [
+            attach(d.every.keys, d.every.pieces, self.device) for d in self.reduce_plan
+        ]
 
     def _tensors(self) -> tuple[list[Span], list[torch.Size]]:
         spans = [Span(m.name, m.first, m.shape.numel()) for m in self.members]
@@ -191,7 +216,8 @@ class ShardedBucket(FlatGroup):
         if self.mastered:
             self.shard.copy_(self.own)
         else:
-            increment_version(self.own)  # who has a master elsewhere looks at what it knows, not at the parameters
+            # who has a master elsewhere looks at what it knows, not at the parameters
+            increment_version(self.own)
         self.trust()
 
     def trust(self) -> None:
@@ -205,9 +231,13 @@ class ShardedBucket(FlatGroup):
     def check(self) -> None:
         for m in self.members:
             here = local(m.parameter)
-            if here.numel() and here.data_ptr() != self.flat.data_ptr() + m.first * self.dtype.itemsize:
+            if (
+                here.numel()
+                and here.data_ptr() != self.flat.data_ptr() + m.first * self.dtype.itemsize
+            ):
                 raise InvalidArgument(
-                    f"parameter {m.name!r} is no longer where Partitioned has put it: move or convert the model before "
+                    f"parameter {m.name!r} is no longer where Partitioned has put it: move or "
+                    "convert the model before "
                     "constructing the optimizer, and do not assign parameter.data after it"
                 )
 
@@ -221,19 +251,28 @@ def buckets(
     ranks: int,
     numel: int,
 ) -> list[ShardedBucket]:
-    """Buckets of about ``numel`` elements, in the order in which backward is likely to fill them."""
+    """Buckets of about ``numel`` elements, in the order in which backward is likely to fill
+    them."""
     open_: dict[tuple[object, ...], list[Numbered]] = {}
     plans: list[tuple[tuple[object, ...], list[Numbered]]] = []
     every = [(number, *member) for number, group in enumerate(groups) for member in group]
     for number, parameter, name, index in reversed(every):
-        codecs = [_lossy(policy, name, parameter) if ranks > 1 else None for policy in (gradients, weights)]
+        codecs = [
+            _lossy(policy, name, parameter) if ranks > 1 else None
+            for policy in (gradients, weights)
+        ]
         key = (number, parameter.dtype, parameter.device, *codecs, _cuts(parameter))
         held = open_.get(key)
-        if held is None or sum(largest_shard(p).numel() for p, _, _ in held) + largest_shard(parameter).numel() > numel:
+        if (
+            held is None
+            or sum(largest_shard(p).numel() for p, _, _ in held) + largest_shard(parameter).numel()
+            > numel
+        ):
             held = open_[key] = []
             plans.append((key, held))
         held.append((parameter, name, index))
-    plans.sort(key=lambda plan: -min(index for _, _, index in plan[1]))  # who is full last would hold up all behind it
+    # who is full last would hold up all behind it
+    plans.sort(key=lambda plan: -min(index for _, _, index in plan[1]))
     return [
         ShardedBucket(i, key[0], members, key[3], key[4], rank=rank, ranks=ranks)  # type: ignore[arg-type]
         for i, (key, members) in enumerate(plans)
@@ -241,8 +280,13 @@ def buckets(
 
 
 def _cuts(parameter: Any) -> tuple[bool, ...]:
-    """Over which dimensions of its mesh a parameter is cut; of one that every rank of it holds none."""
-    cuts = tuple(placement.is_shard() for placement in parameter.placements) if is_cut(parameter) else ()
+    """Over which dimensions of its mesh a parameter is cut; of one that every rank of it holds
+    none."""
+    cuts = (
+        tuple(placement.is_shard() for placement in parameter.placements)
+        if is_cut(parameter)
+        else ()
+    )
     return cuts if any(cuts) else ()
 
 
@@ -256,19 +300,22 @@ def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
 
 
 def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weights: Policy) -> None:
-    """Raise ``InvalidArgument`` for codecs that cannot do what they are named for, on one rank as on many."""
+    """Raise ``InvalidArgument`` for codecs that cannot do what they are named for, on one rank as
+    on many."""
     for parameter, name, _ in (one for group in groups for one in group):
         numel = largest_shard(parameter).numel()
         codec = weights.choose(name, numel)
         if isinstance(codec, WholeTensorCodec):
             raise InvalidArgument(
-                f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of whole tensors, and weights are "
+                f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of "
+                "whole tensors, and weights are "
                 "not averaged: choose a codec of rows such as 'int8'"
             )
         codec = gradients.choose(name, numel)
         if isinstance(codec, SketchCodec) and parameter.device.type != "cpu":
             raise InvalidArgument(
-                f"gradients is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: the sketch has CPU kernels "
+                f"gradients is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: "
+                "the sketch has CPU kernels "
                 "only, use 'topk-64' there"
             )
 

@@ -1,9 +1,11 @@
-"""Test of an optimizer for treating every element by itself, by trying: what is stepped whole and what is stepped in pieces,
-each by an optimizer that knows nothing but the piece and its state, must be the same in every bit.
+"""Test of an optimizer for treating every element by itself, by trying: what is stepped whole and
+what is stepped in pieces, each by an optimizer that knows nothing but the piece and its state, must
+be the same in every bit.
 
-That is how ``Partitioned`` and ``Offloaded`` use it. Norms, ranks or factors of a tensor, a norm over all of them, state that
-is kept in the optimizer or its groups, in another dtype or shape, and noise all differ. Some optimizers look across elements of
-large tensors only, so each number of dimensions is tried with small ones and a large one.
+That is how ``Partitioned`` and ``Offloaded`` use it. Norms, ranks or factors of a tensor, a norm
+over all of them, state that is kept in the optimizer or its groups, in another dtype or shape, and
+noise all differ. Some optimizers look across elements of large tensors only, so each number of
+dimensions is tried with small ones and a large one.
 """
 
 import math
@@ -24,7 +26,9 @@ STEPS = 12  # some do something else only now and then
 SIDES = (3, 5, 7, 2)  # of a tensor with so many dimensions, the last one as long as needed
 NUMEL = 4 * ALIGN + 29  # at least, of a small tensor
 SIDE, LARGE = 128, 128 * 160  # of a large one: moments are factored from 128 rows and columns on
-VECTOR = 17 * 256  # elements of a large one: 8-bit states begin at 4,096, in whole blocks; some make a matrix of its square
+# elements of a large one: 8-bit states begin at 4,096, in whole blocks; some make a matrix of its
+# square
+VECTOR = 17 * 256
 CUTS = (0, ALIGN, 3 * ALIGN)
 
 
@@ -36,16 +40,21 @@ def check_elementwise(
     device: torch.device,
     in_place: bool,
 ) -> None:
-    """InvalidArgument if some group of parameters would be stepped otherwise than by ``optimizer`` itself. With ``in_place``
-    the state must be changed, not replaced."""
+    """InvalidArgument if some group of parameters would be stepped otherwise than by ``optimizer``
+    itself. With ``in_place`` the state must be changed, not replaced."""
     tried = []
     for group in groups:
         own = options_of(group)
-        own |= {"lr": 1e-2} if isinstance(own.get("lr"), float) and not own["lr"] else {}  # a schedule begins with 0
+        # a schedule begins with 0
+        own |= {"lr": 1e-2} if isinstance(own.get("lr"), float) and not own["lr"] else {}
         dims = sorted({p.dim() for p in group["params"]})
         if dims and (kind := (_alike(own), dims)) not in tried:
             tried.append(kind)
-            _try(optimizer, partial(_difference, optimizer, options, own, dims, device, in_place), device)
+            _try(
+                optimizer,
+                partial(_difference, optimizer, options, own, dims, device, in_place),
+                device,
+            )
 
 
 def _alike(options: dict[str, Any]) -> dict[str, Any]:
@@ -54,19 +63,23 @@ def _alike(options: dict[str, Any]) -> dict[str, Any]:
     return {key: bool(value) if number(value) else repr(value) for key, value in options.items()}
 
 
-def _try(optimizer: type[torch.optim.Optimizer], difference_of: Callable[[], str], device: torch.device) -> None:
+def _try(
+    optimizer: type[torch.optim.Optimizer], difference_of: Callable[[], str], device: torch.device
+) -> None:
     name = f"{optimizer.__module__}.{optimizer.__name__}"
     try:
         with _randomness_unchanged(device), torch.no_grad():
             difference = difference_of()
     except Exception as error:
         raise InvalidArgument(
-            f"optimizer is {name}, which cannot step a tensor and pieces of it with these options: {type(error).__name__}: "
+            f"optimizer is {name}, which cannot step a tensor and pieces of it with these "
+            f"options: {type(error).__name__}: "
             f"{error}. Use one that treats every element by itself, such as AdamW, SGD or Adagrad"
         ) from error
     if difference:
         raise InvalidArgument(
-            f"optimizer is {name}, which does not treat every element by itself: {difference}. It cannot be cut. Use an "
+            f"optimizer is {name}, which does not treat every element by itself: {difference}. "
+            "It cannot be cut. Use an "
             "element-wise one, such as AdamW, SGD or Adagrad"
         )
 
@@ -81,19 +94,27 @@ def _difference(
 ) -> str:
     """In words; empty if there is none."""
     draw = torch.Generator().manual_seed(0)
-    shapes = [torch.Size(shape) for d in dims for shape in (_shape(d), _shape(d), _large(d))[: 3 if d else 2]]
+    shapes = [
+        torch.Size(shape)
+        for d in dims
+        for shape in (_shape(d), _shape(d), _large(d))[: 3 if d else 2]
+    ]
     wholes = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in shapes]
     flats = [whole.detach().clone().view(-1) for whole in wholes]
     pieces = [
-        [flat[a:b] for a, b in zip(CUTS, (*CUTS[1:], len(flat)), strict=True) if a < len(flat)] for flat in flats
+        [flat[a:b] for a, b in zip(CUTS, (*CUTS[1:], len(flat)), strict=True) if a < len(flat)]
+        for flat in flats
     ]
     states: list[list[dict[str, Any]]] = [[{} for _ in own] for own in pieces]
     twin = _made(optimizer, wholes, options, group)
     settings = _settings(twin)
     for step in range(STEPS):
         for number, whole in enumerate(wholes):
-            steady = shapes[number].numel() >= VECTOR  # leads one way, as what estimates a distance needs
-            gradient = whole.detach().cpu().clone() if steady else torch.randn(whole.shape, generator=draw)
+            # leads one way, as what estimates a distance needs
+            steady = shapes[number].numel() >= VECTOR
+            gradient = (
+                whole.detach().cpu().clone() if steady else torch.randn(whole.shape, generator=draw)
+            )
             gradient *= 10.0 ** (step % 3 - number % 3)
             gradient.view(-1)[:ALIGN] *= step % 4 != 1  # no gradient in one piece now and then
             whole.grad = gradient.to(device)
@@ -104,23 +125,42 @@ def _difference(
                     one.state[piece] = dict(states[number][i])
                 one.step()
                 before, after = states[number][i], one.state[piece]
-                if in_place and any(after.get(k) is not v for k, v in before.items() if _moment(v, piece)):
-                    return "it replaces its state instead of changing it, which in a store has a place of its own"
+                if in_place and any(
+                    after.get(k) is not v for k, v in before.items() if _moment(v, piece)
+                ):
+                    return (
+                        "it replaces its state instead of changing it, which in a store has "
+                        "a place of its own"
+                    )
                 states[number][i] = _kept(after, piece)
                 piece.grad = None
         twin.step()
-        if changed := [name for name, value in _settings(twin).items() if settings.get(name) != value]:
-            return f"its step changes {changed[0]!r} of param_groups, which is computed from all parameters or counts steps"
+        if changed := [
+            name for name, value in _settings(twin).items() if settings.get(name) != value
+        ]:
+            return (
+                f"its step changes {changed[0]!r} of param_groups, which is computed from "
+                "all parameters or counts steps"
+            )
         for number, whole in enumerate(wholes):
             if not torch.equal(whole.view(-1), flats[number]):
-                return f"in step {step + 1} a tensor of shape {tuple(whole.shape)} moves otherwise than its pieces"
+                return (
+                    f"in step {step + 1} a tensor of shape {tuple(whole.shape)} moves "
+                    "otherwise than its pieces"
+                )
             if found := _different_state(twin.state[whole], whole, states[number], pieces[number]):
-                return f"after step {step + 1} its state {found!r} of a tensor is not that of its pieces"
+                return (
+                    f"after step {step + 1} its state {found!r} of a tensor is not that of "
+                    "its pieces"
+                )
     return ""
 
 
 def _made(
-    optimizer: type[torch.optim.Optimizer], tensors: list[Any], options: dict[str, Any], group: dict[str, Any]
+    optimizer: type[torch.optim.Optimizer],
+    tensors: list[Any],
+    options: dict[str, Any],
+    group: dict[str, Any],
 ) -> torch.optim.Optimizer:
     return optimizer([{**group, "params": tensors}], **options)
 
@@ -139,7 +179,9 @@ def _large(dims: int) -> tuple[int, ...]:
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Of its one group, in a form that can be compared."""
-    return {name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"}
+    return {
+        name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"
+    }
 
 
 def _kept(state: dict[str, Any], piece: torch.Tensor) -> dict[str, Any]:
@@ -153,7 +195,10 @@ def _moment(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _different_state(
-    whole: dict[str, Any], parameter: torch.Tensor, states: Sequence[dict[str, Any]], pieces: Sequence[torch.Tensor]
+    whole: dict[str, Any],
+    parameter: torch.Tensor,
+    states: Sequence[dict[str, Any]],
+    pieces: Sequence[torch.Tensor],
 ) -> str:
     """The name of the first entry that the pieces do not have as the whole has it."""
     known = {key: value for key, value in whole.items() if value is not None}
@@ -164,7 +209,10 @@ def _different_state(
         if _moment(known[key], parameter):
             if not all(_moment(value, piece) for value, piece in zip(values, pieces, strict=True)):
                 return key
-            if not torch.equal(torch.cat([value for value in values if value is not None]), known[key].float().view(-1)):
+            if not torch.equal(
+                torch.cat([value for value in values if value is not None]),
+                known[key].float().view(-1),
+            ):
                 return key
         elif any(not _same_number(value, known[key]) for value in values):
             return key
@@ -173,7 +221,9 @@ def _different_state(
 
 def _same_number(one: Any, other: Any) -> bool:
     numel = other.numel() if isinstance(other, torch.Tensor) else 1
-    return numel == (one.numel() if isinstance(one, torch.Tensor) else 1) == 1 and bool(one == other)
+    return numel == (one.numel() if isinstance(one, torch.Tensor) else 1) == 1 and bool(
+        one == other
+    )
 
 
 @contextmanager

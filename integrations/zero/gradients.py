@@ -1,7 +1,9 @@
-"""Gradients on their way from autograd to their owners: hooks, buckets in order, one reduction after the other.
+"""Gradients on their way from autograd to their owners: hooks, buckets in order, one reduction
+after the other.
 
-Note: who waits. The end of a backward waits for its reductions, as DistributedDataParallel does. So no gradient is written
-while the worker reads it, and a GradScaler finds the verdict of all ranks before ``step``.
+Note: who waits. The end of a backward waits for its reductions, as DistributedDataParallel does. So
+no gradient is written while the worker reads it, and a GradScaler finds the verdict of all ranks
+before ``step``.
 """
 
 import weakref
@@ -25,10 +27,12 @@ AHEAD = 2  # reductions that a backward may leave behind it before it waits
 
 
 class Gradients:
-    """``bucket.reduced`` of every bucket, after ``synchronize``: the mean gradient of what this rank owns.
+    """``bucket.reduced`` of every bucket, after ``synchronize``: the mean gradient of what this
+    rank owns.
 
-    With ``sink`` the means of every backward are handed over there instead, one after the other, and nothing is kept.
-    ``consensus``: all ranks that must stay together, where these are more than those of the channel.
+    With ``sink`` the means of every backward are handed over there instead, one after the other,
+    and nothing is kept. ``consensus``: all ranks that must stay together, where these are more than
+    those of the channel.
     """
 
     def __init__(
@@ -43,14 +47,25 @@ class Gradients:
         sink: Callable[[Any, torch.Tensor], None] | None = None,
     ) -> None:
         self._sink, self._consensus = sink, consensus
-        self.buckets, self._channel, self._stage, self._scaler, self._seed = buckets, channel, stage, scaler, seed
+        self.buckets, self._channel, self._stage, self._scaler, self._seed = (
+            buckets,
+            channel,
+            stage,
+            scaler,
+            seed,
+        )
         self.syncing = True
         self.step = 0  # number of the step under way: noise of stochastic codecs
         self._next, self._local = 0, False
-        self._ending: weakref.ref[Any] | None = None  # to what the backward under way calls at its end
+        # to what the backward under way calls at its end
+        self._ending: weakref.ref[Any] | None = None
         self._futures: list[torch.futures.Future[Any]] = []
-        self._marker = min((m.parameter for b in buckets for m in b.members), key=lambda p: (is_cut(p), p.numel()))
-        self._hooks = [self._hook(bucket, i) for bucket in buckets for i in range(len(bucket.members))]
+        self._marker = min(
+            (m.parameter for b in buckets for m in b.members), key=lambda p: (is_cut(p), p.numel())
+        )
+        self._hooks = [
+            self._hook(bucket, i) for bucket in buckets for i in range(len(bucket.members))
+        ]
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -83,7 +98,8 @@ class Gradients:
             self._next += 1
 
     def drop_aborted(self) -> None:
-        """A backward that ended with an error: autograd lets go of what it would have called, and nobody misses the rest."""
+        """A backward that ended with an error: autograd lets go of what it would have called, and
+        nobody misses the rest."""
         if self._ending is None or self._ending() is not None:
             return
         self._wait()
@@ -96,7 +112,8 @@ class Gradients:
 
     @torch.no_grad()
     def _place(self, bucket: FlatGroup, i: int) -> None:
-        """The gradient to its place in the bucket's buffer: to stay there (stage 1), or to be sent and forgotten."""
+        """The gradient to its place in the bucket's buffer: to stay there (stage 1), or to be sent
+        and forgotten."""
         member = bucket.members[i]
         settle_gradient(member.parameter)
         gradient = member.parameter.grad
@@ -107,7 +124,9 @@ class Gradients:
             view.zero_()
             return
         if gradient.layout != torch.strided:
-            raise InvalidArgument(f"the gradient of {member.name!r} is sparse: build its module with sparse=False")
+            raise InvalidArgument(
+                f"the gradient of {member.name!r} is sparse: build its module with sparse=False"
+            )
         if local(gradient).data_ptr() != view.data_ptr():
             view.copy_(local(gradient))
         member.parameter.grad = alike(view, member.parameter) if self._stage == 1 else None
@@ -133,7 +152,9 @@ class Gradients:
         assert bucket.buffer is not None
         source = bucket.buffer
         if source.dtype != torch.float32 or (bucket.exchange is not None and self._stage == 1):
-            source = self._channel.workspace.lend(source.numel(), torch.float32, bucket.device).copy_(source)
+            source = self._channel.workspace.lend(
+                source.numel(), torch.float32, bucket.device
+            ).copy_(source)
         if bucket.reduced is None and self._sink is None:
             bucket.reduced = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
         reduction = bucket.reduction
@@ -147,12 +168,20 @@ class Gradients:
             outcomes = yield from self._mean_of_all(bucket, source, out, sequence, key, gain)
         else:
             outcomes = yield from reduce_rows(
-                source, out, bucket.feedbacks, plan=bucket.reduce_plan, transport=self._channel.transport,
-                workspace=self._channel.workspace, sequence=sequence, key=key, gain=gain if bucket.lossy_gradients else 1.0,
-            )  # fmt: skip
+                source,
+                out,
+                bucket.feedbacks,
+                plan=bucket.reduce_plan,
+                transport=self._channel.transport,
+                workspace=self._channel.workspace,
+                sequence=sequence,
+                key=key,
+                gain=gain if bucket.lossy_gradients else 1.0,
+            )
         if source is not bucket.buffer:
             self._channel.workspace.take_back(source)
-        if gain != 1.0 and not bucket.lossy_gradients:  # a half-precision value times the gain may not be one
+        # a half-precision value times the gain may not be one
+        if gain != 1.0 and not bucket.lossy_gradients:
             out[: bucket.owned].mul_(gain)
         if self._sink is not None:
             self._sink(bucket, out)
@@ -169,11 +198,20 @@ class Gradients:
             bucket.buffer = None
 
     def _mean_of_all(
-        self, bucket: FlatGroup, buffer: torch.Tensor, out: torch.Tensor, sequence: int, key: int, gain: float
+        self,
+        bucket: FlatGroup,
+        buffer: torch.Tensor,
+        out: torch.Tensor,
+        sequence: int,
+        key: int,
+        gain: float,
     ) -> Steps[list[Outcome]]:
-        """out := ``gain`` · the own row of the mean over the ranks, which takes the place of ``buffer``."""
+        """out := ``gain`` · the own row of the mean over the ranks, which takes the place of
+        ``buffer``."""
         assert bucket.exchange is not None
-        outcomes = yield from bucket.exchange.steps(self._channel, buffer, sequence=sequence, key=key, gain=gain)
+        outcomes = yield from bucket.exchange.steps(
+            self._channel, buffer, sequence=sequence, key=key, gain=gain
+        )
         finite = all(outcome.finite for outcome in outcomes)
         torch.mul(buffer[bucket.first :][: bucket.width], gain if finite else float("nan"), out=out)
         return outcomes
@@ -194,7 +232,8 @@ class Gradients:
             self._tell_scaler()
 
     def _tell_scaler(self) -> None:
-        """A GradScaler looks for infinity in ``parameter.grad``: the smallest one carries the verdict of all ranks."""
+        """A GradScaler looks for infinity in ``parameter.grad``: the smallest one carries the
+        verdict of all ranks."""
         if self._marker.grad is None:
             self._marker.grad = torch.zeros_like(self._marker)
         if not self.agreed():
@@ -206,7 +245,8 @@ class Gradients:
             future.wait()
 
     def synchronize(self) -> None:
-        """Before a step: gradients that came under ``no_sync`` or without a backward are reduced now."""
+        """Before a step: gradients that came under ``no_sync`` or without a backward are reduced
+        now."""
         self.drop_aborted()
         if self._local or any(bucket.reduction.times == 0 for bucket in self.buckets):
             self.finish()
@@ -224,6 +264,11 @@ class Gradients:
         return 1.0 / self._scaler.get_scale() if self._scaler is not None else 1.0
 
     def agreed(self) -> bool:
-        """True if all ranks' gradients are finite: each message carries the flags of all senders, and then columns vote."""
+        """True if all ranks' gradients are finite: each message carries the flags of all senders,
+        and then columns vote."""
         finite = all(bucket.reduction.finite for bucket in self.buckets)
-        return finite if self._consensus is None else run(self._consensus.agreed(finite, self.buckets[0].device))
+        return (
+            finite
+            if self._consensus is None
+            else run(self._consensus.agreed(finite, self.buckets[0].device))
+        )

@@ -1,16 +1,19 @@
 """The moments of chunks: float32 for who computes with them, in the store float32 or in 8 bits.
 
-Quantised: codes and a float32 scale for every block of 128 elements, side by side in one tensor of bytes.
+Quantised: codes and a float32 scale for every block of 128 elements, side by side in one tensor of
+bytes.
 
     signed     m  = s · c,       c in −127 … 127,   s = max|m| / 127      rounded to nearest
-    squares    √v = s · c,       c in 0 … 255,      s = max√v / 255       rounded at random, E √v̂ = √v
+    squares    √v = s · c,     c in 0 … 255,      s = max√v / 255      rounded at random, E √v̂ = √v
 
-so |m̂ − m| ≤ s/2 and |√v̂ − √v| ≤ s. Note: squares. An average that moves by a thousandth of its value in a step would never
-leave its code if that were the nearest; rounded at random it does, in the mean as it should. A code of 0 is for v = 0 alone,
-others are 1 at least: no step is divided by a root smaller than s.
+so |m̂ − m| ≤ s/2 and |√v̂ − √v| ≤ s. Note: squares. An average that moves by a thousandth of its
+value in a step would never leave its code if that were the nearest; rounded at random it does, in
+the mean as it should. A code of 0 is for v = 0 alone, others are 1 at least: no step is divided by
+a root smaller than s.
 
-Note: 8 bits at least. The rounding is fair in √v and the recursion of Adam is linear in v: each step adds the variance of the
-rounding to v. With a log-normal spread of 0.7 in a block √v̂ is 0.5 % too large in 8 bits, and 17 % in 4.
+Note: 8 bits at least. The rounding is fair in √v and the recursion of Adam is linear in v: each
+step adds the variance of the rounding to v. With a log-normal spread of 0.7 in a block √v̂ is 0.5 %
+too large in 8 bits, and 17 % in 4.
 """
 
 import zlib
@@ -24,14 +27,16 @@ from commpress.integrations.zero.update_chunk import WEIGHT, UpdateChunk
 from commpress.tiered_mem import TieredStore
 
 BLOCK = 128
-SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # of torch's optimizers: never negative
+# of torch's optimizers: never negative
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 SIGNED, UNSIGNED = 127, 255  # largest codes
 
 
 class Moments:
     """Reads and writes moments in the store.
 
-    ``quantised``: 8 bits instead of float32. ``step`` is the step: noise of the rounding follows from it alone.
+    ``quantised``: 8 bits instead of float32. ``step`` is the step: noise of the rounding follows
+    from it alone.
     """
 
     def __init__(self, store: TieredStore, *, quantised: bool) -> None:
@@ -49,13 +54,19 @@ class Moments:
         self._store.put(chunk.name(key), values)
 
     @contextmanager
-    def opened(self, chunk: UpdateChunk, *, write: bool = True) -> Iterator[dict[str, torch.Tensor]]:
-        """The master weights and moments of a chunk; changes are kept if ``write``, errors apart."""
+    def opened(
+        self, chunk: UpdateChunk, *, write: bool = True
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """The master weights and moments of a chunk; changes are kept if ``write``, errors
+        apart."""
         with chunk.borrowed(self._store, write=write) as held:
             if not self.quantised:
                 yield held
                 return
-            values = {key: held[key] if key == WEIGHT else self._decode(chunk, key, held[key]) for key in held}
+            values = {
+                key: held[key] if key == WEIGHT else self._decode(chunk, key, held[key])
+                for key in held
+            }
             yield values
             if write:
                 for key in chunk.keys:
@@ -68,7 +79,9 @@ class Moments:
         decode(coded, values, squares=key in SQUARES)
         return values
 
-    def _encode(self, chunk: UpdateChunk, key: str, values: torch.Tensor, coded: torch.Tensor) -> None:
+    def _encode(
+        self, chunk: UpdateChunk, key: str, values: torch.Tensor, coded: torch.Tensor
+    ) -> None:
         seed = zlib.crc32(f"{self.step}.{chunk.number}.{key}".encode())
         encode(values, coded, squares=key in SQUARES, seed=seed)
 
@@ -77,8 +90,10 @@ def check_moments(moments: str | None) -> None:
     """Raise ``InvalidArgument`` unless it is "int8", or None for float32."""
     if moments == "int4":
         raise InvalidArgument(
-            "moments is 'int4', expected 'int8' or None for float32: rounding to 4 bits adds its variance to the second moment "
-            "in every step, so steps shrink as the values in a block of 128 spread (to 0.79 of exact ones at a log-normal "
+            "moments is 'int4', expected 'int8' or None for float32: rounding to 4 bits adds "
+            "its variance to the second moment "
+            "in every step, so steps shrink as the values in a block of 128 spread (to 0.79 of "
+            "exact ones at a log-normal "
             "spread of 0.7, to 0.36 at 1.2)"
         )
     if moments not in ("int8", None):
@@ -118,7 +133,11 @@ def decode(coded: torch.Tensor, out: torch.Tensor, *, squares: bool) -> None:
 
 def _signed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = rows.abs().amax(1).div_(SIGNED)
-    codes = rows.div_(scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round_().clamp_(-SIGNED, SIGNED)
+    codes = (
+        rows.div_(scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1))
+        .round_()
+        .clamp_(-SIGNED, SIGNED)
+    )
     return codes.add_(SIGNED + 1).to(torch.uint8), scales
 
 

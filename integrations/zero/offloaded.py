@@ -1,9 +1,11 @@
-"""An optimizer whose master weights and moments live in a tiered store and pass through memory chunk by chunk.
+"""An optimizer whose master weights and moments live in a tiered store and pass through memory
+chunk by chunk.
 
     step      read k + 1  |  update k  |  write k − 1
 
-Chunks that fit into the store's host memory stay there, the first ones, in every step the same: a sweep over all of them
-would otherwise evict each just before it is needed. Only the others are read and written.
+Chunks that fit into the store's host memory stay there, the first ones, in every step the same: a
+sweep over all of them would otherwise evict each just before it is needed. Only the others are read
+and written.
 """
 
 import zlib
@@ -57,7 +59,8 @@ from commpress.torch_private import untraced
 
 FORMAT = 1.0
 AHEAD = 2  # chunks that are read while one is updated
-UNDER_WAY = AHEAD + 3  # chunks in memory beside those that stay: one updated, others read, two written
+# chunks in memory beside those that stay: one updated, others read, two written
+UNDER_WAY = AHEAD + 3
 TIERS = ("device", "host", "disk")
 
 
@@ -78,24 +81,31 @@ class Meter:
 
 
 class Offloaded(Wrapper):
-    """``Offloaded(model.parameters(), torch.optim.AdamW, store=store, lr=1e-4)``: its state lies in ``store``.
+    """``Offloaded(model.parameters(), torch.optim.AdamW, store=store, lr=1e-4)``: its state lies in
+    ``store``.
 
-    If the store holds a committed state of the same parameters under ``prefix``, training goes on from there: parameters
-    take its weights. What is not named below goes to ``optimizer``, which must treat every element by itself; the update
-    runs on the processor, so pass ``fused=True`` where torch has it. It does not communicate: on several ranks gradients are
-    averaged by DistributedDataParallel or FSDP, or ``Partitioned(..., store=store)`` takes its place.
+    If the store holds a committed state of the same parameters under ``prefix``, training goes on
+    from there: parameters take its weights. What is not named below goes to ``optimizer``, which
+    must treat every element by itself; the update runs on the processor, so pass ``fused=True``
+    where torch has it. It does not communicate: on several ranks gradients are averaged by
+    DistributedDataParallel or FSDP, or ``Partitioned(..., store=store)`` takes its place.
 
-    - ``gradients``: "parameters" leaves them in ``parameter.grad``; "store" adds them up in the store, in float32, as backward
+    - ``gradients``: "parameters" leaves them in ``parameter.grad``; "store" adds them up in the
+      store, in float32, as backward
       makes them, and leaves ``parameter.grad`` None.
-    - ``chunk_mb``: megabytes of float32 weights in a chunk. About five chunks with their moments are in memory at a time.
-    - ``device_budget``, ``host_budget``: bytes of the store's tiers in which the first chunks stay; by default none on the
+    - ``chunk_mb``: megabytes of float32 weights in a chunk. About five chunks with their moments
+      are in memory at a time.
+    - ``device_budget``, ``host_budget``: bytes of the store's tiers in which the first chunks stay;
+      by default none on the
       device, and all of host memory but for what passes through.
     - ``moments``: "int8" keeps moments quantised in blocks of 128 in the store; None in float32.
-    - ``delayed``: a step's update runs beside the next forward and backward, whose gradients are then of weights that are one
+    - ``delayed``: a step's update runs beside the next forward and backward, whose gradients are
+      then of weights that are one
       step old; parameters get its values in the next ``step``, or by ``finish``.
     - ``max_grad_norm``: clip to this global norm in every step.
     - ``commit_every``: steps between commits; 0: only when ``commit`` is called.
-    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not finite; "raise" raises.
+    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not
+      finite; "raise" raises.
     """
 
     def __init__(
@@ -117,20 +127,31 @@ class Offloaded(Wrapper):
         **options: Any,
     ) -> None:
         if not isinstance(store, TieredStore):
-            raise InvalidArgument(f"store is {store!r}, expected an open one: commpress.TieredStore.open(folder, host='8GiB')")
+            raise InvalidArgument(
+                f"store is {store!r}, expected an open one: commpress.TieredStore.open(folder, "
+                "host='8GiB')"
+            )
         if gradients not in ("parameters", "store"):
             raise InvalidArgument(f"gradients is {gradients!r}, expected 'parameters' or 'store'")
         if not chunk_mb > 0:
             raise InvalidArgument(f"chunk_mb is {chunk_mb!r}, expected a positive number")
         check_moments(moments)
         if moments and parse_bytes(device_budget):
-            raise InvalidArgument("moments are quantised on the processor: leave device_budget= out")
-        super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+            raise InvalidArgument(
+                "moments are quantised on the processor: leave device_budget= out"
+            )
+        super().__init__(
+            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
+        )
         places, _ = trainable(self.param_groups, streamed=True)
         if max_grad_norm is not None:
             named = [(name, parameter) for group in places for parameter, name, _ in group]
-            refuse_held("Offloaded(max_grad_norm=)", named, "would clip each rank by a factor of its own")
-        check_elementwise(optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True)
+            refuse_held(
+                "Offloaded(max_grad_norm=)", named, "would clip each rank by a factor of its own"
+            )
+        check_elementwise(
+            optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True
+        )
         self.store, self.prefix, self.commit_every = store, prefix, commit_every
         parameters = [p for group in places for p, _, _ in group]
         self.streamed = _streamer(parameters, store)
@@ -144,7 +165,9 @@ class Offloaded(Wrapper):
         self.state = StoredState(store, self.chunks, self._moments, self._scalars, self._coded)  # type: ignore[assignment]
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
         if delayed and (gradients == "store" or self.streamed is not None):
-            raise InvalidArgument("delayed=True needs gradients='parameters' and parameters that are not streamed")
+            raise InvalidArgument(
+                "delayed=True needs gradients='parameters' and parameters that are not streamed"
+            )
         self.delayed = delayed
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="offloaded") if delayed else None
         self._pending: Future[None] | None = None
@@ -170,31 +193,41 @@ class Offloaded(Wrapper):
         if self.streamed is not None:
             self.streamed.follow(self._take_loaded)
         if delayed:
-            self._next = {index: torch.empty_like(parameter) for parameter, index in self._index.items()}
+            self._next = {
+                index: torch.empty_like(parameter) for parameter, index in self._index.items()
+            }
         self._built = True
 
     def _choose_tiers(self, device: str | int, host: str | int | None) -> None:
         """The first chunks to the device, the next to host memory, as far as the budgets reach.
 
-        The same ones in every step: a sweep over all would otherwise evict each just before it is needed.
+        The same ones in every step: a sweep over all would otherwise evict each just before it is
+        needed.
         """
         beside = self.streamed.room() if self.streamed is not None else 0
         usage, largest = self.store.usage(), max(map(self._needed, self.chunks))
         reserve = UNDER_WAY * largest + beside
         if usage.host_capacity < reserve:
             raise InvalidArgument(
-                f"the store has {usage.host_capacity} bytes of host memory, {UNDER_WAY} chunks with their moments, and what is "
-                f"streamed beside them, need {reserve}: open it with a larger host=, or pass a smaller chunk_mb="
+                f"the store has {usage.host_capacity} bytes of host memory, {UNDER_WAY} chunks "
+                "with their moments, and what is "
+                f"streamed beside them, need {reserve}: open it with a larger host=, or pass a "
+                "smaller chunk_mb="
             )
-        room = {"device": parse_bytes(device), "host": usage.host_capacity - reserve if host is None else parse_bytes(host)}
+        room = {
+            "device": parse_bytes(device),
+            "host": usage.host_capacity - reserve if host is None else parse_bytes(host),
+        }
         if room["device"] > usage.device_capacity:
             raise InvalidArgument(
-                f"device_budget is {room['device']} bytes, the store has {usage.device_capacity} on its device: open it with a "
+                f"device_budget is {room['device']} bytes, the store has "
+                f"{usage.device_capacity} on its device: open it with a "
                 "larger device="
             )
         if room["host"] > usage.host_capacity - reserve:
             raise InvalidArgument(
-                f"host_budget is {room['host']} bytes, expected at most {usage.host_capacity - reserve}: {reserve} of the "
+                f"host_budget is {room['host']} bytes, expected at most "
+                f"{usage.host_capacity - reserve}: {reserve} of the "
                 f"store's {usage.host_capacity} are for what passes through"
             )
         for chunk in self.chunks:
@@ -216,7 +249,9 @@ class Offloaded(Wrapper):
         """Of parameters what this rank has of them; of streamed ones its ranges in the store."""
         found: list[LocalWeights] = []
         seen: set[int] = set()
-        for parameter, name, _ in (one for group in trainable(self.param_groups, streamed=True)[0] for one in group):
+        for parameter, name, _ in (
+            one for group in trainable(self.param_groups, streamed=True)[0] for one in group
+        ):
             group = None if self.streamed is None else self.streamed.group_of.get(id(parameter))
             if group is None:
                 found.append(LocalWeights(name, parameter))
@@ -245,7 +280,10 @@ class Offloaded(Wrapper):
     def _take_loaded(self, name: str) -> None:
         """Streamed values were loaded: a master beside them follows."""
         if (chunk := self._of_values.get(name)) and chunk.copied:
-            with self.store.borrow(chunk.master) as master, self.store.borrow(name, write=False) as values:
+            with (
+                self.store.borrow(chunk.master) as master,
+                self.store.borrow(name, write=False) as values,
+            ):
                 master.copy_(values)
 
     def _take_row(self, group: StreamedGroup, row: torch.Tensor) -> None:
@@ -268,7 +306,9 @@ class Offloaded(Wrapper):
 
     def _norm(self) -> torch.Tensor:
         """Summed in double, where the gradients lie, and rounded once."""
-        return torch.tensor(sum(self._every(self._gradients.square_sum())) ** 0.5, dtype=torch.float32)
+        return torch.tensor(
+            sum(self._every(self._gradients.square_sum())) ** 0.5, dtype=torch.float32
+        )
 
     # ------------------------------------------------------------ one step
 
@@ -288,7 +328,9 @@ class Offloaded(Wrapper):
             self._skip()
             return loss
         self._coded.step = self.steps_done
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        self._groups = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
+        ]
         if self._beside is not None:
             self._pending = self._beside.submit(self._measured, factor)
         else:
@@ -311,7 +353,11 @@ class Offloaded(Wrapper):
 
     @torch.no_grad()
     def _measured(self, factor: torch.Tensor | None) -> None:
-        begin, stalled, written = perf_counter(), self.store.counters.stall_seconds, self.store.wear.written
+        begin, stalled, written = (
+            perf_counter(),
+            self.store.counters.stall_seconds,
+            self.store.wear.written,
+        )
         self._sweep(factor)
         stalled = self.store.counters.stall_seconds - stalled
         self.meter.count(perf_counter() - begin, stalled, self.store.wear.written - written)
@@ -327,7 +373,8 @@ class Offloaded(Wrapper):
             self._replicas = None
         leaving = list[Pending[None]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
-        if self._stored is None:  # nothing is on its way out yet: all there is room for, while those that stay are updated
+        # nothing is on its way out yet: all there is room for, while those that stay are updated
+        if self._stored is None:
             for chunk in islice(filter(self._passes, self.chunks), UNDER_WAY - 1):
                 self.store.prefetch(chunk.names())
         for k, chunk in enumerate(self.chunks):
@@ -361,11 +408,13 @@ class Offloaded(Wrapper):
                 self.store.pin(name, on=chunk.on)
 
     def _update(self, chunk: UpdateChunk, factor: torch.Tensor | None, written: set[int]) -> None:
-        """``written``: parameters that somebody else has changed, such as ``load_state_dict``; their masters follow."""
+        """``written``: parameters that somebody else has changed, such as ``load_state_dict``;
+        their masters follow."""
         misses = self.store.counters.misses
         with ExitStack() as stack:
             held = stack.enter_context(self._coded.opened(chunk))
-            if self.delayed or self.store.counters.misses > misses:  # leave the other cores to the model, or to the disk
+            # leave the other cores to the model, or to the disk
+            if self.delayed or self.store.counters.misses > misses:
                 stack.enter_context(threads(1))
             elif self._disk:
                 stack.enter_context(threads(max(torch.get_num_threads() - 1, 1)))
@@ -404,7 +453,10 @@ class Offloaded(Wrapper):
         """Values of a range cross between host memory and its parameter."""
         if chunk.on == "host":
             nbytes, crossing = own.numel * own.parameter.dtype.itemsize, self.store.crossing
-            crossing.down, crossing.up = crossing.down + nbytes * down, crossing.up + nbytes * (not down)
+            crossing.down, crossing.up = (
+                crossing.down + nbytes * down,
+                crossing.up + nbytes * (not down),
+            )
 
     def _needed(self, chunk: UpdateChunk) -> int:
         """Bytes of memory."""
@@ -413,12 +465,15 @@ class Offloaded(Wrapper):
 
     def _now(self) -> dict[int, int]:
         """Of each parameter a number that rises when it is written."""
-        return {r.index: version_of(r.parameter) for c in self.chunks for r in c.ranges if not c.values}
+        return {
+            r.index: version_of(r.parameter) for c in self.chunks for r in c.ranges if not c.values
+        }
 
     # ------------------------------------------------------------ what outlives the process
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in memory, as ``optimizer`` itself would save it. A delayed update is finished before."""
+        """The whole state in memory, as ``optimizer`` itself would save it. A delayed update is
+        finished before."""
         self.finish()
         return super().state_dict()
 
@@ -427,7 +482,8 @@ class Offloaded(Wrapper):
         return f"{self.prefix}/meta"
 
     def commit(self) -> int:
-        """After this returns, a process that is killed goes on from this step. A delayed update is finished before."""
+        """After this returns, a process that is killed goes on from this step. A delayed update is
+        finished before."""
         self.finish()
         numbers = [FORMAT, float(self._layout()), float(self.steps_done)]
         for chunk in self.chunks:
@@ -438,8 +494,16 @@ class Offloaded(Wrapper):
     def _layout(self) -> int:
         """A digest of what lies where."""
         bits = ["8 bits"] if self._coded.quantised else []
-        ranges = [f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}" for c in self.chunks for r in c.ranges]
-        return zlib.crc32(";".join([self._optimizer.__name__, *bits, *self._moments, *self._scalars, *ranges]).encode())
+        ranges = [
+            f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}"
+            for c in self.chunks
+            for r in c.ranges
+        ]
+        return zlib.crc32(
+            ";".join(
+                [self._optimizer.__name__, *bits, *self._moments, *self._scalars, *ranges]
+            ).encode()
+        )
 
     def _begin(self) -> None:
         for chunk in self.chunks:
@@ -463,9 +527,13 @@ class Offloaded(Wrapper):
     def _resume(self) -> None:
         with self.store.borrow(self._meta, write=False) as meta:
             numbers = meta.tolist()
-        if len(numbers) != 3 + len(self._scalars) * len(self.chunks) or numbers[:2] != [FORMAT, float(self._layout())]:
+        if len(numbers) != 3 + len(self._scalars) * len(self.chunks) or numbers[:2] != [
+            FORMAT,
+            float(self._layout()),
+        ]:
             raise StateMismatch(
-                f"the store holds a state {self.prefix!r} of other parameters, chunk_mb or optimizer: open it with those it "
+                f"the store holds a state {self.prefix!r} of other parameters, chunk_mb or "
+                "optimizer: open it with those it "
                 "was made with, or pass another prefix="
             )
         self.steps_done = int(numbers[2])
@@ -473,7 +541,9 @@ class Offloaded(Wrapper):
         for chunk in self.chunks:
             found = {key: next(values) for key in self._scalars}
             if self.steps_done:
-                chunk.scalars = {key: like(self._scalars[key], value) for key, value in found.items()}
+                chunk.scalars = {
+                    key: like(self._scalars[key], value) for key, value in found.items()
+                }
                 chunk.keys, chunk.stepped = list(self._moments), True
             if not chunk.values:
                 with self.store.borrow(chunk.master, on=chunk.on, write=False) as weight:
@@ -483,7 +553,8 @@ class Offloaded(Wrapper):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From ``state_dict``, or that of the plain optimizer, into the store. Load the model's weights before."""
+        """From ``state_dict``, or that of the plain optimizer, into the store. Load the model's
+        weights before."""
         self.finish()
         groups, states = state_dict["param_groups"], state_dict["state"]
         check_groups(self.param_groups, groups)
@@ -497,7 +568,9 @@ class Offloaded(Wrapper):
                 if MASTER not in states[number]:
                     self._versions.pop(self._index[parameter], None)
         take_options(self.param_groups, groups)
-        self.steps_done = max((int(c.scalars.get("step", self.steps_done)) for c in self.chunks), default=0)
+        self.steps_done = max(
+            (int(c.scalars.get("step", self.steps_done)) for c in self.chunks), default=0
+        )
 
     def report(self) -> str:
         """A table of what lies where, and how long steps took: ``print(optimizer.report())``."""
@@ -513,14 +586,18 @@ class Offloaded(Wrapper):
                     row = rows.setdefault(kind, dict.fromkeys(TIERS, 0))
                     row[info.tier] += info.nbytes
         lines = [f"{'':20}" + "".join(f"{tier:>12}" for tier in TIERS)]
-        lines += [f"{kind:20}" + "".join(f"{show_bytes(row[tier]):>12}" for tier in TIERS) for kind, row in rows.items()]
+        lines += [
+            f"{kind:20}" + "".join(f"{show_bytes(row[tier]):>12}" for tier in TIERS)
+            for kind, row in rows.items()
+        ]
         total = [sum(row[tier] for row in rows.values()) for tier in TIERS]
         lines.append(f"{'together':20}" + "".join(f"{show_bytes(one):>12}" for one in total))
         if self.meter.steps:
             each = self.meter.seconds / self.meter.steps
             rate = self.meter.written / max(self.meter.seconds, 1e-9) / 1e9
             lines.append(
-                f"update {each:.3f} s, of which {self.meter.stalled / self.meter.steps:.3f} s waiting for reads; "
+                f"update {each:.3f} s, of which {self.meter.stalled / self.meter.steps:.3f} s "
+                "waiting for reads; "
                 f"{show_bytes(self.meter.written // self.meter.steps)} written, {rate:.2f} GB/s"
             )
         return "\n".join(lines)
@@ -536,13 +613,18 @@ class Offloaded(Wrapper):
 
 def _streamer(parameters: list[torch.Tensor], store: TieredStore) -> Streamed | None:
     """Of the parameters, if they are streamed."""
-    found: set[Streamed] = {streamer for p in parameters if (streamer := streamer_of(p)) is not None}
+    found: set[Streamed] = {
+        streamer for p in parameters if (streamer := streamer_of(p)) is not None
+    }
     if other := [streamer for streamer in found if not isinstance(streamer, Streamed)]:
         raise InvalidArgument(
-            f"params are in a {type(other[0]).__name__}: use its own optimizer, commpress.moe.ExpertOptimizer, for the model"
+            f"params are in a {type(other[0]).__name__}: use its own optimizer, "
+            "commpress.moe.ExpertOptimizer, for the model"
         )
     if len(found) > 1:
         raise InvalidArgument("params are of several streamed models: make one Offloaded for each")
     if any(streamer.store is not store for streamer in found):
-        raise InvalidArgument("the parameters are streamed from another store: pass that one as store=")
+        raise InvalidArgument(
+            "the parameters are streamed from another store: pass that one as store="
+        )
     return found.pop() if found else None

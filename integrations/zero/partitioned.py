@@ -1,8 +1,9 @@
-"""ZeRO stages 1 and 2: every rank keeps the optimizer's state, and in stage 2 the gradients, of 1/P of the parameters.
+"""ZeRO stages 1 and 2: every rank keeps the optimizer's state, and in stage 2 the gradients, of 1/P
+of the parameters.
 
-    backward   bucket full → its rows to their owners, which average them          (reduce-scatter, compressed if asked)
-    step       one clip factor and one verdict for all ranks; update the own shards
-               updated shards to everybody                                          (all-gather, compressed if asked)
+backward  bucket full → its rows to their owners, which average them          (reduce-scatter, compressed if asked)
+step      one clip factor and one verdict for all ranks; update the own shards
+          updated shards to everybody                                          (all-gather, compressed if asked)
 """
 
 import zlib
@@ -59,27 +60,37 @@ UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by t
 
 
 class Partitioned(Divided, Wrapper):
-    """``Partitioned(model.parameters(), torch.optim.AdamW, lr=1e-3)``: that optimizer, its state spread over the ranks.
+    """``Partitioned(model.parameters(), torch.optim.AdamW, lr=1e-3)``: that optimizer, its state
+    spread over the ranks.
 
-    Construct it on every rank, after moving the model to its device and dtype and with equal weights on all ranks. Do not
-    wrap the model in DistributedDataParallel: gradients are averaged here. What is not named below goes to ``optimizer``.
+    Construct it on every rank, after moving the model to its device and dtype and with equal
+    weights on all ranks. Do not wrap the model in DistributedDataParallel: gradients are averaged
+    here. What is not named below goes to ``optimizer``.
 
     - ``optimizer``: any that treats every element by itself; its state is kept in float32.
-    - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 lets go of them as buckets are reduced, so that
+    - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 lets go of them as buckets
+      are reduced, so that
       ``parameter.grad`` is None after backward and ``step`` uses the gradients up.
-    - ``gradients``, ``weights``: codecs (or policies) of the two directions. Gradients then have error feedback; weights
-      travel as differences from what all ranks hold, so what one step leaves out is part of the next. PowerSGD and sketches
-      are for gradients.
+    - ``gradients``, ``weights``: codecs (or policies) of the two directions. Gradients then have
+      error feedback; weights
+      travel as differences from what all ranks hold, so what one step leaves out is part of the
+      next. PowerSGD and sketches are for gradients.
     - ``min_numel``: tensors of fewer elements travel exactly.
     - ``bucket_mb``: megabytes of parameters that travel together.
-    - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before ``step``.
-    - ``store``: a TieredStore of this rank's own, in which its masters and moments lie (see ``Offloaded``); ``chunk_mb``,
+    - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before
+      ``step``.
+    - ``store``: a TieredStore of this rank's own, in which its masters and moments lie (see
+      ``Offloaded``); ``chunk_mb``,
       ``prefix`` and ``commit_every`` are for it. What the store has committed is taken up again.
-    - ``grad_scaler``: AMP's GradScaler, if there is one: gradients are unscaled as they are reduced.
-    - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or infinity, "raise" raises.
-    - ``process_group``: the ranks that average gradients and share out the state. With DTensors of tensor parallelism those
-      that have the same shards, and ``agree_over``: a process group or DeviceMesh of all ranks that must stay together, which
-      skip steps together and clip to the norm of the gradients of all of them.
+    - ``grad_scaler``: AMP's GradScaler, if there is one: gradients are unscaled as they are
+      reduced.
+    - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or
+      infinity, "raise" raises.
+    - ``process_group``: the ranks that average gradients and share out the state. With DTensors of
+      tensor parallelism those
+      that have the same shards, and ``agree_over``: a process group or DeviceMesh of all ranks that
+      must stay together, which skip steps together and clip to the norm of the gradients of all of
+      them.
     """
 
     averages_gradients = True  # as backward makes them: nobody else may
@@ -110,17 +121,25 @@ class Partitioned(Divided, Wrapper):
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
-            raise InvalidArgument(f"stage is {stage!r}, expected 1 or 2; for stage 3 use torch's fully_shard")
+            raise InvalidArgument(
+                f"stage is {stage!r}, expected 1 or 2; for stage 3 use torch's fully_shard"
+            )
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
-        super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        super().__init__(
+            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
+        )
         places, self._frozen = trainable(self.param_groups)
         named = [(name, parameter) for group in places for parameter, name, _ in group]
         refuse_held("Partitioned", named, "divides what all ranks hold alike")
         device = next(parameter.device for group in places for parameter, _, _ in group)
-        check_elementwise(optimizer, options, self.param_groups, device=device, in_place=store is not None)
+        check_elementwise(
+            optimizer, options, self.param_groups, device=device, in_place=store is not None
+        )
         self.stage = stage
-        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self.grad_scaler = (
+            grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        )
         _check_mixture(named, stage, self.grad_scaler)
         among = {"process_group": process_group, "agree_over": agree_over, "timeout": timeout}
         self.columns = columns_over([p for _, p in named], [name for name, _ in named], **among)
@@ -128,17 +147,27 @@ class Partitioned(Divided, Wrapper):
         if max_grad_norm is not None:
             self._check_norm("max_grad_norm", max_grad_norm)
         self.channel = Channel.among(
-            process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=UNORDERED_LIMIT
+            process_group,
+            timeout=timeout,
+            workspace=Workspace(pooled=True),
+            at_once=UNORDERED_LIMIT,
         )
         self.transport = self.channel.transport
-        reducing, gathering = policy_of(gradients, min_numel=min_numel), policy_of(weights, min_numel=min_numel)
+        reducing, gathering = (
+            policy_of(gradients, min_numel=min_numel),
+            policy_of(weights, min_numel=min_numel),
+        )
         check_codecs(places, reducing, gathering)
         self.exchanges = Exchanges(reducing, self.channel.size, self.channel.workspace, seed=seed)
         self.residuals = self.exchanges.residuals
         self.buckets = buckets(
-            places, reducing, gathering,
-            rank=self.channel.rank, ranks=self.channel.size, numel=max(int(bucket_mb * 1e6 / 4), 1),
-        )  # fmt: skip
+            places,
+            reducing,
+            gathering,
+            rank=self.channel.rank,
+            ranks=self.channel.size,
+            numel=max(int(bucket_mb * 1e6 / 4), 1),
+        )
         for bucket in self.buckets:
             bucket.attach(self.exchanges)
         self.inner: torch.optim.Optimizer
@@ -148,16 +177,28 @@ class Partitioned(Divided, Wrapper):
             for own in (own for bucket in self.buckets for own in bucket.ranges):
                 own.weight.requires_grad_()
             self.inner = Offloaded(
-                self._shard_groups(), optimizer, store=store, prefix=prefix, chunk_mb=chunk_mb, commit_every=commit_every,
+                self._shard_groups(),
+                optimizer,
+                store=store,
+                prefix=prefix,
+                chunk_mb=chunk_mb,
+                commit_every=commit_every,
                 **options,
-            )  # fmt: skip
+            )
             self.inner.averaged = True
         moments, scalars = probe(optimizer, options, self.buckets[0].device)
-        self._shards = PartitionedState(self.buckets, self.channel, self.inner.state, moments, scalars, self.columns)
+        self._shards = PartitionedState(
+            self.buckets, self.channel, self.inner.state, moments, scalars, self.columns
+        )
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update(options_of(theirs))
         self.gradients = Gradients(
-            self.buckets, self.channel, stage=stage, scaler=self.grad_scaler, consensus=self.consensus, seed=seed
+            self.buckets,
+            self.channel,
+            stage=stage,
+            scaler=self.grad_scaler,
+            consensus=self.consensus,
+            seed=seed,
         )
         self._built = True
         on_reform(None, self)
@@ -176,14 +217,18 @@ class Partitioned(Divided, Wrapper):
                 bucket.trust()
 
     def commit(self) -> int:
-        """With a store: a process that is killed goes on from this step. Every rank must call it."""
+        """With a store: a process that is killed goes on from this step. Every rank must call
+        it."""
         if not isinstance(self.inner, Offloaded):
-            raise InvalidArgument("commit is for a Partitioned with store=; without one use state_dict")
+            raise InvalidArgument(
+                "commit is for a Partitioned with store=; without one use state_dict"
+            )
         return self.inner.commit()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up in ``parameter.grad`` on this rank; the next one outside reduces the sum."""
+        """Backward passes inside add up in ``parameter.grad`` on this rank; the next one outside
+        reduces the sum."""
         before, self.gradients.syncing = self.gradients.syncing, False
         try:
             yield
@@ -193,7 +238,8 @@ class Partitioned(Divided, Wrapper):
     @untraced
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Reduce what backwards under ``no_sync`` have added up, as those of a pipeline; collective. ``step`` does it too.
+        """Reduce what backwards under ``no_sync`` have added up, as those of a pipeline;
+        collective. ``step`` does it too.
 
         Under a GradScaler call it before ``scaler.step``, which looks for infinity.
         """
@@ -210,7 +256,9 @@ class Partitioned(Divided, Wrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         if self.grad_scaler is None and getattr(self, "grad_scale", None) is not None:
-            raise InvalidArgument("step was called by a GradScaler: pass it to the constructor as grad_scaler=")
+            raise InvalidArgument(
+                "step was called by a GradScaler: pass it to the constructor as grad_scaler="
+            )
         self._check()
         self.gradients.synchronize()
         finite = self.gradients.agreed()
@@ -226,18 +274,33 @@ class Partitioned(Divided, Wrapper):
     @untraced
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, over the mean gradients of all ranks; collective. The norm, summed in double.
+        """As ``torch.nn.utils.clip_grad_norm_``, over the mean gradients of all ranks; collective.
+        The norm, summed in double.
 
-        Under a GradScaler the gradients are unscaled already: ``scaler.unscale_`` before it changes nothing.
+        Under a GradScaler the gradients are unscaled already: ``scaler.unscale_`` before it changes
+        nothing.
         """
         if norm_type != 2.0:
-            raise InvalidArgument(f"norm_type is {norm_type!r}, expected 2.0: only the Euclidean norm is supported")
+            raise InvalidArgument(
+                f"norm_type is {norm_type!r}, expected 2.0: only the Euclidean norm is supported"
+            )
         self._check_norm("max_norm", max_norm)
         self.gradients.synchronize()
-        parts = [(own, b.reduced[own.place]) for b in self.buckets if b.reduced is not None for own in b.ranges]  # no padding
-        squares = [self._share(o) * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu() for o, part in parts]
+        # no padding
+        parts = [
+            (own, b.reduced[own.place])
+            for b in self.buckets
+            if b.reduced is not None
+            for own in b.ranges
+        ]
+        squares = [
+            self._share(o) * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
+            for o, part in parts
+        ]
         mine = float(torch.stack(squares).sum()) if squares else 0.0
-        norm = torch.tensor(sum(self._every(mine)) ** 0.5, dtype=torch.float32, device=self.buckets[0].device)
+        norm = torch.tensor(
+            sum(self._every(mine)) ** 0.5, dtype=torch.float32, device=self.buckets[0].device
+        )
         factor = clip_factor(max_norm, norm)
         if torch.isfinite(norm):
             for bucket in self.buckets:
@@ -252,16 +315,25 @@ class Partitioned(Divided, Wrapper):
     def _check_norm(self, name: str, limit: float) -> None:
         if self.consensus is not None and self.columns is None:
             raise InvalidArgument(
-                f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, which would say who holds what: "
+                f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, "
+                "which would say who holds what: "
                 "a norm over these ranks is not known. Leave it out"
             )
 
     def _every(self, value: float) -> list[float]:
         """Each rank's."""
         if self.consensus is not None:
-            return [float(one) for one in run(self.consensus.gathered([value], self.buckets[0].device))[:, 0]]
+            return [
+                float(one)
+                for one in run(self.consensus.gathered([value], self.buckets[0].device))[:, 0]
+            ]
         every = self.channel.run(
-            gathered([value], transport=self.transport, sequence=self.channel.take(), device=self.buckets[0].device)
+            gathered(
+                [value],
+                transport=self.transport,
+                sequence=self.channel.take(),
+                device=self.buckets[0].device,
+            )
         )
         return [float(one) for one in every[:, 0]]
 
@@ -292,12 +364,21 @@ class Partitioned(Divided, Wrapper):
 
     def _gather(self, bucket: ShardedBucket, sequence: int) -> Steps[None]:
         direct = bucket.dtype == torch.float32 and not bucket.lossy_weights
-        flat = bucket.flat if direct else self.channel.workspace.lend(bucket.flat.numel(), torch.float32, bucket.device)
+        flat = (
+            bucket.flat
+            if direct
+            else self.channel.workspace.lend(bucket.flat.numel(), torch.float32, bucket.device)
+        )
         base = bucket.own.float() if bucket.lossy_weights else None
         finite = yield from gather_rows(
-            bucket.shard, flat, plan=bucket.gather_plan, transport=self.transport, workspace=self.channel.workspace,
-            sequence=sequence, base=base,
-        )  # fmt: skip
+            bucket.shard,
+            flat,
+            plan=bucket.gather_plan,
+            transport=self.transport,
+            workspace=self.channel.workspace,
+            sequence=sequence,
+            base=base,
+        )
         if direct:
             return
         if base is None:
@@ -307,7 +388,8 @@ class Partitioned(Divided, Wrapper):
         self.channel.workspace.take_back(flat)
         if base is not None and not all(finite):
             raise NonFiniteGradient(
-                f"after step {self.steps_done} some weights of {bucket.members[0].name!r} to {bucket.members[-1].name!r} "
+                f"after step {self.steps_done} some weights of {bucket.members[0].name!r} to "
+                f"{bucket.members[-1].name!r} "
                 "are NaN or infinite and cannot be encoded: the learning rate may be too high"
             )
 
@@ -319,23 +401,38 @@ class Partitioned(Divided, Wrapper):
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise InvalidArgument(
-                    f"parameter {name!r} was frozen when this optimizer was made and requires a gradient now: make a new one"
+                    f"parameter {name!r} was frozen when this optimizer was made and requires a "
+                    "gradient now: make a new one"
                 )
 
     def _compare_replicas(self) -> Steps[None]:
         """Every rank has the same parameters, in every bit and in the same buckets."""
         sums = [int(b.flat.view(torch.int16).sum(dtype=torch.int64)) for b in self.buckets]
-        layout = ";".join(f"{m.name}@{b.number}+{m.first}:{tuple(m.shape)}" for b in self.buckets for m in b.members)
+        layout = ";".join(
+            f"{m.name}@{b.number}+{m.first}:{tuple(m.shape)}"
+            for b in self.buckets
+            for m in b.members
+        )
         mine = [zlib.crc32(layout.encode()), zlib.crc32(np.array(sums, np.int64).tobytes())]
         every = yield from gathered(
-            mine, transport=self.transport, sequence=self.channel.take(1), device=self.buckets[0].device
+            mine,
+            transport=self.transport,
+            sequence=self.channel.take(1),
+            device=self.buckets[0].device,
         )
-        for column, what in ((0, "names, shapes or order of the parameters"), (1, "values of the parameters")):
-            different = tuple(r for r in range(self.transport.size) if every[r, column] != every[0, column])
+        for column, what in (
+            (0, "names, shapes or order of the parameters"),
+            (1, "values of the parameters"),
+        ):
+            different = tuple(
+                r for r in range(self.transport.size) if every[r, column] != every[0, column]
+            )
             if different:
                 raise Mismatch(
-                    f"the {what} on ranks {list(different)} differ from those on rank 0: build the same model from the same "
-                    "seed on every rank, or broadcast its state_dict before constructing Partitioned",
+                    f"the {what} on ranks {list(different)} differ from those on rank 0: build "
+                    "the same model from the same "
+                    "seed on every rank, or broadcast its state_dict before constructing "
+                    "Partitioned",
                     ranks=different,
                 )
 
@@ -346,7 +443,8 @@ class Partitioned(Divided, Wrapper):
         return self.channel
 
     def local_weights(self) -> list[LocalWeights]:
-        """The own ranges, or their float32 masters, in the order of parameters; of one that others have, nothing."""
+        """The own ranges, or their float32 masters, in the order of parameters; of one that others
+        have, nothing."""
         found: dict[int, LocalWeights] = {}
         for bucket in self.buckets:
             owned = {own.member.index: own.weight for own in bucket.ranges}
@@ -369,14 +467,19 @@ class Partitioned(Divided, Wrapper):
     def _shard_groups(self) -> list[dict[str, Any]]:
         return [
             options_of(group)
-            | {"params": [own.weight for b in self.buckets if b.group == number for own in b.ranges]}
+            | {
+                "params": [
+                    own.weight for b in self.buckets if b.group == number for own in b.ranges
+                ]
+            }
             for number, group in enumerate(self.param_groups)
         ]
 
     # ------------------------------------------------------------ counting
 
     def bytes_per_pass(self) -> dict[str, int]:
-        """Sent by this rank to its peers: ``gradients`` in one reduction, ``weights`` in one step. Headers included.
+        """Sent by this rank to its peers: ``gradients`` in one reduction, ``weights`` in one step.
+        Headers included.
 
         Of a sketch, what it sends when it can be told apart.
         """
@@ -388,7 +491,9 @@ class Partitioned(Divided, Wrapper):
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by what they are for."""
         stored = isinstance(self.inner, Offloaded)
-        states = [] if stored else [value for one in self.inner.state.values() for value in one.values()]
+        states = (
+            [] if stored else [value for one in self.inner.state.values() for value in one.values()]
+        )
         feedbacks = {id(f): f for b in self.buckets for f in b.feedbacks if f is not None}.values()
         return {
             "parameters": _bytes(b.flat for b in self.buckets),
@@ -405,38 +510,48 @@ class Partitioned(Divided, Wrapper):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The whole state on every rank, as ``optimizer`` itself would save it; collective: every rank must call it."""
+        """The whole state on every rank, as ``optimizer`` itself would save it; collective: every
+        rank must call it."""
         whole = self.channel.run(self._shards.whole())
         return {"state": whole, "param_groups": super().state_dict()["param_groups"]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From ``state_dict`` of a Partitioned at any world size, or of ``optimizer`` itself; every rank the same.
+        """From ``state_dict`` of a Partitioned at any world size, or of ``optimizer`` itself; every
+        rank the same.
 
-        Load the model's weights before: a float32 master that the state does not hold starts from them.
+        Load the model's weights before: a float32 master that the state does not hold starts from
+        them.
         """
         groups = state_dict["param_groups"]
         check_groups(self.param_groups, groups)
-        self._shards.load(state_dict["state"], [number for group in groups for number in group["params"]])
+        self._shards.load(
+            state_dict["state"], [number for group in groups for number in group["params"]]
+        )
         take_options(self.param_groups, groups)
 
     @torch.no_grad()
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part, for ``torch.distributed.checkpoint``: to be saved, or to be loaded into, at any world size."""
+        """This rank's part, for ``torch.distributed.checkpoint``: to be saved, or to be loaded
+        into, at any world size."""
         groups = {str(i): numbers_of(group) for i, group in enumerate(self.param_groups)}
         return {"state": self._shards.sharded(), "param_groups": groups}
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From a ``sharded_state_dict`` filled by ``torch.distributed.checkpoint.load``; load the model's weights before."""
+        """From a ``sharded_state_dict`` filled by ``torch.distributed.checkpoint.load``; load the
+        model's weights before."""
         self._shards.load_sharded(state_dict["state"])
         for number, group in enumerate(self.param_groups):
             for key, tensor in state_dict["param_groups"][str(number)].items():
                 group[key] = like_saved(group[key], tensor)
 
     def feedback_state_dict(self) -> dict[str, Any]:
-        """Residuals of this rank's codec and all it has learnt, for a bitwise resume at the same world size."""
-        return exact_state(self.residuals, self.transport, self.steps_done) | self.exchanges.choices()
+        """Residuals of this rank's codec and all it has learnt, for a bitwise resume at the same
+        world size."""
+        return (
+            exact_state(self.residuals, self.transport, self.steps_done) | self.exchanges.choices()
+        )
 
     def load_feedback_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps_done, residuals = residuals_of([state_dict], self.transport)
@@ -456,8 +571,10 @@ def _check_mixture(named: Iterable[tuple[str, torch.Tensor]], stage: int, scaler
         kinds.setdefault(is_cut(parameter), name)
     if scaler is not None and stage == 1 and len(kinds) == 2:
         raise InvalidArgument(
-            f"grad_scaler is given, and parameter {kinds[True]!r} is a DTensor, {kinds[False]!r} is not: torch's GradScaler "
-            "does not look at gradients of both kinds together. Use stage=2, which leaves it one gradient"
+            f"grad_scaler is given, and parameter {kinds[True]!r} is a DTensor, "
+            f"{kinds[False]!r} is not: torch's GradScaler "
+            "does not look at gradients of both kinds together. Use stage=2, which leaves it "
+            "one gradient"
         )
 
 

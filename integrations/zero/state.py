@@ -1,8 +1,8 @@
 """The state of an optimizer whose state is not in one place: in a store, or spread over the ranks.
 
-In checkpoints of which each rank writes its part, a parameter's state is one tensor of its whole shape, of which a rank writes
-and reads the boxes that make up the range that it owns. So neither ranks nor buckets nor meshes leave a trace there. Numbers
-travel as tensors: nothing is pickled.
+In checkpoints of which each rank writes its part, a parameter's state is one tensor of its whole
+shape, of which a rank writes and reads the boxes that make up the range that it owns. So neither
+ranks nor buckets nor meshes leave a trace there. Numbers travel as tensors: nothing is pickled.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from commpress.collectives.channel import Channel
@@ -31,13 +35,18 @@ STEPPED = "stepped"  # in a rank's part: 0 for a parameter that has no state yet
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """{parameter: its state, as the plain optimizer has it}. What is handed out are copies, cut as the parameter is.
+    """{parameter: its state, as the plain optimizer has it}. What is handed out are copies, cut as
+    the parameter is.
 
     Half-precision parameters have their float32 master as one entry more.
     """
 
     def __init__(
-        self, store: TieredStore, chunks: list[UpdateChunk], moments: dict[str, float], scalars: dict[str, Any],
+        self,
+        store: TieredStore,
+        chunks: list[UpdateChunk],
+        moments: dict[str, float],
+        scalars: dict[str, Any],
         coded: Moments,
     ) -> None:
         self._coded, self._store, self._chunks = coded, store, chunks
@@ -55,7 +64,11 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         return sum(ranges[0][0].stepped for ranges in self._ranges.values())
 
     def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, torch.Tensor) and parameter in self._ranges and self._ranges[parameter][0][0].stepped
+        return (
+            isinstance(parameter, torch.Tensor)
+            and parameter in self._ranges
+            and self._ranges[parameter][0][0].stepped
+        )
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         if parameter not in self:
@@ -63,10 +76,13 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         ranges = self._ranges[parameter]
         if sum(own.numel for _, own in ranges) != local(parameter).numel():
             raise InvalidArgument(
-                f"parameter {ranges[0][1].name!r} is spread over the ranks: its state is not here as a whole"
+                f"parameter {ranges[0][1].name!r} is spread over the ranks: its state is not "
+                "here as a whole"
             )
         result = {key: copied(value) for key, value in ranges[0][0].scalars.items()}
-        keys = {key: key for key in self._moments} | ({} if parameter.dtype == torch.float32 else {MASTER: WEIGHT})
+        keys = {key: key for key in self._moments} | (
+            {} if parameter.dtype == torch.float32 else {MASTER: WEIGHT}
+        )
         values = {key: torch.empty(local(parameter).shape) for key in keys}
         for chunk, own in ranges:
             with self._coded.opened(chunk, write=False) as held:
@@ -79,15 +95,23 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         ranges = self._ranges[parameter]
         for key in self._moments:
-            if key not in state or state[key].shape != parameter.shape or is_cut(state[key]) != is_cut(parameter):
+            if (
+                key not in state
+                or state[key].shape != parameter.shape
+                or is_cut(state[key]) != is_cut(parameter)
+            ):
                 raise StateMismatch(
-                    f"the state of {ranges[0][1].name!r} has {key!r} of shape {tuple(getattr(state.get(key), 'shape', ()))}, "
-                    f"expected {tuple(parameter.shape)}: load the state of the same model and optimizer"
+                    f"the state of {ranges[0][1].name!r} has {key!r} of shape "
+                    f"{tuple(getattr(state.get(key), 'shape', ()))}, "
+                    f"expected {tuple(parameter.shape)}: load the state of the same model and "
+                    "optimizer"
                 )
         for chunk, own in ranges:
             if not chunk.stepped:
                 self._begin(chunk)
-            chunk.scalars = {key: like(example, state[key]) for key, example in self._scalars.items()}
+            chunk.scalars = {
+                key: like(example, state[key]) for key, example in self._scalars.items()
+            }
             with self._coded.opened(chunk) as held:
                 for key in self._moments:
                     own.inside(held[key]).copy_(own.of(state[key]))
@@ -95,7 +119,8 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                     own.inside(held[WEIGHT]).copy_(own.of(state[MASTER]))
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        """As before the first step, but for the numbers that a chunk has for all that lies in it."""
+        """As before the first step, but for the numbers that a chunk has for all that lies in
+        it."""
         for chunk, own in self._ranges[parameter]:
             with self._coded.opened(chunk) as held:
                 for key in chunk.keys:
@@ -115,14 +140,18 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 class Slice(torch.Tensor):
-    """A tensor of ``parameter``'s shape of which this rank holds ``local``: elements of its shard from ``start`` on."""
+    """A tensor of ``parameter``'s shape of which this rank holds ``local``: elements of its shard
+    from ``start`` on."""
 
     local: torch.Tensor
-    boxes: dict[tuple[int, ...], torch.Tensor]  # parts of ``local`` in their shape, by where they begin in the whole
+    # parts of ``local`` in their shape, by where they begin in the whole
+    boxes: dict[tuple[int, ...], torch.Tensor]
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, start: int, parameter: torch.Tensor) -> "Slice":
-        self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=local.dtype, device=local.device)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=local.dtype, device=local.device
+        )
         self.local, self.boxes, at, whole = local, {}, 0, box_of(parameter)
         for begin, size in boxes_of_range(start, start + local.numel(), whole["size"]):
             place = tuple(a + b for a, b in zip(whole["begin"], begin, strict=True))
@@ -131,13 +160,18 @@ class Slice(torch.Tensor):
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Slice({self.local.numel()} elements of {tuple(self.shape)}, in {len(self.boxes)} boxes)"
+        return (
+            f"Slice({self.local.numel()} elements of {tuple(self.shape)}, in "
+            f"{len(self.boxes)} boxes)"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"a Slice is for torch.distributed.checkpoint only, it cannot compute {func}")
+        raise NotImplementedError(
+            f"a Slice is for torch.distributed.checkpoint only, it cannot compute {func}"
+        )
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         return [
@@ -145,22 +179,29 @@ class Slice(torch.Tensor):
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties.create_from_tensor(self.local), size=self.shape
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.local),
+                    size=self.shape,
                 ),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(place), box.shape) for place, box in self.boxes.items()]
+        return [
+            ChunkStorageMetadata(torch.Size(place), box.shape) for place, box in self.boxes.items()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self.boxes[tuple(index.offset)]
 
 
-def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """(begin, size) of the boxes, in order, that elements ``start`` to ``stop`` of a tensor make up: two for each dimension."""
+def boxes_of_range(
+    start: int, stop: int, shape: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(begin, size) of the boxes, in order, that elements ``start`` to ``stop`` of a tensor make
+    up: two for each dimension."""
     if start >= stop:
         return
     if not shape:
@@ -177,14 +218,17 @@ def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[tupl
     yield from _inside(last, last * inner, stop, shape)
 
 
-def _inside(row: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def _inside(
+    row: int, start: int, stop: int, shape: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
     inner = prod(shape[1:])
     for begin, size in boxes_of_range(start - row * inner, stop - row * inner, shape[1:]):
         yield [row, *begin], [1, *size]
 
 
 class PartitionedState:
-    """The state of an optimizer of which each rank has its rows: put together, cut again, and as each rank's part of it."""
+    """The state of an optimizer of which each rank has its rows: put together, cut again, and as
+    each rank's part of it."""
 
     def __init__(
         self,
@@ -210,7 +254,9 @@ class PartitionedState:
                     result[m.index] = {}
                 if stepped:
                     found = zip(self._scalars.items(), numbers[1:], strict=True)
-                    result[m.index] |= {key: like(example, number) for (key, example), number in found}
+                    result[m.index] |= {
+                        key: like(example, number) for (key, example), number in found
+                    }
             for key in [*self._moments, MASTER] if bucket.mastered else self._moments:
                 flat = yield from self._gathered(bucket, key)
                 for m, numbers in zip(bucket.members, scalars, strict=True):
@@ -219,18 +265,27 @@ class PartitionedState:
         return dict(sorted(result.items()))
 
     def _numbers_of(self, bucket: ShardedBucket) -> Steps[np.ndarray]:
-        """float64[members, 1 + scalars]: whether there is a state, and its numbers, from whoever owns some of the parameter."""
+        """float64[members, 1 + scalars]: whether there is a state, and its numbers, from whoever
+        owns some of the parameter."""
         mine = np.full((len(bucket.members), 1 + len(self._scalars)), np.nan)
         row = {m.index: i for i, m in enumerate(bucket.members)}
         for own in bucket.ranges:
             state = self._state.get(own.weight, {})
-            mine[row[own.member.index]] = [float(bool(state)), *(float(state.get(key, 0.0)) for key in self._scalars)]
+            mine[row[own.member.index]] = [
+                float(bool(state)),
+                *(float(state.get(key, 0.0)) for key in self._scalars),
+            ]
         every = yield from gathered(
-            mine.reshape(-1).tolist(), transport=self._channel.transport, sequence=self._channel.take(), device=bucket.device
+            mine.reshape(-1).tolist(),
+            transport=self._channel.transport,
+            sequence=self._channel.take(),
+            device=bucket.device,
         )
         found = np.fmax.reduce(every)
         if self._columns is not None:  # those with the same shard of it may have nothing
-            found = np.fmax.reduce((yield from self._columns.gathered(found.tolist(), bucket.device)))
+            found = np.fmax.reduce(
+                (yield from self._columns.gathered(found.tolist(), bucket.device))
+            )
         return found.reshape(mine.shape)
 
     def _gathered(self, bucket: ShardedBucket, key: str) -> Steps[torch.Tensor]:
@@ -241,15 +296,20 @@ class PartitionedState:
                 row[own.place] = value
         flat = torch.zeros(bucket.flat.numel(), dtype=torch.float32, device=bucket.device)
         yield from gather_rows(
-            row, flat, plan=bucket.exact_plan, transport=self._channel.transport, workspace=self._channel.workspace,
+            row,
+            flat,
+            plan=bucket.exact_plan,
+            transport=self._channel.transport,
+            workspace=self._channel.workspace,
             sequence=self._channel.take(len(bucket.exact_plan)),
-        )  # fmt: skip
+        )
         return flat
 
     def load(self, states: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
         """Of all parameters; ``numbers``: what each is called in ``states``."""
         every = [(bucket, own) for bucket in self._buckets for own in bucket.ranges]
-        loaded = [_cut(own, states.get(numbers[own.member.index], {})) for _, own in every]  # before anything is changed
+        # before anything is changed
+        loaded = [_cut(own, states.get(numbers[own.member.index], {})) for _, own in every]
         for bucket in self._buckets:
             bucket.adopt()
         for (bucket, own), values in zip(every, loaded, strict=True):
@@ -272,21 +332,30 @@ class PartitionedState:
     def sharded(self) -> dict[str, dict[str, Any]]:
         """{name: {key: Slice or tensor}} of what this rank owns, to be saved or to be loaded into.
 
-        Slices are views of the state. Before the first step, when there is none, they are zeros, and ``STEPPED`` says so.
+        Slices are views of the state. Before the first step, when there is none, they are zeros,
+        and ``STEPPED`` says so.
         """
         states: dict[str, dict[str, Any]] = {}
         for bucket in self._buckets:
             for own in bucket.ranges:
                 whole, state = own.member.parameter, self._state.get(own.weight, {})
-                found = {key: state[key] if state else torch.zeros_like(own.weight) for key in self._moments}
-                one = states[own.member.name] = {key: Slice(value, own.start, whole) for key, value in found.items()}
-                one |= {key: _number(state.get(key, 0.0)) for key in self._scalars} | {STEPPED: _number(bool(state))}
+                found = {
+                    key: state[key] if state else torch.zeros_like(own.weight)
+                    for key in self._moments
+                }
+                one = states[own.member.name] = {
+                    key: Slice(value, own.start, whole) for key, value in found.items()
+                }
+                one |= {key: _number(state.get(key, 0.0)) for key in self._scalars} | {
+                    STEPPED: _number(bool(state))
+                }
                 if bucket.mastered:
                     one[MASTER] = Slice(own.weight, own.start, whole)
         return states
 
     def load_sharded(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take over what ``torch.distributed.checkpoint.load`` has written into the result of ``sharded``."""
+        """Take over what ``torch.distributed.checkpoint.load`` has written into the result of
+        ``sharded``."""
         every: list[tuple[OwnedRange, dict[str, Any]]] = []
         for bucket in self._buckets:
             if bucket.mastered:
@@ -296,7 +365,9 @@ class PartitionedState:
             for own in bucket.ranges:
                 loaded = states[own.member.name]
                 values = {key: loaded[key].local for key in self._moments}
-                values |= {key: like(example, loaded[key].item()) for key, example in self._scalars.items()}
+                values |= {
+                    key: like(example, loaded[key].item()) for key, example in self._scalars.items()
+                }
                 every.append((own, values if loaded[STEPPED].item() else {}))
                 if bucket.mastered and loaded[MASTER].local is not own.weight:
                     own.weight.copy_(loaded[MASTER].local)
@@ -310,14 +381,19 @@ def _cut(own: OwnedRange, state: dict[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             result[key] = value
-        elif value.shape == shape and getattr(value, "placements", None) == cut and local(value).shape == own.member.shape:
+        elif (
+            value.shape == shape
+            and getattr(value, "placements", None) == cut
+            and local(value).shape == own.member.shape
+        ):
             result[key] = own.of(local(value)).to(own.weight.device, _kept(value.dtype), copy=True)
         elif value.numel() == 1:
             result[key] = value.clone()
         else:
             raise StateMismatch(
                 f"{key!r} of {own.member.name!r} has shape {tuple(value.shape)} and placements "
-                f"{getattr(value, 'placements', None)}, expected {tuple(shape)} and {cut}: load the state of the same model, "
+                f"{getattr(value, 'placements', None)}, expected {tuple(shape)} and {cut}: load "
+                "the state of the same model, "
                 "and from another mesh by sharded_state_dict() and torch.distributed.checkpoint"
             )
     return result
@@ -332,7 +408,11 @@ def _number(value: Any) -> torch.Tensor:
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: torch.tensor(value, dtype=torch.float64) for key, value in group.items() if _numeric(value)}
+    return {
+        key: torch.tensor(value, dtype=torch.float64)
+        for key, value in group.items()
+        if _numeric(value)
+    }
 
 
 def _numeric(value: Any) -> bool:

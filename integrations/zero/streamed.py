@@ -1,10 +1,11 @@
-"""A model whose parameters live in a store and are in memory only while a block computes with them (ZeRO-3, Infinity).
+"""A model whose parameters live in a store and are in memory only while a block computes with them
+(ZeRO-3, Infinity).
 
-    forward    fetch block | compute | release            the next block is read from the disk meanwhile
-    backward   fetch block | compute | gradients to the optimizer's store | release
+    forward   fetch block | compute | release            the next block is read from the disk meanwhile
+    backward  fetch block | compute | gradients to the optimizer's store | release
 
-Over several ranks each one's store has a row of every group; rows are gathered when a block is fetched, and gradients are
-averaged and scattered to the rows' owners.
+Over several ranks each one's store has a row of every group; rows are gathered when a block is
+fetched, and gradients are averaged and scattered to the rows' owners.
 """
 
 import os
@@ -73,23 +74,32 @@ class Streamed(Divided, NotCopied):
         _check(model, chunk_mb, keep)
         return_large_blocks()
         self.model, self.store, self.prefix = model, store, prefix
-        self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=1)
+        self.channel = Channel.among(
+            process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=1
+        )
         self.transport = self.channel.transport
         fresh = on_memory(model)
         specs = group_specs(model, blocks, keep)
         self.groups = [
             StreamedGroup(
-                i, spec.name, spec.members, rank=self.channel.rank, ranks=self.channel.size,
-                prefix=prefix, numel=max(int(chunk_mb * 1e6 / 4), 1),
+                i,
+                spec.name,
+                spec.members,
+                rank=self.channel.rank,
+                ranks=self.channel.size,
+                prefix=prefix,
+                numel=max(int(chunk_mb * 1e6 / 4), 1),
             )
             for i, spec in enumerate(specs)
-        ]  # fmt: skip
+        ]
         self.group_of = {id(m.parameter): group for group in self.groups for m in group.members}
         self.modules: dict[nn.Module, StreamedModule] = {}
         for spec, group in zip(specs, self.groups, strict=True):
             group.kept, group.shared = spec.kept, len(spec.modules) > 1
             for module in spec.modules:
-                self.modules.setdefault(module, StreamedModule(module, self._fetch, self._backward)).groups.append(group)
+                self.modules.setdefault(
+                    module, StreamedModule(module, self._fetch, self._backward)
+                ).groups.append(group)
             for parameter, _, _ in spec.members:
                 set_streamer(parameter, self)
         first = FirstValues(self.groups, fresh, initialize)
@@ -100,11 +110,14 @@ class Streamed(Divided, NotCopied):
         if weights is not None and not known:
             self.load(weights)
             self._remember()
-        self._order: list[StreamedGroup] = []  # as they were fetched since the last step, and in the step before
+        # as they were fetched since the last step, and in the step before
+        self._order: list[StreamedGroup] = []
         self._before: list[StreamedGroup] = []
-        self._endings: dict[int, weakref.ref[Any]] = {}  # to what each backward under way calls at its end
+        # to what each backward under way calls at its end
+        self._endings: dict[int, weakref.ref[Any]] = {}
         self._gradients: Gradients | None = None
-        self._unread: ReadCheck | None = ReadCheck(model, specs, self.groups)  # until a forward has ended
+        # until a forward has ended
+        self._unread: ReadCheck | None = ReadCheck(model, specs, self.groups)
         self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
         self._hooks.append(model.register_forward_hook(self._read, always_call=True))
         on_reform(None, self)
@@ -122,7 +135,8 @@ class Streamed(Divided, NotCopied):
         return graph
 
     def drop_aborted(self) -> None:
-        """Release what a backward left held that ended with an error: autograd lets go of what it would have called."""
+        """Release what a backward left held that ended with an error: autograd lets go of what it
+        would have called."""
         if self._gradients is not None:
             self._gradients.drop_aborted()
         for graph in [graph for graph, ending in self._endings.items() if ending() is None]:
@@ -140,7 +154,11 @@ class Streamed(Divided, NotCopied):
         place = len(self._order)
         self._order.append(group)
         if self._before[place : place + 1] == [group]:
-            ahead = [stored.name for one in self._before[place + 1 : place + 1 + AHEAD] for stored in one.stored]
+            ahead = [
+                stored.name
+                for one in self._before[place + 1 : place + 1 + AHEAD]
+                for stored in one.stored
+            ]
             self.store.prefetch(ahead)
         group.appear()
         if self.transport.size == 1:
@@ -150,7 +168,8 @@ class Streamed(Divided, NotCopied):
         self.channel.submit(group.gather(self.store, self.channel, sequence), group.flat).wait()
 
     def _start(self, *_: Any) -> None:
-        """Before the model's forward: what is kept in memory is as the last step left it, and is ours."""
+        """Before the model's forward: what is kept in memory is as the last step left it, and is
+        ours."""
         self.drop_aborted()
         for group in self.groups:
             group.check()
@@ -175,14 +194,18 @@ class Streamed(Divided, NotCopied):
         self._before, self._order, self._stale = self._order, [], True
 
     def send_gradients(self, sink: Callable[[StreamedGroup, torch.Tensor], None]) -> None:
-        """Hand the mean gradients of this rank's rows to ``sink`` in every backward, on the worker's thread."""
+        """Hand the mean gradients of this rank's rows to ``sink`` in every backward, on the
+        worker's thread."""
         if self._gradients is not None:
-            raise InvalidArgument("the streamed model has an optimizer already: pass all its parameters to one")
+            raise InvalidArgument(
+                "the streamed model has an optimizer already: pass all its parameters to one"
+            )
         groups = [u for u in reversed(self.groups) if u.members[0].parameter.requires_grad]
         self._gradients = Gradients(groups, self.channel, stage=2, sink=sink)
 
     def follow(self, follower: Callable[[str], None]) -> None:
-        """StreamedForward it with the names of ranges in the store whose values somebody has loaded."""
+        """StreamedForward it with the names of ranges in the store whose values somebody has
+        loaded."""
         self._followers.append(follower)
 
     def loaded(self, group: StreamedGroup) -> None:
@@ -191,9 +214,13 @@ class Streamed(Divided, NotCopied):
                 follower(stored.name)
 
     def local_weights(self, group: StreamedGroup) -> list[LocalWeights]:
-        """The ranges of a group in this rank's store, for who moves them; as many on every rank, some of them empty."""
-        return [StreamedWeights(stored, group, self.store, self._written) for stored in group.stored] + [
-            LocalWeights(f"{group.name}/nothing{i}", group.flat.new_empty(0)) for i in range(len(group.stored), group.pieces)
+        """The ranges of a group in this rank's store, for who moves them; as many on every rank,
+        some of them empty."""
+        return [
+            StreamedWeights(stored, group, self.store, self._written) for stored in group.stored
+        ] + [
+            LocalWeights(f"{group.name}/nothing{i}", group.flat.new_empty(0))
+            for i in range(len(group.stored), group.pieces)
         ]
 
     def _written(self, name: str) -> None:
@@ -209,7 +236,9 @@ class Streamed(Divided, NotCopied):
         """Each rank's."""
         if self.transport.size == 1:
             return [value]
-        every = self.channel.run(gathered([value], transport=self.transport, sequence=self.channel.take(1)))
+        every = self.channel.run(
+            gathered([value], transport=self.transport, sequence=self.channel.take(1))
+        )
         return [float(one) for one in every[:, 0]]
 
     # ------------------------------------------------------------ values as a whole
@@ -228,16 +257,22 @@ class Streamed(Divided, NotCopied):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's ``state_dict`` in memory, all of it; collective."""
         own = plain_names(self.model)
-        state = {one.name: one.value.new_empty(one.shape) if self._has(one) else one.value.detach() for one in own}
+        state = {
+            one.name: one.value.new_empty(one.shape) if self._has(one) else one.value.detach()
+            for one in own
+        }
         for held in self._by_group(own):
             for one in held:
                 one.of(state[one.name]).copy_(one.value.detach())
         return state
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """That as a safetensors file, which plain PyTorch loads; never in memory as a whole. Collective, rank 0 writes."""
+        """That as a safetensors file, which plain PyTorch loads; never in memory as a whole.
+        Collective, rank 0 writes."""
         own = plain_names(self.model)
-        outlines = {one.name: torch.empty(one.shape, dtype=one.value.dtype, device="meta") for one in own}
+        outlines = {
+            one.name: torch.empty(one.shape, dtype=one.value.dtype, device="meta") for one in own
+        }
         with Writer(path, outlines) if self.channel.rank == 0 else nullcontext() as writer:
             for one in own:
                 if writer and not self._has(one):
@@ -249,14 +284,18 @@ class Streamed(Divided, NotCopied):
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> None:
-        """From such a file, or a folder of several with their index, group by group; on any number of ranks."""
+        """From such a file, or a folder of several with their index, group by group; on any number
+        of ranks."""
         own: dict[int, list[PlainName]] = {}
         for one in plain_names(self.model):
             own.setdefault(id(one.value), []).append(one)
         with Checkpoint(path) as checkpoint:
             for every in own.values():
                 if not checkpoint.holds(names := [one.name for one in every]):
-                    raise StateMismatch(f"{' or '.join(map(repr, names))} is not in {path}: load the weights of the same model")
+                    raise StateMismatch(
+                        f"{' or '.join(map(repr, names))} is not in {path}: load the weights of "
+                        "the same model"
+                    )
             for group in self.groups:
                 group.appear()
                 for member in group.members:
@@ -283,13 +322,15 @@ class Streamed(Divided, NotCopied):
     # ------------------------------------------------------------ first values
 
     def _begin(self, first: FirstValues, *, new: bool) -> bool:
-        """Take the values that the store has, and say that it has some; else write first ones, if ``new``."""
+        """Take the values that the store has, and say that it has some; else write first ones, if
+        ``new``."""
         known = self._meta in self.store
         if known:
             with self.store.borrow(self._meta, write=False) as held:
                 if held.tolist() != self._mark().tolist():
                     raise StateMismatch(
-                        f"the store holds parameters {self.prefix!r} of another model, chunk_mb or number of ranks: open it "
+                        f"the store holds parameters {self.prefix!r} of another model, chunk_mb "
+                        "or number of ranks: open it "
                         "with those it was made with, or pass another prefix="
                     )
         elif new:
@@ -315,13 +356,18 @@ class Streamed(Divided, NotCopied):
     def _layout(self) -> int:
         """A digest of what lies where."""
         rows = [
-            f"{m.name}@{u.number}+{m.first}:{tuple(m.parameter.shape)}:{u.dtype}" for u in self.groups for m in u.members
+            f"{m.name}@{u.number}+{m.first}:{tuple(m.parameter.shape)}:{u.dtype}"
+            for u in self.groups
+            for m in u.members
         ]
         pieces = [f"{p.name}+{p.numel}" for u in self.groups for p in u.stored]
-        return zlib.crc32(";".join([f"{self.transport.rank} of {self.transport.size}", *rows, *pieces]).encode())
+        return zlib.crc32(
+            ";".join([f"{self.transport.rank} of {self.transport.size}", *rows, *pieces]).encode()
+        )
 
     def close(self) -> None:
-        """Stop fetching. Parameters stay in the store, which is the caller's; ``state_dict`` of the model still reads them."""
+        """Stop fetching. Parameters stay in the store, which is the caller's; ``state_dict`` of the
+        model still reads them."""
         for hook in self._hooks:
             hook.remove()
         if self._gradients is not None:
@@ -342,18 +388,25 @@ def stream(
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> Streamed:
-    """Move the parameters of ``model`` into ``store``; each block's are in memory only while it computes.
+    """Move the parameters of ``model`` into ``store``; each block's are in memory only while it
+    computes.
 
-    Train it with ``Offloaded`` of the same store. A store that holds committed parameters of the same model keeps them: the
-    model takes these. Parameters on the meta device get their first values block by block: from ``initialize``, from the
-    model's own function for that (``_init_weights`` of transformers), or from ``reset_parameters``.
+    Train it with ``Offloaded`` of the same store. A store that holds committed parameters of the
+    same model keeps them: the model takes these. Parameters on the meta device get their first
+    values block by block: from ``initialize``, from the model's own function for that
+    (``_init_weights`` of transformers), or from ``reset_parameters``.
 
-    - ``blocks``: classes of modules that are fetched as one; by default the elements of the outermost module lists, and
+    - ``blocks``: classes of modules that are fetched as one; by default the elements of the
+      outermost module lists, and
       every module that owns parameters outside of these.
-    - ``keep``: names of parameters, or of modules, that stay in memory; for what other modules read directly.
-    - ``weights``: a safetensors file, or a folder with ``model.safetensors.index.json``, that has the first values.
-    - ``initialize``: a function that gives the parameters and buffers of one module values, those of its children left alone.
-    - ``process_group``: each rank's store has 1/P of everything; by default all ranks, if torch.distributed is initialised.
+    - ``keep``: names of parameters, or of modules, that stay in memory; for what other modules read
+      directly.
+    - ``weights``: a safetensors file, or a folder with ``model.safetensors.index.json``, that has
+      the first values.
+    - ``initialize``: a function that gives the parameters and buffers of one module values, those
+      of its children left alone.
+    - ``process_group``: each rank's store has 1/P of everything; by default all ranks, if
+      torch.distributed is initialised.
     """
     return Streamed(
         model,
@@ -372,13 +425,26 @@ def stream(
 def _check(model: nn.Module, chunk_mb: float, keep: Sequence[str]) -> None:
     if not chunk_mb > 0:
         raise InvalidArgument(f"chunk_mb is {chunk_mb!r}, expected a positive number")
-    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_modules()}
+    names = {name for name, _ in model.named_parameters()} | {
+        name for name, _ in model.named_modules()
+    }
     if unknown := [name for name in keep if name not in names]:
-        raise InvalidArgument(f"keep names {unknown[0]!r}, which is neither a parameter nor a module of the model")
-    cure = "keep a store for the experts alone, with commpress.moe.parallelise(model, store=...), and do not stream the model"
-    refuse_held("commpress.stream", model.named_parameters(), "moves what all ranks hold alike", cure=cure)
+        raise InvalidArgument(
+            f"keep names {unknown[0]!r}, which is neither a parameter nor a module of the model"
+        )
+    cure = (
+        "keep a store for the experts alone, with commpress.moe.parallelise(model, "
+        "store=...), and do not stream the model"
+    )
+    refuse_held(
+        "commpress.stream", model.named_parameters(), "moves what all ranks hold alike", cure=cure
+    )
     for name, parameter in model.named_parameters():
         if parameter.dtype not in DTYPES:
-            raise InvalidArgument(f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16")
+            raise InvalidArgument(
+                f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16"
+            )
         if is_streamed(parameter):
-            raise InvalidArgument(f"parameter {name!r} is streamed already: call stream once for a model")
+            raise InvalidArgument(
+                f"parameter {name!r} is streamed already: call stream once for a model"
+            )

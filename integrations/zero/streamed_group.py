@@ -1,11 +1,12 @@
 """Parameters of a streamed model that come and go together.
 
     store   ranges of the own row            in parameters' dtype
-    flat    [ P · width ]                    there only while somebody holds the group; parameters are views of it
+    flat    [ P · width ]      there only while somebody holds the group; parameters are views of it
 
-Note: one storage for good. What autograd saves of a parameter, such as a transposed view, keeps the storage of ``flat``. So
-its bytes are given back and taken anew, and the storage stays: what was saved in forward is whole again in backward.
-Between, a parameter is one NaN seen as its shape: whoever reads it outside of its block gets NaN instead of a crash.
+Note: one storage for good. What autograd saves of a parameter, such as a transposed view, keeps the
+storage of ``flat``. So its bytes are given back and taken anew, and the storage stays: what was
+saved in forward is whole again in backward. Between, a parameter is one NaN seen as its shape:
+whoever reads it outside of its block gets NaN instead of a crash.
 """
 
 import ctypes
@@ -47,7 +48,15 @@ class StreamedGroup(FlatGroup):
     """``holders`` counts who needs the values now."""
 
     def __init__(
-        self, number: int, name: str, members: Sequence[Numbered], *, rank: int, ranks: int, prefix: str, numel: int
+        self,
+        number: int,
+        name: str,
+        members: Sequence[Numbered],
+        *,
+        rank: int,
+        ranks: int,
+        prefix: str,
+        numel: int,
     ) -> None:
         super().__init__(number, members, rank=rank, ranks=ranks)
         self.name, self.holders = name, 0
@@ -56,7 +65,9 @@ class StreamedGroup(FlatGroup):
         owned = -(-self.owned // ALIGN) * ALIGN
         self.pieces = max(-(-self.width // numel), 1)  # of the longest row
         self.stored = [
-            StoredRange(f"{prefix}/{number:05d}/{start // numel:04d}", start, min(numel, owned - start))
+            StoredRange(
+                f"{prefix}/{number:05d}/{start // numel:04d}", start, min(numel, owned - start)
+            )
             for start in range(0, owned, numel)
         ]
         self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
@@ -80,14 +91,23 @@ class StreamedGroup(FlatGroup):
         self.flat.untyped_storage().resize_(nbytes)
 
     def check(self) -> None:
-        """Raise if somebody has given the parameters other values, another type or device: these would be lost in silence."""
+        """Raise if somebody has given the parameters other values, another type or device: these
+        would be lost in silence."""
         for member, nothing in zip(self.members, self._nothing, strict=True):
-            here = self.flat.data_ptr() + member.first * self.dtype.itemsize if self.present else nothing.data_ptr()
+            here = (
+                self.flat.data_ptr() + member.first * self.dtype.itemsize
+                if self.present
+                else nothing.data_ptr()
+            )
             parameter = member.parameter
-            if parameter.numel() and (parameter.data_ptr() != here or parameter.dtype != self.dtype):
+            if parameter.numel() and (
+                parameter.data_ptr() != here or parameter.dtype != self.dtype
+            ):
                 raise InvalidArgument(
-                    f"parameter {member.name!r}, now {parameter.dtype} on {parameter.device}, is no longer what "
-                    f"commpress.stream has made of it, {self.dtype} on {self.device}: convert and move the model before "
+                    f"parameter {member.name!r}, now {parameter.dtype} on {parameter.device}, "
+                    "is no longer what "
+                    f"commpress.stream has made of it, {self.dtype} on {self.device}: convert "
+                    "and move the model before "
                     "stream, and give it values with load_state_dict"
                 )
 
@@ -150,27 +170,45 @@ class StreamedGroup(FlatGroup):
         """(stored range, elements of it, elements of the parameter) for what this rank owns."""
         for other, start, place in self.overlaps():
             for stored in self.stored if other is member else ():
-                low, high = max(place.start, stored.start), min(place.stop, stored.start + stored.numel)
+                low, high = (
+                    max(place.start, stored.start),
+                    min(place.stop, stored.start + stored.numel),
+                )
                 if low < high:
                     first = start + low - place.start
-                    yield stored, slice(low - stored.start, high - stored.start), slice(first, first + high - low)
+                    yield (
+                        stored,
+                        slice(low - stored.start, high - stored.start),
+                        slice(first, first + high - low),
+                    )
 
     def gather(self, store: TieredStore, channel: Channel, sequence: int) -> Steps[None]:
-        """The rows of all ranks, by way of scratch: kernels see tensors as arrays, whose storage then keeps its size."""
+        """The rows of all ranks, by way of scratch: kernels see tensors as arrays, whose storage
+        then keeps its size."""
         row = channel.workspace.lend(self.width, torch.float32, self.device)
         flat = channel.workspace.lend(self.numel, torch.float32, self.device)
         self.load(store, row)
         yield from gather_rows(
-            row, flat, plan=self.gather_plan, transport=channel.transport, workspace=channel.workspace, sequence=sequence
+            row,
+            flat,
+            plan=self.gather_plan,
+            transport=channel.transport,
+            workspace=channel.workspace,
+            sequence=sequence,
         )
         self.flat.copy_(flat)
         channel.workspace.take_back(row, flat)
+
 
 class StreamedWeights(LocalWeights):
     """One stored range, as local updates see it. ``written`` is told when it has other values."""
 
     def __init__(
-        self, stored: StoredRange, group: StreamedGroup, store: TieredStore, written: Callable[[str], None]
+        self,
+        stored: StoredRange,
+        group: StreamedGroup,
+        store: TieredStore,
+        written: Callable[[str], None],
     ) -> None:
         self.name, self._store, self._written = stored.name, store, written
         self.parameter = self.source = torch.empty(stored.numel, dtype=group.dtype, device="meta")
@@ -190,8 +228,8 @@ class StreamedWeights(LocalWeights):
 
 # ---------------------------------------------------------------- who streams a parameter
 
-# Streamed parameter → weak reference to who streams it, for other objects that are given the parameter: the one table that is
-# nobody's, so that nothing is written on the parameter itself.
+# Streamed parameter → weak reference to who streams it, for other objects that are given the
+# parameter: the one table that is nobody's, so that nothing is written on the parameter itself.
 _STREAMERS: Any = WeakIdKeyDictionary()
 
 
@@ -217,12 +255,14 @@ def set_streamer(parameter: torch.Tensor, streamer: object) -> None:
 # ---------------------------------------------------------------- first values
 
 
-Fresh = dict[int, list[str]]  # modules that were on the meta device, by id, and which of their buffers
+# modules that were on the meta device, by id, and which of their buffers
+Fresh = dict[int, list[str]]
 UNSET = 0xA5  # every byte of a buffer that has no values yet
 
 
 def on_memory(model: nn.Module) -> Fresh:
-    """Bring parameters (without their bytes) and buffers from the meta device to memory: to be given values."""
+    """Bring parameters (without their bytes) and buffers from the meta device to memory: to be
+    given values."""
     made: dict[int, nn.Parameter] = {}
     fresh: Fresh = {}
     for module in model.modules():
@@ -230,7 +270,9 @@ def on_memory(model: nn.Module) -> Fresh:
             if parameter.is_meta:
                 fresh.setdefault(id(module), [])
                 if id(parameter) not in made:
-                    nothing = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+                    nothing = torch.full((), float("nan"), dtype=parameter.dtype).expand(
+                        parameter.shape
+                    )
                     made[id(parameter)] = nn.Parameter(nothing, parameter.requires_grad)
                 setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
@@ -241,25 +283,36 @@ def on_memory(model: nn.Module) -> Fresh:
 
 
 class FirstValues:
-    """Values that parameters hold, or, from the meta device, that the model's own functions give, written into a store.
+    """Values that parameters hold, or, from the meta device, that the model's own functions give,
+    written into a store.
 
-    Modules are initialised in the order in which a constructor registers them, so a seed gives the values of a model that was
-    built in memory. A group is in memory until all its modules have been there.
+    Modules are initialised in the order in which a constructor registers them, so a seed gives the
+    values of a model that was built in memory. A group is in memory until all its modules have been
+    there.
     """
 
     def __init__(
-        self, groups: list[StreamedGroup], fresh: Fresh, initialize: Callable[[nn.Module], object] | None = None
+        self,
+        groups: list[StreamedGroup],
+        fresh: Fresh,
+        initialize: Callable[[nn.Module], object] | None = None,
     ) -> None:
         self._groups = {id(m.parameter): group for group in groups for m in group.members}
         self._fresh, self._initialize = fresh, initialize
-        self._models: dict[int, Callable[[nn.Module], object]] = {}  # modules, by id → their model's function
+        # modules, by id → their model's function
+        self._models: dict[int, Callable[[nn.Module], object]] = {}
 
     @torch.no_grad()
     def write(self, model: nn.Module, store: TieredStore) -> None:
         """All groups into the store, and out of memory."""
         self._find_functions(model)
-        visits = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-        left = {group: sum(visits[id(m.parameter)] for m in group.members) for group in self._groups.values()}
+        visits = Counter(
+            id(p) for module in model.modules() for p in module.parameters(recurse=False)
+        )
+        left = {
+            group: sum(visits[id(m.parameter)] for m in group.members)
+            for group in self._groups.values()
+        }
         done: set[int] = set()
         for name, module in model.named_modules():
             own = list(module.parameters(recurse=False))
@@ -291,7 +344,8 @@ class FirstValues:
                     group.vanish()
 
     def _find_functions(self, model: nn.Module) -> None:
-        """Models of transformers initialise one module at a time; one inside another does so for its own part."""
+        """Models of transformers initialise one module at a time; one inside another does so for
+        its own part."""
         for part in model.modules() if self._initialize is None else ():
             if callable(function := getattr(part, "_init_weights", None)):
                 self._models |= {id(module): function for module in part.modules()}
@@ -302,7 +356,8 @@ class FirstValues:
         reset = getattr(module, "reset_parameters", None)
         if function is None and not callable(reset):
             raise InvalidArgument(
-                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters: give it one, "
+                f"module {name!r} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters: give it one, "
                 "pass initialize= or weights=, or build it in memory"
             )
         before = {p: p.clone() for p in module.parameters(recurse=False) if id(p) in done}
@@ -317,19 +372,25 @@ class FirstValues:
         for own, parameter in unset.items():
             if bool((_bytes(parameter) == UNSET).all()):
                 raise InvalidArgument(
-                    f"parameter {own!r} of module {name!r} ({type(module).__name__}) is on the meta device, and the "
-                    "function that initialises it gives it no values: pass another initialize=, or weights="
+                    f"parameter {own!r} of module {name!r} ({type(module).__name__}) is on the "
+                    "meta device, and the "
+                    "function that initialises it gives it no values: pass another initialize=, "
+                    "or weights="
                 )
         for one, buffer in buffers.items():
-            if module.get_buffer(one) is buffer and buffer.numel() and bool((_bytes(buffer) == UNSET).all()):
+            if (
+                module.get_buffer(one) is buffer
+                and buffer.numel()
+                and bool((_bytes(buffer) == UNSET).all())
+            ):
                 who = "reset_parameters" if function is None else "the function that initialises it"
                 raise InvalidArgument(
-                    f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the meta device and {who} "
+                    f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the "
+                    f"meta device and {who} "
                     "gives it no values: let it do so, or build the module in memory"
                 )
         for parameter, value in before.items():
             parameter.copy_(value)
-
 
     @staticmethod
     def _unset(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -354,22 +415,27 @@ CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user, who is not
 
 @cache
 def return_large_blocks(large: int = LARGE, *, spare: int = 0) -> bool:
-    """Blocks of memory of ``large`` bytes go back to the system when they are freed, and of smaller ones what is free at the
-    end of the heap beyond ``spare`` bytes (2 · ``large`` at least); False where the allocator is another one, or was tuned by
-    its environment.
+    """Blocks of memory of ``large`` bytes go back to the system when they are freed, and of smaller
+    ones what is free at the end of the heap beyond ``spare`` bytes (2 · ``large`` at least); False
+    where the allocator is another one, or was tuned by its environment.
 
-    glibc maps a large block by itself and unmaps it when it is freed, but raises what counts as large up to 32 MiB as such
-    blocks come and go. From then on gradients and temporaries come from heaps, one for each thread, where small objects that
-    live on keep what lies between them: memory then grows with the number of layers, though only a few are ever in use.
+    glibc maps a large block by itself and unmaps it when it is freed, but raises what counts as
+    large up to 32 MiB as such blocks come and go. From then on gradients and temporaries come from
+    heaps, one for each thread, where small objects that live on keep what lies between them: memory
+    then grows with the number of layers, though only a few are ever in use.
     """
     if not _glibc() or any(name in os.environ for name in CHOSEN):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(M_MMAP_THRESHOLD, min(large, LARGEST)) and mallopt(M_TRIM_THRESHOLD, max(2 * large, spare)))
+    return bool(
+        mallopt(M_MMAP_THRESHOLD, min(large, LARGEST))
+        and mallopt(M_TRIM_THRESHOLD, max(2 * large, spare))
+    )
 
 
 def return_holes() -> bool:
-    """Pages of freed memory between what lives on go back to the system; False where the allocator is another one."""
+    """Pages of freed memory between what lives on go back to the system; False where the allocator
+    is another one."""
     return _glibc() and bool(ctypes.CDLL(None).malloc_trim(0))
 
 

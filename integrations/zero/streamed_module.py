@@ -1,5 +1,6 @@
-"""Modules of a streamed model: what is fetched and released as one, which parameters each needs, and what ``state_dict`` and
-``load_state_dict`` of all of them have: the values in the store, not the NaN that parameters show outside of their module.
+"""Modules of a streamed model: what is fetched and released as one, which parameters each needs,
+and what ``state_dict`` and ``load_state_dict`` of all of them have: the values in the store, not
+the NaN that parameters show outside of their module.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,9 @@ from commpress.tiered_mem import TieredStore
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CONTAINERS = (*LISTS, nn.ParameterList, nn.ParameterDict)
-INSTEAD = "streamed.state_dict() or streamed.save(path), where streamed is what commpress.stream returned"
+INSTEAD = (
+    "streamed.state_dict() or streamed.save(path), where streamed is what commpress.stream returned"
+)
 
 
 class NotCopied:
@@ -28,7 +31,8 @@ class NotCopied:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgument(
-            f"a streamed model cannot be copied or pickled, its values are in a store: save {INSTEAD}, and load that into a "
+            "a streamed model cannot be copied or pickled, its values are in a store: save "
+            f"{INSTEAD}, and load that into a "
             "second model"
         )
 
@@ -41,7 +45,8 @@ class StreamedForward:
 
 
 class StreamedModule(NotCopied):
-    """A module and its groups. It holds them while a forward is in it, and from its outputs' gradient to its inputs'.
+    """A module and its groups. It holds them while a forward is in it, and from its outputs'
+    gradient to its inputs'.
 
     ``fetch`` brings a group to memory, ``backward`` gives the number of the backward that runs.
     """
@@ -49,7 +54,12 @@ class StreamedModule(NotCopied):
     def __init__(
         self, module: nn.Module, fetch: Callable[[StreamedGroup], None], backward: Callable[[], int]
     ) -> None:
-        self.module, self.groups, self._fetch, self._backward = module, list[StreamedGroup](), fetch, backward
+        self.module, self.groups, self._fetch, self._backward = (
+            module,
+            list[StreamedGroup](),
+            fetch,
+            backward,
+        )
         self._forwards = 0
         self._graph: int | None = None  # backward that has come here and not yet gone
         self._calls: set[StreamedForward] = set()
@@ -106,7 +116,11 @@ class StreamedModule(NotCopied):
         if self._graph is None:
             self._graph = graph
             self._missing = {
-                id(m.parameter) for u in self.groups if not u.shared for m in u.members if m.parameter.requires_grad
+                id(m.parameter)
+                for u in self.groups
+                if not u.shared
+                for m in u.members
+                if m.parameter.requires_grad
             }
         if call.inputs > 0:
             self._calls.add(call)
@@ -117,7 +131,8 @@ class StreamedModule(NotCopied):
         self._update()
 
     def end_backward(self, graph: int) -> None:
-        """Parameters that got no gradient, and inputs outside of what was asked for, keep nothing any longer."""
+        """Parameters that got no gradient, and inputs outside of what was asked for, keep nothing
+        any longer."""
         if self._graph == graph:
             self._graph = None
             self._calls.clear()
@@ -142,18 +157,23 @@ class StreamedModule(NotCopied):
 
 
 class ReadCheck(TorchDispatchMode):
-    """Refuses a forward that computes with a parameter while it is not in memory, from a module that does not own it.
+    """Refuses a forward that computes with a parameter while it is not in memory, from a module
+    that does not own it.
 
-    ``specs`` and ``groups`` belong together. It looks at every operation between ``begin`` and ``end``.
+    ``specs`` and ``groups`` belong together. It looks at every operation between ``begin`` and
+    ``end``.
     """
 
-    def __init__(self, model: nn.Module, specs: "Sequence[GroupSpec]", groups: Sequence[StreamedGroup]) -> None:
+    def __init__(
+        self, model: nn.Module, specs: "Sequence[GroupSpec]", groups: Sequence[StreamedGroup]
+    ) -> None:
         super().__init__()
         self._names = {module: name for name, module in model.named_modules()}
         self._homes = {
             id(member.parameter): (group, member.name, spec.modules[0])
-            for spec, group in zip(specs, groups, strict=True) for member in group.members
-        }  # fmt: skip
+            for spec, group in zip(specs, groups, strict=True)
+            for member in group.members
+        }
         self._model, self._inside = model, list[nn.Module]()
         self._hooks: list[RemovableHandle] = []
 
@@ -184,8 +204,10 @@ class ReadCheck(TorchDispatchMode):
             if group is not None and owner is not None and not group.present and tensor.numel():
                 reader = self._named(self._inside[-1])
                 raise InvalidArgument(
-                    f"parameter {name!r} of {self._named(owner)} is read by {reader} while it is not in memory: a streamed "
-                    "parameter is there while its own module computes. Call that module instead of reading its parameter, or "
+                    f"parameter {name!r} of {self._named(owner)} is read by {reader} while it "
+                    "is not in memory: a streamed "
+                    "parameter is there while its own module computes. Call that module instead "
+                    "of reading its parameter, or "
                     f"give keep={[name]!r} to commpress.stream"
                 )
         return func(*args, **(kwargs or {}))
@@ -196,7 +218,8 @@ class ReadCheck(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Parameters that come and go together, and the modules in whose forward and backward they are needed."""
+    """Parameters that come and go together, and the modules in whose forward and backward they are
+    needed."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -204,9 +227,12 @@ class GroupSpec:
     kept: bool = False
 
 
-def _together(model: nn.Module, chosen: Iterable[type[nn.Module]] = ()) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """The elements of the outermost lists of modules, or modules of the ``chosen`` classes, with all their parameters;
-    whatever owns parameters outside of these, with its own. A tile of a linear layer is one by itself wherever it lies."""
+def _together(
+    model: nn.Module, chosen: Iterable[type[nn.Module]] = ()
+) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """The elements of the outermost lists of modules, or modules of the ``chosen`` classes, with
+    all their parameters; whatever owns parameters outside of these, with its own. A tile of a
+    linear layer is one by itself wherever it lies."""
     chosen = tuple(chosen)
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     whole = 0
@@ -216,7 +242,9 @@ def _together(model: nn.Module, chosen: Iterable[type[nn.Module]] = ()) -> list[
         together = isinstance(module, (*(chosen or WHOLE), TiledLinear))
         if together or (listed and not chosen and not isinstance(module, CONTAINERS)):
             whole += isinstance(module, chosen)
-            tiles = [tile for tile in module.modules() if isinstance(tile, Tile) and tile is not module]
+            tiles = [
+                tile for tile in module.modules() if isinstance(tile, Tile) and tile is not module
+            ]
             apart = {id(tile.weight) for tile in tiles}
             found.append((module, [p for p in module.parameters() if id(p) not in apart]))
             found.extend((tile, [tile.weight]) for tile in tiles)
@@ -229,12 +257,15 @@ def _together(model: nn.Module, chosen: Iterable[type[nn.Module]] = ()) -> list[
 
     walk(model, False)
     if chosen and not whole:
-        raise InvalidArgument(f"blocks is {[t.__name__ for t in chosen]}, but the model has no such module")
+        raise InvalidArgument(
+            f"blocks is {[t.__name__ for t in chosen]}, but the model has no such module"
+        )
     return [(module, own) for module, own in found if own]
 
 
 def _direct(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that no module below owns; lists of parameters are never called and belong to what they lie in."""
+    """Parameters that no module below owns; lists of parameters are never called and belong to what
+    they lie in."""
     own = list(module.parameters(recurse=False))
     for child in module.children():
         if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
@@ -242,8 +273,11 @@ def _direct(module: nn.Module) -> list[nn.Parameter]:
     return own
 
 
-def group_specs(model: nn.Module, chosen: Iterable[type[nn.Module]], keep: Sequence[str]) -> list[GroupSpec]:
-    """Every parameter in one: those of one module, dtype, device and fate together, shared ones by themselves."""
+def group_specs(
+    model: nn.Module, chosen: Iterable[type[nn.Module]], keep: Sequence[str]
+) -> list[GroupSpec]:
+    """Every parameter in one: those of one module, dtype, device and fate together, shared ones by
+    themselves."""
     users: dict[int, list[nn.Module]] = {}
     for module, own in _together(model, chosen):
         for parameter in own:
@@ -254,7 +288,10 @@ def group_specs(model: nn.Module, chosen: Iterable[type[nn.Module]], keep: Seque
         alone = index if len(users[id(p)]) > 1 else None
         key = (kept, alone, id(users[id(p)][0]), p.dtype, p.device, p.requires_grad)
         rows.setdefault(key, []).append((p, name, index))
-    return [GroupSpec(row[0][1], tuple(users[id(row[0][0])]), tuple(row), bool(key[0])) for key, row in rows.items()]
+    return [
+        GroupSpec(row[0][1], tuple(users[id(row[0][0])]), tuple(row), bool(key[0]))
+        for key, row in rows.items()
+    ]
 
 
 def tensors_in(value: object) -> Iterable[torch.Tensor]:
@@ -276,7 +313,8 @@ def tensors_in(value: object) -> Iterable[torch.Tensor]:
 
 
 class ModuleState:
-    """Hooks of every module that has streamed parameters of its own; they stay when streaming ends, and so do the values.
+    """Hooks of every module that has streamed parameters of its own; they stay when streaming ends,
+    and so do the values.
 
     ``groups``: by the id of a parameter; ``loaded`` is told which have got new values.
     """
@@ -289,8 +327,11 @@ class ModuleState:
         loaded: Callable[[StreamedGroup], None],
     ) -> None:
         self._store, self._loaded = store, loaded
-        self._homes = {id(m.parameter): (group, m) for group in set(groups.values()) for m in group.members}
-        self._given: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # values of tied parameters
+        self._homes = {
+            id(m.parameter): (group, m) for group in set(groups.values()) for m in group.members
+        }
+        # values of tied parameters
+        self._given: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._coming: list[tuple[StreamedGroup, Member]] = []  # being loaded
         for module in model.modules():
             if any(id(p) in self._homes for p in module.parameters(recurse=False)):
@@ -303,13 +344,15 @@ class ModuleState:
         return [(name, *self._homes[id(p)]) for name, p in pairs if id(p) in self._homes]
 
     def give(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """The module's own values in place of NaN, but for ``keep_vars``, which asks for the parameters themselves."""
+        """The module's own values in place of NaN, but for ``keep_vars``, which asks for the
+        parameters themselves."""
         for name, group, member in self._own(module):
             if (key := prefix + name) not in state or state[key] is member.parameter:
                 continue
             if group.ranks > 1:
                 raise InvalidArgument(
-                    f"state_dict of a model that is streamed over {group.ranks} ranks, of which each has a part: call "
+                    f"state_dict of a model that is streamed over {group.ranks} ranks, of which "
+                    "each has a part: call "
                     f"{INSTEAD}, on every rank"
                 )
             state[key] = self._shared(group, member, state)
@@ -324,11 +367,18 @@ class ModuleState:
         return given
 
     def receive(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_: Any,
     ) -> None:
         """Torch copies into the parameters next: they need memory."""
         if metadata.get("assign_to_params_buffers"):
-            raise InvalidArgument("load_state_dict(assign=True) would replace streamed parameters: leave assign= out")
+            raise InvalidArgument(
+                "load_state_dict(assign=True) would replace streamed parameters: leave assign= out"
+            )
         for name, group, member in self._own(module):
             group.appear()
             group.holders += 1

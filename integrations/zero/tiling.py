@@ -1,10 +1,12 @@
-"""Large linear layers as tiles of rows, of which a streamed model has one in memory at a time (memory-centric tiling).
+"""Large linear layers as tiles of rows, of which a streamed model has one in memory at a time
+(memory-centric tiling).
 
-    y = [ x·W₀ᵀ + b₀ | x·W₁ᵀ + b₁ | … ]          Wᵢ: consecutive rows of W, a module and a group each
+    y = [ x·W₀ᵀ + b₀ | x·W₁ᵀ + b₁ | … ]          Wᵢ: consecutive rows of W, a module and a group
+                                                 each
 
-Note: views. Each tile gets its own of x and of the bias: the gradient of a view is there when its tile has been through
-backward, that of x only after the last.
-Note: the bias is whole and belongs to the layer, so first values are drawn in a plain layer's order.
+Note: views. Each tile gets its own of x and of the bias: the gradient of a view is there when its
+tile has been through backward, that of x only after the last. Note: the bias is whole and belongs
+to the layer, so first values are drawn in a plain layer's order.
 """
 
 import math
@@ -19,7 +21,8 @@ from torch import nn
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.streamed_group import is_streamed
 
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # read what their children own
+# read what their children own
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class Tile(nn.Module):
@@ -30,7 +33,8 @@ class Tile(nn.Module):
         self.first, self.weight = first, nn.Parameter(weight, requires_grad)
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # of the columns alone: as for the whole
+        # of the columns alone: as for the whole
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, self.weight, bias)
@@ -48,7 +52,8 @@ class Bias(nn.Module):
 
 
 class TiledLinear(nn.Module):
-    """In place of ``linear``. Its ``state_dict`` is that of the plain layer, which loads it, and the other way round."""
+    """In place of ``linear``. Its ``state_dict`` is that of the plain layer, which loads it, and
+    the other way round."""
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:
         super().__init__()
@@ -61,9 +66,13 @@ class TiledLinear(nn.Module):
 
     @property
     def names(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """{name of an own parameter: (the plain layer's name, shape there, first element there)}."""
+        """{name of an own parameter: (the plain layer's name, shape there, first element
+        there)}."""
         shape = (self.out_features, self.in_features)
-        found = {f"tiles.{i}.weight": ("weight", shape, tile.first * shape[1]) for i, tile in enumerate(self._every())}
+        found = {
+            f"tiles.{i}.weight": ("weight", shape, tile.first * shape[1])
+            for i, tile in enumerate(self._every())
+        }
         return found | ({"bias.value": ("bias", shape[:1], 0)} if self.bias is not None else {})
 
     def _every(self) -> Iterator[Tile]:
@@ -74,13 +83,21 @@ class TiledLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = []
         for tile in self._every():
-            bias = None if self.bias is None else self.bias.value[tile.first : tile.first + len(tile.weight)]
+            bias = (
+                None
+                if self.bias is None
+                else self.bias.value[tile.first : tile.first + len(tile.weight)]
+            )
             parts.append(tile(x.view_as(x), bias))
         return torch.cat(parts, -1)
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """With ``keep_vars`` the parameters themselves, under the names they have here."""
-        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = super().state_dict(
+            *args, destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
         if not keep_vars:
             wholes: dict[str, list[torch.Tensor]] = {}
             for name, (whole, _, _) in self.names.items():
@@ -89,26 +106,35 @@ class TiledLinear(nn.Module):
         return state
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, tiles={len(self.tiles)}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"tiles={len(self.tiles)}"
+        )
 
 
 def _cut(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before ``load_state_dict``: the plain layer's tensors become those of the tiles."""
     assert isinstance(layer, TiledLinear)
-    wholes = {whole: state.pop(prefix + whole) for whole in ("weight", "bias") if prefix + whole in state}
+    wholes = {
+        whole: state.pop(prefix + whole) for whole in ("weight", "bias") if prefix + whole in state
+    }
     for name, (whole, shape, start) in layer.names.items():
         if whole in wholes and tuple(wholes[whole].shape) == shape:
             own = layer.get_parameter(name)
-            state[prefix + name] = wholes[whole].reshape(-1)[start : start + own.numel()].view(own.shape)
+            state[prefix + name] = (
+                wholes[whole].reshape(-1)[start : start + own.numel()].view(own.shape)
+            )
         elif whole in wholes:
             state[prefix + name] = wholes[whole]  # refused there, with both shapes
 
 
 def tile(model: nn.Module, *, tile_mb: float = 64.0) -> nn.Module:
-    """Cut each ``nn.Linear`` of more than ``tile_mb`` megabytes of weights into tiles of at most that; before ``stream``.
+    """Cut each ``nn.Linear`` of more than ``tile_mb`` megabytes of weights into tiles of at most
+    that; before ``stream``.
 
-    Layers are replaced inside ``model``, which is returned (itself replaced if it is such a layer). Not cut are subclasses of
-    ``nn.Linear``, layers whose weight is tied to another module's, and those that torch's own transformer layers read.
+    Layers are replaced inside ``model``, which is returned (itself replaced if it is such a layer).
+    Not cut are subclasses of ``nn.Linear``, layers whose weight is tied to another module's, and
+    those that torch's own transformer layers read.
     """
     if not tile_mb > 0:
         raise InvalidArgument(f"tile_mb is {tile_mb!r}, expected a positive number")
@@ -116,10 +142,19 @@ def tile(model: nn.Module, *, tile_mb: float = 64.0) -> nn.Module:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users[id(parameter)] = users.get(id(parameter), 0) + 1
-    read = {id(below) for module in model.modules() if isinstance(module, WHOLE) for below in module.modules()}
+    read = {
+        id(below)
+        for module in model.modules()
+        if isinstance(module, WHOLE)
+        for below in module.modules()
+    }
     made: dict[nn.Module, TiledLinear] = {}
     for module in model.modules():
-        if type(module) is nn.Linear and id(module) not in read and all(users[id(p)] == 1 for p in module.parameters()):
+        if (
+            type(module) is nn.Linear
+            and id(module) not in read
+            and all(users[id(p)] == 1 for p in module.parameters())
+        ):
             rows = max(int(tile_mb * 1e6 / module.weight.element_size() / module.in_features), 1)
             if rows < module.out_features:
                 _check(module)
@@ -135,12 +170,15 @@ def _check(linear: nn.Linear) -> None:
     if is_streamed(linear.weight):
         raise InvalidArgument("the model is streamed already: call tile before stream")
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
-        raise InvalidArgument(f"{linear} has hooks, which its tiles would not call: register them after tile")
+        raise InvalidArgument(
+            f"{linear} has hooks, which its tiles would not call: register them after tile"
+        )
 
 
 @dataclass(frozen=True)
 class PlainName:
-    """A tensor of the model, and where it lies in which of the plain model's: all of that, but for tiles."""
+    """A tensor of the model, and where it lies in which of the plain model's: all of that, but for
+    tiles."""
 
     value: torch.Tensor
     name: str
@@ -160,4 +198,7 @@ def plain_names(model: nn.Module) -> list[PlainName]:
             for name, (whole, shape, start) in module.names.items():
                 tiles[prefix + name] = prefix + whole, shape, start
     kept = model.state_dict(keep_vars=True)
-    return [PlainName(value, *tiles.get(name, (name, tuple(value.shape), 0))) for name, value in kept.items()]
+    return [
+        PlainName(value, *tiles.get(name, (name, tuple(value.shape), 0)))
+        for name, value in kept.items()
+    ]

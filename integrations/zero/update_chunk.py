@@ -1,7 +1,9 @@
-"""Parameters cut into chunks of about equal length, whose master weights, moments and gradients are tensors of a store.
+"""Parameters cut into chunks of about equal length, whose master weights, moments and gradients are
+tensors of a store.
 
-Cuts lie at multiples of ``ALIGN`` elements of a parameter: see the note on vectors in ``bucket``. A streamed parameter's
-chunks are the stored ranges of its group; in float32 such a range is itself the master weight.
+Cuts lie at multiples of ``ALIGN`` elements of a parameter: see the note on vectors in ``bucket``. A
+streamed parameter's chunks are the stored ranges of its group; in float32 such a range is itself
+the master weight.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +40,8 @@ class ChunkRange:
         return chunk[self.at : self.at + self.numel]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor of the parameter's shape, which is cut as the parameter is."""
+        """The same elements of a tensor of the parameter's shape, which is cut as the parameter
+        is."""
         return local(whole).detach().view(-1)[self.start : self.start + self.numel]
 
 
@@ -54,7 +57,8 @@ class UpdateChunk:
     tier: str = "disk"  # where it is between steps
     master: str = ""  # the store's name of the float32 weights
     keys: list[str] = field(default_factory=list)  # moments that the store holds
-    scalars: dict[str, Any] = field(default_factory=dict)  # the rest of the state, such as the number of steps
+    # the rest of the state, such as the number of steps
+    scalars: dict[str, Any] = field(default_factory=dict)
     stepped: bool = False
 
     def __post_init__(self) -> None:
@@ -79,13 +83,22 @@ class UpdateChunk:
 
     def names(self) -> list[str]:
         """All but the gradient."""
-        return [self.master, *([self.values] if self.copied else []), *(self.name(key) for key in self.keys)]
+        return [
+            self.master,
+            *([self.values] if self.copied else []),
+            *(self.name(key) for key in self.keys),
+        ]
 
     @contextmanager
-    def borrowed(self, store: TieredStore, *, write: bool = True) -> Iterator[dict[str, torch.Tensor]]:
+    def borrowed(
+        self, store: TieredStore, *, write: bool = True
+    ) -> Iterator[dict[str, torch.Tensor]]:
         names = {WEIGHT: self.master} | {key: self.name(key) for key in self.keys}
         with ExitStack() as stack:
-            yield {key: stack.enter_context(store.borrow(name, on=self.on, write=write)) for key, name in names.items()}
+            yield {
+                key: stack.enter_context(store.borrow(name, on=self.on, write=write))
+                for key, name in names.items()
+            }
 
     def step(
         self,
@@ -94,7 +107,8 @@ class UpdateChunk:
         held: dict[str, torch.Tensor],
         param_groups: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """One step of an optimizer that knows this chunk alone, on the store's own tensors; the states of the ranges after it.
+        """One step of an optimizer that knows this chunk alone, on the store's own tensors; the
+        states of the ranges after it.
 
         ``make`` makes the user's optimizer from parameter groups.
         """
@@ -102,30 +116,44 @@ class UpdateChunk:
         groups: dict[int, list[torch.Tensor]] = {}
         for own, weight in zip(self.ranges, weights, strict=True):
             groups.setdefault(own.group, []).append(weight)
-        optimizer = make([{**options_of(param_groups[number]), "params": of} for number, of in groups.items()])
+        optimizer = make(
+            [{**options_of(param_groups[number]), "params": of} for number, of in groups.items()]
+        )
         for own, weight, gradient in zip(self.ranges, weights, gradients, strict=True):
             weight.grad = gradient.to(weight.device)
             if self.stepped:
                 moments = {key: own.inside(held[key]) for key in self.keys}
-                optimizer.state[weight] = moments | {key: copied(value) for key, value in self.scalars.items()}
+                optimizer.state[weight] = moments | {
+                    key: copied(value) for key, value in self.scalars.items()
+                }
         before = [dict(optimizer.state.get(weight, {})) for weight in weights]
         optimizer.step()
         states = [dict(optimizer.state[weight]) for weight in weights]
-        if any(state[key] is not old[key] for state, old in zip(states, before, strict=True) for key in self.keys):
+        if any(
+            state[key] is not old[key]
+            for state, old in zip(states, before, strict=True)
+            for key in self.keys
+        ):
             raise InvalidArgument(
-                f"{type(optimizer).__name__} replaces its state instead of changing it: it cannot be offloaded"
+                f"{type(optimizer).__name__} replaces its state instead of changing it: it "
+                "cannot be offloaded"
             )
         self.stepped = True
-        optimizer.state.clear()  # the object may live on until the next collection of cycles: not with tensors
+        # the object may live on until the next collection of cycles: not with tensors
+        optimizer.state.clear()
         for weight in weights:
             weight.grad = None
         return states
 
 
 def chunks(
-    groups: Sequence[Sequence[Numbered]], numel: int, prefix: str, streamed: Mapping[int, StreamedGroup]
+    groups: Sequence[Sequence[Numbered]],
+    numel: int,
+    prefix: str,
+    streamed: Mapping[int, StreamedGroup],
 ) -> list[UpdateChunk]:
-    """Chunks of about ``numel`` elements; ``streamed``: groups of parameters that are elsewhere, by id."""
+    """Chunks of about ``numel`` elements; ``streamed``: groups of parameters that are elsewhere, by
+    id."""
     result: list[UpdateChunk] = []
     numel = max(numel // ALIGN, 1) * ALIGN
     for number, group in enumerate(groups):
@@ -137,29 +165,49 @@ def chunks(
                     chunk = UpdateChunk(len(result), prefix)
                     result.append(chunk)
                 count = min(numel_here - start, numel - chunk.numel)
-                chunk.ranges.append(ChunkRange(parameter, name, index, number, start, chunk.numel, count))
+                chunk.ranges.append(
+                    ChunkRange(parameter, name, index, number, start, chunk.numel, count)
+                )
                 chunk.numel += -(-count // ALIGN) * ALIGN
                 start += count
     return result + _streamed_chunks(groups, prefix, len(result), streamed)
 
 
 def _streamed_chunks(
-    groups: Sequence[Sequence[Numbered]], prefix: str, first: int, streamed: Mapping[int, StreamedGroup]
+    groups: Sequence[Sequence[Numbered]],
+    prefix: str,
+    first: int,
+    streamed: Mapping[int, StreamedGroup],
 ) -> list[UpdateChunk]:
     """One chunk for each stored range of a streamed group that has a parameter among ``groups``."""
-    known = {id(p): (name, index, number) for number, group in enumerate(groups) for p, name, index in group}
+    known = {
+        id(p): (name, index, number)
+        for number, group in enumerate(groups)
+        for p, name, index in group
+    }
     found = {streamed[one] for one in known if one in streamed}
     result: list[UpdateChunk] = []
     for own in sorted(found, key=lambda group: group.number):
         for stored in own.stored:
             master = stored.name if own.dtype == torch.float32 else ""
-            chunk = UpdateChunk(first + len(result), prefix, numel=stored.numel, values=stored.name, master=master)
+            chunk = UpdateChunk(
+                first + len(result), prefix, numel=stored.numel, values=stored.name, master=master
+            )
             for member, start, place in own.overlaps():
-                low, high = max(place.start, stored.start), min(place.stop, stored.start + stored.numel)
+                low, high = (
+                    max(place.start, stored.start),
+                    min(place.stop, stored.start + stored.numel),
+                )
                 if low < high and id(member.parameter) in known:
                     at = start + low - place.start
                     chunk.ranges.append(
-                        ChunkRange(member.parameter, *known[id(member.parameter)], at, low - stored.start, high - low)
+                        ChunkRange(
+                            member.parameter,
+                            *known[id(member.parameter)],
+                            at,
+                            low - stored.start,
+                            high - low,
+                        )
                     )
             if chunk.ranges:
                 result.append(chunk)
@@ -172,11 +220,14 @@ def _streamed_chunks(
 class StoredGradients:
     """Gradients on their way from autograd into a store; no parameter keeps one.
 
-    A chunk's are one float32 tensor there, from the first that comes to the step that uses them up. ``passes(chunk)``: the
-    chunk does not stay in memory, so its gradient is written as soon as it is complete.
+    A chunk's are one float32 tensor there, from the first that comes to the step that uses them up.
+    ``passes(chunk)``: the chunk does not stay in memory, so its gradient is written as soon as it
+    is complete.
     """
 
-    def __init__(self, store: TieredStore, chunks: list[UpdateChunk], passes: Callable[[UpdateChunk], bool]) -> None:
+    def __init__(
+        self, store: TieredStore, chunks: list[UpdateChunk], passes: Callable[[UpdateChunk], bool]
+    ) -> None:
         self._store, self._chunks, self._passes = store, chunks, passes
         self._there: dict[UpdateChunk, set[ChunkRange]] = {}  # what the store holds
         self._squares: dict[UpdateChunk, float] = {}  # of the norm, where the gradient is complete
@@ -185,14 +236,20 @@ class StoredGradients:
         self._scratch = torch.zeros(max(c.numel for c in chunks))
 
     def hook(self, parameter: torch.Tensor) -> Any:
-        ranges = [(chunk, own) for chunk in self._chunks for own in chunk.ranges if own.parameter is parameter]
+        ranges = [
+            (chunk, own)
+            for chunk in self._chunks
+            for own in chunk.ranges
+            if own.parameter is parameter
+        ]
 
         def arrived(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             gradient = local(parameter.grad)
             if gradient.layout != torch.strided:
                 raise InvalidArgument(
-                    f"the gradient of {ranges[0][1].name!r} is sparse: build its module with sparse=False"
+                    f"the gradient of {ranges[0][1].name!r} is sparse: build its module with "
+                    "sparse=False"
                 )
             gradient = gradient.contiguous()
             parameter.grad = None
@@ -233,7 +290,8 @@ class StoredGradients:
     def _square(self, chunk: UpdateChunk) -> float:
         with self._store.borrow(chunk.name(GRADIENT), write=False) as held:
             return sum(
-                float(torch.linalg.vector_norm(own.inside(held), dtype=torch.float64)) ** 2 for own in chunk.ranges
+                float(torch.linalg.vector_norm(own.inside(held), dtype=torch.float64)) ** 2
+                for own in chunk.ranges
             )
 
     def square_sum(self) -> float:
@@ -276,27 +334,41 @@ class StoredGradients:
 
 
 class ChunkGradients:
-    """Gradients of one chunk after the other, in float32 where the chunk is updated: as backward left them, or from the store.
+    """Gradients of one chunk after the other, in float32 where the chunk is updated: as backward
+    left them, or from the store.
 
-    ``taken``: gradients by the number of their parameter, instead of those that parameters have by now.
+    ``taken``: gradients by the number of their parameter, instead of those that parameters have by
+    now.
     """
 
-    def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk], taken: dict[int, torch.Tensor] | None) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        chunks: Sequence[UpdateChunk],
+        taken: dict[int, torch.Tensor] | None,
+    ) -> None:
         self._store, self._chunks, self.taken = store, chunks, taken
         self.stored: StoredGradients | None = None
         self._buffers: dict[str, torch.Tensor] = {}  # as long as the longest chunk
 
     def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Those of its ranges, clipped; those of the parameters themselves where they can be read as they are."""
+        """Those of its ranges, clipped; those of the parameters themselves where they can be read
+        as they are."""
         plain = [] if self.stored else self._plain(chunk)
         if factor is None and plain and all(_readable(gradient) for gradient in plain):
             self._count(chunk, plain)
-            return [own.of(gradient) for own, gradient in zip(chunk.ranges, plain, strict=True) if gradient is not None]
+            return [
+                own.of(gradient)
+                for own, gradient in zip(chunk.ranges, plain, strict=True)
+                if gradient is not None
+            ]
         flat = self.buffer(chunk)
         if self.stored is not None:
             self.stored.into(chunk, flat)
         for own, gradient in zip(chunk.ranges, plain, strict=False):
-            own.inside(flat).zero_() if gradient is None else own.inside(flat).copy_(own.of(gradient.contiguous()))
+            own.inside(flat).zero_() if gradient is None else own.inside(flat).copy_(
+                own.of(gradient.contiguous())
+            )
         self._count(chunk, plain)
         if factor is not None:
             flat.mul_(factor.to(flat.device))
@@ -306,9 +378,15 @@ class ChunkGradients:
         """Σ g² in double, summed where the gradients lie."""
         if self.stored is not None:
             return self.stored.square_sum()
-        found = [(own, g) for chunk in self._chunks for own, g in zip(chunk.ranges, self._plain(chunk), strict=True)]
+        found = [
+            (own, g)
+            for chunk in self._chunks
+            for own, g in zip(chunk.ranges, self._plain(chunk), strict=True)
+        ]
         parts = [own.of(g.contiguous()) for own, g in found if g is not None]
-        return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
+        return sum(
+            float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts
+        )
 
     def take(self, parameter: torch.Tensor, index: int) -> None:
         """It is used beside the next backward, which begins with none."""
@@ -321,18 +399,27 @@ class ChunkGradients:
         """For a chunk's values, where it is updated; zeros where no parameter is."""
         if chunk.on not in self._buffers:
             longest = max(c.numel for c in self._chunks if c.on == chunk.on)
-            self._buffers[chunk.on] = torch.zeros(longest, device=self._store.device if chunk.on == "device" else "cpu")
+            self._buffers[chunk.on] = torch.zeros(
+                longest, device=self._store.device if chunk.on == "device" else "cpu"
+            )
         flat = self._buffers[chunk.on][: chunk.numel]
         return flat.zero_() if chunk.gaps else flat
 
     def _plain(self, chunk: UpdateChunk) -> list[torch.Tensor | None]:
-        found = [own.parameter.grad if self.taken is None else self.taken.get(own.index) for own in chunk.ranges]
+        found = [
+            own.parameter.grad if self.taken is None else self.taken.get(own.index)
+            for own in chunk.ranges
+        ]
         return [None if gradient is None else local(gradient) for gradient in found]
 
     def _count(self, chunk: UpdateChunk, plain: Sequence[torch.Tensor | None]) -> None:
         if chunk.on == "host":
-            pairs: list[tuple[ChunkRange, torch.Tensor | None]] = list(zip(chunk.ranges, plain, strict=False))
-            self._store.crossing.down += sum(own.numel * g.dtype.itemsize for own, g in pairs if g is not None)
+            pairs: list[tuple[ChunkRange, torch.Tensor | None]] = list(
+                zip(chunk.ranges, plain, strict=False)
+            )
+            self._store.crossing.down += sum(
+                own.numel * g.dtype.itemsize for own, g in pairs if g is not None
+            )
 
 
 def _readable(gradient: torch.Tensor | None) -> bool:

@@ -16,9 +16,17 @@ import torch
 from commpress.errors import InvalidArgument, StateMismatch
 
 NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 LONGEST_HEADER = 100 << 20
 INDEX = "model.safetensors.index.json"
@@ -29,20 +37,32 @@ class Writer:
     """A context; the file has its name when it has been left without an error."""
 
     def __init__(
-        self, path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._path, at = Path(path), 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         for name, tensor in tensors.items():
             if tensor.dtype not in NAMES:
-                raise InvalidArgument(f"{name!r} is {tensor.dtype}, which a safetensors file cannot hold")
+                raise InvalidArgument(
+                    f"{name!r} is {tensor.dtype}, which a safetensors file cannot hold"
+                )
             size = tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+            header[name] = {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + size],
+            }
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
         self._text = text + b" " * (-len(text) % 8)
         if len(self._text) > LONGEST_HEADER:
-            raise InvalidArgument(f"{path} would have a header of {len(self._text)} bytes, which no reader takes: save less")
+            raise InvalidArgument(
+                f"{path} would have a header of {len(self._text)} bytes, which no reader takes: "
+                "save less"
+            )
         self._header, self._temporary = header, self._path.with_name(self._path.name + ".part")
 
     def __enter__(self) -> "Writer":
@@ -54,7 +74,15 @@ class Writer:
         """All of a tensor, or what of it begins at element ``start``."""
         begin = self._header[name]["data_offsets"][0] + start * values.element_size()
         self._file.seek(8 + len(self._text) + begin)
-        self._file.write(values.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().data)
+        self._file.write(
+            values.detach()
+            .cpu()
+            .clone(memory_format=torch.contiguous_format)
+            .view(-1)
+            .view(torch.uint8)
+            .numpy()
+            .data
+        )
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self._file.flush()
@@ -67,17 +95,22 @@ class Writer:
 
 
 class Reader:
-    """Tensors of a file, one at a time. What the header claims is checked against the file before memory is taken for it."""
+    """Tensors of a file, one at a time. What the header claims is checked against the file before
+    memory is taken for it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._nbytes = file, os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(LONGEST_HEADER, self._nbytes - 8):
-            raise StateMismatch(f"{file.name} is not a safetensors file: its header would have {length} bytes")
+            raise StateMismatch(
+                f"{file.name} is not a safetensors file: its header would have {length} bytes"
+            )
         try:
             self._header: dict[str, Any] = dict(json.loads(file.read(length)))
         except (ValueError, TypeError, RecursionError) as error:
-            raise StateMismatch(f"{file.name} is not a safetensors file: its header is no JSON ({error})") from error
+            raise StateMismatch(
+                f"{file.name} is not a safetensors file: its header is no JSON ({error})"
+            ) from error
         self._start = 8 + length
         metadata = self._header.pop("__metadata__", {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
@@ -99,16 +132,22 @@ class Reader:
         self.into(name, out)
         return out
 
-    def into(self, name: str, out: torch.Tensor, shape: tuple[int, ...] | None = None, start: int = 0) -> None:
-        """Copy the values of a tensor of ``out``'s shape; or, of one of ``shape``, those from element ``start`` on.
+    def into(
+        self, name: str, out: torch.Tensor, shape: tuple[int, ...] | None = None, start: int = 0
+    ) -> None:
+        """Copy the values of a tensor of ``out``'s shape; or, of one of ``shape``, those from
+        element ``start`` on.
 
         Floats become floats of ``out``'s type.
         """
         wanted = shape or tuple(out.shape)
         dtype, found, first = self._entry(name)
-        if found != wanted or (dtype != out.dtype and not (dtype.is_floating_point and out.is_floating_point())):
+        if found != wanted or (
+            dtype != out.dtype and not (dtype.is_floating_point and out.is_floating_point())
+        ):
             raise StateMismatch(
-                f"{name!r} is {NAMES[dtype]} of {list(found)} in the file, expected {NAMES[out.dtype]} of {list(wanted)}: load "
+                f"{name!r} is {NAMES[dtype]} of {list(found)} in the file, expected "
+                f"{NAMES[out.dtype]} of {list(wanted)}: load "
                 "the weights of the same model"
             )
         size = out.numel() * dtype.itemsize
@@ -123,23 +162,37 @@ class Reader:
         """(type, shape, first byte) of a tensor, which lies inside the file."""
         found = self._header.get(name)
         if found is None:
-            raise StateMismatch(f"{name!r} is not in {self._file.name}: load the weights of the same model")
+            raise StateMismatch(
+                f"{name!r} is not in {self._file.name}: load the weights of the same model"
+            )
         try:
-            dtype, shape, (first, last) = DTYPES[found["dtype"]], tuple(found["shape"]), found["data_offsets"]
+            dtype, shape, (first, last) = (
+                DTYPES[found["dtype"]],
+                tuple(found["shape"]),
+                found["data_offsets"],
+            )
             whole = all(type(number) is int and number >= 0 for number in (*shape, first, last))
         except (KeyError, TypeError, ValueError):
             whole = False
         if not whole:
-            raise StateMismatch(f"{name!r} is {found} in {self._file.name}, expected {'/'.join(DTYPES)}, a shape and offsets")
-        if last - first != (nbytes := math.prod(shape) * dtype.itemsize) or self._start + last > self._nbytes:
             raise StateMismatch(
-                f"{name!r} has data_offsets {[first, last]} in {self._file.name}, expected {nbytes} bytes inside the file"
+                f"{name!r} is {found} in {self._file.name}, expected {'/'.join(DTYPES)}, a "
+                "shape and offsets"
+            )
+        if (
+            last - first != (nbytes := math.prod(shape) * dtype.itemsize)
+            or self._start + last > self._nbytes
+        ):
+            raise StateMismatch(
+                f"{name!r} has data_offsets {[first, last]} in {self._file.name}, expected "
+                f"{nbytes} bytes inside the file"
             )
         return dtype, shape, first
 
 
 class Checkpoint(ExitStack):
-    """A context: the safetensors file, or the folder of several with ``model.safetensors.index.json``, at a path.
+    """A context: the safetensors file, or the folder of several with
+    ``model.safetensors.index.json``, at a path.
 
     Files stay open until its end; of each no more than the header is in memory.
     """
@@ -163,15 +216,24 @@ class Checkpoint(ExitStack):
         if path.is_dir():
             found = [path / name for name in (INDEX, ALONE) if (path / name).exists()]
             if not found:
-                raise InvalidArgument(f"{path} has neither {INDEX} nor {ALONE}: pass a folder that save_pretrained has written")
+                raise InvalidArgument(
+                    f"{path} has neither {INDEX} nor {ALONE}: pass a folder that "
+                    "save_pretrained has written"
+                )
             path = found[0]
         if path.suffix != ".json":
             return [path]
         if path.stat().st_size > LONGEST_HEADER:
-            raise StateMismatch(f"{path} has {path.stat().st_size} bytes, which is no index of weights")
+            raise StateMismatch(
+                f"{path} has {path.stat().st_size} bytes, which is no index of weights"
+            )
         try:
             names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-            outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+            outside = [
+                name
+                for name in names
+                if Path(name).name != name or not name.endswith(".safetensors")
+            ]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise StateMismatch(f"{path} is no index of weights: {error!r}") from error
         if outside:
@@ -182,9 +244,13 @@ class Checkpoint(ExitStack):
         return any(name in reader for reader in self._readers for name in names)
 
     def into(self, names: list[str], out: torch.Tensor, shape: tuple[int, ...], start: int) -> None:
-        """``Reader.into`` by the first of a tensor's names that is there: of tied weights files have one."""
+        """``Reader.into`` by the first of a tensor's names that is there: of tied weights files
+        have one."""
         for name in names:
             for reader in self._readers:
                 if name in reader:
                     return reader.into(name, out, shape, start)
-        raise StateMismatch(f"{' or '.join(map(repr, names))} is not in {self._path}: load the weights of the same model")
+        raise StateMismatch(
+            f"{' or '.join(map(repr, names))} is not in {self._path}: load the weights of the "
+            "same model"
+        )

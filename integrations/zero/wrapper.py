@@ -13,11 +13,13 @@ from commpress.optim.columns import local
 from commpress.optim.local_weights import WeightHolder
 from commpress.optim.parameters import check_parameter
 
-MASTER = "master"  # in a state: float32 weights of parameters that are not, or that travel compressed
+# in a state: float32 weights of parameters that are not, or that travel compressed
+MASTER = "master"
 
 
 class Wrapper(torch.optim.Optimizer, WeightHolder):
-    """``param_groups`` are the user's, with the options of ``optimizer``; who does the arithmetic reads them in each step."""
+    """``param_groups`` are the user's, with the options of ``optimizer``; who does the arithmetic
+    reads them in each step."""
 
     where = ""  # the gradients lie, for messages
 
@@ -40,13 +42,15 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:
             raise InvalidArgument(
-                "add_param_group after construction: the layout is fixed already. Pass all groups to the constructor, or make "
+                "add_param_group after construction: the layout is fixed already. Pass all "
+                "groups to the constructor, or make "
                 f"a second {type(self).__name__} for the new parameters"
             )
         super().add_param_group(param_group)
 
     def _clipping(self, norm: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, bool]:
-        """The factor of all gradients, None without ``max_grad_norm``; and whether their norm, if it counts, is finite."""
+        """The factor of all gradients, None without ``max_grad_norm``; and whether their norm, if
+        it counts, is finite."""
         if self.max_grad_norm is None:
             return None, True
         found = norm()
@@ -57,15 +61,18 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
         self.skipped_steps += 1
         if self.on_nonfinite == "raise":
             raise NonFiniteGradient(
-                f"the gradients of step {self.steps_done} hold NaN or infinity{self.where}. Nothing was changed. Look for the "
+                f"the gradients of step {self.steps_done} hold NaN or infinity{self.where}. "
+                "Nothing was changed. Look for the "
                 "cause in the loss, or pass on_nonfinite='skip'."
             )
         if self.skipped_steps <= 3 or self.skipped_steps % 100 == 0:
             warn_on_first(
                 rank,
                 "step %d was skipped: gradients held NaN or infinity%s (%d so far)",
-                self.steps_done, self.where, self.skipped_steps,
-            )  # fmt: skip
+                self.steps_done,
+                self.where,
+                self.skipped_steps,
+            )
 
 
 def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:
@@ -74,7 +81,8 @@ def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Options of a parameter group, as a schedule may have changed them, for who does the arithmetic."""
+    """Options of a parameter group, as a schedule may have changed them, for who does the
+    arithmetic."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -84,18 +92,22 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 def _check_optimizer(optimizer: Any) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise InvalidArgument(
-            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its options follow"
+            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its "
+            "options follow"
         )
     if any(base.__module__.split(".")[0] == "commpress" for base in optimizer.__mro__):
         raise InvalidArgument(
-            f"optimizer is {optimizer.__name__}, which communicates by itself: use it alone, or name an element-wise one, such "
+            f"optimizer is {optimizer.__name__}, which communicates by itself: use it alone, or "
+            "name an element-wise one, such "
             "as AdamW, SGD or Adagrad"
         )
 
 
 def _check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise InvalidArgument(f"max_grad_norm is {max_grad_norm!r}, expected a positive number or None")
+        raise InvalidArgument(
+            f"max_grad_norm is {max_grad_norm!r}, expected a positive number or None"
+        )
     if on_nonfinite not in ("skip", "raise"):
         raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
 
@@ -103,17 +115,21 @@ def _check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
 def trainable(
     groups: Sequence[dict[str, Any]], *, streamed: bool = False
 ) -> tuple[list[list[Numbered]], list[tuple[str, torch.Tensor]]]:
-    """(parameter, name, number) of what is trained, by group; and what is frozen. ``streamed`` parameters are welcome then."""
+    """(parameter, name, number) of what is trained, by group; and what is frozen. ``streamed``
+    parameters are welcome then."""
     result: list[list[Numbered]] = []
     frozen: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
     for group in groups:
         result.append([])
-        names = group.get("param_names") or [f"#{len(seen) + i:05d}" for i in range(len(group["params"]))]
+        names = group.get("param_names") or [
+            f"#{len(seen) + i:05d}" for i in range(len(group["params"]))
+        ]
         for name, parameter in zip(names, group["params"], strict=True):
             if id(parameter) in seen:
                 raise InvalidArgument(
-                    f"parameter {name!r} is in params twice: pass a tied parameter once, as model.parameters() does"
+                    f"parameter {name!r} is in params twice: pass a tied parameter once, as "
+                    "model.parameters() does"
                 )
             if parameter.requires_grad:
                 _check(name, parameter, streamed)
@@ -130,12 +146,14 @@ def _check(name: str, parameter: torch.Tensor, streamed: bool) -> None:
     check_parameter(name, parameter, cut=True)
     if is_streamed(parameter) and not streamed:
         raise InvalidArgument(
-            f"parameter {name!r} is streamed, its values lie in a store: train it with commpress.Offloaded of that store, on "
+            f"parameter {name!r} is streamed, its values lie in a store: train it with "
+            "commpress.Offloaded of that store, on "
             "one rank or several"
         )
     if parameter.numel() == 0 or not (is_streamed(parameter) or local(parameter).is_contiguous()):
         raise InvalidArgument(
-            f"parameter {name!r} of shape {tuple(parameter.shape)} is empty or not contiguous, expected contiguous values"
+            f"parameter {name!r} of shape {tuple(parameter.shape)} is empty or not contiguous, "
+            "expected contiguous values"
         )
 
 
@@ -143,9 +161,12 @@ def _check(name: str, parameter: torch.Tensor, streamed: bool) -> None:
 
 
 def probe(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device | None = None
+    optimizer: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    device: torch.device | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """State that a step of a small parameter leaves: by name what has the parameter's shape, and an example of each other one.
+    """State that a step of a small parameter leaves: by name what has the parameter's shape, and an
+    example of each other one.
 
     Parameter and gradient are zero: the former are as they were before the step.
     """
@@ -154,11 +175,18 @@ def probe(
     small = optimizer([parameter], **options)
     small.step()
     state = {key: value for key, value in small.state[parameter].items() if value is not None}
-    whole = {key: v for key, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape}
+    whole = {
+        key: v
+        for key, v in state.items()
+        if isinstance(v, torch.Tensor) and v.shape == parameter.shape
+    }
     moments = {key: float(whole[key][0]) for key in sorted(whole)}
     scalars = {key: state[key] for key in sorted(state) if key not in moments}
     if odd := [key for key, v in scalars.items() if isinstance(v, torch.Tensor) and v.numel() != 1]:
-        raise InvalidArgument(f"{optimizer.__name__} keeps {odd[0]!r}, which is neither a number nor as large as the parameter")
+        raise InvalidArgument(
+            f"{optimizer.__name__} keeps {odd[0]!r}, which is neither a number nor as large as "
+            "the parameter"
+        )
     return moments, scalars
 
 
@@ -173,7 +201,8 @@ def agreed(steps: Sequence[float]) -> None:
     """All ranks' stores are of the same step."""
     if len(set(steps)) > 1:
         raise StateMismatch(
-            f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run was killed while it committed. "
+            f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run "
+            "was killed while it committed. "
             "Restore the same snapshot on every rank, or start anew"
         )
 
@@ -181,14 +210,17 @@ def agreed(steps: Sequence[float]) -> None:
 def check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in mine]:
         raise StateMismatch(
-            f"the state has groups of {[len(g['params']) for g in saved]} parameters, the optimizer of "
+            f"the state has groups of {[len(g['params']) for g in saved]} parameters, the "
+            "optimizer of "
             f"{[len(g['params']) for g in mine]}: load the state of the same model and groups"
         )
 
 
 def take_options(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     for group, other in zip(mine, saved, strict=True):
-        group.update({key: value for key, value in other.items() if key not in ("params", "param_names")})
+        group.update(
+            {key: value for key, value in other.items() if key not in ("params", "param_names")}
+        )
 
 
 def copied(value: Any) -> Any:

@@ -1,13 +1,15 @@
 """The optimizers' arithmetic on CPU: one pass over memory per call, no loop over tensors in Python.
 
-Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
-having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``put``): ``scaled`` then moves 8, ``apply_mean`` 20, ``accumulate`` 20, or 16 if there is no u, ``local_step`` 36,
-or 32 where a window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew: to keep what is divided
-by would be four bytes more per parameter, and one more thing that may be out of date.
+Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line
+that is written without having been read is fetched all the same, 8 bytes instead of 4, unless it is
+stored past the caches, which calls for many elements do (``put``): ``scaled`` then moves 8,
+``apply_mean`` 20, ``accumulate`` 20, or 16 if there is no u, ``local_step`` 36, or 32 where a
+window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew: to keep
+what is divided by would be four bytes more per parameter, and one more thing that may be out of
+date.
 
-The loops are in ``sources.adam_loops``. Every function is that of ``kernels.adam`` with the same name; results do not depend
-on the number of threads.
+The loops are in ``sources.adam_loops``. Every function is that of ``kernels.adam`` with the same
+name; results do not depend on the number of threads.
 """
 
 from typing import Any
@@ -27,7 +29,9 @@ PAST = 1 << 22  # a call that handles so many elements leaves none of them in a 
 
 
 def _run(kernel: Kernel, segments: Segments, *args: Any) -> list[int]:
-    return split(kernel, segments.numel, segments.numel, segments.table, *args, segments.numel >= PAST)
+    return split(
+        kernel, segments.numel, segments.numel, segments.table, *args, segments.numel >= PAST
+    )
 
 
 def _array(buffer: torch.Tensor) -> np.ndarray | None:
@@ -43,20 +47,35 @@ def scaled(segments, out, *, gain):
 
 
 def apply_mean(segments, p, v, m, a, divisors, *, step, decay, momentum_scale, most):
-    buffers, scalars = (b.numpy() for b in (p, v, m)), map(np.float32, (step, decay, momentum_scale, most))
+    buffers, scalars = (
+        (b.numpy() for b in (p, v, m)),
+        map(np.float32, (step, decay, momentum_scale, most)),
+    )
     _run(loops.apply_mean, segments, divisors, *buffers, _array(a), *scalars)
 
 
 def accumulate(segments, m, u, v, out, divisors, *, beta, gain, lr=1.0, decay=1.0):
     counts, scalars = _none(segments), map(np.float32, (lr * beta, lr * (1 - beta), gain, decay))
-    _run(loops.accumulate, segments, divisors, m.numpy(), _array(u), v.numpy(), out.numpy(), counts, *scalars)
+    _run(
+        loops.accumulate,
+        segments,
+        divisors,
+        m.numpy(),
+        _array(u),
+        v.numpy(),
+        out.numpy(),
+        counts,
+        *scalars,
+    )
     return torch.from_numpy(counts)
 
 
 def local_step(segments, m, u, a, v, divisors, *, beta, gain, lr, decay, anchor_decay, begins):
     counts, buffers = _none(segments), [b.numpy() for b in (m, u, a, v)]
     scalars = map(np.float32, (beta, 1 - beta, gain, lr, decay, anchor_decay))
-    return not any(_run(loops.local_step, segments, divisors, *buffers, counts, *scalars, begins)), torch.from_numpy(counts)
+    return not any(
+        _run(loops.local_step, segments, divisors, *buffers, counts, *scalars, begins)
+    ), torch.from_numpy(counts)
 
 
 def square_sum(segments):

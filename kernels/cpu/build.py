@@ -1,10 +1,12 @@
-"""LLVM bitcode of the kernels in ``sources``, made by Numba: when a wheel is built, or by a developer.
+"""LLVM bitcode of the kernels in ``sources``, made by Numba: when a wheel is built, or by a
+developer.
 
     python -m commpress.kernels.cpu.build            all families into the package's own folder
     python -m commpress.kernels.cpu.build FOLDER     into another one
 
-The bitcode is hardly optimised, and for no processor in particular: ``compiled`` does the rest where it runs. It calls nothing
-of Numba's: what its functions need of memory is here, and a kernel is called with a frame (``kinds``).
+The bitcode is hardly optimised, and for no processor in particular: ``compiled`` does the rest
+where it runs. It calls nothing of Numba's: what its functions need of memory is here, and a kernel
+is called with a frame (``kinds``).
 """
 
 import json
@@ -28,8 +30,9 @@ from commpress.kernels.cpu.sources.kernel import KERNELS
 _I8P, _I64, _I32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
 _UNOPTIMISED = 0
 
-# An array that a kernel makes for itself is a block of Numba's: who refers to it, its destructor and the latter's argument,
-# address, size and allocator. Numba's code reads the count and the address, and calls these two.
+# An array that a kernel makes for itself is a block of Numba's: who refers to it, its destructor
+# and the latter's argument, address, size and allocator. Numba's code reads the count and the
+# address, and calls these two.
 _MEMORY = """
 declare ptr @malloc(i64)
 declare void @free(ptr)
@@ -73,7 +76,9 @@ def bitcode(family: str) -> bytes:
         before, config.OPT = config.OPT, type(config.OPT)(_UNOPTIMISED)  # type: ignore[attr-defined]
         try:
             for name, declared in KERNELS[family].items():
-                names[name] = [[f"{kind.dtype}/{kind.dims}" for kind in kinds] for kinds in declared.variants]
+                names[name] = [
+                    [f"{kind.dtype}/{kind.dims}" for kind in kinds] for kinds in declared.variants
+                ]
                 for i, kinds in enumerate(declared.variants):
                     parts.append(_variant(declared.function, kinds, f"{family}.{name}.{i}"))
         finally:
@@ -82,9 +87,21 @@ def bitcode(family: str) -> bytes:
     module.triple, module.data_layout = parts[0].triple, parts[0].data_layout
     for part in parts:
         module.link_in(part)
-    _strip(module, {f"{family}.{name}.{i}" for name, variants in names.items() for i in range(len(variants))})
-    header = {"family": family, "digest": digest(), "llvm": list(llvm.llvm_version_info), "kernels": names}
-    return json.dumps(header, separators=(",", ":")).encode() + b"\n" + zlib.compress(module.as_bitcode(), 9)
+    _strip(
+        module,
+        {f"{family}.{name}.{i}" for name, variants in names.items() for i in range(len(variants))},
+    )
+    header = {
+        "family": family,
+        "digest": digest(),
+        "llvm": list(llvm.llvm_version_info),
+        "kernels": names,
+    }
+    return (
+        json.dumps(header, separators=(",", ":")).encode()
+        + b"\n"
+        + zlib.compress(module.as_bitcode(), 9)
+    )
 
 
 def _variant(function: Any, kinds: tuple[Kind, ...], name: str) -> llvm.ModuleRef:
@@ -99,7 +116,14 @@ def _variant(function: Any, kinds: tuple[Kind, ...], name: str) -> llvm.ModuleRe
     slots, arguments, at = entry.args[0], [], 0
     for kind, of in zip(kinds, signature, strict=True):
         if kind.dims:
-            arguments.append(_array(context, builder, of, [_slot(builder, slots, at + i, _I64) for i in range(1 + kind.dims)]))
+            arguments.append(
+                _array(
+                    context,
+                    builder,
+                    of,
+                    [_slot(builder, slots, at + i, _I64) for i in range(1 + kind.dims)],
+                )
+            )
             at += 1 + kind.dims
         elif kind == NOTHING:
             arguments.append(context.get_dummy_value())
@@ -109,10 +133,14 @@ def _variant(function: Any, kinds: tuple[Kind, ...], name: str) -> llvm.ModuleRe
             at += 1
     descriptor = compiled.fndesc
     called = context.declare_function(module, descriptor)
-    status, result = context.call_conv.call_function(builder, called, descriptor.restype, descriptor.argtypes, arguments)
+    status, result = context.call_conv.call_function(
+        builder, called, descriptor.restype, descriptor.argtypes, arguments
+    )
     _store(builder, slots, at, builder.zext(status.is_error, _I64))
     if descriptor.restype != types.none:
-        _store(builder, slots, at + 1, context.cast(builder, result, descriptor.restype, types.int64))
+        _store(
+            builder, slots, at + 1, context.cast(builder, result, descriptor.restype, types.int64)
+        )
     builder.ret_void()
     whole = library._final_module.clone()
     whole.link_in(llvm.parse_assembly(str(module)))
@@ -147,15 +175,17 @@ def _array(context: Any, builder: ir.IRBuilder, kind: Any, words: list[Any]) -> 
     for length in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], length))
     data = builder.inttoptr(address, element.as_pointer())
-    context.populate_array(array, data=data, shape=shape, strides=strides, itemsize=_I64(size), meminfo=None)
+    context.populate_array(
+        array, data=data, shape=shape, strides=strides, itemsize=_I64(size), meminfo=None
+    )
     return array._getvalue()
 
 
 def _strip(module: llvm.ModuleRef, kernels: set[str]) -> None:
     """Leave what the kernels need, and nothing that only this process has.
 
-    Functions may be put in place of calls, but need not be because there is only one call: that made modules twice as long to
-    compile.
+    Functions may be put in place of calls, but need not be because there is only one call: that
+    made modules twice as long to compile.
     """
     for function in module.functions:
         if not function.is_declaration:
@@ -165,15 +195,29 @@ def _strip(module: llvm.ModuleRef, kernels: set[str]) -> None:
             variable.linkage = "internal"
     machine = llvm.Target.from_triple(module.triple).create_target_machine()
     passes = llvm.create_new_module_pass_manager()
-    for add in ("sroa", "simplify_cfg", "dead_code_elimination", "global_dead_code_eliminate", "constant_merge",
-                "merge_functions", "strip_dead_prototype"):  # fmt: skip
+    for add in (
+        "sroa",
+        "simplify_cfg",
+        "dead_code_elimination",
+        "global_dead_code_eliminate",
+        "constant_merge",
+        "merge_functions",
+        "strip_dead_prototype",
+    ):
         getattr(passes, f"add_{add}_pass")()
-    passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(_UNOPTIMISED)))
+    passes.run(
+        module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(_UNOPTIMISED))
+    )
     module.verify()
     text = str(module)
     if found := re.search(r"inttoptr \(i64 \d+ to|@numba\.|@_ZN08NumbaEnv", text):
-        raise RuntimeError(f"the module holds something of this process only: {text[found.start() : found.start() + 200]}")
-    open_ends = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
+        raise RuntimeError(
+            "the module holds something of this process only: "
+            f"{text[found.start() : found.start() + 200]}"
+        )
+    open_ends = {
+        f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")
+    }
     if foreign := open_ends - {"malloc", "free", "sqrt"}:
         raise RuntimeError(f"the kernels call {', '.join(sorted(foreign))}, which only Numba has")
 

@@ -1,8 +1,9 @@
 """A sketch that can be summed: every element is added to three cells, and comes back by peeling.
 
-A cell that only one unknown element hits *is* that element; taking it out of its other two cells frees others. Where non-zero
-elements are fewer than cells / 1.23 this reaches all of them but with a chance that falls with their number. The three cells
-lie in three thirds of the table, so they differ.
+A cell that only one unknown element hits *is* that element; taking it out of its other two cells
+frees others. Where non-zero elements are fewer than cells / 1.23 this reaches all of them but with
+a chance that falls with their number. The three cells lie in three thirds of the table, so they
+differ.
 """
 
 import numpy as np
@@ -13,7 +14,8 @@ loops = Kernels("cell_loops")
 
 
 def to_quanta(values, left, starts, quanta, most=2.0**126):
-    """values := whole multiples, at most ``most``, of their part's quantum; left += what that leaves out.
+    """values := whole multiples, at most ``most``, of their part's quantum; left += what that
+    leaves out.
 
     The usual ``most`` only keeps multiples finite.
 
@@ -35,10 +37,12 @@ def peaks(values, starts):
 
 
 def add(values, table, bitmap, *, seed=0):
-    """table += the sketch of ``values``; bitmap (one bit per element, lowest first) marks those that are not zero."""
+    """table += the sketch of ``values``; bitmap (one bit per element, lowest first) marks those
+    that are not zero."""
     loops.add(values.numpy(), table.numpy(), bitmap.numpy(), np.uint32(seed))
 
 
 def peel(table, bitmap, out, *, seed=0):
-    """out := the elements that ``bitmap`` marks; returns how many could not be told apart. The table is used up."""
+    """out := the elements that ``bitmap`` marks; returns how many could not be told apart. The
+    table is used up."""
     return int(loops.peel(table.numpy(), bitmap.numpy(), out.numpy(), np.uint32(seed)))

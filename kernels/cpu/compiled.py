@@ -1,7 +1,9 @@
-"""Kernels as machine code: bitcode that Numba made when the package was built, finished by LLVM for this very processor.
+"""Kernels as machine code: bitcode that Numba made when the package was built, finished by LLVM for
+this very processor.
 
-A kernel is compiled when it is first called, and its machine code cached on disk (``object_cache``). Without bitcode of these
-very sources (a checkout in which somebody works) Numba makes it now.
+A kernel is compiled when it is first called, and its machine code cached on disk
+(``object_cache``). Without bitcode of these very sources (a checkout in which somebody works) Numba
+makes it now.
 """
 
 import ctypes
@@ -51,9 +53,15 @@ class Frames(NamedTuple):
         self.function(self.address + i * self.size)
 
     def results(self) -> list[int]:
-        ends = [struct.unpack_from("qq", self.slots, (i + 1) * self.size - 16) for i in range(self.calls)]
+        ends = [
+            struct.unpack_from("qq", self.slots, (i + 1) * self.size - 16)
+            for i in range(self.calls)
+        ]
         if any(failed for failed, _ in ends):
-            raise MemoryError("a kernel failed: it found no memory to work with, or arrays whose lengths do not fit")
+            raise MemoryError(
+                "a kernel failed: it found no memory to work with, or arrays whose lengths do "
+                "not fit"
+            )
         return [result for _, result in ends]
 
 
@@ -63,7 +71,8 @@ class _Variant(NamedTuple):
 
 
 class Kernel:
-    """A kernel, called with numbers, None and contiguous tensors or arrays on the CPU; its declaration says which."""
+    """A kernel, called with numbers, None and contiguous tensors or arrays on the CPU; its
+    declaration says which."""
 
     def __init__(self, family: str, name: str) -> None:
         self.family, self.name = family, name
@@ -75,13 +84,17 @@ class Kernel:
         return frames.results()[0]
 
     def frames(self, args: Sequence[Any], parts: Sequence[tuple[int, ...]] = ((),)) -> Frames:
-        """A call for each of the ``parts``, which are its last arguments. Arrays must live until the calls are over."""
+        """A call for each of the ``parts``, which are its last arguments. Arrays must live until
+        the calls are over."""
         key: list[Any] = []  # what tells variants apart
         values: list[Any] = []
         for value in args:
             if isinstance(value, torch.Tensor):
                 if not (value.is_cpu and value.is_contiguous()):
-                    raise TypeError(f"kernel {self.name} got a tensor on {value.device} of strides {value.stride()}")
+                    raise TypeError(
+                        f"kernel {self.name} got a tensor on {value.device} of strides "
+                        f"{value.stride()}"
+                    )
                 key.append(value.dtype)
                 values += (value.data_ptr(), value.numel())
             elif isinstance(value, np.ndarray):
@@ -97,7 +110,12 @@ class Kernel:
         kind = tuple(key)
         variant = self._variants.get(kind) or self._compiled(kind, len(parts[0]))
         packed = b"".join([variant.frame.pack(*values, *part, 0, 0) for part in parts])
-        return Frames(variant.function, ctypes.create_string_buffer(packed, len(packed)), variant.frame.size, len(parts))
+        return Frames(
+            variant.function,
+            ctypes.create_string_buffer(packed, len(packed)),
+            variant.frame.size,
+            len(parts),
+        )
 
     def _compiled(self, key: tuple[Any, ...], more: int) -> _Variant:
         kinds = [_kind(part) for part in key] + [Kind("number")] * more
@@ -106,7 +124,10 @@ class Kernel:
                 function = _function(self.family, f"{self.family}.{self.name}.{i}")
                 frame = struct.Struct("".join(kind.slots for kind in declared) + "qq")
                 return self._variants.setdefault(key, _Variant(function, frame))
-        raise TypeError(f"kernel {self.name} was called with {', '.join(map(str, kinds))}, which it is not declared for")
+        raise TypeError(
+            f"kernel {self.name} was called with {', '.join(map(str, kinds))}, which it is not "
+            "declared for"
+        )
 
 
 class Kernels:
@@ -150,7 +171,10 @@ class _Family(NamedTuple):
 def _family(name: str) -> _Family:
     header, _, body = bitcode(name).partition(b"\n")
     variants = {
-        kernel: [tuple(Kind(dtype, int(dims)) for dtype, dims in (kind.split("/") for kind in kinds)) for kinds in each]
+        kernel: [
+            tuple(Kind(dtype, int(dims)) for dtype, dims in (kind.split("/") for kind in kinds))
+            for kinds in each
+        ]
         for kernel, each in json.loads(header)["kernels"].items()
     }
     return _Family(variants, zlib.decompress(body))
@@ -168,7 +192,11 @@ def _packed(name: str) -> bytes | None:
     except OSError:
         return None
     header = json.loads(file.partition(b"\n")[0])
-    return file if header["digest"] == digest() and header["llvm"] <= list(llvm.llvm_version_info) else None
+    return (
+        file
+        if header["digest"] == digest() and header["llvm"] <= list(llvm.llvm_version_info)
+        else None
+    )
 
 
 def _of_these_sources(name: str) -> bytes:
@@ -178,15 +206,20 @@ def _of_these_sources(name: str) -> bytes:
     with object_cache.lock(file_name):  # one process compiles, the others wait for its file
         if (file := object_cache.load(file_name)) is None:
             log.warning(
-                "commpress: %s was not made from these sources of kernels: Numba compiles %s now, which takes up to half a "
-                "minute; python -m commpress.kernels.cpu.build makes it", FOLDER, name,
-            )  # fmt: skip
+                "commpress: %s was not made from these sources of kernels: Numba compiles %s "
+                "now, which takes up to half a "
+                "minute; python -m commpress.kernels.cpu.build makes it",
+                FOLDER,
+                name,
+            )
             try:
                 from commpress.kernels.cpu import build
             except ImportError as error:
                 raise MissingPackage(
-                    f"the bitcode of the kernels in {FOLDER} is missing or not of these sources, or llvmlite "
-                    f"{llvmlite.__version__} is too old to read it, and Numba, which makes it, cannot be imported ({error}). "
+                    f"the bitcode of the kernels in {FOLDER} is missing or not of these "
+                    "sources, or llvmlite "
+                    f"{llvmlite.__version__} is too old to read it, and Numba, which makes it, "
+                    f"cannot be imported ({error}). "
                     "Install commpress again from a wheel, upgrade llvmlite, or install Numba."
                 ) from error
             file = build.bitcode(name)
@@ -207,10 +240,21 @@ class _Host(NamedTuple):
 def _host() -> _Host:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    triple, cpu, features = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    triple, cpu, features = (
+        llvm.get_process_triple(),
+        llvm.get_host_cpu_name(),
+        llvm.get_host_cpu_features().flatten(),
+    )
     target = llvm.Target.from_triple(triple)
     relocations = "static" if target.name.startswith("x86") else "default"
-    options = {"cpu": cpu, "features": features, "opt": 3, "codemodel": "jitdefault", "reloc": relocations, "jit": True}
+    options = {
+        "cpu": cpu,
+        "features": features,
+        "opt": 3,
+        "codemodel": "jitdefault",
+        "reloc": relocations,
+        "jit": True,
+    }
     empty = llvm.parse_assembly(f'target triple = "{triple}"')
     engine = llvm.create_mcjit_compiler(empty, target.create_target_machine(**options))
     name = blake2b(f"{triple} {cpu} {features}".encode(), digest_size=8).hexdigest()
@@ -241,8 +285,8 @@ def machine_code(family: str, symbol: str) -> bytes:
 
 
 def _optimised(module: bytes, symbol: str) -> bytes:
-    """Machine code of one kernel. The passes are those of Numba: functions are drawn together, then references to arrays that
-    come and go within one are dropped, then all is optimised."""
+    """Machine code of one kernel. The passes are those of Numba: functions are drawn together, then
+    references to arrays that come and go within one are dropped, then all is optimised."""
     machine, of = _host().machine, llvm.parse_bitcode(module)
     of.triple, of.data_layout = machine.triple, str(machine.target_data)
     _hide(of, {llvm.Linkage.external}, symbol)

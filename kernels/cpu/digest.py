@@ -12,7 +12,15 @@ FOLDER = _HERE / "bitcode"
 LLVM = f"{llvmlite.__version__}-{'.'.join(map(str, llvmlite.binding.llvm_version_info))}"
 FAMILIES = ("row_loops", "adam_loops", "lamb_loops", "low_rank_loops", "cell_loops", "openmp_loops")
 # What ``sources`` import, and who compiles.
-_BESIDE = ("build.py", "compiled.py", "kinds.py", "../matrices.py", "../pieces.py", "../reference.py", "../registered.py")
+_BESIDE = (
+    "build.py",
+    "compiled.py",
+    "kinds.py",
+    "../matrices.py",
+    "../pieces.py",
+    "../reference.py",
+    "../registered.py",
+)
 
 
 @cache

@@ -1,7 +1,8 @@
 """Kinds of a kernel's arguments: what lies in a frame, and what Numba compiles for.
 
-A *frame* is how a kernel is called: one run of 64-bit slots, argument after argument, then a slot for the kernel's status and
-one for its result. A number takes a slot; an array its address and its lengths; None no slot at all.
+A *frame* is how a kernel is called: one run of 64-bit slots, argument after argument, then a slot
+for the kernel's status and one for its result. A number takes a slot; an array its address and its
+lengths; None no slot at all.
 """
 
 from typing import NamedTuple
@@ -19,10 +20,19 @@ class Kind(NamedTuple):
         return "q" * (1 + self.dims) if self.dims else _SLOTS[self.dtype]
 
 
-_SLOTS = {"float32": "f4x", "float64": "d", "int64": "q", "uint32": "I4x", "bool": "?7x", "None": ""}
+_SLOTS = {
+    "float32": "f4x",
+    "float64": "d",
+    "int64": "q",
+    "uint32": "I4x",
+    "bool": "?7x",
+    "None": "",
+}
 
 F32, F64, I64, U32, FLAG, NOTHING = (Kind(dtype) for dtype in _SLOTS)
-FLOATS, DOUBLES, INTEGERS, OCTETS = (Kind(dtype, 1) for dtype in ("float32", "float64", "int64", "uint8"))
+FLOATS, DOUBLES, INTEGERS, OCTETS = (
+    Kind(dtype, 1) for dtype in ("float32", "float64", "int64", "uint8")
+)
 HALVES = Kind("uint16", 1)  # bfloat16, as patterns
 TABLE, DIVISORS = Kind("int64", 2), Kind("float32", 2)
 MAYBE_FLOATS = (FLOATS, NOTHING)

@@ -1,8 +1,9 @@
 """LAMB on CPU: two passes per layer, the second while a layer that fits is still in the cache.
 
-The first pass updates what the step updates and sums squares, the second moves x. Bytes per parameter to and from memory, if a
-layer fits into a cache: ``exact`` 28, ``live`` 28, ``frozen`` 32. What the second pass finds in a cache, 8 bytes, is not free
-either. One thread walks a layer, so sums have one order. The loops are in ``sources.lamb_loops``.
+The first pass updates what the step updates and sums squares, the second moves x. Bytes per
+parameter to and from memory, if a layer fits into a cache: ``exact`` 28, ``live`` 28, ``frozen``
+32. What the second pass finds in a cache, 8 bytes, is not free either. One thread walks a layer, so
+sums have one order. The loops are in ``sources.lamb_loops``.
 """
 
 import numpy as np
@@ -18,35 +19,94 @@ loops = Kernels("lamb_loops")
 
 
 def exact(
-    segments: Segments, m: torch.Tensor, v: torch.Tensor, w: torch.Tensor, coefficient: torch.Tensor, rule: LayerRule
+    segments: Segments,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor,
+    coefficient: torch.Tensor,
+    rule: LayerRule,
 ) -> None:
     (beta1, beta2), table = rule.betas, segments.table
     split(
-        loops.exact, len(table), segments.numel, table, m.numpy(), v.numpy(), w.numpy(), coefficient.numpy(),
-        *map(np.float32, (beta1, 1 - beta1, beta2, 1 - beta2, rule.eps)), rule.lr, np.float32(rule.decay),
-        *rule.coefficients, rule.coefficient_beta,
-    )  # fmt: skip
+        loops.exact,
+        len(table),
+        segments.numel,
+        table,
+        m.numpy(),
+        v.numpy(),
+        w.numpy(),
+        coefficient.numpy(),
+        *map(np.float32, (beta1, 1 - beta1, beta2, 1 - beta2, rule.eps)),
+        rule.lr,
+        np.float32(rule.decay),
+        *rule.coefficients,
+        rule.coefficient_beta,
+    )
 
 
 def live(
-    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, course: torch.Tensor, divisors: np.ndarray,
-    rule: LayerRule, *, most: float,
-) -> None:  # fmt: skip
+    segments: Segments,
+    p: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    course: torch.Tensor,
+    divisors: np.ndarray,
+    rule: LayerRule,
+    *,
+    most: float,
+) -> None:
     slow, table = rule.coefficient_beta, segments.table
     split(
-        loops.live, len(table), segments.numel, table, divisors, p.numpy(), v.numpy(), m.numpy(), course.numpy(),
-        np.float32(slow), np.float32(1 - slow), rule.lr, np.float32(rule.decay), *rule.coefficients, np.float32(most),
+        loops.live,
+        len(table),
+        segments.numel,
+        table,
+        divisors,
+        p.numpy(),
+        v.numpy(),
+        m.numpy(),
+        course.numpy(),
+        np.float32(slow),
+        np.float32(1 - slow),
+        rule.lr,
+        np.float32(rule.decay),
+        *rule.coefficients,
+        np.float32(most),
         segments.numel >= PAST,
-    )  # fmt: skip
+    )
 
 
 def frozen(
-    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, fresh: torch.Tensor, divisors: np.ndarray,
-    coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule, *, most: float,
-) -> None:  # fmt: skip
+    segments: Segments,
+    p: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    fresh: torch.Tensor,
+    divisors: np.ndarray,
+    coefficient: torch.Tensor,
+    factor: torch.Tensor,
+    rule: LayerRule,
+    *,
+    most: float,
+) -> None:
     (beta1, beta2), table = rule.betas, segments.table
     split(
-        loops.frozen, len(table), segments.numel, table, divisors, p.numpy(), v.numpy(), m.numpy(), fresh.numpy(),
-        coefficient.numpy(), factor.numpy(), *map(np.float32, (beta1, 1 / (1 - beta1), beta2, 1 - beta2)), rule.lr,
-        np.float32(rule.decay), *rule.factors, rule.factor_change, np.float32(most), segments.numel >= PAST,
-    )  # fmt: skip
+        loops.frozen,
+        len(table),
+        segments.numel,
+        table,
+        divisors,
+        p.numpy(),
+        v.numpy(),
+        m.numpy(),
+        fresh.numpy(),
+        coefficient.numpy(),
+        factor.numpy(),
+        *map(np.float32, (beta1, 1 / (1 - beta1), beta2, 1 - beta2)),
+        rule.lr,
+        np.float32(rule.decay),
+        *rule.factors,
+        rule.factor_change,
+        np.float32(most),
+        segments.numel >= PAST,
+    )

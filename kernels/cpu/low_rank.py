@@ -1,11 +1,12 @@
 """PowerSGD's arithmetic on the CPU: every matrix is read from memory three times and written twice.
 
-``project`` forms M = gain · x + e and P = M·Q in one pass. ``fold`` forms Q = Mᵀ·P and what stays behind, M − P·Qᵀ, while
-a strip of columns is in cache. ``expand`` writes P·Qᵀ. Factors lie transposed, one row of memory per column: P as
-float32[rank, rows], Q as float32[rank, columns].
+``project`` forms M = gain · x + e and P = M·Q in one pass. ``fold`` forms Q = Mᵀ·P and what stays
+behind, M − P·Qᵀ, while a strip of columns is in cache. ``expand`` writes P·Qᵀ. Factors lie
+transposed, one row of memory per column: P as float32[rank, rows], Q as float32[rank, columns].
 
-Note: bits. P̂ and P·Qᵀ are computed by every rank for itself and must agree, so ``orthonormalize`` and ``expand`` have one
-order of operations and no fused multiply-add: processors of different makes give the same bits.
+Note: bits. P̂ and P·Qᵀ are computed by every rank for itself and must agree, so ``orthonormalize``
+and ``expand`` have one order of operations and no fused multiply-add: processors of different makes
+give the same bits.
 """
 
 import numpy as np
@@ -21,29 +22,80 @@ loops = Kernels("low_rank_loops")
 def project(x, residual, m, p, q, matrices: Matrices, *, gain=1.0):
     """m := gain · x + residual of every matrix, P := m·Q; not finite where m is not."""
     units = matrices.row_units
-    split(loops.project, len(units), m.numel(), x.numpy(), np.float32(gain), _floats(residual), m.numpy(), p.numpy(),
-           q.numpy(), matrices.table, units)  # fmt: skip
+    split(
+        loops.project,
+        len(units),
+        m.numel(),
+        x.numpy(),
+        np.float32(gain),
+        _floats(residual),
+        m.numpy(),
+        p.numpy(),
+        q.numpy(),
+        matrices.table,
+        units,
+    )
 
 
 def fold(m, p, q, matrices: Matrices, *, subtract=True):
-    """Q := mᵀ·P; with ``subtract`` m −= P·Qᵀ: what this rank's own part of the approximation leaves behind."""
+    """Q := mᵀ·P; with ``subtract`` m −= P·Qᵀ: what this rank's own part of the approximation leaves
+    behind."""
     units = matrices.column_units
-    split(loops.fold, len(units), m.numel(), m.numpy(), p.numpy(), q.numpy(), subtract, matrices.table, units)
+    split(
+        loops.fold,
+        len(units),
+        m.numel(),
+        m.numpy(),
+        p.numpy(),
+        q.numpy(),
+        subtract,
+        matrices.table,
+        units,
+    )
 
 
 def expand(p, q, x, matrices: Matrices, *, gain=1.0):
     """x := gain · P·Qᵀ at the place of every matrix."""
     units = matrices.row_units
-    split(loops.expand, len(units), matrices.numel, p.numpy(), q.numpy(), x.numpy(), np.float32(gain), matrices.table,
-           units)  # fmt: skip
+    split(
+        loops.expand,
+        len(units),
+        matrices.numel,
+        p.numpy(),
+        q.numpy(),
+        x.numpy(),
+        np.float32(gain),
+        matrices.table,
+        units,
+    )
 
 
 def orthonormalize_left(p, matrices: Matrices):
     """Orthonormal columns, those that depend on earlier ones zero."""
-    split(loops.orthonormalize, len(matrices.table), 64 * p.numel(), p.numpy(), matrices.table, LEFT, TALL, False, 0)
+    split(
+        loops.orthonormalize,
+        len(matrices.table),
+        64 * p.numel(),
+        p.numpy(),
+        matrices.table,
+        LEFT,
+        TALL,
+        False,
+        0,
+    )
 
 
 def orthonormalize_right(q, matrices: Matrices, key: int):
-    """The basis of the next step: orthonormal columns, new random ones in place of those that depend on earlier ones."""
-    split(loops.orthonormalize, len(matrices.table), 64 * q.numel(), q.numpy(), matrices.table, RIGHT, WIDE, True,
-           np.uint32(key & 0xFFFFFFFF))  # fmt: skip
+    """The basis of the next step: orthonormal columns, new random ones in place of those that
+    depend on earlier ones."""
+    split(
+        loops.orthonormalize,
+        len(matrices.table),
+        64 * q.numel(),
+        q.numpy(),
+        matrices.table,
+        RIGHT,
+        WIDE,
+        True,
+        np.uint32(key & 0xFFFFFFFF),
+    )

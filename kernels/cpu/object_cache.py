@@ -1,7 +1,8 @@
 """A folder of this user's for machine code and bitcode, from one process to the next.
 
-What lies there is executed. So a folder counts only if it belongs to this user, or to root, and nobody else may write to it,
-and a file only if that holds for it too and its checksum does. A damaged file is as good as none.
+What lies there is executed. So a folder counts only if it belongs to this user, or to root, and
+nobody else may write to it, and a file only if that holds for it too and its checksum does. A
+damaged file is as good as none.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ _CHECK = 32
 
 
 def folders() -> list[Path]:
-    """Folders in which files may lie: the one COMMPRESS_CACHE_DIR names, or else the user's cache, or else a temporary one."""
+    """Folders in which files may lie: the one COMMPRESS_CACHE_DIR names, or else the user's cache,
+    or else a temporary one."""
     if given := os.environ.get("COMMPRESS_CACHE_DIR"):
         return [Path(given)]
     found, base = [], os.environ.get("XDG_CACHE_HOME", "")
@@ -44,7 +46,8 @@ def load(name: str) -> bytes | None:
 
 
 def store(name: str, content: bytes) -> bool:
-    """Write a file to the first folder that takes it; True if one does. Others see it whole or not at all."""
+    """Write a file to the first folder that takes it; True if one does. Others see it whole or not
+    at all."""
     for folder in folders():
         with contextlib.suppress(OSError), _made(folder) as place:
             _write(name, blake2b(content, digest_size=_CHECK).digest() + content, place)
@@ -68,7 +71,12 @@ def lock(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         for folder in folders():
             with contextlib.suppress(OSError), _made(folder) as place:
-                file = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
+                file = os.open(
+                    f"{name}.lock",
+                    os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+                    0o600,
+                    dir_fd=place,
+                )
                 held.callback(os.close, file)
                 fcntl.flock(file, fcntl.LOCK_EX)
                 break
@@ -100,7 +108,9 @@ def _ours(descriptor: int) -> bool:
 
 
 def _read(name: str, place: int) -> bytes:
-    with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place), "rb") as file:
+    with open(
+        os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place), "rb"
+    ) as file:
         if not _ours(file.fileno()):
             raise PermissionError(f"others may write to {name}")
         return file.read()
@@ -121,12 +131,17 @@ def _write(name: str, content: bytes, place: int) -> None:
 
 @cache
 def _say_that_others_may_write(folder: Path) -> None:
-    log.warning("commpress: no cache of compiled kernels in %s: it is not this user's alone to write to", folder)
+    log.warning(
+        "commpress: no cache of compiled kernels in %s: it is not this user's alone to write to",
+        folder,
+    )
 
 
 @cache
 def _warn_without_cache() -> None:
     log.warning(
-        "commpress: no folder for a cache of compiled kernels can be written (%s): every process compiles what it uses, some "
-        "2 seconds; COMMPRESS_CACHE_DIR names another", ", ".join(map(str, folders()))
-    )  # fmt: skip
+        "commpress: no folder for a cache of compiled kernels can be written (%s): every "
+        "process compiles what it uses, some "
+        "2 seconds; COMMPRESS_CACHE_DIR names another",
+        ", ".join(map(str, folders())),
+    )

@@ -1,8 +1,9 @@
 """The fast CPU path: Numba, one pass over memory, block by block in the first-level cache.
 
-Each call walks the blocks of a message; a block is loaded (input + residual, or the mean of P decoded rows), scaled,
-packed and stored before the next one is touched, so that a float is read once and a residual written once. Results are
-those of ``reference`` bit for bit. ``docs/kernels.md`` says why Numba.
+Each call walks the blocks of a message; a block is loaded (input + residual, or the mean of P
+decoded rows), scaled, packed and stored before the next one is touched, so that a float is read
+once and a residual written once. Results are those of ``reference`` bit for bit.
+``docs/kernels.md`` says why Numba.
 """
 
 import numpy as np
@@ -35,11 +36,27 @@ def _bytes(message: torch.Tensor) -> np.ndarray:
 def _mixed(pieces: Pieces) -> bool | None:
     """None for signs and casts, for which there is a smaller kernel."""
     if pieces.registered:
-        raise TypeError("the codec is a registered one, which kernels do not know: take kernels.arithmetic(device, pieces)")
+        raise TypeError(
+            "the codec is a registered one, which kernels do not know: take "
+            "kernels.arithmetic(device, pieces)"
+        )
     return None if pieces.plain else True
 
 
-def _encode_any(x, gain, received, message, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale):
+def _encode_any(
+    x,
+    gain,
+    received,
+    message,
+    flag,
+    pieces,
+    rank,
+    key,
+    residual,
+    new_residual,
+    residual_scale,
+    new_scale,
+):
     rows, stride, flat = message.shape[0], message.stride(0), _bytes(message)
     blocks = rows * pieces.blocks
     partial = np.empty(blocks, np.float32) if pieces.row_scales else _NONE
@@ -48,15 +65,38 @@ def _encode_any(x, gain, received, message, flag, pieces, rank, key, residual, n
         inbox, in_stride, senders = _bytes(received), received.stride(0), received.shape[0]
     finite = all(
         split(
-            loops.encode, blocks, pieces.numel // (senders or 1), _floats(x), np.float32(gain), inbox, in_stride, senders,
-            rank, _floats(residual), _floats(residual_scale), _floats(new_residual), flat, stride, partial,
-            pieces.table, rows, np.uint32(key), _mixed(pieces),
+            loops.encode,
+            blocks,
+            pieces.numel // (senders or 1),
+            _floats(x),
+            np.float32(gain),
+            inbox,
+            in_stride,
+            senders,
+            rank,
+            _floats(residual),
+            _floats(residual_scale),
+            _floats(new_residual),
+            flat,
+            stride,
+            partial,
+            pieces.table,
+            rows,
+            np.uint32(key),
+            _mixed(pieces),
         )
-    )  # fmt: skip
+    )
     if pieces.row_scales:
-        scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32) if new_scale is None else new_scale
+        scales = (
+            torch.empty(len(pieces.table) * rows, dtype=torch.float32)
+            if new_scale is None
+            else new_scale
+        )
         table = pieces.table
-        finite = loops.finish_rows(partial, table, rows, senders, rank, flat, stride, scales.numpy()) and finite
+        finite = (
+            loops.finish_rows(partial, table, rows, senders, rank, flat, stride, scales.numpy())
+            and finite
+        )
         if new_residual is not None and new_scale is None:
             settle(new_residual, scales, pieces, shard=senders > 0)
     if not finite:
@@ -64,43 +104,121 @@ def _encode_any(x, gain, received, message, flag, pieces, rank, key, residual, n
 
 
 def encode(
-    x, message, flag, pieces, *, gain=1.0, key=0, residual=None, new_residual=None, residual_scale=None, new_scale=None
+    x,
+    message,
+    flag,
+    pieces,
+    *,
+    gain=1.0,
+    key=0,
+    residual=None,
+    new_residual=None,
+    residual_scale=None,
+    new_scale=None,
 ):
-    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
+    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if
+    something is not finite.
 
-    x float32[n] or bfloat16[n]; message uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual
-    float32[pieces.residual_numel], which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces
-    with one scale per row is lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with
+    x float32[n] or bfloat16[n]; message uint8[rows, row_bytes], gaps between rows allowed;
+    residual, new_residual float32[pieces.residual_numel], which may be one tensor. With
+    ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy:
+    new_residual := c there, and c − scale · sgn(c) is formed when it comes back with
     ``residual_scale``.
     """
-    _encode_any(x, gain, None, message, flag, pieces, 0, key, residual, new_residual, residual_scale, new_scale)
+    _encode_any(
+        x,
+        gain,
+        None,
+        message,
+        flag,
+        pieces,
+        0,
+        key,
+        residual,
+        new_residual,
+        residual_scale,
+        new_scale,
+    )
 
 
 def serve(
-    received, message, flag, pieces, rank, *, divisor=0.0, key=0, residual=None, new_residual=None, residual_scale=None,
+    received,
+    message,
+    flag,
+    pieces,
+    rank,
+    *,
+    divisor=0.0,
+    key=0,
+    residual=None,
+    new_residual=None,
+    residual_scale=None,
     new_scale=None,
-):  # fmt: skip
-    """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
+):
+    """Average the P rows, add the residual and encode the one row that goes back; the mean never
+    reaches memory.
 
     The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
-    _encode_any(None, divisor or received.shape[0], received, message, flag, pieces, rank, key, residual, new_residual,
-                residual_scale, new_scale)  # fmt: skip
+    _encode_any(
+        None,
+        divisor or received.shape[0],
+        received,
+        message,
+        flag,
+        pieces,
+        rank,
+        key,
+        residual,
+        new_residual,
+        residual_scale,
+        new_scale,
+    )
 
 
 def decode(message, out, pieces, *, gain=1.0, add=False):
-    """out[n] := or += all rows; each scale is multiplied by ``gain`` before it meets a code. float32 or bfloat16."""
+    """out[n] := or += all rows; each scale is multiplied by ``gain`` before it meets a code.
+    float32 or bfloat16."""
     rows = message.shape[0]
     past = not add and pieces.numel >= _LARGE
-    split(loops.decode, rows * pieces.blocks, pieces.numel, _bytes(message), message.stride(0), _floats(out), np.float32(gain),
-          add, past, 0, 0, pieces.table, rows, _mixed(pieces))  # fmt: skip
+    split(
+        loops.decode,
+        rows * pieces.blocks,
+        pieces.numel,
+        _bytes(message),
+        message.stride(0),
+        _floats(out),
+        np.float32(gain),
+        add,
+        past,
+        0,
+        0,
+        pieces.table,
+        rows,
+        _mixed(pieces),
+    )
 
 
 def decode_mean(received, out, pieces, rank):
-    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
-    split(loops.decode, pieces.blocks, pieces.numel, _bytes(received), received.stride(0), _floats(out), np.float32(1), False,
-          False, received.shape[0], rank, pieces.table, 1, _mixed(pieces))  # fmt: skip
+    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order,
+    then divided by P."""
+    split(
+        loops.decode,
+        pieces.blocks,
+        pieces.numel,
+        _bytes(received),
+        received.stride(0),
+        _floats(out),
+        np.float32(1),
+        False,
+        False,
+        received.shape[0],
+        rank,
+        pieces.table,
+        1,
+        _mixed(pieces),
+    )
 
 
 def settle(value, scale, pieces, *, shard=False):

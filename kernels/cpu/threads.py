@@ -19,7 +19,8 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def split(kernel: Kernel, blocks: int, numel: int, *args: Any) -> list[int]:
-    """Run ``kernel(*args, start, stop)`` over all blocks, on as many threads as torch may use: torch's, or else ours."""
+    """Run ``kernel(*args, start, stop)`` over all blocks, on as many threads as torch may use:
+    torch's, or else ours."""
     team = torch.get_num_threads()
     threads = min(team, blocks, max(numel // _PARALLEL_NUMEL, 1))
     if threads <= 1:

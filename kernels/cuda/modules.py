@@ -1,8 +1,10 @@
-"""Modules of CUDA kernels: their source, one for each family of kinds, and their machine code where a package ships it.
+"""Modules of CUDA kernels: their source, one for each family of kinds, and their machine code where
+a package ships it.
 
-A package may hold machine code (``machine_code.py``) for the architectures that were asked for when it was built. A process
-whose device has none of its own compiles the source, with CuPy, which keeps the result on disk: one process of a user's at
-a time, so that the others of a node find what the first has compiled.
+A package may hold machine code (``machine_code.py``) for the architectures that were asked for when
+it was built. A process whose device has none of its own compiles the source, with CuPy, which keeps
+the result on disk: one process of a user's at a time, so that the others of a node find what the
+first has compiled.
 """
 
 import logging
@@ -24,11 +26,21 @@ log = logging.getLogger("commpress")
 def source(family: int) -> str:
     """The CUDA source of the module of ``family``, to be compiled with ``options``."""
     meaning = "headers" if family >= BITS else "codes"
-    names = ["arithmetic.cu", "codes.cu", "tiles.cu", f"read_{meaning}.cu", "decode.cu", "encode.cu", f"write_{meaning}.cu"]
+    names = [
+        "arithmetic.cu",
+        "codes.cu",
+        "tiles.cu",
+        f"read_{meaning}.cu",
+        "decode.cu",
+        "encode.cu",
+        f"write_{meaning}.cu",
+    ]
     if family in (SIGN_L1, SIGN_RMS):
         names.append("rows.cu")
     here = files("commpress.kernels.cuda")
-    return "\n".join(f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names)
+    return "\n".join(
+        f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names
+    )
 
 
 def options(family: int) -> tuple[str, ...]:
@@ -38,16 +50,20 @@ def options(family: int) -> tuple[str, ...]:
 @cache
 def digest(family: int) -> str:
     """Of everything that the bits of a family's kernels depend on."""
-    return blake2b("\n".join((source(family), *options(family))).encode(), digest_size=16).hexdigest()
+    return blake2b(
+        "\n".join((source(family), *options(family))).encode(), digest_size=16
+    ).hexdigest()
 
 
 def cubin(family: int, architecture: int) -> Path:
-    """The file in which machine code of a family is shipped for an architecture, as 90 for sm_90."""
+    """The file in which machine code of a family is shipped for an architecture, as 90 for
+    sm_90."""
     return FOLDER / f"sm_{architecture}" / f"{family}-{digest(family)}.cubin"
 
 
 def shipped(family: int, architecture: int) -> Path | None:
-    """Machine code of a family that an architecture runs: its own, or that of an older one of the same major version."""
+    """Machine code of a family that an architecture runs: its own, or that of an older one of the
+    same major version."""
     for older in range(architecture, architecture // 10 * 10 - 1, -1):
         if cubin(family, older).is_file():
             return cubin(family, older)
@@ -62,7 +78,11 @@ def load(cupy: Any, family: int) -> Any:
         try:
             ready.compile()
         except cupy.cuda.driver.CUDADriverError as error:
-            log.warning("commpress: the driver does not take %s, so it is compiled here: %s", path.name, error)
+            log.warning(
+                "commpress: the driver does not take %s, so it is compiled here: %s",
+                path.name,
+                error,
+            )
         else:
             return ready
     module = cupy.RawModule(code=source(family), options=options(family))

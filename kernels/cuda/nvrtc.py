@@ -1,4 +1,5 @@
-"""NVIDIA's run-time compiler from its wheel, through ctypes: compiling CUDA source takes neither a GPU nor a driver."""
+"""NVIDIA's run-time compiler from its wheel, through ctypes: compiling CUDA source takes neither a
+GPU nor a driver."""
 
 import ctypes
 import re
@@ -33,9 +34,12 @@ def architectures() -> list[int]:
 
 
 def compile_source(source: str, options: tuple[str, ...]) -> tuple[str, bytes]:
-    """PTX and machine code; a RuntimeError with the compiler's log if it does not compile or warns."""
+    """PTX and machine code; a RuntimeError with the compiler's log if it does not compile or
+    warns."""
     program = ctypes.c_void_p()
-    _call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"commpress.cu", 0, None, None)
+    _call(
+        "nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"commpress.cu", 0, None, None
+    )
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = _library().nvrtcCompileProgram(program, len(options), arguments)
@@ -57,7 +61,9 @@ def _output(program: ctypes.c_void_p, name: str) -> bytes:
 
 def _library() -> ctypes.CDLL:
     if (library := loaded()) is None:
-        raise RuntimeError('there is no NVRTC to compile CUDA kernels: pip install "nvidia-cuda-nvrtc-cu12>=12.8"')
+        raise RuntimeError(
+            'there is no NVRTC to compile CUDA kernels: pip install "nvidia-cuda-nvrtc-cu12>=12.8"'
+        )
     return library
 
 

@@ -1,13 +1,15 @@
 """The CUDA path: the names, arguments and bytes of ``cpu``, on torch's current stream.
 
-Each function is a *plan*: the launches it takes, as data. ``execute`` hands a launch to CuPy, with the module of the
-kind's family (``modules``); the tests execute the same plans on the CPU. Tensors are passed as addresses: nothing is
-copied, the host never waits, and any length, alignment and row stride will do.
+Each function is a *plan*: the launches it takes, as data. ``execute`` hands a launch to CuPy, with
+the module of the kind's family (``modules``); the tests execute the same plans on the CPU. Tensors
+are passed as addresses: nothing is copied, the host never waits, and any length, alignment and row
+stride will do.
 
-Pieces of one family share a launch. Its table of pieces lies on the device, uploaded once per table. One scale per row
-takes a second launch; the two meet in a workspace of one word per 2048 elements, which comes from torch's caching
-allocator: after the first call of its size that costs no call to the driver, and because the allocator reuses memory
-in stream order, calls on several streams never share it.
+Pieces of one family share a launch. Its table of pieces lies on the device, uploaded once per
+table. One scale per row takes a second launch; the two meet in a workspace of one word per 2048
+elements, which comes from torch's caching allocator: after the first call of its size that costs no
+call to the driver, and because the allocator reuses memory in stream order, calls on several
+streams never share it.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +21,23 @@ import torch
 
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels.cuda import modules
-from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, Pieces
+from commpress.kernels.pieces import (
+    BLOCK,
+    COLUMN,
+    HASH,
+    KIND,
+    NUMEL,
+    RESIDUAL,
+    SHARD,
+    SOURCE,
+    WIDTH,
+    Pieces,
+)
 from commpress.kernels.reference import BITS, CHUNK, SIGN_RMS, row_header_bytes
 
 THREADS, FINISH_THREADS = 256, 1024
-TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block; of blocks with a header always TILE
+# elements per thread block; of blocks with a header always TILE
+TILE, DECODE_TILE = CHUNK, 2 * CHUNK
 ROW_SCALE = 62  # as log2 of a block: element >> 62 = 0, every element meets the row's only scale
 EVERY_ROW = -1  # as rank: the rows of the grid are the rows of the pieces
 Arguments = ParamSpec("Arguments")
@@ -31,7 +45,8 @@ Scalars = tuple[np.generic, ...]
 
 
 class Launch(NamedTuple):
-    """One kernel of the module of ``family`` on a one-dimensional grid; arguments are scalars of the exact C width."""
+    """One kernel of the module of ``family`` on a one-dimensional grid; arguments are scalars of
+    the exact C width."""
 
     kernel: str
     family: int
@@ -42,7 +57,8 @@ class Launch(NamedTuple):
 
 
 class Addressed(NamedTuple):
-    """A stream of torch before 2.10, which has an address, in the protocol by which CuPy asks for one."""
+    """A stream of torch before 2.10, which has an address, in the protocol by which CuPy asks for
+    one."""
 
     stream: torch.cuda.Stream
 
@@ -58,7 +74,8 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise MissingPackage(
-            "compressing tensors on a GPU needs CuPy: pip install 'commpress[cuda12]' for CUDA 12 or "
+            "compressing tensors on a GPU needs CuPy: pip install 'commpress[cuda12]' for CUDA "
+            "12 or "
             "'commpress[cuda13]' for CUDA 13"
         ) from error
     return cupy
@@ -77,19 +94,27 @@ def _kernel(family: int, name: str, device: int) -> Any:
 def execute(launch: Launch) -> None:
     """Enqueue on torch's current stream of the device that holds the tensors."""
     if launch.device.type != "cuda":
-        raise InvalidArgument(f"the CUDA path got tensors on {launch.device}: use commpress.kernels.cpu.row_codec for them")
+        raise InvalidArgument(
+            f"the CUDA path got tensors on {launch.device}: use commpress.kernels.cpu.row_codec "
+            "for them"
+        )
     cuda, device = _cupy().cuda, launch.device.index
     stream = torch.cuda.current_stream(device)
     if hasattr(cuda.Stream, "from_external"):  # since CuPy 14, where ExternalStream warns
-        ours = cuda.Stream.from_external(stream if hasattr(stream, "__cuda_stream__") else Addressed(stream))
+        ours = cuda.Stream.from_external(
+            stream if hasattr(stream, "__cuda_stream__") else Addressed(stream)
+        )
     else:
         ours = cuda.ExternalStream(stream.cuda_stream, device)
     with cuda.Device(device), ours:
-        _kernel(launch.family, launch.kernel, device)((launch.grid,), (launch.threads,), launch.args)
+        _kernel(launch.family, launch.kernel, device)(
+            (launch.grid,), (launch.threads,), launch.args
+        )
 
 
 def _executed(plan: Callable[Arguments, Iterator[Launch]]) -> Callable[Arguments, None]:
-    """The function that executes a plan. What the plan allocates lives until its last launch is enqueued."""
+    """The function that executes a plan. What the plan allocates lives until its last launch is
+    enqueued."""
 
     @wraps(plan)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
@@ -130,22 +155,37 @@ def _groups(pieces: Pieces, device: torch.device) -> list[Group]:
 
 @cache
 def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
-    """The table in the order of tiles.cu. Keyed by content, never dropped: a launch on any stream may still read it."""
+    """The table in the order of tiles.cu. Keyed by content, never dropped: a launch on any stream
+    may still read it."""
     table = np.frombuffer(table_bytes, np.int64).reshape(-1, 10)
     row_scale = (table[:, BLOCK] == 0) & (table[:, KIND] <= SIGN_RMS)
     families, groups = table[:, KIND] & 255, []
-    for family, whole in sorted({(int(f), bool(w)) for f, w in zip(families, row_scale, strict=True)}):
+    for family, whole in sorted(
+        {(int(f), bool(w)) for f, w in zip(families, row_scale, strict=True)}
+    ):
         numbers = np.flatnonzero((families == family) & (row_scale == whole))
         lines = table[numbers]
         tiles = -(-lines[:, WIDTH] // TILE)
         decode_tiles = tiles if family >= BITS else -(-lines[:, WIDTH] // DECODE_TILE)
         shifts = [int(block).bit_length() - 1 if block else ROW_SCALE for block in lines[:, BLOCK]]
-        headers = [row_header_bytes(int(line[KIND]), int(line[WIDTH]), int(line[BLOCK])) for line in lines]
+        headers = [
+            row_header_bytes(int(line[KIND]), int(line[WIDTH]), int(line[BLOCK])) for line in lines
+        ]
         columns = [
-            np.cumsum(tiles) - tiles, np.cumsum(decode_tiles) - decode_tiles, numbers, lines[:, SOURCE],
-            lines[:, NUMEL], lines[:, WIDTH], shifts, lines[:, KIND] >> 8, headers, lines[:, COLUMN], lines[:, RESIDUAL],
-            lines[:, SHARD], lines[:, HASH],
-        ]  # fmt: skip
+            np.cumsum(tiles) - tiles,
+            np.cumsum(decode_tiles) - decode_tiles,
+            numbers,
+            lines[:, SOURCE],
+            lines[:, NUMEL],
+            lines[:, WIDTH],
+            shifts,
+            lines[:, KIND] >> 8,
+            headers,
+            lines[:, COLUMN],
+            lines[:, RESIDUAL],
+            lines[:, SHARD],
+            lines[:, HASH],
+        ]
         on_device = torch.from_numpy(np.array(columns, np.int64)).to(device)
         groups.append(Group(family, whole, on_device, int(tiles.sum()), int(decode_tiles.sum())))
     return groups
@@ -159,9 +199,15 @@ def _address(tensor: torch.Tensor | None) -> np.uint64:
 
 
 def _check_message(message: torch.Tensor, pieces: Pieces) -> None:
-    if message.dtype != torch.uint8 or message.dim() != 2 or message.shape[1] < pieces.row_bytes or message.stride(1) != 1:
+    if (
+        message.dtype != torch.uint8
+        or message.dim() != 2
+        or message.shape[1] < pieces.row_bytes
+        or message.stride(1) != 1
+    ):
         raise InvalidArgument(
-            f"the message is {message.dtype} {tuple(message.shape)} with strides {message.stride()}, expected rows of "
+            f"the message is {message.dtype} {tuple(message.shape)} with strides "
+            f"{message.stride()}, expected rows of "
             f"{pieces.row_bytes} consecutive uint8: allocate it with pieces.row_bytes columns"
         )
 
@@ -173,11 +219,14 @@ def _check_floats(device: torch.device, **floats: tuple[torch.Tensor | None, int
             continue
         if tensor.dtype != torch.float32 or tensor.numel() < numel or not tensor.is_contiguous():
             raise InvalidArgument(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, expected {numel} "
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}, expected {numel} "
                 "consecutive float32"
             )
         if tensor.device != device:
-            raise InvalidArgument(f"{name} is on {tensor.device}, the rest on {device}: move it there")
+            raise InvalidArgument(
+                f"{name} is on {tensor.device}, the rest on {device}: move it there"
+            )
 
 
 def _buffer_numel(pieces: Pieces) -> int:
@@ -188,23 +237,44 @@ def _buffer_numel(pieces: Pieces) -> int:
 
 
 def _encode_any(
-    verb: str, x: torch.Tensor | None, gain: float, received: torch.Tensor | None, message: torch.Tensor, flag: torch.Tensor,
-    pieces: Pieces, rank: int, key: int, residual: torch.Tensor | None, new_residual: torch.Tensor | None,
-    residual_scale: torch.Tensor | None, new_scale: torch.Tensor | None,
-) -> Iterator[Launch]:  # fmt: skip
-    """The launches of ``encode`` and ``serve``: they differ in the names of kernels and in which rows there are."""
+    verb: str,
+    x: torch.Tensor | None,
+    gain: float,
+    received: torch.Tensor | None,
+    message: torch.Tensor,
+    flag: torch.Tensor,
+    pieces: Pieces,
+    rank: int,
+    key: int,
+    residual: torch.Tensor | None,
+    new_residual: torch.Tensor | None,
+    residual_scale: torch.Tensor | None,
+    new_scale: torch.Tensor | None,
+) -> Iterator[Launch]:
+    """The launches of ``encode`` and ``serve``: they differ in the names of kernels and in which
+    rows there are."""
     rows, device = message.shape[0], message.device
     if flag.device != device or flag.dtype != torch.uint8:
-        raise InvalidArgument(f"flag is {flag.dtype} on {flag.device}, expected torch.uint8 on {device}")
+        raise InvalidArgument(
+            f"flag is {flag.dtype} on {flag.device}, expected torch.uint8 on {device}"
+        )
     groups = _groups(pieces, device)
     scales = new_scale
     if scales is None and pieces.row_scales:
         scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32, device=device)
     before: Scalars = (
-        _address(x), np.float32(gain), _address(received), np.int64(0 if received is None else received.stride(0)),
-        np.int32(0 if received is None else received.shape[0]), _address(residual), _address(residual_scale), _address(message),
-        np.int64(message.stride(0)), _address(flag), _address(new_residual),
-    )  # fmt: skip
+        _address(x),
+        np.float32(gain),
+        _address(received),
+        np.int64(0 if received is None else received.stride(0)),
+        np.int32(0 if received is None else received.shape[0]),
+        _address(residual),
+        _address(residual_scale),
+        _address(message),
+        np.int64(message.stride(0)),
+        _address(flag),
+        _address(new_residual),
+    )
     noise = np.uint32(key & 0xFFFFFFFF)
     for group in groups:
         grid, table = rows * group.tiles, group.table(rows, rank)
@@ -215,47 +285,87 @@ def _encode_any(
         totals = torch.empty(grid, dtype=torch.float32, device=device)
         args = (*before, _address(scales), noise, *table, _address(totals))
         yield Launch(f"{verb}_measure", group.family, grid, THREADS, args, device)
-        yield Launch("finish_rows", group.family, rows * group.columns.shape[1], FINISH_THREADS, args, device)
+        yield Launch(
+            "finish_rows", group.family, rows * group.columns.shape[1], FINISH_THREADS, args, device
+        )
         if new_residual is not None and scales is not None and new_scale is None:
             yield _settle(group, new_residual, scales, rows, rank, whole=False)
 
 
-def _settle(group: Group, value: torch.Tensor, scale: torch.Tensor, rows: int, rank: int, *, whole: bool) -> Launch:
-    """``whole``: also the padding of rows, whose number of elements nobody knows without the rank."""
+def _settle(
+    group: Group, value: torch.Tensor, scale: torch.Tensor, rows: int, rank: int, *, whole: bool
+) -> Launch:
+    """``whole``: also the padding of rows, whose number of elements nobody knows without the
+    rank."""
     args = (_address(value), _address(scale), *group.table(rows, rank), np.int32(whole))
     return Launch("settle", group.family, rows * group.tiles, THREADS, args, value.device)
 
 
 @_executed
 def encode(
-    x: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, key: int = 0,
-    residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
-    residual_scale: torch.Tensor | None = None, new_scale: torch.Tensor | None = None,
-) -> Iterator[Launch]:  # fmt: skip
-    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
+    x: torch.Tensor,
+    message: torch.Tensor,
+    flag: torch.Tensor,
+    pieces: Pieces,
+    *,
+    gain: float = 1.0,
+    key: int = 0,
+    residual: torch.Tensor | None = None,
+    new_residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    new_scale: torch.Tensor | None = None,
+) -> Iterator[Launch]:
+    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if
+    something is not finite.
 
-    With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy: new_residual := c
-    there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
+    With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy:
+    new_residual := c there, and c − scale · sgn(c) is formed when it comes back with
+    ``residual_scale``.
     """
     scales = len(pieces.table) * message.shape[0]
     _check_message(message, pieces)
     _check_floats(
-        message.device, x=(x, _buffer_numel(pieces)),
-        residual=(residual, pieces.residual_numel), new_residual=(new_residual, pieces.residual_numel),
-        residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
-    )  # fmt: skip
+        message.device,
+        x=(x, _buffer_numel(pieces)),
+        residual=(residual, pieces.residual_numel),
+        new_residual=(new_residual, pieces.residual_numel),
+        residual_scale=(residual_scale, scales),
+        new_scale=(new_scale, scales),
+    )
     yield from _encode_any(
-        "encode", x, gain, None, message, flag, pieces, EVERY_ROW, key, residual, new_residual, residual_scale, new_scale
+        "encode",
+        x,
+        gain,
+        None,
+        message,
+        flag,
+        pieces,
+        EVERY_ROW,
+        key,
+        residual,
+        new_residual,
+        residual_scale,
+        new_scale,
     )
 
 
 @_executed
 def serve(
-    received: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
-    key: int = 0, residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
-    residual_scale: torch.Tensor | None = None, new_scale: torch.Tensor | None = None,
-) -> Iterator[Launch]:  # fmt: skip
-    """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
+    received: torch.Tensor,
+    message: torch.Tensor,
+    flag: torch.Tensor,
+    pieces: Pieces,
+    rank: int,
+    *,
+    divisor: float = 0.0,
+    key: int = 0,
+    residual: torch.Tensor | None = None,
+    new_residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    new_scale: torch.Tensor | None = None,
+) -> Iterator[Launch]:
+    """Average the P rows, add the residual and encode the one row that goes back; the mean never
+    reaches memory.
 
     The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
@@ -264,41 +374,90 @@ def serve(
     _check_message(received, pieces)
     _check_message(message, pieces)
     _check_floats(
-        received.device, residual=(residual, pieces.shard), new_residual=(new_residual, pieces.shard),
-        residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
-    )  # fmt: skip
+        received.device,
+        residual=(residual, pieces.shard),
+        new_residual=(new_residual, pieces.shard),
+        residual_scale=(residual_scale, scales),
+        new_scale=(new_scale, scales),
+    )
     yield from _encode_any(
-        "serve", None, divisor or received.shape[0], received, message, flag, pieces, rank, key, residual, new_residual,
-        residual_scale, new_scale,
+        "serve",
+        None,
+        divisor or received.shape[0],
+        received,
+        message,
+        flag,
+        pieces,
+        rank,
+        key,
+        residual,
+        new_residual,
+        residual_scale,
+        new_scale,
     )
 
 
 @_executed
 def decode(
-    message: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False
+    message: torch.Tensor,
+    out: torch.Tensor,
+    pieces: Pieces,
+    *,
+    gain: float = 1.0,
+    add: bool = False,
 ) -> Iterator[Launch]:
     """out := or += all rows; each scale is multiplied by ``gain`` before it meets a code."""
     rows = message.shape[0]
     _check_message(message, pieces)
     _check_floats(message.device, out=(out, _buffer_numel(pieces)))
     for group in _groups(pieces, message.device):
-        args = (_address(message), np.int64(message.stride(0)), np.float32(gain), np.int32(add), _address(out))
+        args = (
+            _address(message),
+            np.int64(message.stride(0)),
+            np.float32(gain),
+            np.int32(add),
+            _address(out),
+        )
         table = group.table(rows, EVERY_ROW, decode=True)
-        yield Launch("decode_rows", group.family, rows * group.decode_tiles, THREADS, (*args, *table), message.device)
+        yield Launch(
+            "decode_rows",
+            group.family,
+            rows * group.decode_tiles,
+            THREADS,
+            (*args, *table),
+            message.device,
+        )
 
 
 @_executed
-def decode_mean(received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> Iterator[Launch]:
-    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
+def decode_mean(
+    received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int
+) -> Iterator[Launch]:
+    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order,
+    then divided by P."""
     _check_message(received, pieces)
     _check_floats(received.device, out=(out, pieces.shard))
     for group in _groups(pieces, received.device):
-        args = (_address(received), np.int64(received.stride(0)), np.int32(received.shape[0]), _address(out))
-        yield Launch("decode_mean", group.family, group.tiles, THREADS, (*args, *group.table(1, rank)), received.device)
+        args = (
+            _address(received),
+            np.int64(received.stride(0)),
+            np.int32(received.shape[0]),
+            _address(out),
+        )
+        yield Launch(
+            "decode_mean",
+            group.family,
+            group.tiles,
+            THREADS,
+            (*args, *group.table(1, rank)),
+            received.device,
+        )
 
 
 @_executed
-def settle(value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False) -> Iterator[Launch]:
+def settle(
+    value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False
+) -> Iterator[Launch]:
     """Turn a lazy residual into a plain one, in place: v −= scale · sgn(v)."""
     rows, rank = (1, 0) if shard else (pieces.rows, EVERY_ROW)
     numel = pieces.shard if shard else pieces.residual_numel

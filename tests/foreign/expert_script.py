@@ -1,4 +1,5 @@
-"""Run on two ranks: mixture-of-experts models of transformers in a Trainer, their experts divided. Argument: a folder."""
+"""Run on two ranks: mixture-of-experts models of transformers in a Trainer, their experts divided.
+Argument: a folder."""
 
 import sys
 from pathlib import Path
@@ -37,13 +38,27 @@ def run(make, kind, folder, *, resume=False, limit=1.0, copies=None):
     model = make()
     commpress.moe.parallelise(model, copies=copies)
     arguments = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=6, save_steps=3, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
-        disable_tqdm=True, lr_scheduler_type="constant", seed=1, max_grad_norm=limit, **(LONG if copies else {}),
-    )  # fmt: skip
+        str(folder),
+        use_cpu=True,
+        max_steps=6,
+        save_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        report_to=[],
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        seed=1,
+        max_grad_norm=limit,
+        **(LONG if copies else {}),
+    )
     callback = commpress.hf.DividedExperts() if kind == "adamw" else commpress.hf.Compress()
     trainer = Trainer(
-        model, arguments, train_dataset=Words(), optimizer_cls_and_kwargs=KINDS[kind], callbacks=[callback],
-    )  # fmt: skip
+        model,
+        arguments,
+        train_dataset=Words(),
+        optimizer_cls_and_kwargs=KINDS[kind],
+        callbacks=[callback],
+    )
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
     assert arguments.max_grad_norm == limit
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -51,7 +66,11 @@ def run(make, kind, folder, *, resume=False, limit=1.0, copies=None):
 
 def main(folder):
     torch.set_num_threads(1)
-    for make, kinds, copies in ((mixtral, KINDS, None), (qwen, ["adamw"], None), (qwen, ["adamw"], {1: 2})):
+    for make, kinds, copies in (
+        (mixtral, KINDS, None),
+        (qwen, ["adamw"], None),
+        (qwen, ["adamw"], {1: 2}),
+    ):
         for kind in kinds:
             place = folder / f"{make.__name__}-{kind}{'-copies' * bool(copies)}"
             first = run(make, kind, place, limit=0.5, copies=copies)
@@ -60,7 +79,10 @@ def main(folder):
                 assert torch.equal(value, again[name]), (kind, name)
                 theirs = [torch.empty_like(value) for _ in range(2)]
                 dist.all_gather(theirs, value)
-                assert torch.equal(theirs[0], theirs[1]) == (".experts.experts." not in name), (kind, name)
+                assert torch.equal(theirs[0], theirs[1]) == (".experts.experts." not in name), (
+                    kind,
+                    name,
+                )
     print("all is well")
     dist.destroy_process_group()
 

@@ -24,14 +24,26 @@ class Reporter(TrainerCallback):
 
 def trained(folder, optimizer=None, *, resume=None, clip=0.0):
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=14, save_steps=7, logging_steps=2, per_device_train_batch_size=4, learning_rate=1e-3,
-        report_to=[], disable_tqdm=True, max_grad_norm=clip, lr_scheduler_type="constant", seed=1,
-    )  # fmt: skip
+        folder,
+        use_cpu=True,
+        max_steps=14,
+        save_steps=7,
+        logging_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        report_to=[],
+        disable_tqdm=True,
+        max_grad_norm=clip,
+        lr_scheduler_type="constant",
+        seed=1,
+    )
     samples, reporter = [], Reporter()
     options = {} if optimizer else {"exact_steps": 3, "measure_every": 2}
     callback = commpress.hf.Compress(codec="sign", metrics=[samples.append], **options)
     kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
-    trainer = Trainer(model(), arguments, train_dataset=Words(256), callbacks=[reporter, callback], **kind)
+    trainer = Trainer(
+        model(), arguments, train_dataset=Words(256), callbacks=[reporter, callback], **kind
+    )
     commpress.hf.report_first(trainer)
     trainer.train(resume_from_checkpoint=resume)
     assert any("commpress/encode_ms" in logs for logs in reporter.seen), "reporters get our numbers"
@@ -47,7 +59,10 @@ def main(folder):
     common = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
     kinds = {
         "onebit": (commpress.OneBitAdam, common | {"warmup_steps": AfterSteps(4)}),
-        "zero-one": (commpress.ZeroOneAdam, common | {"sync": DoublingIntervals(4, 100), "variance_updates": 2}),
+        "zero-one": (
+            commpress.ZeroOneAdam,
+            common | {"sync": DoublingIntervals(4, 100), "variance_updates": 2},
+        ),
         "gradients": None,
     }
     for name, kind in kinds.items():
@@ -62,7 +77,9 @@ def main(folder):
         assert (checkpoint / f"commpress-{dist.get_rank()}.pt").exists()
         _, again, resumed = trained(folder / name, kind, resume=str(checkpoint))
         assert again.state.counters.steps == 7
-        assert torch.equal(weights, resumed), f"{name}: the resumed run differs by {(weights - resumed).abs().max()}"
+        assert torch.equal(weights, resumed), (
+            f"{name}: the resumed run differs by {(weights - resumed).abs().max()}"
+        )
 
     trainer, callback, _ = trained(folder / "clip", kinds["onebit"], clip=0.5)
     assert callback.state.max_grad_norm == 0.5

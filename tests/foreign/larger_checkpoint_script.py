@@ -1,4 +1,5 @@
-"""A process that fine-tunes a checkpoint from its shards, and prints MiB: of the checkpoint, and of memory that this took.
+"""A process that fine-tunes a checkpoint from its shards, and prints MiB: of the checkpoint, and of
+memory that this took.
 
 Its argument is a folder."""
 
@@ -39,16 +40,22 @@ def write(net, folder):
 def main(folder):
     torch.set_num_threads(1)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=128,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        vocab_size=128,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         net = LlamaForCausalLM(config)
     size = write(net, folder / "checkpoint")
     before = peak()
     with commpress.TieredStore.open(folder / "store", host="48MiB") as store:
         commpress.stream(net, store=store, weights=folder / "checkpoint", chunk_mb=1)
-        optimizer = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=1e-2, chunk_mb=1)
+        optimizer = commpress.Offloaded(
+            net.parameters(), torch.optim.SGD, store=store, lr=1e-2, chunk_mb=1
+        )
         ids = torch.arange(16).view(1, 16)
         net(ids, labels=ids).loss.backward()
         optimizer.step()

@@ -1,5 +1,5 @@
-"""Run by torchrun on two ranks: ranks of other people's trainers train by themselves; asserts what must hold. The argument is a
-folder."""
+"""Run by torchrun on two ranks: ranks of other people's trainers train by themselves; asserts what
+must hold. The argument is a folder."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,14 @@ import commpress
 from tiny_gpt2 import Words, model
 
 HALF, BATCH = 7, 6
-OPTIONS = {"every": 4, "codec": "int4", "outer": commpress.Nesterov(), "overlap": 1, "fragments": 2, "warmup": 2}
+OPTIONS = {
+    "every": 4,
+    "codec": "int4",
+    "outer": commpress.Nesterov(),
+    "overlap": 1,
+    "fragments": 2,
+    "warmup": 2,
+}
 
 
 def flat(module):
@@ -33,9 +40,19 @@ def flat(module):
 
 def trained(folder, *, resume=None):
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=14, save_steps=HALF, logging_steps=2, per_device_train_batch_size=4, learning_rate=1e-3,
-        report_to=[], disable_tqdm=True, max_grad_norm=1.0, lr_scheduler_type="constant", seed=1,
-    )  # fmt: skip
+        folder,
+        use_cpu=True,
+        max_steps=14,
+        save_steps=HALF,
+        logging_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        report_to=[],
+        disable_tqdm=True,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant",
+        seed=1,
+    )
     callback = commpress.hf.LocalTraining(**OPTIONS)
     trainer = Trainer(model(), arguments, train_dataset=Words(256), callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume)
@@ -50,18 +67,23 @@ def hugging_face(folder):
     assert callback.local.counters.exchanges >= 8
     _, again, resumed = trained(folder, resume=str(folder / "checkpoint-7"))
     assert again.local.counters.steps == 7
-    assert torch.equal(weights, resumed), f"the resumed run differs by {(weights - resumed).abs().max()}"
+    assert torch.equal(weights, resumed), (
+        f"the resumed run differs by {(weights - resumed).abs().max()}"
+    )
 
 
-# ---------------------------------------------------------------- a loop of one's own, Accelerate, Lightning: the same bits
+# ---------------------------------------- a loop of one's own, Accelerate, Lightning: the same bits
 
 
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-        self.register_buffer("calls", torch.zeros(()))  # of each rank: nobody averages or broadcasts it
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+        )
+        # of each rank: nobody averages or broadcasts it
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1 + dist.get_rank()
@@ -131,14 +153,23 @@ class Module(LightningModule):
 
 
 def lightning(folder, expected):
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(DATA[dist.get_rank() :: 2]), batch_size=BATCH)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(DATA[dist.get_rank() :: 2]), batch_size=BATCH
+    )
     for resume in (None, folder / "epoch=0-step=7.ckpt"):
         callback, module = commpress.lightning.LocalTraining(**OPTIONS), Module()
         saves = ModelCheckpoint(folder, save_top_k=-1, save_on_train_epoch_end=True)
         trainer = Lightning(
-            accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=[callback, saves], enable_progress_bar=False,
-            enable_model_summary=False, logger=False, use_distributed_sampler=False,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=2,
+            callbacks=[callback, saves],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+            use_distributed_sampler=False,
+        )
         trainer.fit(module, loader, ckpt_path=resume)
         assert callback.local.counters.steps == (7 if resume else 14)
         assert torch.equal(flat(module), expected), f"Lightning, resumed: {resume}"

@@ -1,7 +1,8 @@
-"""One rank of a Llama on 2 × 2 × 2 hosts, trained in several ways: bytes that left its interface for each peer.
+"""One rank of a Llama on 2 × 2 × 2 hosts, trained in several ways: bytes that left its interface
+for each peer.
 
-The kernel counts them (nftables): packets as they are handed to the interface, headers of TCP and IP and acknowledgements
-included. Rank 0 writes what all have found.
+The kernel counts them (nftables): packets as they are handed to the interface, headers of TCP and
+IP and acknowledgements included. Rank 0 writes what all have found.
 """
 
 import json
@@ -34,19 +35,28 @@ TABLE = "inet bytes"
 
 def count(ranks):
     """Begin to count what leaves for each address."""
-    rules = [f"add table {TABLE}", f"add chain {TABLE} out {{ type filter hook output priority 0 ; }}"]
+    rules = [
+        f"add table {TABLE}",
+        f"add chain {TABLE} out {{ type filter hook output priority 0 ; }}",
+    ]
     rules += [f"add rule {TABLE} out ip daddr {SUBNET}{peer + 1} counter" for peer in range(ranks)]
     subprocess.run(["nft", "-f", "-"], input="\n".join(rules) + "\n", text=True, check=True)
 
 
 def counted():
-    said = subprocess.run(["nft", "-j", "list", "table", *TABLE.split()], stdout=subprocess.PIPE, text=True, check=True).stdout
+    said = subprocess.run(
+        ["nft", "-j", "list", "table", *TABLE.split()],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
     rules = [entry["rule"]["expr"] for entry in json.loads(said)["nftables"] if "rule" in entry]
     return [expr["counter"]["bytes"] for rule in rules for expr in rule if "counter" in expr]
 
 
 def train(mesh, kind, dims):
-    """Bytes for each peer in a step; those of our counters, by dimension; and what this rank's weights are."""
+    """Bytes for each peer in a step; those of our counters, by dimension; and what this rank's
+    weights are."""
     last = mesh["pp"].get_local_rank() == 1
     part = Stage(llama(mesh, layers=2, width=WIDTH, vocabulary=VOCABULARY, length=LENGTH), last)
     if kind == "fsdp":
@@ -54,8 +64,10 @@ def train(mesh, kind, dims):
             fully_shard(module, mesh=mesh["dp"])
     stage = PipelineStage(part, int(last), 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(
-        stage, 2, loss_fn=lambda y, ids: torch.nn.functional.cross_entropy(y.flatten(0, 1), ids.flatten())
-    )  # fmt: skip
+        stage,
+        2,
+        loss_fn=lambda y, ids: torch.nn.functional.cross_entropy(y.flatten(0, 1), ids.flatten()),
+    )
     states = None if dims is None else commpress.compress(schedule, mesh=mesh, dims=dims)
     held = list(part.parameters())
     optimizer = torch.optim.SGD(held, lr=0.1, foreach=False)
@@ -85,7 +97,11 @@ def sent(kind, states):
     """Bytes that this rank has sent, as our counters say."""
     if states is None:
         return {}
-    every = [states["dp"].gradients, states["dp"].weights] if kind == "fsdp" else [states["dp"].counters]
+    every = (
+        [states["dp"].gradients, states["dp"].weights]
+        if kind == "fsdp"
+        else [states["dp"].counters]
+    )
     return {"dp": sum(c.wire_bytes for c in every), "pp": states["pp"].counters.sent_bytes}
 
 

@@ -1,4 +1,5 @@
-"""Run by torchrun on two ranks: sharded optimizers and loss scales in Trainer, Accelerate and Lightning; gets a folder."""
+"""Run by torchrun on two ranks: sharded optimizers and loss scales in Trainer, Accelerate and
+Lightning; gets a folder."""
 
 import os
 import sys
@@ -24,7 +25,10 @@ from tiny_gpt2 import Words
 COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
 KINDS = {
     "onebit": (commpress.ShardedOneBitAdam, COMMON | {"warmup_steps": 4}),
-    "zero-one": (commpress.ShardedZeroOneAdam, COMMON | {"sync": DoublingIntervals(4, 100), "variance_updates": 2}),
+    "zero-one": (
+        commpress.ShardedZeroOneAdam,
+        COMMON | {"sync": DoublingIntervals(4, 100), "variance_updates": 2},
+    ),
 }
 
 
@@ -43,18 +47,32 @@ def same_everywhere(net):
 
 def trained(folder, kind, *, resume=None, clip=0.0, scaler=None, bad=(), steps=12, lora=False):
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=steps, save_steps=6, logging_steps=4, per_device_train_batch_size=4, seed=1,
-        learning_rate=1e-3, report_to=[], disable_tqdm=True, max_grad_norm=clip, lr_scheduler_type="constant",
-    )  # fmt: skip
+        folder,
+        use_cpu=True,
+        max_steps=steps,
+        save_steps=6,
+        logging_steps=4,
+        per_device_train_batch_size=4,
+        seed=1,
+        learning_rate=1e-3,
+        report_to=[],
+        disable_tqdm=True,
+        max_grad_norm=clip,
+        lr_scheduler_type="constant",
+    )
     options = {"exact_steps": 3} if kind is None else {}
     callback = commpress.hf.Compress(codec="sign", **options)
     given = {} if kind is None else {"optimizer_cls_and_kwargs": kind}
-    trainer = Trainer(model(lora), arguments, train_dataset=Words(256), callbacks=[callback], **given)
+    trainer = Trainer(
+        model(lora), arguments, train_dataset=Words(256), callbacks=[callback], **given
+    )
     trainer.accelerator.scaler = scaler
     loss_of, losses = trainer.compute_loss, iter(range(steps))
 
     def poisoned(*args, **options):
-        return loss_of(*args, **options) * (float("inf") if next(losses) in bad and dist.get_rank() == 1 else 1.0)
+        return loss_of(*args, **options) * (
+            float("inf") if next(losses) in bad and dist.get_rank() == 1 else 1.0
+        )
 
     trainer.compute_loss = poisoned
     trainer.train(resume_from_checkpoint=resume)
@@ -70,13 +88,21 @@ def in_a_trainer(folder):
         assert len(trainer.optimizer.param_groups[-1]["params"]) > 0
         _, again, resumed = trained(folder / name, kind, resume=str(folder / name / "checkpoint-6"))
         assert again.state.counters.steps == 6
-        assert torch.equal(weights, resumed), f"{name}: the resumed run differs by {(weights - resumed).abs().max()}"
+        assert torch.equal(weights, resumed), (
+            f"{name}: the resumed run differs by {(weights - resumed).abs().max()}"
+        )
     trainer, callback, _ = trained(folder / "lora", KINDS["onebit"], clip=0.5, lora=True)
-    assert [bool(group["params"]) for group in trainer.optimizer.param_groups] == [True, False], "an empty group"
+    assert [bool(group["params"]) for group in trainer.optimizer.param_groups] == [True, False], (
+        "an empty group"
+    )
     assert callback.state.max_grad_norm == 0.5
     assert callback.state.facts.norm_ratio > 0
     with pytest.raises(InvalidArgument, match="run the model without it"):
-        trained(folder / "partitioned", (commpress.Partitioned, {"optimizer": torch.optim.AdamW}), steps=1)
+        trained(
+            folder / "partitioned",
+            (commpress.Partitioned, {"optimizer": torch.optim.AdamW}),
+            steps=1,
+        )
     for kind in (None, KINDS["onebit"], (commpress.OneBitAdam, COMMON | {"warmup_steps": 4})):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         trained(folder / "scaler", kind, scaler=scaler, bad=(3, 8), steps=10)
@@ -91,7 +117,9 @@ def in_accelerate(folder):
         accelerator = Accelerator(cpu=True)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 16))
-        net, ours = accelerator.prepare(net, commpress.ShardedOneBitAdam(net.parameters(), warmup_steps=2, lr=1e-3))
+        net, ours = accelerator.prepare(
+            net, commpress.ShardedOneBitAdam(net.parameters(), warmup_steps=2, lr=1e-3)
+        )
         commpress.overlap(net, ours)
         commpress.hf.RankFiles(ours).attach(accelerator)
         return accelerator, net, ours
@@ -125,7 +153,11 @@ class Module(LightningModule):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.kind, self.scales = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)), kind, []
+        self.net, self.kind, self.scales = (
+            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)),
+            kind,
+            [],
+        )
 
     def training_step(self, batch, index):
         bad = index == 2 and dist.get_rank() == 1
@@ -140,15 +172,26 @@ class Module(LightningModule):
 
 
 def in_lightning(folder):
-    data = torch.utils.data.TensorDataset(torch.randn(84, 32, generator=torch.Generator().manual_seed(3)))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(84, 32, generator=torch.Generator().manual_seed(3))
+    )
     for kind in (*KINDS.values(), (torch.optim.SGD, {"lr": 1e-3})):
         callback, module = commpress.lightning.Compress(codec="sign"), Module(kind)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         trainer = Lightning(
-            default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=[callback],
-            plugins=[MixedPrecision("16-mixed", "cpu", scaler)], enable_progress_bar=False, enable_model_summary=False,
-            logger=False, num_sanity_val_steps=0, enable_checkpointing=False,
-        )  # fmt: skip
+            default_root_dir=folder,
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=1,
+            callbacks=[callback],
+            plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+        )
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=6))
         assert module.scales == [1024.0, 1024.0] + [512.0] * 5, module.scales
         assert kind[0] is torch.optim.SGD or isinstance(callback.state, kind[0])
@@ -156,17 +199,21 @@ def in_lightning(folder):
 
 
 class Gradually(BaseFinetuning):
-    """The last layer from the beginning, the middle one from the second epoch on, the first from the third."""
+    """The last layer from the beginning, the middle one from the second epoch on, the first from
+    the third."""
 
     def freeze_before_training(self, module):
         self.freeze(module.net[:2])
 
     def finetune_function(self, module, epoch, optimizer):
         if epoch in LATE:
-            self.unfreeze_and_add_param_group(module.net[LATE[epoch][0]], optimizer, lr=LATE[epoch][1])
+            self.unfreeze_and_add_param_group(
+                module.net[LATE[epoch][0]], optimizer, lr=LATE[epoch][1]
+            )
 
     def on_fit_start(self, trainer, module):
-        """Lightning freezes again when it resumes, and restores the groups only: plain AdamW would leave them frozen too."""
+        """Lightning freezes again when it resumes, and restores the groups only: plain AdamW would
+        leave them frozen too."""
         super().on_fit_start(trainer, module)
         for group in trainer.optimizers[0].param_groups:
             for p in group["params"]:
@@ -180,7 +227,10 @@ class Tuned(LightningModule):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.kind = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))), kind
+        self.net, self.kind = (
+            torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))),
+            kind,
+        )
 
     def training_step(self, batch, index):
         return (self.net(batch[0]) - batch[0].flip(1)).square().mean()
@@ -193,10 +243,14 @@ class Tuned(LightningModule):
 def adamw_that_grows(data, epochs):
     """On the batches of both ranks at once."""
     module = Tuned(None)
-    adam = torch.optim.AdamW(module.net[2].parameters(), lr=1e-3, betas=COMMON["betas"], weight_decay=0.0)
+    adam = torch.optim.AdamW(
+        module.net[2].parameters(), lr=1e-3, betas=COMMON["betas"], weight_decay=0.0
+    )
     for epoch in range(epochs):
         if epoch in LATE:
-            adam.add_param_group({"params": list(module.net[LATE[epoch][0]].parameters()), "lr": LATE[epoch][1]})
+            adam.add_param_group(
+                {"params": list(module.net[LATE[epoch][0]].parameters()), "lr": LATE[epoch][1]}
+            )
         for batch in data.split(12):
             module.zero_grad()
             module.training_step([batch], 0).backward()
@@ -213,10 +267,18 @@ def layers_unfrozen_late(folder):
         callback, module = commpress.lightning.Compress(codec="sign"), Tuned(kind)
         saves = ModelCheckpoint(folder / str(epochs), filename="{epoch}", save_top_k=-1)
         trainer = Lightning(
-            default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, logger=False,
-            callbacks=[callback, Gradually(), saves], enable_progress_bar=False, enable_model_summary=False,
-            num_sanity_val_steps=0, use_distributed_sampler=False,
-        )  # fmt: skip
+            default_root_dir=folder,
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=epochs,
+            logger=False,
+            callbacks=[callback, Gradually(), saves],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )
         trainer.fit(module, loader, ckpt_path=resume)
         return same_everywhere(module.net), trainer.optimizers[0]
 
@@ -227,7 +289,9 @@ def layers_unfrozen_late(folder):
     weights, optimizer = tuned((cls, options), 5)
     assert optimizer.counters.compressed_rounds > 0
     resumed, _ = tuned((cls, options), 5, resume=folder / "5" / "epoch=1.ckpt")
-    assert torch.equal(weights, resumed), f"the resumed run differs by {(weights - resumed).abs().max()}"
+    assert torch.equal(weights, resumed), (
+        f"the resumed run differs by {(weights - resumed).abs().max()}"
+    )
 
 
 def main(folder):

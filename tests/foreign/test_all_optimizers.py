@@ -1,4 +1,5 @@
-"""Every optimizer of the packages that people use: refused when it is wrapped, or with the weights that it has by itself.
+"""Every optimizer of the packages that people use: refused when it is wrapped, or with the weights
+that it has by itself.
 
 ``python tests/foreign/test_all_optimizers.py`` prints a table of all packages that are installed.
 """
@@ -32,14 +33,20 @@ def classes(module):
     """Optimizers that the module names, once each."""
     found = {}
     for name, kind in vars(module).items():
-        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, torch.optim.Optimizer)
+            and kind is not torch.optim.Optimizer
+        ):
             found.setdefault(kind, name)
     return sorted((name, kind) for kind, name in found.items() if not name.startswith("_"))
 
 
 def net():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64), torch.nn.Linear(64, 10))
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64), torch.nn.Linear(64, 10)
+    )
 
 
 def train(model, optimizer, steps):
@@ -53,7 +60,8 @@ def train(model, optimizer, steps):
 
 
 def outcome(kind, steps=STEPS):
-    """``(word, detail)``: "refused", "equal", "different", or "unusable" where the optimizer cannot train by itself."""
+    """``(word, detail)``: "refused", "equal", "different", or "unusable" where the optimizer cannot
+    train by itself."""
     takes_rate = "lr" in inspect.signature(kind).parameters
     for options in [{"lr": 1e-3}, {}] if takes_rate else [{}]:
         word, detail = compared(kind, options, steps)
@@ -105,7 +113,10 @@ def over_ranks(model, kind, options):
     return commpress.Partitioned(model.parameters(), kind, bucket_mb=0.03, **options)
 
 
-@pytest.mark.parametrize("package", [p if p == "torch.optim" else pytest.param(p, marks=pytest.mark.slow) for p in PACKAGES])
+@pytest.mark.parametrize(
+    "package",
+    [p if p == "torch.optim" else pytest.param(p, marks=pytest.mark.slow) for p in PACKAGES],
+)
 def test_every_optimizer_is_refused_or_has_its_own_weights(package):
     pytest.importorskip(package)
     seen = {}
@@ -115,7 +126,9 @@ def test_every_optimizer_is_refused_or_has_its_own_weights(package):
             seen[name] = outcome(kind, steps=12)
     assert not {name: found for name, found in seen.items() if found[0] == "different"}
     if package == "torch.optim":
-        assert {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop"} <= {name for name, (word, _) in seen.items() if word == "equal"}
+        assert {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop"} <= {
+            name for name, (word, _) in seen.items() if word == "equal"
+        }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Mixture-of-experts models of transformers, their experts divided among ranks by one call: the model of one process."""
+"""Mixture-of-experts models of transformers, their experts divided among ranks by one call: the
+model of one process."""
 
 import copy
 from pathlib import Path
@@ -19,48 +20,96 @@ VOCABULARY, LENGTH = 64, 12
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2, router_jitter_noise=0.0, attention_dropout=0.0,
-    ))  # fmt: skip
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            router_jitter_noise=0.0,
+            attention_dropout=0.0,
+        )
+    )
 
 
 def qwen():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, moe_intermediate_size=24, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=4,
-    ))  # fmt: skip
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            moe_intermediate_size=24,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=8,
+            num_experts_per_tok=4,
+        )
+    )
 
 
 def deepseek():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    return DeepseekV3ForCausalLM(DeepseekV3Config(
-        vocab_size=VOCABULARY, hidden_size=32, moe_intermediate_size=24, intermediate_size=48, num_hidden_layers=3,
-        first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8,
-        qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=8, num_local_experts=8, num_experts_per_tok=4,
-        n_group=2, topk_group=1, n_shared_experts=1,
-    ))  # fmt: skip
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            moe_intermediate_size=24,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=8,
+            num_local_experts=8,
+            num_experts_per_tok=4,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+        )
+    )
 
 
 def gpt_oss():
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    return GptOssForCausalLM(GptOssConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_local_experts=5, num_experts_per_tok=2, attention_dropout=0.0,
-    ))  # fmt: skip
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            attention_dropout=0.0,
+        )
+    )
 
 
 MODELS = {"mixtral": mixtral, "qwen": qwen, "deepseek": deepseek, "gpt_oss": gpt_oss}
 OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.5), "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3),
     "onebit": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.0),
     "zero_one": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.0),
-}  # fmt: skip
+}
 OURS = {  # in exact steps; what they do later is in tests/test_held.py
     "onebit": lambda p: commpress.OneBitAdam(p, lr=1e-3, eps=1e-3, warmup_steps=9),
     "zero_one": lambda p: commpress.ZeroOneAdam(p, lr=1e-3, eps=1e-3, sync=2, warmup_steps=9),
@@ -68,11 +117,14 @@ OURS = {  # in exact steps; what they do later is in tests/test_held.py
 
 
 def tokens_of(rank, step):
-    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randint(
+        VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 * step + rank)
+    )
 
 
 def stepped(name, kind, options, ranks, mine):
-    """Weights after three steps on the batches of ``ranks``: in one process, or divided among them."""
+    """Weights after three steps on the batches of ``ranks``: in one process, or divided among
+    them."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -86,10 +138,15 @@ def stepped(name, kind, options, ranks, mine):
     for step in range(3):
         for rank in ranks if mine is None else [mine]:
             tokens = tokens_of(rank, step)
-            (wrapped(input_ids=tokens, labels=tokens).loss / (len(ranks) if mine is None else 1)).backward()
+            (
+                wrapped(input_ids=tokens, labels=tokens).loss / (len(ranks) if mine is None else 1)
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {n.replace("experts.experts", "experts"): p.detach().clone() for n, p in model.named_parameters()}, layers
+    return {
+        n.replace("experts.experts", "experts"): p.detach().clone()
+        for n, p in model.named_parameters()
+    }, layers
 
 
 def compared(name, kind, options):
@@ -112,13 +169,19 @@ def compared(name, kind, options):
 
 @pytest.mark.parametrize(
     ("name", "options", "kind"),
-    [("mixtral", {}, "sgd"), *(seldom("mixtral", {}, kind) for kind in OPTIMIZERS if kind != "sgd"),
-     ("deepseek", {"topology": "2,1"}, "adamw"), ("gpt_oss", {"placement": [0, 1, 2, 0, 2]}, "adamw"),
-     *(("qwen", {"topology": "2,1", "chunks": 2}, kind) for kind in OURS),
-     seldom("qwen", {"topology": "2,1", "chunks": 2}, "adamw")], ids=str,
-)  # fmt: skip
+    [
+        ("mixtral", {}, "sgd"),
+        *(seldom("mixtral", {}, kind) for kind in OPTIMIZERS if kind != "sgd"),
+        ("deepseek", {"topology": "2,1"}, "adamw"),
+        ("gpt_oss", {"placement": [0, 1, 2, 0, 2]}, "adamw"),
+        *(("qwen", {"topology": "2,1", "chunks": 2}, kind) for kind in OURS),
+        seldom("qwen", {"topology": "2,1", "chunks": 2}, "adamw"),
+    ],
+    ids=str,
+)
 def test_divided_experts_train_as_in_one_process(pool, name, options, kind):
-    """Up to the order of sums: matrix products round by how many rows they have, and DDP adds gradients by rank."""
+    """Up to the order of sums: matrix products round by how many rows they have, and DDP adds
+    gradients by rank."""
     found = pool.run(compared, name, kind, options, size=3)
     for worst, moved, _ in found:
         assert moved > 1e-3
@@ -136,7 +199,9 @@ def with_the_hook():
     for step in range(2):
         tokens = tokens_of(dist.get_rank(), step)
         ddp(input_ids=tokens, labels=tokens).loss.backward()
-    dense = torch.cat([p.grad.flatten() for n, p in model.named_parameters() if ".experts." not in n])
+    dense = torch.cat(
+        [p.grad.flatten() for n, p in model.named_parameters() if ".experts." not in n]
+    )
     return dense.numpy(), state.counters.steps
 
 
@@ -176,9 +241,17 @@ def clipped_by_lightning(model, folder):
             return torch.optim.AdamW(self.parameters())
 
     trainer = Trainer(
-        default_root_dir=folder, accelerator="cpu", devices=1, max_steps=1, gradient_clip_val=1.0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, plugins=[LightningEnvironment()],
-    )  # fmt: skip
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[LightningEnvironment()],
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader(tokens_of(0, 0), batch_size=2))
 
 
@@ -187,7 +260,9 @@ def test_clipping_by_other_trainers_is_refused(clip, tmp_path):
     """Each clips by torch's own function, which knows one rank's experts only."""
     model = mixtral()
     commpress.moe.parallelise(model, transport=Loopback(1).transport(0))
-    with pytest.raises(InvalidArgument, match=r"Call commpress.moe.clip_grad_norm_\(model.parameters"):
+    with pytest.raises(
+        InvalidArgument, match=r"Call commpress.moe.clip_grad_norm_\(model.parameters"
+    ):
         clip(model, tmp_path)
 
 
@@ -198,7 +273,8 @@ RATE = 1e-3  # of Adam, so that an element moves by about as much in a step
 
 
 def adam_steps(model, wrapped, ranks):
-    """Parameters by name after two steps of two micro-batches, clipped; ``ranks`` are those whose batches this process has."""
+    """Parameters by name after two steps of two micro-batches, clipped; ``ranks`` are those whose
+    batches this process has."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     clip = torch.nn.utils.clip_grad_norm_ if wrapped is model else commpress.moe.clip_grad_norm_
     for step in range(2):
@@ -213,18 +289,26 @@ def adam_steps(model, wrapped, ranks):
 
 
 def by_name(model):
-    return {name.replace("experts.experts", "experts"): p.detach().clone() for name, p in model.named_parameters()}
+    return {
+        name.replace("experts.experts", "experts"): p.detach().clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def differing(ours, twin, start, part):
-    """Parameters of which an element moved far more than Adam moves it, stood still where the twin's moved, or is elsewhere."""
+    """Parameters of which an element moved far more than Adam moves it, stood still where the
+    twin's moved, or is elsewhere."""
     assert ours.keys() == twin.keys()
     wrong = []
     for name, value in twin.items():
         expected, before = part(name, value), part(name, start[name])
         moved = (ours[name] - before).abs()
         still = (moved == 0) & ((expected - before).abs() > RATE / 2)
-        if (moved > 20 * RATE).any() or still.any() or (ours[name] - expected).abs().max() > 0.1 * RATE:
+        if (
+            (moved > 20 * RATE).any()
+            or still.any()
+            or (ours[name] - expected).abs().max() > 0.1 * RATE
+        ):
             wrong.append(name)
     return wrong
 
@@ -252,15 +336,22 @@ def used(name, way, copies):
 
 @pytest.mark.parametrize(
     ("name", "way", "copies"),
-    [("qwen", "checkpointed", {1: 3, 4: 2}), ("mixtral", "reentrant", {}), seldom("mixtral", "compiled", {0: 2})], ids=str
-)  # fmt: skip
+    [
+        ("qwen", "checkpointed", {1: 3, 4: 2}),
+        ("mixtral", "reentrant", {}),
+        seldom("mixtral", "compiled", {0: 2}),
+    ],
+    ids=str,
+)
 def test_checkpointed_and_compiled_models_with_copies_of_experts(pool, name, way, copies):
-    """Over micro-batches, clipped; no element moves by 20 learning rates, and none stands still that Adam moves."""
+    """Over micro-batches, clipped; no element moves by 20 learning rates, and none stands still
+    that Adam moves."""
     assert pool.run(used, name, way, copies, size=3) == [[], [], []]
 
 
 def with_adapters():
-    """LoRA of attention and of experts: its matrices of experts lie with them, and train as in one process."""
+    """LoRA of attention and of experts: its matrices of experts lie with them, and train as in one
+    process."""
     from peft import LoraConfig, get_peft_model
 
     torch.set_num_threads(1)
@@ -269,27 +360,40 @@ def with_adapters():
 
     def adapted(model):
         torch.manual_seed(3)
-        return get_peft_model(model, LoraConfig(
-            r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-            init_lora_weights=False,
-        ))  # fmt: skip
+        return get_peft_model(
+            model,
+            LoraConfig(
+                r=2,
+                target_modules=["q_proj"],
+                target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+                init_lora_weights=False,
+            ),
+        )
 
     def part(key, value):
         if ".experts." not in key:
             return value
         if "lora_A" in key:
             return value.view(number, -1, value.shape[1])[own].flatten(0, 1)
-        return value.view(len(value), -1, number)[:, :, own].flatten(1) if "lora_B" in key else value[own]
+        return (
+            value.view(len(value), -1, number)[:, :, own].flatten(1)
+            if "lora_B" in key
+            else value[own]
+        )
 
     torch.manual_seed(0)
     model, twin = mixtral(), mixtral()
     twin.load_state_dict(model.state_dict())
     twin = adapted(twin)
-    with pytest.raises(InvalidArgument, match="inside a ParamWrapper, whose adapters would not be divided"):
+    with pytest.raises(
+        InvalidArgument, match="inside a ParamWrapper, whose adapters would not be divided"
+    ):
         commpress.moe.parallelise(twin)
     own += commpress.moe.parallelise(model, placement=[0, 1, 1, 0, 1, 0])[0].own
     model = adapted(model)
-    with pytest.raises(InvalidArgument, match="parallelise once more, on the model with its adapters"):
+    with pytest.raises(
+        InvalidArgument, match="parallelise once more, on the model with its adapters"
+    ):
         model(input_ids=tokens_of(0, 0))
     commpress.moe.parallelise(model)
     start = by_name(twin)
@@ -298,7 +402,11 @@ def with_adapters():
             key = key.replace("experts.experts", "experts")
             p.copy_(part(key, start[key]))
     ours = adam_steps(model, DistributedDataParallel(model), [dist.get_rank()])
-    moved = max(float((ours[key] - part(key, start[key])).abs().max()) for key in start if ".experts." in key and "lora" in key)
+    moved = max(
+        float((ours[key] - part(key, start[key])).abs().max())
+        for key in start
+        if ".experts." in key and "lora" in key
+    )
     return differing(ours, adam_steps(twin, twin, range(2)), start, part), moved
 
 
@@ -322,17 +430,30 @@ def test_models_in_bfloat16(name):
         return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
     exact = gradients(torch.float32, False)
-    theirs, ours = ((gradients(torch.bfloat16, divided) - exact).norm() for divided in (False, True))
+    theirs, ours = (
+        (gradients(torch.bfloat16, divided) - exact).norm() for divided in (False, True)
+    )
     assert ours < 1.2 * theirs < 0.02 * exact.norm()
 
 
 def test_llama4_whose_experts_get_every_token_is_refused_with_the_layer_by_name():
     transformers = pytest.importorskip("transformers")
     config = transformers.Llama4TextConfig(
-        hidden_size=16, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=8, vocab_size=32, num_local_experts=4, interleave_moe_layer_step=1,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=32,
+        num_local_experts=4,
+        interleave_moe_layer_step=1,
+    )
     model = transformers.Llama4ForCausalLM(config)
-    says = r"experts in .model\.layers\.0\.feed_forward\.experts., a Llama4TextExperts .*with hidden_states, .*fully_shard"
+    says = (
+        r"experts in .model\.layers\.0\.feed_forward\.experts., a Llama4TextExperts .*with "
+        r"hidden_states, .*fully_shard"
+    )
     with pytest.raises(InvalidArgument, match=says):
         commpress.moe.parallelise(model)

@@ -1,4 +1,5 @@
-"""Checkpoints of transformers, read shard by shard into a streamed model that was never in memory."""
+"""Checkpoints of transformers, read shard by shard into a streamed model that was never in
+memory."""
 
 import json
 import shutil
@@ -23,8 +24,16 @@ HERE = Path(__file__)
 
 
 def config(tied=True, **more):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
-    return LlamaConfig(**sizes | more, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=1)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    return LlamaConfig(
+        **sizes | more, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=1
+    )
 
 
 def on_meta(tied=True, dtype=torch.float32):
@@ -62,16 +71,22 @@ def steps(net, optimizer):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_shards_train_as_the_whole_model_does(store, tmp_path, checkpoints, tied):
-    """Fine-tuned from the meta device, saved, and taken by transformers: the bits of the model in memory."""
+    """Fine-tuned from the meta device, saved, and taken by transformers: the bits of the model in
+    memory."""
     plain, net = LlamaForCausalLM.from_pretrained(checkpoints / str(tied)), on_meta(tied)
     streamed = commpress.stream(net, store=store, weights=checkpoints / str(tied))
     assert not any(group.present for group in streamed.groups)
     wanted = steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
-    assert steps(net, commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=store, lr=1e-2)) == wanted
+    assert (
+        steps(net, commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=store, lr=1e-2))
+        == wanted
+    )
     shutil.copy(checkpoints / str(tied) / "config.json", tmp_path)
     streamed.save(tmp_path / "model.safetensors")
     again = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(value, again.state_dict()[name]) for name, value in plain.state_dict().items()
+    )
 
 
 def test_a_store_that_has_values_keeps_them(store, checkpoints):
@@ -88,16 +103,21 @@ def test_floats_become_those_of_the_model(store, checkpoints):
     net = on_meta(dtype=torch.bfloat16)
     commpress.stream(net, store=store, weights=checkpoints / "True")
     plain = LlamaForCausalLM.from_pretrained(checkpoints / "True", dtype=torch.bfloat16)
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(value, net.state_dict()[name]) for name, value in plain.state_dict().items()
+    )
 
 
 def test_a_model_on_the_meta_device_begins_as_its_own_function_says(store):
     torch.manual_seed(0)
     net, plain = on_meta(), LlamaForCausalLM(config())
     commpress.stream(net, store=store)
-    for (name, mine), theirs in zip(net.state_dict().items(), plain.state_dict().values(), strict=True):
+    for (name, mine), theirs in zip(
+        net.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
         assert mine.mean().item() == pytest.approx(theirs.mean().item(), abs=5e-3), name
-        assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.1), name  # torch's: 0.1 and 1
+        # torch's: 0.1 and 1
+        assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.1), name
     for (name, mine), theirs in zip(net.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, theirs), name
     assert net(IDS, labels=IDS).loss.isfinite()
@@ -112,7 +132,10 @@ def test_a_function_of_the_caller_goes_first(store):
 
     commpress.stream(net, store=store, initialize=ones)
     assert all(bool((value == 1).all()) for value in net.state_dict().values())
-    with pytest.raises(InvalidArgument, match=r"parameter 'weight' of module 'model.embed_tokens' .*gives it no values"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"parameter 'weight' of module 'model.embed_tokens' .*gives it no values",
+    ):
         commpress.stream(on_meta(), store=store, prefix="other", initialize=lambda module: None)
 
 

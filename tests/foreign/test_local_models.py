@@ -1,4 +1,5 @@
-"""Models of transformers, peft and torch under local updates: what is trained moves, alike on every rank, and nothing else."""
+"""Models of transformers, peft and torch under local updates: what is trained moves, alike on every
+rank, and nothing else."""
 
 import copy
 
@@ -13,13 +14,17 @@ from commpress.errors import InvalidArgument
 
 
 def trained(make, loss_of, size, *, inner=None, steps=12, **options):
-    """(weights at first, models of all ranks, their local updates, losses of the first and the last step)."""
+    """(weights at first, models of all ranks, their local updates, losses of the first and the last
+    step)."""
     torch.manual_seed(0)
     first, switch = make(), Loopback(size)
     models = [copy.deepcopy(first) for _ in range(size)]
     options = {"every": 4, "codec": "int4", "fragments": 2, "overlap": 1} | options
     inner = inner or (lambda model: torch.optim.AdamW(model.named_parameters(), lr=3e-3))
-    local = [commpress.LocalUpdates(inner(m), transport=switch.transport(r), **options) for r, m in enumerate(models)]
+    local = [
+        commpress.LocalUpdates(inner(m), transport=switch.transport(r), **options)
+        for r, m in enumerate(models)
+    ]
     losses = []
     for step in range(steps):
         mine = [loss_of(model, 10 * (step % 4) + rank) for rank, model in enumerate(models)]
@@ -33,7 +38,10 @@ def trained(make, loss_of, size, *, inner=None, steps=12, **options):
             one.zero_grad()
     simulate([one.draining() for one in local])
     for model in models[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(models[0].parameters(), model.parameters(), strict=True)
+        )
     return dict(first.named_parameters()), models, local, losses
 
 
@@ -43,22 +51,33 @@ def tiny_loss(model, seed):
 
 @pytest.mark.parametrize(
     ("kind", "size", "dtype"),
-    [("gpt2", 2, torch.float32), ("t5", 3, torch.float32), ("vit", 1, torch.float32), ("gpt2", 2, torch.bfloat16)],
+    [
+        ("gpt2", 2, torch.float32),
+        ("t5", 3, torch.float32),
+        ("vit", 1, torch.float32),
+        ("gpt2", 2, torch.bfloat16),
+    ],
 )
 def test_every_tensor_of_a_transformer_moves(kind, size, dtype):
     """T5's embedding is tied three times: it is one tensor, exchanged once."""
-    before, models, local, losses = trained(lambda: tiny_models.MODELS[kind]().to(dtype), tiny_loss, size)
+    before, models, local, losses = trained(
+        lambda: tiny_models.MODELS[kind]().to(dtype), tiny_loss, size
+    )
     assert losses[-1] < losses[0] - 0.3
     for name, p in models[0].named_parameters():
         assert not torch.equal(p, before[name]), name
         assert torch.isfinite(p).all(), name
-    assert sum(f.numel for f in local[0].fragments) == sum(p.numel() for p in models[0].parameters())
+    assert sum(f.numel for f in local[0].fragments) == sum(
+        p.numel() for p in models[0].parameters()
+    )
 
 
 def lora():
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(tiny_models.gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    return get_peft_model(
+        tiny_models.gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
 
 
 def test_adapters_are_exchanged_without_the_weights_they_adapt():
@@ -66,7 +85,9 @@ def test_adapters_are_exchanged_without_the_weights_they_adapt():
     before, models, local, _ = trained(lora, tiny_loss, 2)
     moved = {name for name, p in models[0].named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora_" in name}
-    assert sum(f.numel for f in local[0].fragments) == sum(p.numel() for p in models[0].parameters() if p.requires_grad)
+    assert sum(f.numel for f in local[0].fragments) == sum(
+        p.numel() for p in models[0].parameters() if p.requires_grad
+    )
 
 
 def test_a_layer_that_thaws_is_named_and_a_new_object_trains_it():
@@ -86,17 +107,27 @@ def test_groups_keep_their_rates_and_a_parameter_without_elements_is_welcome():
             self.nothing = nn.Parameter(torch.empty(0, 3))
 
     def loss_of(model, seed):
-        return model(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
+        return (
+            model(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
+        )
 
     def inner(model):
         return torch.optim.SGD(
-            [{"params": [*model[0].parameters(), model.nothing]}, {"params": model[3].parameters(), "lr": 0.0},
-             {"params": model[1].parameters(), "lr": 0.5}], lr=0.1
-        )  # fmt: skip
+            [
+                {"params": [*model[0].parameters(), model.nothing]},
+                {"params": model[3].parameters(), "lr": 0.0},
+                {"params": model[1].parameters(), "lr": 0.5},
+            ],
+            lr=0.1,
+        )
 
     before, models, _, _ = trained(Net, loss_of, 3, inner=inner, min_numel=0, codec="sign")
     after = dict(models[0].named_parameters())
-    assert [name for name in before if torch.equal(after[name], before[name])] == ["nothing", "3.weight", "3.bias"]
+    assert [name for name in before if torch.equal(after[name], before[name])] == [
+        "nothing",
+        "3.weight",
+        "3.bias",
+    ]
     assert not torch.equal(models[0][1].running_mean, models[1][1].running_mean)
 
 
@@ -114,7 +145,11 @@ def test_the_trainer_counts_tokens(named, tmp_path):
         def __getitem__(self, index):
             ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
             rest = torch.arange(16) > 9
-            more = {"labels": ids.masked_fill(rest, -100), "attention_mask": (~rest).long(), "input_ids": ids}
+            more = {
+                "labels": ids.masked_fill(rest, -100),
+                "attention_mask": (~rest).long(),
+                "input_ids": ids,
+            }
             return {"input_ids": ids, named: more[named]}
 
     class Seen(TrainerCallback):
@@ -127,10 +162,19 @@ def test_the_trainer_counts_tokens(named, tmp_path):
 
     counts, local = [], commpress.hf.LocalTraining(every=1000, weight="tokens", codec=None)
     arguments = TrainingArguments(
-        tmp_path, use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
-        disable_tqdm=True, save_strategy="no", logging_strategy="no",
-    )  # fmt: skip
-    trainer = Unlabelled(tiny_gpt2.model(), arguments, train_dataset=Ragged(), callbacks=[local, Seen()])
+        tmp_path,
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    trainer = Unlabelled(
+        tiny_gpt2.model(), arguments, train_dataset=Ragged(), callbacks=[local, Seen()]
+    )
     trainer.train()
     assert counts == [4 * {"input_ids": 16}.get(named, 10) * steps for steps in (1, 2, 3)]
     trainer.model.train()(torch.ones(1, 4, dtype=torch.long))

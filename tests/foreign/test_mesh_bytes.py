@@ -1,7 +1,8 @@
-"""A Llama on 2 × 2 × 2 hosts: what leaves each host for each other, with codecs and without, as the kernel counts it.
+"""A Llama on 2 × 2 × 2 hosts: what leaves each host for each other, with codecs and without, as the
+kernel counts it.
 
-Hosts are network namespaces. On a mesh of two ranks in each dimension a host has one peer in each of dp, tp and pp, so their
-traffic is told apart by addresses.
+Hosts are network namespaces. On a mesh of two ranks in each dimension a host has one peer in each
+of dp, tp and pp, so their traffic is told apart by addresses.
 """
 
 import json
@@ -23,14 +24,17 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PROTOCOL = 0.005  # headers of TCP and IP and acknowledgements, as a share of what is sent
-SMALL = 4_000  # bytes a step beside that: acknowledgements of what comes, agreement of all ranks, a barrier
-CODECS = {"dp": {"dp": "sign"}, "pp": {"pp": "int4"}, "both": {"dp": "int4", "pp": "int4"}}  # of the ways of the script
+# bytes a step beside that: acknowledgements of what comes, agreement of all ranks, a barrier
+SMALL = 4_000
+# of the ways of the script
+CODECS = {"dp": {"dp": "sign"}, "pp": {"pp": "int4"}, "both": {"dp": "int4", "pp": "int4"}}
 DIMS = {"pp": 4, "dp": 2, "tp": 1}  # by how much the peer's rank differs
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By way: of each rank the bytes for each peer, those of the counters and a checksum of the weights."""
+    """By way: of each rank the bytes for each peer, those of the counters and a checksum of the
+    weights."""
     if shutil.which("nft") is None:
         pytest.skip("no nft, with which the kernel counts bytes by peer: install nftables")
     try:
@@ -42,14 +46,22 @@ def found(tmp_path_factory):
         processes = []
         for rank in range(8):
             told = {
-                "RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "PYTHONPATH": f"{HERE.parent}:{HERE}",
-            }  # fmt: skip
+                "RANK": str(rank),
+                "WORLD_SIZE": "8",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": lab.addresses[0],
+                "MASTER_PORT": "29500",
+                "PYTHONPATH": f"{HERE.parent}:{HERE}",
+            }
             command = [sys.executable, str(HERE / "mesh_bytes_script.py"), str(path)]
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             processes.append(lab.start(rank, command, env=os.environ | told, **streams))
         said = [process.communicate(timeout=280)[0] for process in processes]
-    assert not any(process.returncode for process in processes), "\n".join(text[-2000:] for text in said)
+    assert not any(process.returncode for process in processes), "\n".join(
+        text[-2000:] for text in said
+    )
     every = json.loads(path.read_text())
     return {way: [rank[way] for rank in every] for way in every[0]}
 
@@ -65,7 +77,8 @@ def allowed(counted):
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_the_interface_carries_what_codecs_leave(found, kind):
-    """Each rank's bytes for its peer in dp and in pp are those of our counters and protocol; of tp they are torch's in all."""
+    """Each rank's bytes for its peer in dp and in pp are those of our counters and protocol; of tp
+    they are torch's in all."""
     ways = [way.split()[1] for way in found if way.split()[0] == kind and "torch" not in way]
     assert {"none", "both"} <= set(ways)
     for way, dim in product(ways, ("dp", "pp")):
@@ -74,19 +87,26 @@ def test_the_interface_carries_what_codecs_leave(found, kind):
             counted = ranks[rank]["counters"][dim]
             assert 0 <= carried - counted < allowed(counted), (way, dim, rank)
     for way in ways:
-        for mine, theirs in zip(over(found[f"{kind} {way}"], "tp"), over(found[f"{kind} torch"], "tp"), strict=True):
+        for mine, theirs in zip(
+            over(found[f"{kind} {way}"], "tp"), over(found[f"{kind} torch"], "tp"), strict=True
+        ):
             assert abs(mine - theirs) < allowed(theirs)
 
 
 def test_bytes_fall_by_the_ratio_of_the_codec(found):
-    """Of the codec's own sizes: 31 times with one bit, 7.8 with four; of stages, which send less, protocol takes more."""
+    """Of the codec's own sizes: 31 times with one bit, 7.8 with four; of stages, which send less,
+    protocol takes more."""
     for way, dims in CODECS.items():
         for dim, name in dims.items():
             ratio = 4 * 2**16 / codec_named(name).row_bytes(2**16)
-            for less, exact in zip(over(found[f"plain {way}"], dim), over(found["plain torch"], dim), strict=True):
+            for less, exact in zip(
+                over(found[f"plain {way}"], dim), over(found["plain torch"], dim), strict=True
+            ):
                 assert exact / less == pytest.approx(ratio, rel=0.03, abs=0.3)
         for dim in {"dp", "pp"} - dims.keys():
-            for same, exact in zip(over(found[f"plain {way}"], dim), over(found["plain torch"], dim), strict=True):
+            for same, exact in zip(
+                over(found[f"plain {way}"], dim), over(found["plain torch"], dim), strict=True
+            ):
                 assert same == pytest.approx(exact, rel=0.01, abs=SMALL)
 
 

@@ -1,4 +1,5 @@
-"""A Llama of transformers under torch's tensor parallelism, one call for its mesh: torch's own weights without a codec."""
+"""A Llama of transformers under torch's tensor parallelism, one call for its mesh: torch's own
+weights without a codec."""
 
 import warnings
 from contextlib import nullcontext
@@ -18,7 +19,8 @@ import commpress
 from ranks import Ranks
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow  # the import alone takes seconds, on each rank; ``tests/test_meshes.py`` has a smaller model
+# the import alone takes seconds, on each rank; ``tests/test_meshes.py`` has a smaller model
+pytestmark = pytest.mark.slow
 
 STEPS, BAD, RATE = 4, 2, 0.1
 PLAN = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
@@ -31,11 +33,17 @@ def llama(mesh, layers=1, width=32, vocabulary=64, length=16):
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=length, tie_word_embeddings=False,
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=length,
+            tie_word_embeddings=False,
             attn_implementation="eager",
         )
-    )  # fmt: skip
+    )
     paths = [path for path, _ in model.named_modules() if path.split(".")[-1] in PLAN]
     parallelize_module(model, mesh["tp"], {path: PLAN[path.split(".")[-1]] for path in paths})
     assert sum(isinstance(p, DTensor) for p in model.parameters()) == 7 * layers
@@ -54,11 +62,14 @@ def own(tensor):
 
 
 def whole(named):
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
+    return {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named
+    }
 
 
 def trained(kind, codec, fault=None):
-    """Weights as this rank knows them, bytes sent and bytes that torch would send over the data dimension."""
+    """Weights as this rank knows them, bytes sent and bytes that torch would send over the data
+    dimension."""
     warnings.filterwarnings("ignore")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = net = llama(mesh)
@@ -68,7 +79,9 @@ def trained(kind, codec, fault=None):
     if kind == "fsdp":
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh["dp"])
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=fault == "overflow" and kind != "fsdp")
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=64.0, enabled=fault == "overflow" and kind != "fsdp"
+    )
     options = {"grad_scaler": scaler} if scaler.is_enabled() else {}
     states = commpress.compress(net, mesh=mesh, dims={"dp": codec}, **options) if codec else None
     held = list(net.named_parameters())
@@ -76,7 +89,9 @@ def trained(kind, codec, fault=None):
     now = {"step": 0}
     value = {"NaN": float("nan"), "overflow": float("inf"), None: 1.0, "clip": 1e4}[fault]
     if dist.get_rank() == 0 and kind != "fsdp":
-        next(p for n, p in held if "up_proj" in n).register_hook(lambda g: g * value if now["step"] == BAD else g)
+        next(p for n, p in held if "up_proj" in n).register_hook(
+            lambda g: g * value if now["step"] == BAD else g
+        )
     for now["step"] in range(STEPS):
         ids = words(mesh, now["step"])
         loss = net(input_ids=ids, labels=ids).loss
@@ -93,8 +108,16 @@ def trained(kind, codec, fault=None):
         else:
             assert (fault, now["step"]) == ("overflow", BAD)
         optimizer.zero_grad()
-    counters = None if states is None else getattr(states["dp"], "gradients", None) or states["dp"].counters
-    sent = None if counters is None else (counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets)
+    counters = (
+        None
+        if states is None
+        else getattr(states["dp"], "gradients", None) or states["dp"].counters
+    )
+    sent = (
+        None
+        if counters is None
+        else (counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets)
+    )
     return whole(held), sent
 
 
@@ -111,7 +134,9 @@ def test_without_a_codec_weights_are_torchs_in_every_bit(pool, kind):
         assert sent < 1.1 * plain
 
 
-@pytest.mark.parametrize(("kind", "codec", "ratio"), [("plain", "sign", 15), ("ddp", "int4", 5), ("fsdp", "int8", 1.8)])
+@pytest.mark.parametrize(
+    ("kind", "codec", "ratio"), [("plain", "sign", 15), ("ddp", "int4", 5), ("fsdp", "int8", 1.8)]
+)
 def test_bytes_fall_and_replicas_stay_equal_whatever_befalls_a_shard(pool, kind, codec, ratio):
     faults = {"plain": ("NaN", "overflow", "clip"), "ddp": ("NaN", "clip"), "fsdp": ("NaN",)}[kind]
     for fault in faults:
@@ -156,7 +181,8 @@ KINDS = ("plain", "fsdp", "partitioned")
 
 
 def piped(kind, codec, faulty):
-    """Weights as this rank knows them; bytes and what torch would send, of gradients and edges; skipped steps and the scale."""
+    """Weights as this rank knows them; bytes and what torch would send, of gradients and edges;
+    skipped steps and the scale."""
     warnings.filterwarnings("ignore")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     last, rank = mesh["pp"].get_local_rank() == 1, dist.get_rank()
@@ -167,7 +193,9 @@ def piped(kind, codec, faulty):
     stage = PipelineStage(part, int(last), 2, torch.device("cpu"), group=mesh["pp"].get_group())
     scaler, now = torch.amp.GradScaler("cpu", init_scale=64.0), {"factor": 1.0}
     scaler.scale(torch.ones(()))  # begins
-    dims = {"pp": "none" if codec == "none" else "int4"} | ({} if kind == "partitioned" else {"dp": codec})
+    dims = {"pp": "none" if codec == "none" else "int4"} | (
+        {} if kind == "partitioned" else {"dp": codec}
+    )
     options = {"grad_scaler": scaler} if "dp" in dims else {}
     states = commpress.compress([stage], mesh=mesh, dims=dims, **options) if codec else None
 
@@ -179,8 +207,14 @@ def piped(kind, codec, faulty):
     held = list(part.named_parameters())
     if kind == "partitioned":
         among = {"process_group": mesh["dp"].get_group(), "agree_over": mesh}
-        options = {"gradients": codec, "weights": "none" if codec == "none" else "int8", "grad_scaler": scaler}
-        optimizer = commpress.Partitioned(held, torch.optim.SGD, lr=RATE, foreach=False, **among, **options)
+        options = {
+            "gradients": codec,
+            "weights": "none" if codec == "none" else "int8",
+            "grad_scaler": scaler,
+        }
+        optimizer = commpress.Partitioned(
+            held, torch.optim.SGD, lr=RATE, foreach=False, **among, **options
+        )
     else:
         optimizer = torch.optim.SGD([p for _, p in held], lr=RATE, foreach=False)
     for step in range(6):
@@ -188,7 +222,9 @@ def piped(kind, codec, faulty):
         if kind == "fsdp":  # in the loss of one rank, or of one replica
             now["factor"] = fault if rank in ((4,) if fault != 1e4 else (4, 5)) else 1.0
         with optimizer.no_sync() if kind == "partitioned" else nullcontext():
-            schedule.step(*(() if last else (ids,)), **({"target": ids, "losses": []} if last else {}))
+            schedule.step(
+                *(() if last else (ids,)), **({"target": ids, "losses": []} if last else {})
+            )
         if kind != "fsdp" and rank == 0:
             own(next(p for n, p in held if "up_proj" in n).grad).mul_(fault)
         if kind == "partitioned":
@@ -200,7 +236,8 @@ def piped(kind, codec, faulty):
         else:
             average(kind, held, states, mesh)
             scale = scaler.get_scale()
-            gradients = [own(p.grad).div_(scale) for _, p in held]  # DTensors and tensors are too much for torch's scaler
+            # DTensors and tensors are too much for torch's scaler
+            gradients = [own(p.grad).div_(scale) for _, p in held]
             finite = all(gradient.isfinite().all() for gradient in gradients)
             if faulty:
                 states.clip_grad_norm_(0.5)
@@ -211,7 +248,11 @@ def piped(kind, codec, faulty):
     sent = None
     if states is not None:
         data = optimizer if kind == "partitioned" else states["dp"]
-        sent = (*bytes_of(kind, data, held), states["pp"].counters.sent_bytes, states["pp"].counters.exact_bytes)
+        sent = (
+            *bytes_of(kind, data, held),
+            states["pp"].counters.sent_bytes,
+            states["pp"].counters.exact_bytes,
+        )
     return whole(held), sent, scaler.get_scale()
 
 
@@ -240,15 +281,22 @@ def eight():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_eight_ranks_train_as_torch_does_in_every_bit(eight, kind):
-    """Data, tensor and pipeline parallelism at once, without a codec. ``Partitioned`` has torch's optimizer as its twin."""
+    """Data, tensor and pipeline parallelism at once, without a codec. ``Partitioned`` has torch's
+    optimizer as its twin."""
     expected = eight.run(piped, "plain" if kind == "partitioned" else kind, None, False, size=8)
-    for (weights, *_), (torchs, *_) in zip(eight.run(piped, kind, "none", False, size=8), expected, strict=True):
+    for (weights, *_), (torchs, *_) in zip(
+        eight.run(piped, kind, "none", False, size=8), expected, strict=True
+    ):
         assert apart(weights, torchs) == 0.0
 
 
-@pytest.mark.parametrize(("kind", "codec", "ratio"), [("plain", "sign", 12), ("fsdp", "int4", 2.5), ("partitioned", "sign", 2)])
+@pytest.mark.parametrize(
+    ("kind", "codec", "ratio"),
+    [("plain", "sign", 12), ("fsdp", "int4", 2.5), ("partitioned", "sign", 2)],
+)
 def test_eight_ranks_stay_equal_whatever_befalls_one_shard(eight, kind, codec, ratio):
-    """NaN and infinity in one stage leave the step out in both and halve the scale on all ranks; clipping is by one factor."""
+    """NaN and infinity in one stage leave the step out in both and halve the scale on all ranks;
+    clipping is by one factor."""
     results = eight.run(piped, kind, codec, True, size=8)
     for rank, (weights, (sent, plain, edges, exact_edges), scale) in enumerate(results):
         assert apart(weights, results[4 * (rank // 4)][0]) == 0.0

@@ -1,4 +1,5 @@
-"""A small Llama of transformers in two stages: torch's pipeline with exact and compressed edges against the whole model."""
+"""A small Llama of transformers in two stages: torch's pipeline with exact and compressed edges
+against the whole model."""
 
 import pytest
 import torch
@@ -17,10 +18,18 @@ def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, attn_implementation="eager",
-    ))  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            attn_implementation="eager",
+        )
+    )
 
 
 class Half(nn.Module):
@@ -36,11 +45,16 @@ class Half(nn.Module):
         if self.embed is not None:
             mask = x != 0
             x = self.embed(x)
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & mask[:, None, None, :]
+        causal = (
+            torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & mask[:, None, None, :]
+        )
         positions = torch.arange(x.shape[1])[None]
         bias = torch.zeros_like(causal, dtype=x.dtype).masked_fill(~causal, -1e9)
         x = self.layer(
-            x, attention_mask=bias, position_ids=positions, position_embeddings=self.rotary(x, positions)
+            x,
+            attention_mask=bias,
+            position_ids=positions,
+            position_embeddings=self.rotary(x, positions),
         )
         x = x[0] if isinstance(x, tuple) else x
         return (x, mask) if self.head is None else self.head(x)
@@ -51,7 +65,9 @@ def error_of(logits, target):
 
 
 def tokens(step):
-    return torch.randint(1, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(step % 2))
+    return torch.randint(
+        1, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(step % 2)
+    )
 
 
 def trained(codec, steps):
@@ -60,12 +76,17 @@ def trained(codec, steps):
     stage = PipelineStage(half, rank, 2, torch.device("cpu"))
     runner, counters = Schedule1F1B(stage, 4, loss_fn=error_of), None
     if codec is not None:
-        counters = commpress.compress_pipeline(runner, codec, gradient_codec="none" if codec == "none" else "int8").counters
+        counters = commpress.compress_pipeline(
+            runner, codec, gradient_codec="none" if codec == "none" else "int8"
+        ).counters
     optimizer, losses = torch.optim.Adam(half.parameters(), 3e-3), []
     for step in range(steps):
         found = []
         x = tokens(step)
-        runner.step(*([x] if rank == 0 else []), **({"target": x.roll(-1, 1), "losses": found} if rank else {}))
+        runner.step(
+            *([x] if rank == 0 else []),
+            **({"target": x.roll(-1, 1), "losses": found} if rank else {}),
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(float(loss.detach()) for loss in found) / 4)
@@ -76,7 +97,10 @@ def whole(steps):
     """The model itself, in one process."""
     model = llama()
     halves = [Half(model, 0), Half(model, 1)]
-    optimizer, losses = torch.optim.Adam([p for half in halves for p in half.parameters()], 3e-3), []
+    optimizer, losses = (
+        torch.optim.Adam([p for half in halves for p in half.parameters()], 3e-3),
+        [],
+    )
     for step in range(steps):
         x = tokens(step)
         loss = error_of(halves[1](*halves[0](x)), x.roll(-1, 1))

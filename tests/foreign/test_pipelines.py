@@ -1,4 +1,5 @@
-"""torch's own pipeline schedules over FSDP2 with compressed traffic, on a mesh of two stages (or four) and two replicas."""
+"""torch's own pipeline schedules over FSDP2 with compressed traffic, on a mesh of two stages (or
+four) and two replicas."""
 
 from contextlib import nullcontext
 
@@ -9,7 +10,12 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 import commpress
 from commpress.errors import NonFiniteGradient
@@ -17,7 +23,11 @@ from ddp_twin import Log
 from ranks import caught, refused
 from variants import first
 
-SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
+SCHEDULES = {
+    "gpipe": (ScheduleGPipe, 1),
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2),
+}
 
 
 def part(seed):
@@ -30,7 +40,8 @@ def error_of(y, target):
 
 
 def train(schedule, options):
-    """Losses of the last stage, this rank's weights, and what was said; ``options`` None: as torch sends."""
+    """Losses of the last stage, this rank's weights, and what was said; ``options`` None: as torch
+    sends."""
     said = Log()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     make, chunks = SCHEDULES[schedule]
@@ -41,7 +52,11 @@ def train(schedule, options):
             fully_shard(layer, mesh=mesh["dp"])
         if options is not None:
             commpress.compress_fsdp(module, min_numel=1, **options)
-        stages.append(PipelineStage(module, number, 2 * chunks, torch.device("cpu"), group=mesh["pp"].get_group()))
+        stages.append(
+            PipelineStage(
+                module, number, 2 * chunks, torch.device("cpu"), group=mesh["pp"].get_group()
+            )
+        )
     pipeline = make(stages if chunks > 1 else stages[0], 4, loss_fn=error_of)
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -62,11 +77,14 @@ def train(schedule, options):
 
 @pytest.mark.parametrize("schedule", first(2, [*SCHEDULES]))
 def test_schedules_train_alike_with_and_without_overlap(pool, schedule):
-    """Behind which backward a gradient is reduced changes no bit, and eight bits hardly the loss."""
+    """Behind which backward a gradient is reduced changes no bit, and eight bits hardly the
+    loss."""
     plain = pool.run(train, schedule, None, size=4)
     overlapped = pool.run(train, schedule, {"overlap": True}, size=4)
     at_once = pool.run(train, schedule, {"overlap": False}, size=4)
-    for (exact, _, _), (losses, weights, _), (theirs, expected, _) in zip(plain, overlapped, at_once, strict=True):
+    for (exact, _, _), (losses, weights, _), (theirs, expected, _) in zip(
+        plain, overlapped, at_once, strict=True
+    ):
         assert losses == theirs
         assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
         assert losses == pytest.approx(exact, rel=0.02)
@@ -76,7 +94,8 @@ def test_schedules_train_alike_with_and_without_overlap(pool, schedule):
 
 
 def poisoned(schedule, on_nonfinite):
-    """NaN in the input of one replica in the first step; whether the error came, and whether weights stayed finite."""
+    """NaN in the input of one replica in the first step; whether the error came, and whether
+    weights stayed finite."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     make, _ = SCHEDULES[schedule]
     rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
@@ -93,13 +112,18 @@ def poisoned(schedule, on_nonfinite):
             pipeline.step(target=torch.ones(16, 16), losses=[])
     except NonFiniteGradient:
         raised = True
-    finite = all(p.grad is None or torch.isfinite(p.grad.to_local()).all() for p in module.parameters())
+    finite = all(
+        p.grad is None or torch.isfinite(p.grad.to_local()).all() for p in module.parameters()
+    )
     return raised, bool(finite), state.gradients.skipped_buckets
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
 def test_what_is_not_finite_is_noticed_between_backwards_too(pool, on_nonfinite):
-    assert pool.run(poisoned, "gpipe", on_nonfinite, size=4) == [(on_nonfinite == "raise", True, 1)] * 4
+    assert (
+        pool.run(poisoned, "gpipe", on_nonfinite, size=4)
+        == [(on_nonfinite == "raise", True, 1)] * 4
+    )
 
 
 # ---------------------------------------------------------------- one call for both dimensions
@@ -124,7 +148,11 @@ class Shifted(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.up, self.down, self.shift = nn.Linear(16, 256), nn.Linear(256, 16), nn.Parameter(torch.zeros(16))
+        self.up, self.down, self.shift = (
+            nn.Linear(16, 256),
+            nn.Linear(256, 16),
+            nn.Parameter(torch.zeros(16)),
+        )
         self.factor = 1.0
 
     def forward(self, x):
@@ -140,12 +168,26 @@ def one_call(schedule, codec, bad=None, clip=False, scaled=False, on_nonfinite="
         module = Shifted(number)
         for layer in (module.up, module.down, module):
             fully_shard(layer, mesh=mesh["dp"])
-        stages.append(PipelineStage(module, number, 2 * chunks, torch.device("cpu"), group=mesh["pp"].get_group()))
+        stages.append(
+            PipelineStage(
+                module, number, 2 * chunks, torch.device("cpu"), group=mesh["pp"].get_group()
+            )
+        )
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
-    options = {"min_numel": 1, "on_nonfinite": on_nonfinite} | ({"grad_scaler": scaler} if scaled else {})
+    options = {"min_numel": 1, "on_nonfinite": on_nonfinite} | (
+        {"grad_scaler": scaler} if scaled else {}
+    )
     scaler.scale(torch.ones(()))  # or it does not begin where there is no loss
-    pipeline = make(stages if chunks > 1 else stages[0], 4, loss_fn=lambda y, target: scaler.scale(error_of(y, target)))
-    states = commpress.compress(pipeline, mesh=mesh, dims={"dp": codec, "pp": codec}, **options) if codec else None
+    pipeline = make(
+        stages if chunks > 1 else stages[0],
+        4,
+        loss_fn=lambda y, target: scaler.scale(error_of(y, target)),
+    )
+    states = (
+        commpress.compress(pipeline, mesh=mesh, dims={"dp": codec, "pp": codec}, **options)
+        if codec
+        else None
+    )
     held = [p for stage in stages for p in stage.submod.parameters()]
     optimizer, seen, norms, scales, raised = torch.optim.SGD(held, lr=0.1), [], [], [], []
     generator = torch.Generator().manual_seed(replica)
@@ -153,9 +195,15 @@ def one_call(schedule, codec, bad=None, clip=False, scaled=False, on_nonfinite="
         x, target = (torch.randn(256, 16, generator=generator) for _ in range(2))
         if (rank, replica) == (1, 0):  # the last stage of one replica
             stages[-1].submod.factor = bad if bad is not None and step == 1 else 1.0
-        pipeline.step(*([x] if rank == 0 else []), **({} if rank == 0 else {"target": target, "losses": []}))
+        pipeline.step(
+            *([x] if rank == 0 else []), **({} if rank == 0 else {"target": target, "losses": []})
+        )
         owed = None if states is None else residuals(states)
-        with pytest.raises(NonFiniteGradient) if (on_nonfinite, step) == ("raise", 1) else nullcontext() as error:
+        with (
+            pytest.raises(NonFiniteGradient)
+            if (on_nonfinite, step) == ("raise", 1)
+            else nullcontext() as error
+        ):
             if states is not None:
                 states.synchronize()
         raised.append(error is not None)
@@ -166,9 +214,17 @@ def one_call(schedule, codec, bad=None, clip=False, scaled=False, on_nonfinite="
         scaler.update()
         scales.append(scaler.get_scale())
         optimizer.zero_grad()
-        changed = None if states is None else any(not torch.equal(a, b) for a, b in zip(owed, residuals(states), strict=True))
+        changed = (
+            None
+            if states is None
+            else any(not torch.equal(a, b) for a, b in zip(owed, residuals(states), strict=True))
+        )
         seen.append(([p.full_tensor().detach().clone() for p in held], changed))
-    sent = None if states is None else [states["dp"].gradients, states["dp"].weights, states["pp"].counters]
+    sent = (
+        None
+        if states is None
+        else [states["dp"].gradients, states["dp"].weights, states["pp"].counters]
+    )
     return seen, norms, scales, raised, sent
 
 
@@ -180,14 +236,22 @@ def residuals(states):
 @pytest.mark.parametrize("schedule", first(2, [*SCHEDULES]))
 def test_one_call_without_a_codec_trains_as_torch_does_in_every_bit(pool, schedule):
     expected = pool.run(one_call, schedule, None, size=4)
-    for (seen, *_), (torchs, *_) in zip(pool.run(one_call, schedule, "none", size=4), expected, strict=True):
-        assert all(torch.equal(*both) for (mine, _), (their, _) in zip(seen, torchs, strict=True)
-                   for both in zip(mine, their, strict=True))  # fmt: skip
+    for (seen, *_), (torchs, *_) in zip(
+        pool.run(one_call, schedule, "none", size=4), expected, strict=True
+    ):
+        assert all(
+            torch.equal(*both)
+            for (mine, _), (their, _) in zip(seen, torchs, strict=True)
+            for both in zip(mine, their, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("schedule", "on_nonfinite"), [("1f1b", "skip"), ("interleaved", "raise")])
-def test_one_gradient_that_is_not_finite_leaves_the_step_out_in_all_stages(pool, schedule, on_nonfinite):
-    """Weights and residuals, also of stages whose gradients were finite; and bytes fall by what four bits are."""
+def test_one_gradient_that_is_not_finite_leaves_the_step_out_in_all_stages(
+    pool, schedule, on_nonfinite
+):
+    """Weights and residuals, also of stages whose gradients were finite; and bytes fall by what
+    four bits are."""
     results = pool.run(one_call, schedule, "int4", float("nan"), False, False, on_nonfinite, size=4)
     for rank, (seen, _, _, raised, (gradients, weights, edges)) in enumerate(results):
         twin = results[rank ^ 1][0]
@@ -195,8 +259,11 @@ def test_one_gradient_that_is_not_finite_leaves_the_step_out_in_all_stages(pool,
         assert all(torch.equal(*both) for both in zip(seen[0][0], seen[1][0], strict=True))
         assert not any(torch.equal(*both) for both in zip(seen[1][0], seen[2][0], strict=True))
         assert [changed for _, changed in seen] == [True, False, True]
-        assert all(torch.equal(*both) for (mine, _), (their, _) in zip(seen, twin, strict=True)
-                   for both in zip(mine, their, strict=True))  # fmt: skip
+        assert all(
+            torch.equal(*both)
+            for (mine, _), (their, _) in zip(seen, twin, strict=True)
+            for both in zip(mine, their, strict=True)
+        )
         assert gradients.skipped_steps == 1
         assert gradients.ratio > 3
         assert weights.ratio > 3
@@ -204,7 +271,9 @@ def test_one_gradient_that_is_not_finite_leaves_the_step_out_in_all_stages(pool,
 
 
 def test_an_overflow_in_one_stage_lowers_the_scale_of_all(pool):
-    for seen, _, scales, _, _ in pool.run(one_call, "1f1b", "int8", float("inf"), False, True, size=4):
+    for seen, _, scales, _, _ in pool.run(
+        one_call, "1f1b", "int8", float("inf"), False, True, size=4
+    ):
         assert scales == [64.0, 32.0, 32.0]
         assert all(torch.equal(*both) for both in zip(seen[0][0], seen[1][0], strict=True))
         assert not any(torch.equal(*both) for both in zip(seen[1][0], seen[2][0], strict=True))
@@ -238,16 +307,21 @@ def unsettled():
 def mixed():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     modules = [fully_shard(Shifted(0), mesh=mesh["dp"]), Shifted(1)]
-    stages = [PipelineStage(m, i, 2, torch.device("cpu"), group=mesh["pp"].get_group()) for i, m in enumerate(modules)]
+    stages = [
+        PipelineStage(m, i, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        for i, m in enumerate(modules)
+    ]
     return refused({"mixed": lambda: commpress.compress(stages, mesh=mesh, dims={"dp": "int4"})})
 
 
 def test_what_one_call_needs_is_said(pool):
-    assert all("call states.synchronize() on every rank" in said for said in pool.run(forgotten, size=2))
+    assert all(
+        "call states.synchronize() on every rank" in said for said in pool.run(forgotten, size=2)
+    )
     assert all("Shard all of them" in said["mixed"] for said in pool.run(mixed, size=2))
 
 
-# ---------------------------------------------------------------- states of several stages on a rank
+# --------------------------------------------------------------- states of several stages on a rank
 
 
 class Interleaved:
@@ -261,15 +335,25 @@ class Interleaved:
             for layer in (module.up, module.down, module):
                 fully_shard(layer, mesh=mesh["dp"])
         device = torch.device("cpu")
-        stages = [PipelineStage(m, i, 4, device, group=mesh["pp"].get_group()) for i, m in self.modules.items()]
+        stages = [
+            PipelineStage(m, i, 4, device, group=mesh["pp"].get_group())
+            for i, m in self.modules.items()
+        ]
         self.pipeline = ScheduleInterleaved1F1B(stages, 4, loss_fn=error_of)
-        self.states = commpress.compress(self.pipeline, mesh=mesh, dims={"dp": "int4", "pp": "none"}, min_numel=1)
-        self.optimizer = torch.optim.SGD([p for m in self.modules.values() for p in m.parameters()], lr=0.1)
+        self.states = commpress.compress(
+            self.pipeline, mesh=mesh, dims={"dp": "int4", "pp": "none"}, min_numel=1
+        )
+        self.optimizer = torch.optim.SGD(
+            [p for m in self.modules.values() for p in m.parameters()], lr=0.1
+        )
 
     def train(self, steps):
         for step in steps:
             generator = torch.Generator().manual_seed(100 * step + self.mesh["dp"].get_local_rank())
-            x, target = torch.randn(16, 16, generator=generator), torch.randn(16, 16, generator=generator)
+            x, target = (
+                torch.randn(16, 16, generator=generator),
+                torch.randn(16, 16, generator=generator),
+            )
             ends = {"target": target, "losses": []} if self.rank == self.last else {}
             self.pipeline.step(*([x] if self.rank == 0 else []), **ends)
             self.states.synchronize()
@@ -278,26 +362,42 @@ class Interleaved:
 
     def held(self):
         """Weights and elastic states, by stage, as torch's distributed checkpoints take them."""
-        model = {str(i): {n: p.detach() for n, p in m.named_parameters()} for i, m in self.modules.items()}
+        model = {
+            str(i): {n: p.detach() for n, p in m.named_parameters()}
+            for i, m in self.modules.items()
+        }
         return {"model": model, "owed": self.states["dp"].elastic_state_dict()}
 
     def seen(self):
         """Whole weights of this rank's stages, and R of each."""
         held = self.held()
-        weights = {f"{i}.{n}": p.full_tensor().clone() for i, part in held["model"].items() for n, p in part.items()}
-        owed = {f"{i}.{n}": r.full_tensor() for i, state in held["owed"].items() for n, r in state["residuals"].items()}
+        weights = {
+            f"{i}.{n}": p.full_tensor().clone()
+            for i, part in held["model"].items()
+            for n, p in part.items()
+        }
+        owed = {
+            f"{i}.{n}": r.full_tensor()
+            for i, state in held["owed"].items()
+            for n, r in state["residuals"].items()
+        }
         return weights, owed
 
 
 def broken_run(folder):
-    """A run that was saved and loaded after two of its four steps, against one that was not; and saved for other meshes."""
+    """A run that was saved and loaded after two of its four steps, against one that was not; and
+    saved for other meshes."""
     ends = []
     for breaks in (False, True):
         run = Interleaved((2, 2))
         run.train(range(2))
         if breaks:
             dcp.save(run.held(), checkpoint_id=folder)
-            weights, state, saved = {n: m.state_dict() for n, m in run.modules.items()}, run.states.state_dict(), run.seen()
+            weights, state, saved = (
+                {n: m.state_dict() for n, m in run.modules.items()},
+                run.states.state_dict(),
+                run.seen(),
+            )
             run = Interleaved((2, 2))
             for number, module in run.modules.items():
                 module.load_state_dict(weights[number])
@@ -319,7 +419,8 @@ def moved(shape, folder):
 
 
 def test_states_of_several_stages_resume_in_every_bit_and_go_to_another_mesh(pool, tmp_path):
-    """Each stage's weights and all that is owed of them arrive where four ranks hold all stages, and then two."""
+    """Each stage's weights and all that is owed of them arrive where four ranks hold all stages,
+    and then two."""
     whole = {}
     for (straight, broken), (weights, owed) in pool.run(broken_run, str(tmp_path), size=4):
         for mine, other in zip(straight[:2], broken[:2], strict=True):
@@ -341,13 +442,17 @@ def test_states_of_several_stages_resume_in_every_bit_and_go_to_another_mesh(poo
 
 
 def other_stages():
-    """A rank's answers to states of stages that it does not run, and of another place on the same mesh."""
+    """A rank's answers to states of stages that it does not run, and of another place on the same
+    mesh."""
     run = Interleaved((2, 2))
     run.train(range(1))
     before = run.seen()[1]
     every = [None] * 4
     dist.all_gather_object(every, run.states["dp"].state_dict())
-    said = [caught(run.states["dp"].load_state_dict, every[dist.get_rank() ^ change]) for change in (2, 1)]
+    said = [
+        caught(run.states["dp"].load_state_dict, every[dist.get_rank() ^ change])
+        for change in (2, 1)
+    ]
     assert all(torch.equal(r, before[name]) for name, r in run.seen()[1].items())
     return [f"{type(error).__name__}: {error}" for error in said]
 
@@ -355,5 +460,7 @@ def other_stages():
 def test_states_of_other_stages_and_other_shards_are_refused_by_name(pool):
     for rank, (stages, shards) in enumerate(pool.run(other_stages, size=4)):
         mine, theirs = ("[0, 2]", "'1', '3'") if rank < 2 else ("[1, 3]", "'0', '2'")
-        assert stages.startswith(f"StateMismatch: the state is of {theirs}, and this rank runs stages {mine}: load one")
+        assert stages.startswith(
+            f"StateMismatch: the state is of {theirs}, and this rank runs stages {mine}: load one"
+        )
         assert shards.startswith("StateMismatch: the state was saved by rank and world size")

@@ -1,4 +1,5 @@
-"""A model of transformers under FSDP2 with codecs of whole tensors: the weights that it gets under DDP."""
+"""A model of transformers under FSDP2 with codecs of whole tensors: the weights that it gets under
+DDP."""
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def train(model, steps=3):
 
 
 def both():
-    """Names of weights that differ, and how many bytes crossed for each that torch would have sent."""
+    """Names of weights that differ, and how many bytes crossed for each that torch would have
+    sent."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     whole = DistributedDataParallel(gpt2())
@@ -37,7 +39,9 @@ def both():
     state = commpress.compress_fsdp(model, CODEC, None)
     train(model)
     theirs = dict(whole.module.named_parameters())
-    different = [n for n, p in model.named_parameters() if not torch.equal(p.full_tensor(), theirs[n])]
+    different = [
+        n for n, p in model.named_parameters() if not torch.equal(p.full_tensor(), theirs[n])
+    ]
     return different, state.gradients.wire_bytes / state.gradients.logical_bytes
 
 
@@ -50,7 +54,8 @@ def test_gpt2_with_tied_embeddings_gets_the_weights_of_ddp(pool, size):
 
 
 def alarmed(alarm):
-    """Weights of all ranks after training beside an alarm, the largest move of an element in one step, and alarms."""
+    """Weights of all ranks after training beside an alarm, the largest move of an element in one
+    step, and alarms."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = gpt2()
@@ -61,7 +66,9 @@ def alarmed(alarm):
     for _ in range(8):
         train(model, steps=1)
         after = [p.full_tensor().clone() for p in model.parameters()]
-        most = max(most, *(float((a - b).detach().abs().max()) for a, b in zip(after, before, strict=True)))
+        most = max(
+            most, *(float((a - b).detach().abs().max()) for a, b in zip(after, before, strict=True))
+        )
         before = after
     return [p.detach() for p in before], most, 0 if state.alarm is None else state.alarm.sounded
 
@@ -70,8 +77,12 @@ def test_an_alarm_watches_gpt2_and_all_ranks_change_codecs_alike(pool):
     pytest.importorskip("transformers")
     plain, watched = (pool.run(alarmed, alarm) for alarm in (None, commpress.Alarm(every=1)))
     sounded = pool.run(alarmed, commpress.Alarm("int8", every=1, growth=1e-3, pause=2))
-    for (weights, *_), (same, *_), (other, most, count) in zip(plain, watched, sounded, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True)), "looking changes nothing"
+    for (weights, *_), (same, *_), (other, most, count) in zip(
+        plain, watched, sounded, strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True)), (
+            "looking changes nothing"
+        )
         assert count >= 1
         assert any(not torch.equal(a, b) for a, b in zip(weights, other, strict=True))
         assert most < 20 * 1e-3

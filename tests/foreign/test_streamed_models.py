@@ -1,4 +1,5 @@
-"""Models of transformers, streamed from a store: what their own code saves is what the plain model holds."""
+"""Models of transformers, streamed from a store: what their own code saves is what the plain model
+holds."""
 
 import copy
 
@@ -7,15 +8,36 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import commpress
 from commpress.errors import InvalidArgument
 from stream_twin import open_store
 
-GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+GPT2 = GPT2Config(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    vocab_size=64,
+    n_positions=16,
+    resid_pdrop=0,
+    embd_pdrop=0,
+    attn_pdrop=0,
+)
 LLAMA = LlamaConfig(
-    num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64, tie_word_embeddings=False
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=64,
+    num_attention_heads=2,
+    vocab_size=64,
+    tie_word_embeddings=False,
 )
 for config in (GPT2, LLAMA):
     config.bos_token_id = config.eos_token_id = 0
@@ -64,16 +86,32 @@ def test_a_checkpoint_of_the_trainer_of_a_streamed_model(store, tmp_path):
         own = (torch.optim.AdamW, {"lr": 1e-2})
         if streamed:
             commpress.stream(net, store=store)
-            own = (commpress.Offloaded, {"optimizer": torch.optim.AdamW, "store": store, "lr": 1e-2})
+            own = (
+                commpress.Offloaded,
+                {"optimizer": torch.optim.AdamW, "store": store, "lr": 1e-2},
+            )
         arguments = TrainingArguments(
-            str(tmp_path / f"out-{streamed}"), max_steps=2, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
-            max_grad_norm=0.0, lr_scheduler_type="constant",
-        )  # fmt: skip
+            str(tmp_path / f"out-{streamed}"),
+            max_steps=2,
+            save_steps=2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+        )
         trainer = Trainer(
-            net, arguments, train_dataset=[{"input_ids": ids, "labels": ids} for ids in IDS], optimizer_cls_and_kwargs=own
+            net,
+            arguments,
+            train_dataset=[{"input_ids": ids, "labels": ids} for ids in IDS],
+            optimizer_cls_and_kwargs=own,
         )
         trainer.train()
-        results.append(GPT2LMHeadModel.from_pretrained(tmp_path / f"out-{streamed}" / "checkpoint-2").state_dict())
+        results.append(
+            GPT2LMHeadModel.from_pretrained(
+                tmp_path / f"out-{streamed}" / "checkpoint-2"
+            ).state_dict()
+        )
     assert same(*results)
 
 
@@ -82,26 +120,42 @@ def test_adapters_of_peft_beside_a_streamed_model(store):
     net, other = made(*KINDS[0]), made(*KINDS[0])
     commpress.stream(net, store=store)
     torch.manual_seed(4)
-    adapted = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        net, peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+    )
     torch.manual_seed(4)
-    twin = peft.get_peft_model(other, peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+    twin = peft.get_peft_model(
+        other, peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+    )
     assert torch.equal(adapted(IDS).logits, twin(IDS).logits)
     assert same(adapted.state_dict(), twin.state_dict())
     assert same(peft.get_peft_model_state_dict(adapted), peft.get_peft_model_state_dict(twin))
 
 
 def test_deberta_whose_encoder_reads_a_table_of_positions(store):
-    """``rel_embeddings`` is never called, only its weight is read: named in the first forward, and right with ``keep``."""
+    """``rel_embeddings`` is never called, only its weight is read: named in the first forward, and
+    right with ``keep``."""
     transformers = pytest.importorskip("transformers")
     config = transformers.DebertaV2Config(
-        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64,
-        relative_attention=True, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_buckets=8,
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        vocab_size=64,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm",
+        position_buckets=8,
         max_position_embeddings=16,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     other, net, kept = (made(transformers.DebertaV2ForMaskedLM, config) for _ in range(3))
     commpress.stream(net, store=store)
-    with pytest.raises(InvalidArgument, match=r"rel_embeddings.weight' of .* \(Embedding\) is read by .*LayerNorm\)"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"rel_embeddings.weight' of .* \(Embedding\) is read by .*LayerNorm\)",
+    ):
         net(IDS)
     commpress.stream(kept, store=store, prefix="kept", keep=["deberta.encoder.rel_embeddings"])
     for _ in range(2):

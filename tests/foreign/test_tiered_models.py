@@ -1,4 +1,5 @@
-"""A Mixtral of transformers whose experts do not all fit into memory: the bits of one that has them all."""
+"""A Mixtral of transformers whose experts do not all fit into memory: the bits of one that has them
+all."""
 
 import pytest
 import torch
@@ -13,16 +14,21 @@ SMALL = Options(chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10, segment
 
 
 def trained(folder, ranks):
-    """Weights after four steps of two micro-batches with 3 of 12 experts in memory, and with all; bytes read."""
+    """Weights after four steps of two micro-batches with 3 of 12 experts in memory, and with all;
+    bytes read."""
     torch.set_num_threads(1)
     found, read = [], 0
     for tiers in (True, False):
         torch.manual_seed(0)
         model = mixtral()
         if tiers:
-            store = commpress.TieredStore.open(f"{folder}/{dist.get_rank()}", host="512KiB", engine="threads", options=SMALL)
+            store = commpress.TieredStore.open(
+                f"{folder}/{dist.get_rank()}", host="512KiB", engine="threads", options=SMALL
+            )
             commpress.moe.parallelise(model, store=store, resident=3)
-            optimizer = commpress.moe.ExpertOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3)
+            optimizer = commpress.moe.ExpertOptimizer(
+                model.parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3
+            )
         else:
             commpress.moe.parallelise(model, separate=True)
             optimizer = OPTIMIZERS["adamw"](model.parameters())

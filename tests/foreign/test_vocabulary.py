@@ -1,4 +1,5 @@
-"""A tiny GPT-2 that is mostly vocabulary learns as under AdamW, also where its embeddings travel in four bits."""
+"""A tiny GPT-2 that is mostly vocabulary learns as under AdamW, also where its embeddings travel in
+four bits."""
 
 import copy
 from functools import cache
@@ -28,10 +29,13 @@ def gpt():
 
 @cache
 def words(rank):
-    """For every step 8 sentences: words by Zipf's law, each mostly followed by one of four others."""
+    """For every step 8 sentences: words by Zipf's law, each mostly followed by one of four
+    others."""
     generator = torch.Generator().manual_seed(rank)
     chances = 1 / torch.arange(1.0, WORDS + 1)
-    after = torch.multinomial(chances, 4 * WORDS, replacement=True, generator=torch.Generator().manual_seed(9)).view(WORDS, 4)
+    after = torch.multinomial(
+        chances, 4 * WORDS, replacement=True, generator=torch.Generator().manual_seed(9)
+    ).view(WORDS, 4)
     said = [torch.multinomial(chances, 8 * STEPS, replacement=True, generator=generator)]
     for _ in range(LENGTH - 1):
         usual = after[said[-1], torch.randint(4, (8 * STEPS,), generator=generator)]
@@ -76,7 +80,9 @@ def loss_of_adam():
 def trained(**options):
     models = [copy.deepcopy(gpt()) for _ in range(RANKS)]
     optimizers = [
-        commpress.OneBitAdam(list(model.named_parameters()), warmup_steps=WARMUP, transport=transport, **options)
+        commpress.OneBitAdam(
+            list(model.named_parameters()), warmup_steps=WARMUP, transport=transport, **options
+        )
         for model, transport in zip(models, Loopback(RANKS).transports(), strict=True)
     ]
 
@@ -92,7 +98,8 @@ def trained(**options):
 @pytest.mark.parametrize(("codec", "code"), [seldom("fp8", 8), ("bits4", 4)])
 def test_a_vocabulary_in_fewer_bits_costs_no_loss(codec, code):
     loss, counters = trained(spiky_codec=codec)
-    assert loss < loss_of_adam() + 0.05  # one draw: which tensors wake, and when, moves it by some hundredths
+    # one draw: which tensors wake, and when, moves it by some hundredths
+    assert loss < loss_of_adam() + 0.05
     spec, (names, numel, bits) = next(iter(counters.by_codec().items()))
     assert spec == codec_named(codec).spec
     assert "transformer.wte.weight" in names

@@ -1,7 +1,8 @@
-"""Models that nobody here wrote, under every compressed optimizer: no weight jumps, and none stands still that Adam moves.
+"""Models that nobody here wrote, under every compressed optimizer: no weight jumps, and none stands
+still that Adam moves.
 
-Two ranks in one process go through the freeze. Then tensors are unfrozen, sequences become longer, and tokens and experts
-turn up that the warm-up has not seen.
+Two ranks in one process go through the freeze. Then tensors are unfrozen, sequences become longer,
+and tokens and experts turn up that the warm-up has not seen.
 """
 
 import copy
@@ -19,22 +20,37 @@ RANKS, WARMUP, LATE, STEPS, PEAK = 2, 12, 18, 48, 1e-3
 LEARNING_RATES = 20  # a step may move an element this far
 
 OPTIMIZERS = {
-    "OneBitAdam": lambda p, **options: commpress.OneBitAdam(p, lr=PEAK, warmup_steps=WARMUP, **options),
+    "OneBitAdam": lambda p, **options: commpress.OneBitAdam(
+        p, lr=PEAK, warmup_steps=WARMUP, **options
+    ),
     "OneBitAdam-int8": lambda p, **options: commpress.OneBitAdam(
         p, lr=PEAK, warmup_steps=WARMUP, codec="int8", exact_codec="int8", **options
     ),
-    "ZeroOneAdam": lambda p, **options: commpress.ZeroOneAdam(p, lr=PEAK, variance_updates=4, **options),
-    "ZeroOneAdam-every": lambda p, **options: commpress.ZeroOneAdam(p, lr=PEAK, sync="every", **options),
-    "OneBitLamb": lambda p, **options: commpress.OneBitLamb(p, lr=PEAK, warmup_steps=WARMUP, **options),
-    "OneBitLamb-frozen": lambda p, **options: commpress.OneBitLamb(p, lr=PEAK, warmup_steps=WARMUP, rates="frozen", **options),
-    "ShardedOneBitAdam": lambda p, **options: commpress.ShardedOneBitAdam(p, lr=PEAK, warmup_steps=WARMUP, **options),
-    "ShardedZeroOneAdam": lambda p, **options: commpress.ShardedZeroOneAdam(p, lr=PEAK, variance_updates=4, **options),
+    "ZeroOneAdam": lambda p, **options: commpress.ZeroOneAdam(
+        p, lr=PEAK, variance_updates=4, **options
+    ),
+    "ZeroOneAdam-every": lambda p, **options: commpress.ZeroOneAdam(
+        p, lr=PEAK, sync="every", **options
+    ),
+    "OneBitLamb": lambda p, **options: commpress.OneBitLamb(
+        p, lr=PEAK, warmup_steps=WARMUP, **options
+    ),
+    "OneBitLamb-frozen": lambda p, **options: commpress.OneBitLamb(
+        p, lr=PEAK, warmup_steps=WARMUP, rates="frozen", **options
+    ),
+    "ShardedOneBitAdam": lambda p, **options: commpress.ShardedOneBitAdam(
+        p, lr=PEAK, warmup_steps=WARMUP, **options
+    ),
+    "ShardedZeroOneAdam": lambda p, **options: commpress.ShardedZeroOneAdam(
+        p, lr=PEAK, variance_updates=4, **options
+    ),
 }
 WHOLE = {  # codecs of whole tensors
     f"{name}-{codec}": lambda p, make=make, codec=codec, **options: make(p, codec=codec, **options)
-    for name, make in OPTIMIZERS.items() if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+    for name, make in OPTIMIZERS.items()
+    if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
     for codec in ("powersgd-4", "sketch-8")
-}  # fmt: skip
+}
 LAMBS = {name for name in (*OPTIMIZERS, *WHOLE) if "Lamb" in name}
 
 
@@ -69,12 +85,15 @@ def model_of(name):
 
 @cache
 def moved_by_exact_steps(name, lamb):
-    """From one process with mean gradients: the largest move of each tensor in a step, and which elements moved at all."""
+    """From one process with mean gradients: the largest move of each tensor in a step, and which
+    elements moved at all."""
     model = copy.deepcopy(model_of(name))
     unfrozen = late(model)
     parameters = dict(model.named_parameters())
     if lamb:
-        optimizer = commpress.OneBitLamb(parameters.values(), lr=PEAK, transport=Loopback(1).transport(0))
+        optimizer = commpress.OneBitLamb(
+            parameters.values(), lr=PEAK, transport=Loopback(1).transport(0)
+        )
     else:
         optimizer = torch.optim.AdamW(parameters.values(), lr=PEAK, weight_decay=0.0)
     start = {key: p.detach().clone() for key, p in parameters.items()}
@@ -105,10 +124,16 @@ def test_the_scenario_wakes_tensors_rows_and_elements(name):
     whole = [key for key in woken if woken[key].any() and bool((woken[key] == moved[key]).all())]
     assert whole, "no tensor moves for the first time after the freeze"
     if name != "vit":
-        assert any(woken[key].any() and not bool(woken[key].all()) for key in woken if key not in late(model_of(name)))
+        assert any(
+            woken[key].any() and not bool(woken[key].all())
+            for key in woken
+            if key not in late(model_of(name))
+        )
 
 
-@pytest.mark.parametrize(("optimizer", "name"), [*few(OPTIMIZERS, MODELS), *few(WHOLE, ("gpt2", "bert"))])
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [*few(OPTIMIZERS, MODELS), *few(WHOLE, ("gpt2", "bert"))]
+)
 def test_no_weight_jumps_and_none_stands_still(optimizer, name):
     models = [copy.deepcopy(model_of(name)) for _ in range(RANKS)]
     unfrozen = late(models[0])
@@ -133,7 +158,10 @@ def test_no_weight_jumps_and_none_stands_still(optimizer, name):
                 stirred[key] |= p.detach() != start[key]
                 bound = LEARNING_RATES * largest[key] if optimizer in LAMBS else allowed
                 move = float((p.detach() - anchor[key]).abs().max())
-                assert move <= bound, f"step {step} moves {key} by {move:g}, {move / max(bound, 1e-12):.2g} times the bound"
+                assert move <= bound, (
+                    f"step {step} moves {key} by {move:g}, {move / max(bound, 1e-12):.2g} times "
+                    "the bound"
+                )
         if all(torch.equal(p, parameters[1][key]) for key, p in parameters[0].items()):
             anchor, allowed = {key: p.detach().clone() for key, p in parameters[0].items()}, 0.0
     assert allowed == 0.0 or "ZeroOne" in optimizer, "the ranks' weights differ"

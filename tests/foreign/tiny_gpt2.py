@@ -1,4 +1,5 @@
-"""A tiny GPT-2 without dropout and random words to learn by heart, for scripts that a launcher runs."""
+"""A tiny GPT-2 without dropout and random words to learn by heart, for scripts that a launcher
+runs."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,4 +1,5 @@
-"""Run on ranks: what people do with a Trainer and with Accelerate. Arguments: what to do, a folder, and kinds of optimizers.
+"""Run on ranks: what people do with a Trainer and with Accelerate. Arguments: what to do, a folder,
+and kinds of optimizers.
 
 save     on some ranks: train, train again, save and go on with Accelerate, Trainer and Lightning
 resume   on another number of ranks: go on from what was saved; train compiled
@@ -55,12 +56,24 @@ class Watched(commpress.hf.Compress):
 
 def trainer_of(folder, *, steps=4, optimizer=None, **options):
     arguments = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=steps, save_steps=4, logging_steps=2, per_device_train_batch_size=4,
-        learning_rate=1e-3, report_to=[], disable_tqdm=True, lr_scheduler_type="constant", seed=1, **options,
-    )  # fmt: skip
+        str(folder),
+        use_cpu=True,
+        max_steps=steps,
+        save_steps=4,
+        logging_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        report_to=[],
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        seed=1,
+        **options,
+    )
     callback = Watched(codec="sign")
     kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
-    return Trainer(model(), arguments, train_dataset=Words(96), callbacks=[callback], **kind), callback
+    return Trainer(
+        model(), arguments, train_dataset=Words(96), callbacks=[callback], **kind
+    ), callback
 
 
 def twice(folder, optimizer=None):
@@ -80,7 +93,9 @@ def twice(folder, optimizer=None):
 def compiled(folder):
     eager, _ = trainer_of(folder / "eager")
     eager.train()
-    trainer, callback = trainer_of(folder / "compiled", torch_compile=True, torch_compile_backend="aot_eager")
+    trainer, callback = trainer_of(
+        folder / "compiled", torch_compile=True, torch_compile_backend="aot_eager"
+    )
     trainer.train()
     assert callback.state.counters.steps == 4
     assert callback.state.counters.compressed_elements > 0
@@ -99,7 +114,12 @@ def accelerated(folder, steps, *, load=None, save_after=None):
         accelerator.load_state(str(load))
     loaded = compression.state.state_dict()
     for step in steps:
-        ids = torch.stack([Words(96)[(4 * step + i) * dist.get_world_size() + dist.get_rank()]["input_ids"] for i in range(4)])
+        ids = torch.stack(
+            [
+                Words(96)[(4 * step + i) * dist.get_world_size() + dist.get_rank()]["input_ids"]
+                for i in range(4)
+            ]
+        )
         accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -110,10 +130,13 @@ def accelerated(folder, steps, *, load=None, save_after=None):
 
 
 def total(states):
-    """Σ over ranks of what is owed, divided by their number, from the residuals of every rank; rows of owners owe nothing."""
+    """Σ over ranks of what is owed, divided by their number, from the residuals of every rank; rows
+    of owners owe nothing."""
     states = [s["commpress"]["quantized"] if "commpress" in s else s for s in states]
     means = []
-    for name in sorted(states[0]["residuals"], key=lambda name: (name.split("@")[0], int(name.split("@")[1]))):
+    for name in sorted(
+        states[0]["residuals"], key=lambda name: (name.split("@")[0], int(name.split("@")[1]))
+    ):
         parts = [s["residuals"][name] for s in states]
         mean = sum(part["sent"] for part in parts) / len(parts)
         reduced = torch.cat([part["reduced"] for part in parts])[: mean.numel()]
@@ -128,14 +151,17 @@ def gathered(state):
 
 
 def saved_total(folder):
-    return total([torch.load(file, weights_only=True) for file in sorted(folder.glob("commpress-*.pt"))])
+    return total(
+        [torch.load(file, weights_only=True) for file in sorted(folder.glob("commpress-*.pt"))]
+    )
 
 
 # ---------------------------------------------------------------- every optimizer of ours
 
 
 def saved_by_a_trainer(folder, kind, *, resume):
-    """Four steps, saved then; or six, and gone on with from the fourth: other scripts do that with the other optimizers."""
+    """Four steps, saved then; or six, and gone on with from the fourth: other scripts do that with
+    the other optimizers."""
     whole, _ = trainer_of(folder, steps=6 if resume else 4, optimizer=kind)
     whole.train()
     if not resume:
@@ -158,7 +184,10 @@ class Net(LightningModule):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.kind = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)), kind
+        self.net, self.kind = (
+            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)),
+            kind,
+        )
 
     def training_step(self, batch, index):
         generator = torch.Generator().manual_seed(100 * self.trainer.global_step + dist.get_rank())
@@ -178,14 +207,21 @@ class Attached(commpress.lightning.Compress):
 
 
 def fitted(folder, kind, *, checkpoint=None, elastic=False):
-    """Eleven steps in one epoch, each checkpoint after the seventh in the middle of a window of 0/1 Adam."""
+    """Eleven steps in one epoch, each checkpoint after the seventh in the middle of a window of 0/1
+    Adam."""
     module, callback = Net(kind), Attached("sign", elastic=elastic)
     keep = ModelCheckpoint(dirpath=folder, filename="seven", every_n_train_steps=7)
     trainer = Lightning(
-        accelerator="cpu", devices=dist.get_world_size() if dist.is_initialized() else "auto", strategy="ddp", max_steps=11,
-        callbacks=[callback] if checkpoint else [callback, keep], enable_checkpointing=checkpoint is None, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else "auto",
+        strategy="ddp",
+        max_steps=11,
+        callbacks=[callback] if checkpoint else [callback, keep],
+        enable_checkpointing=checkpoint is None,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     loader = torch.utils.data.DataLoader(torch.zeros(300, 1), batch_size=1)
     trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint))
     assert the_same_everywhere(flat(module))
@@ -201,7 +237,11 @@ def saved_by_lightning(folder, kind):
 
 
 def resumed_by_lightning(folder, kind):
-    (ranks,) = (s["ranks"] for key, s in torch.load(folder / "seven.ckpt")["callbacks"].items() if key == "Attached")
+    (ranks,) = (
+        s["ranks"]
+        for key, s in torch.load(folder / "seven.ckpt")["callbacks"].items()
+        if key == "Attached"
+    )
     owed = total([{"commpress": part} if "quantized" in part else part for part in ranks])
     assert owed.abs().max() > 0
     for way in ("", "elastic") if folder.name in ELASTIC else ("",):
@@ -236,7 +276,8 @@ def resume(folder, kinds):
 
 
 def alone(folder, kinds):
-    """On one rank the whole optimizers pay what was owed, and sharded ones have every rank's part."""
+    """On one rank the whole optimizers pay what was owed, and sharded ones have every rank's
+    part."""
     for name in {"onebit", "sharded-zero-one"}.intersection(kinds):
         trainer, callback, owed = resumed_by_a_trainer(folder / "trainer" / name, KINDS[name])
         torch.testing.assert_close(total([callback.loaded]), owed)

@@ -1,10 +1,11 @@
 """Kill a tiered store at every place and see that no committed tensor is lost or silently wrong.
 
-  python tests/store/crash_campaign.py --enumerate            fail the n-th operation, for every n and every kind of failure
-  python tests/store/crash_campaign.py --kills 1000           kill -9 a process at random times, reopen, compare, go on
-  ... --kills 1000 --seconds 500 --directory D          so long, in a directory where a later run goes on
+  python tests/store/crash_campaign.py --enumerate         fail the n-th operation, for every n and every kind of failure
+  python tests/store/crash_campaign.py --kills 1000        kill -9 a process at random times, reopen, compare, go on
+  ... --kills 1000 --seconds 500 --directory D       so long, in a directory where a later run goes on
 
-After each, the store must hold exactly the state of the last commit that returned, or of the one that was under way.
+After each, the store must hold exactly the state of the last commit that returned, or of the one
+that was under way.
 """
 
 import argparse
@@ -30,7 +31,9 @@ from commpress.tiered_mem import FileLayer, Options, TieredStore
 from commpress.tiered_mem.engines import available
 from simulated_disk import KINDS, SimulatedDisk
 
-OPTIONS = Options(chunk_bytes=16 << 10, pack_below=4 << 10, pack_bytes=8 << 10, segment_bytes=256 << 10)
+OPTIONS = Options(
+    chunk_bytes=16 << 10, pack_below=4 << 10, pack_bytes=8 << 10, segment_bytes=256 << 10
+)
 PATHS = (Path("/simulated/a"), Path("/simulated/b"))
 State = dict[str, torch.Tensor]
 
@@ -42,7 +45,8 @@ def content(name: str, version: int, numel: int) -> torch.Tensor:
 
 
 class Ledger:
-    """Contents of the store after a crash: the acknowledged state, or one that a commit under way may have reached."""
+    """Contents of the store after a crash: the acknowledged state, or one that a commit under way
+    may have reached."""
 
     def __init__(self) -> None:
         self.current: State = {}
@@ -72,7 +76,7 @@ def read_all(store: TieredStore) -> State:
     return found
 
 
-# ---------------------------------------------------------------- one story, told again with a failure at every place
+# ---------------------------------------------- one story, told again with a failure at every place
 
 
 def story(store: TieredStore, ledger: Ledger) -> Iterator[None]:
@@ -129,12 +133,14 @@ def story(store: TieredStore, ledger: Ledger) -> Iterator[None]:
 
 
 def open_simulated(disk: SimulatedDisk) -> TieredStore:
-    return TieredStore.open(PATHS, host=128 << 10, engine="threads", depth=1, options=OPTIONS, layer=disk)
+    return TieredStore.open(
+        PATHS, host=128 << 10, engine="threads", depth=1, options=OPTIONS, layer=disk
+    )
 
 
 def fill_what_is_free(store: TieredStore) -> None:
-    """Write wherever that is allowed, and commit nothing: change what is there, so that its places are free unless a manifest
-    lists them, and then fill them."""
+    """Write wherever that is allowed, and commit nothing: change what is there, so that its places
+    are free unless a manifest lists them, and then fill them."""
     for name in list(store):
         with store.borrow(name) as tensor:
             tensor.add_(1)
@@ -155,7 +161,8 @@ def only_write(store: TieredStore, ledger: Ledger) -> None:
 
 
 def write_commit_write(store: TieredStore, ledger: Ledger) -> None:
-    """Places of before the failure are needed by nobody now but by a manifest that may or may not be there."""
+    """Places of before the failure are needed by nobody now but by a manifest that may or may not
+    be there."""
     fill_what_is_free(store)
     ledger.current = read_all(store)
     commit_again(store, ledger)
@@ -166,8 +173,8 @@ After = Callable[[TieredStore, Ledger], None]
 
 
 def tell(disk: SimulatedDisk, ledger: Ledger, *, after: After = commit_again) -> str:
-    """Run the story until it ends or fails; how it went. After a failure that is not a power cut the same process does
-    ``after``."""
+    """Run the story until it ends or fails; how it went. After a failure that is not a power cut
+    the same process does ``after``."""
     try:
         with open_simulated(disk) as store:
             try:
@@ -186,13 +193,15 @@ def tell(disk: SimulatedDisk, ledger: Ledger, *, after: After = commit_again) ->
 
 
 def check(disk: SimulatedDisk, ledger: Ledger) -> None:
-    """Whatever happened: it opens, and holds a state that the ledger admits; snapshots hold theirs, also after this run has
-    written wherever it may."""
+    """Whatever happened: it opens, and holds a state that the ledger admits; snapshots hold theirs,
+    also after this run has written wherever it may."""
     disk.fault = lambda n, operation: ""
     with open_simulated(disk) as store:
         assert store.verify() == []
         found = read_all(store)
-        assert ledger.admits(found), f"found {sorted(found)}, acknowledged {sorted(ledger.acknowledged)}"
+        assert ledger.admits(found), (
+            f"found {sorted(found)}, acknowledged {sorted(ledger.acknowledged)}"
+        )
         names = store.snapshots()
         fill_what_is_free(store)
         store.commit()
@@ -206,11 +215,14 @@ def check(disk: SimulatedDisk, ledger: Ledger) -> None:
 
 
 def go_on(disk: SimulatedDisk, ledger: Ledger, cuts: int) -> None:
-    """Killed, and started again: what that run found stays, although it uses places that are free and then the power fails."""
+    """Killed, and started again: what that run found stays, although it uses places that are free
+    and then the power fails."""
     disk.fault = lambda n, operation: ""
     with open_simulated(disk) as store:
         found, snapshots = read_all(store), store.snapshots()
-        assert ledger.admits(found), f"found {sorted(found)}, acknowledged {sorted(ledger.acknowledged)}"
+        assert ledger.admits(found), (
+            f"found {sorted(found)}, acknowledged {sorted(ledger.acknowledged)}"
+        )
         fill_what_is_free(store)
     for seed in range(cuts):
         with open_simulated(disk.after_cut(random.Random(seed))) as store:
@@ -219,9 +231,9 @@ def go_on(disk: SimulatedDisk, ledger: Ledger, cuts: int) -> None:
 
 
 def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Counter[str]:
-    """Every ``stride``-th operation fails in every way; each time the disk is looked at as it is, and after power cuts; is
-    the last of a killed run, after which another goes on until the power fails; and fails in a run that goes on and writes
-    wherever it may until the power fails."""
+    """Every ``stride``-th operation fails in every way; each time the disk is looked at as it is,
+    and after power cuts; is the last of a killed run, after which another goes on until the power
+    fails; and fails in a run that goes on and writes wherever it may until the power fails."""
     disk, outcomes = SimulatedDisk(), Counter[str]()
     assert tell(disk, Ledger()) == "no error"
     total = disk.operations
@@ -246,7 +258,9 @@ def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Count
             tell(disk, ledger, after=lambda *_: None)
             go_on(disk, ledger, cuts)
         except (AssertionError, CommpressError) as error:
-            raise AssertionError(f"killed at operation {n} of {total} and started again: {error}") from error
+            raise AssertionError(
+                f"killed at operation {n} of {total} and started again: {error}"
+            ) from error
         outcomes["killed and started again"] += 1
         for after in (only_write, write_commit_write):
             disk, ledger = SimulatedDisk(), Ledger()
@@ -256,7 +270,9 @@ def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Count
                 for seed in range(cuts):
                     check(disk.after_cut(random.Random(seed)), ledger)
             except (AssertionError, CommpressError) as error:
-                raise AssertionError(f"EIO at operation {n} of {total}, then {after.__name__}: {error}") from error
+                raise AssertionError(
+                    f"EIO at operation {n} of {total}, then {after.__name__}: {error}"
+                ) from error
             outcomes["failed and gone on"] += 1
         outcomes["looked at"] += 3 * cuts
     return outcomes
@@ -266,13 +282,25 @@ def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Count
 
 
 def busy(folder: Path, seed: int, report: int) -> None:
-    """Change tensors and commit for ever, several threads at it; says on a pipe which commit begins and which is done."""
+    """Change tensors and commit for ever, several threads at it; says on a pipe which commit begins
+    and which is done."""
     draw = random.Random(seed)
-    here = [name for name, missing in available(FileLayer()).items() if not missing and name != "aiofiles"]
-    with TieredStore.open(folder, host=4 << 20, engine=draw.choice(here), options=Options(
-        chunk_bytes=256 << 10, pack_below=64 << 10, pack_bytes=128 << 10, segment_bytes=32 << 20
-    )) as store:  # fmt: skip
-        version = 1 + max((int(name.split()[1]) for name in store if name.startswith("version ")), default=0)
+    here = [
+        name
+        for name, missing in available(FileLayer()).items()
+        if not missing and name != "aiofiles"
+    ]
+    with TieredStore.open(
+        folder,
+        host=4 << 20,
+        engine=draw.choice(here),
+        options=Options(
+            chunk_bytes=256 << 10, pack_below=64 << 10, pack_bytes=128 << 10, segment_bytes=32 << 20
+        ),
+    ) as store:
+        version = 1 + max(
+            (int(name.split()[1]) for name in store if name.startswith("version ")), default=0
+        )
         while True:
             os.write(report, f"begin {version}\n".encode())
             for name in list(store):
@@ -299,7 +327,9 @@ def busy(folder: Path, seed: int, report: int) -> None:
 
 def tensor_of(version: int, i: int) -> tuple[str, int]:
     """Name and size of the i-th tensor that a version writes."""
-    return f"tensor {(version * 3 + i * 5) % 24}", 1000 + (version * 7919 + i * 104729) % (700_000 if i % 2 else 9_000)
+    return f"tensor {(version * 3 + i * 5) % 24}", 1000 + (version * 7919 + i * 104729) % (
+        700_000 if i % 2 else 9_000
+    )
 
 
 def expected(version: int) -> State:
@@ -314,7 +344,8 @@ def expected(version: int) -> State:
 
 
 def examine(folder: Path, begun: int, done: int, report: int) -> None:
-    """The store holds version ``begun`` or ``done``, bit for bit, and says which; raises otherwise. -1: whichever."""
+    """The store holds version ``begun`` or ``done``, bit for bit, and says which; raises otherwise.
+    -1: whichever."""
     with TieredStore.open(folder, host=4 << 20, engine="threads") as store:
         damaged = store.verify()
         if damaged:
@@ -324,13 +355,16 @@ def examine(folder: Path, begun: int, done: int, report: int) -> None:
         assert begun < 0 or versions in ([begun], [done]), (
             f"found {versions}, commit {done} was acknowledged, {begun} begun"
         )
-        assert equal(found, expected(versions[0])), f"version {versions[0]} is not what was committed"
+        assert equal(found, expected(versions[0])), (
+            f"version {versions[0]} is not what was committed"
+        )
         os.write(report, str(versions[0]).encode())
 
 
 @contextmanager
 def child(function: Callable[..., None], *arguments: object) -> Iterator[tuple[int, BinaryIO]]:
-    """A forked process that runs a function with the arguments and a pipe to write to; its end of the pipe is ours."""
+    """A forked process that runs a function with the arguments and a pipe to write to; its end of
+    the pipe is ours."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     pid = os.fork()
@@ -356,9 +390,16 @@ def look(folder: Path, begun: int, done: int) -> int | None:
 
 
 def kill_often(
-    folder: Path, kills: int, seed: int = 0, *, longest: float = 0.25, seconds: float = inf, show: bool = False
+    folder: Path,
+    kills: int,
+    seed: int = 0,
+    *,
+    longest: float = 0.25,
+    seconds: float = inf,
+    show: bool = False,
 ) -> Counter[str]:
-    """``kills`` times, or for so long: start, kill -9 at a random moment, look, go on with what is there."""
+    """``kills`` times, or for so long: start, kill -9 at a random moment, look, go on with what is
+    there."""
     draw, outcomes, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     version = first = look(folder, -1, -1) if (folder / "manifest").exists() else 0
     assert version is not None, "the store that was there already is not what was committed"
@@ -377,13 +418,18 @@ def kill_often(
             word, number = line.split()
             begun, done = (int(number), done) if word == "begin" else (begun, int(number))
         found = look(folder, begun, done)
-        assert found is not None, f"the store is not what was committed, after {n} kills (seed {seed})"
+        assert found is not None, (
+            f"the store is not what was committed, after {n} kills (seed {seed})"
+        )
         version = found
         outcomes["kills"] += 1
         outcomes["kills before a commit under way was acknowledged"] += begun > done
         outcomes["of which the commit was there all the same"] += version > done
         if show and n % 50 == 0:
-            print(f"{n}/{kills} kills, commit {version}, {usage(folder) >> 20} MiB on disk", flush=True)
+            print(
+                f"{n}/{kills} kills, commit {version}, {usage(folder) >> 20} MiB on disk",
+                flush=True,
+            )
     outcomes["commits"] = version - first
     outcomes["MiB on disk at the end"] = usage(folder) >> 20
     return outcomes
@@ -394,13 +440,27 @@ def usage(folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="kill -9 so often")
-    parser.add_argument("--enumerate", action="store_true", help="fail every operation in every way")
-    parser.add_argument("--directory", type=Path, help="where the store to be killed lies (default: a temporary one)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), metavar="N", help="of the random moments")
-    parser.add_argument("--longest", type=float, default=0.25, metavar="S", help="seconds until a kill, at most")
-    parser.add_argument("--seconds", type=float, default=inf, metavar="S", help="end early; go on with --directory")
+    parser.add_argument(
+        "--enumerate", action="store_true", help="fail every operation in every way"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="where the store to be killed lies (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), metavar="N", help="of the random moments"
+    )
+    parser.add_argument(
+        "--longest", type=float, default=0.25, metavar="S", help="seconds until a kill, at most"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=inf, metavar="S", help="end early; go on with --directory"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.enumerate:
@@ -414,12 +474,20 @@ def main() -> int:
         begin = time.time()
         try:
             outcomes = kill_often(
-                folder, options.kills, options.seed, longest=options.longest, seconds=options.seconds, show=True
+                folder,
+                options.kills,
+                options.seed,
+                longest=options.longest,
+                seconds=options.seconds,
+                show=True,
             )
         finally:
             if not options.directory:
                 shutil.rmtree(folder, ignore_errors=True)
-        print(f"{time.time() - begin:.0f} s, seed {options.seed}; no commit lost, nothing silently wrong")
+        print(
+            f"{time.time() - begin:.0f} s, seed {options.seed}; no commit lost, nothing "
+            "silently wrong"
+        )
         for what, count in sorted(outcomes.items()):
             print(f"  {count:6} {what}")
     return 0

@@ -1,7 +1,8 @@
 """A disk in memory that fails when told to, and on which a power cut loses what was not synced.
 
-Between two syncs a write is pending: after a power cut it is there, not there, or there in part (in whole sectors), and
-later ones may be there without earlier ones. The same holds for names: made, renamed and removed files.
+Between two syncs a write is pending: after a power cut it is there, not there, or there in part (in
+whole sectors), and later ones may be there without earlier ones. The same holds for names: made,
+renamed and removed files.
 """
 
 import errno
@@ -27,7 +28,8 @@ class PowerCut(OSError):
 class File:
     now: bytearray = field(default_factory=bytearray)
     durable: bytearray = field(default_factory=bytearray)
-    pending: list[tuple[int, bytes | None]] = field(default_factory=list)  # (offset, bytes), or (size, None)
+    # (offset, bytes), or (size, None)
+    pending: list[tuple[int, bytes | None]] = field(default_factory=list)
 
     def apply(self, change: tuple[int, bytes | None], to: bytearray) -> None:
         at, data = change
@@ -38,7 +40,8 @@ class File:
             to[at:end] = data
 
     def after_cut(self, draw: random.Random) -> "File":
-        """Contents that a power cut leaves: any of the pending writes, each whole or in sectors of 512 or 4096 bytes."""
+        """Contents that a power cut leaves: any of the pending writes, each whole or in sectors of
+        512 or 4096 bytes."""
         left, mood = bytearray(self.durable), draw.random()
         for change in self.pending:
             if mood < 0.2 or (mood < 0.8 and draw.random() < 0.5):
@@ -58,7 +61,8 @@ class File:
 class Directory:
     now: dict[str, File] = field(default_factory=dict)
     durable: dict[str, File] = field(default_factory=dict)
-    pending: list[tuple[str, File | None, str]] = field(default_factory=list)  # name gets file; the other name goes
+    # name gets file; the other name goes
+    pending: list[tuple[str, File | None, str]] = field(default_factory=list)
 
     def change(self, name: str, file: File | None, gone: str = "") -> None:
         self.pending.append((name, file, gone))
@@ -75,7 +79,8 @@ class Directory:
 
 
 class SimulatedDisk(FileLayer):
-    """``fault(n, operation)`` names one of KINDS, or '', for the n-th operation. ``room`` bytes can be reserved in all."""
+    """``fault(n, operation)`` names one of KINDS, or '', for the n-th operation. ``room`` bytes can
+    be reserved in all."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.folders: dict[str, Directory] = {}
@@ -103,7 +108,11 @@ class SimulatedDisk(FileLayer):
             return disk
 
     def files(self) -> dict[str, int]:
-        return {f"{path}/{name}": len(f.now) for path, folder in self.folders.items() for name, f in folder.now.items()}
+        return {
+            f"{path}/{name}": len(f.now)
+            for path, folder in self.folders.items()
+            for name, f in folder.now.items()
+        }
 
     # ---------------------------------------------------------------- faults
 
@@ -135,7 +144,15 @@ class SimulatedDisk(FileLayer):
             self._locks[held] = str(path)
             return held
 
-    def open(self, folder: int, name: str, *, create: bool = False, direct: bool = False, write: bool = True) -> int:
+    def open(
+        self,
+        folder: int,
+        name: str,
+        *,
+        create: bool = False,
+        direct: bool = False,
+        write: bool = True,
+    ) -> int:
         with self._guard:
             directory = self._open[folder][0]
             if name not in directory.now:
@@ -170,7 +187,8 @@ class SimulatedDisk(FileLayer):
             kind, data, file = self._operate("write"), bytes(view), self._file(fd)
             if kind == "short":
                 data = data[: max(1, len(data) // 2)]
-            if kind.startswith("torn"):  # the sectors before the tear are on the disk, those after it are not
+            # the sectors before the tear are on the disk, those after it are not
+            if kind.startswith("torn"):
                 data = data[: len(data) // 2 // int(kind[5:]) * int(kind[5:])]
                 file.apply((offset, data), file.durable)
                 self.off = True

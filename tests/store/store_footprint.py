@@ -2,8 +2,8 @@
 
 Run it on a machine that does nothing else.
 
-  python tests/store/store_footprint.py memory --host 256MiB --tensors 4GiB   peak resident memory above the start
-  python tests/store/store_footprint.py overlap --seconds 20                  how much a busy core slows while the store streams
+  python tests/store/store_footprint.py memory --host 256MiB --tensors 4GiB  peak resident memory above the start
+  python tests/store/store_footprint.py overlap --seconds 20                 how much a busy core slows while the store streams
 """
 
 import argparse
@@ -62,7 +62,8 @@ def memory(folder: str, host: int, total: int, engine: str) -> dict[str, float]:
 
 
 def overlap(folder: str, seconds: float, engine: str, core: int) -> dict[str, float]:
-    """A matrix product again and again on one core, alone and while the store writes and reads on the others, in turns."""
+    """A matrix product again and again on one core, alone and while the store writes and reads on
+    the others, in turns."""
     cores = sorted(os.sched_getaffinity(0), key=lambda c: c == core)  # that one last
     torch.set_num_threads(1)
     a, b = torch.randn(512, 512), torch.randn(512, 512)
@@ -100,7 +101,9 @@ def overlap(folder: str, seconds: float, engine: str, core: int) -> dict[str, fl
                 found.append(seconds_of(lambda: torch.mm(a, b)))
         stop.set()
         thread.join()
-    wall, processor = (median(t[i] for t in beside) / median(t[i] for t in alone) - 1 for i in (0, 1))
+    wall, processor = (
+        median(t[i] for t in beside) / median(t[i] for t in alone) - 1 for i in (0, 1)
+    )
     written, read = map(median, rates)
     return {
         "slower": wall,
@@ -121,18 +124,34 @@ def seconds_of(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["memory", "overlap"])
     parser.add_argument("--directory", help="on the disk to use (default: a temporary one)")
     parser.add_argument("--host", default="256MiB")
     parser.add_argument("--tensors", default="4GiB")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--engine", default="auto", help="of the store (default auto)")
-    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="that computes (default the last)")
+    parser.add_argument(
+        "--core",
+        type=int,
+        default=max(os.sched_getaffinity(0)),
+        help="that computes (default the last)",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="footprint-", dir=options.directory) as folder:
         if options.what == "memory":
-            print(json.dumps(memory(folder, parse_bytes(options.host), parse_bytes(options.tensors), options.engine)))
+            print(
+                json.dumps(
+                    memory(
+                        folder,
+                        parse_bytes(options.host),
+                        parse_bytes(options.tensors),
+                        options.engine,
+                    )
+                )
+            )
         else:
             print(json.dumps(overlap(folder, options.seconds, options.engine, options.core)))
     return 0

@@ -54,7 +54,8 @@ def test_every_dtype_and_shape_keeps_its_bits(store, dtype):
         found = read(store, name)
         assert (found.dtype, found.shape) == (shaped.dtype, shaped.shape)
         assert torch.equal(
-            found.contiguous().view(-1).view(torch.uint8), shaped.contiguous().view(-1).view(torch.uint8)
+            found.contiguous().view(-1).view(torch.uint8),
+            shaped.contiguous().view(-1).view(torch.uint8),
         )
 
 
@@ -235,7 +236,9 @@ def test_a_snapshot_is_copied_out_while_the_store_is_used(tmp_path):
             thread.join(60)
         store.drop_snapshot("s")
         store.commit()
-        assert store.usage().disk == sum(-(-p.nbytes // 4096) * 4096 for p in all_places(store, tensors))
+        assert store.usage().disk == sum(
+            -(-p.nbytes // 4096) * 4096 for p in all_places(store, tensors)
+        )
     for i in range(3):
         with open_store([tmp_path / f"copy{i}"]) as copy:
             assert copy.verify() == []

@@ -19,7 +19,8 @@ SMAPS = Path("/proc/self/smaps")
 
 
 def test_host_memory_is_never_exceeded_and_everything_is_there(store):
-    tensors = {f"t{i}": torch.randn(20_000 + 999 * i) for i in range(60)}  # several times the budget
+    # several times the budget
+    tensors = {f"t{i}": torch.randn(20_000 + 999 * i) for i in range(60)}
     for name, tensor in tensors.items():
         store.put(name, tensor)
         assert store.usage().host <= 1 << 20
@@ -34,7 +35,10 @@ def test_resident_memory_stays_near_the_budget(tmp_path):
     """In a process of its own; the long form is 4 GiB through 256 MiB."""
     command = [sys.executable, store_footprint.__file__, "memory", "--directory", str(tmp_path)]
     ran = subprocess.run(
-        [*command, "--host", "128MiB", "--tensors", "512MiB"], capture_output=True, text=True, timeout=240
+        [*command, "--host", "128MiB", "--tensors", "512MiB"],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
@@ -45,7 +49,12 @@ def test_resident_memory_stays_near_the_budget(tmp_path):
 def test_borrowing_more_than_fits_says_so_instead_of_hanging(store):
     for i in range(4):
         store.put(f"t{i}", torch.ones(100_000))
-    with store.borrow("t0"), store.borrow("t1"), pytest.raises(OverBudget, match="'t0', 't1'"), store.borrow("t2"):
+    with (
+        store.borrow("t0"),
+        store.borrow("t1"),
+        pytest.raises(OverBudget, match="'t0', 't1'"),
+        store.borrow("t2"),
+    ):
         pass
     assert read(store, "t2").sum() == 100_000
     with pytest.raises(OverBudget, match="do not fit"):
@@ -66,7 +75,9 @@ def test_two_threads_that_hold_and_want_more_are_told(store):
         except OverBudget:
             outcomes.append("told")
 
-    threads = [threading.Thread(target=greedy, args=names) for names in (("t0", "t1"), ("t2", "t3"))]
+    threads = [
+        threading.Thread(target=greedy, args=names) for names in (("t0", "t1"), ("t2", "t3"))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,6 +1,7 @@
 """Crashes, power cuts and failing disks: nothing committed is lost, nothing wrong is handed out.
 
-The short form of the campaigns in crash_campaign.py, and a store beside a dictionary under random operations and faults.
+The short form of the campaigns in crash_campaign.py, and a store beside a dictionary under random
+operations and faults.
 """
 
 import random
@@ -32,7 +33,9 @@ def test_an_operation_that_fails_loses_no_commit():
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Disk, "sync"), (SimulatedDisk, "sync"), (SimulatedDisk, "sync_folder")], ids=str
+    ("owner", "name"),
+    [(Disk, "sync"), (SimulatedDisk, "sync"), (SimulatedDisk, "sync_folder")],
+    ids=str,
 )
 def test_the_campaign_finds_a_store_that_does_not_sync(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, lambda *_: None)
@@ -88,10 +91,17 @@ def after_a_failed_rename(monkeypatch):
 
 def after_a_failed_snapshot(monkeypatch):
     """It is taken for one that is not there."""
-    monkeypatch.setattr(References, "lost", property(lambda self: ForgetsUnions(), lambda self, places: None), raising=False)
+    monkeypatch.setattr(
+        References,
+        "lost",
+        property(lambda self: ForgetsUnions(), lambda self, places: None),
+        raising=False,
+    )
 
 
-@pytest.mark.parametrize("mutant", first(1, [after_reopening, after_a_failed_rename, after_a_failed_snapshot]))
+@pytest.mark.parametrize(
+    "mutant", first(1, [after_reopening, after_a_failed_rename, after_a_failed_snapshot])
+)
 def test_the_campaign_finds_places_that_are_not_protected(monkeypatch, mutant):
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match="at operation"):
@@ -100,10 +110,19 @@ def test_the_campaign_finds_places_that_are_not_protected(monkeypatch, mutant):
 
 def test_kill_9_loses_no_commit(tmp_path):
     """The command itself, because a fork of this process would inherit locks of torch's threads."""
-    command = [sys.executable, crash_campaign.__file__, "--kills", "12", "--directory", str(tmp_path / "store")]
+    command = [
+        sys.executable,
+        crash_campaign.__file__,
+        "--kills",
+        "12",
+        "--directory",
+        str(tmp_path / "store"),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    said = {what.strip(): int(count) for count, what in re.findall(r"^ +(\d+) (.*)$", ran.stdout, re.M)}
+    said = {
+        what.strip(): int(count) for count, what in re.findall(r"^ +(\d+) (.*)$", ran.stdout, re.M)
+    }
     assert said["kills"] == 12
     assert said["commits"] > 0
     assert said["MiB on disk at the end"] < 200
@@ -164,7 +183,10 @@ def test_a_disk_that_fails_for_a_while(tmp_path, engine):
         layer.failing = ""
         with pytest.raises(DiskFailure, match="Nothing can be committed any more"):
             store.commit()
-    with TieredStore.open(tmp_path, host="2MiB", engine=engine) as store, store.borrow("x") as tensor:
+    with (
+        TieredStore.open(tmp_path, host="2MiB", engine=engine) as store,
+        store.borrow("x") as tensor,
+    ):
         assert tensor.sum() == 200_000
 
 
@@ -191,7 +213,8 @@ def test_a_disk_without_room():
 
 
 def interrupted(disk, operation, call):
-    """As if killed before the next such operation: it does nothing, and the store is opened again."""
+    """As if killed before the next such operation: it does nothing, and the store is opened
+    again."""
     with open_simulated(disk) as store:
         disk.fault = lambda i, what: "EIO" if what == operation else ""
         with pytest.raises(CommpressError):
@@ -201,8 +224,9 @@ def interrupted(disk, operation, call):
 
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_what_a_killed_run_left_stays_as_the_next_one_found_it(snapshot):
-    """Killed between a rename, or the removal of a snapshot, and the sync of the folder. The next run finds the new state, and
-    uses the places of the old one: a power cut must not bring that back."""
+    """Killed between a rename, or the removal of a snapshot, and the sync of the folder. The next
+    run finds the new state, and uses the places of the old one: a power cut must not bring that
+    back."""
     disk = SimulatedDisk()
     with open_simulated(disk) as store:
         store.put("x", content("x", 0, 50_000))
@@ -236,7 +260,8 @@ NUMELS = st.sampled_from([0, 1, 100, 4000, 4096, 5000, 16_384, 40_001])
 
 
 class StoreBesideDictionary(RuleBasedStateMachine):
-    """Operations, faults, power cuts; the dictionary knows what must be there now, the ledger what after a crash."""
+    """Operations, faults, power cuts; the dictionary knows what must be there now, the ledger what
+    after a crash."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +319,9 @@ class StoreBesideDictionary(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.current)
     @rule(data=st.data(), how=st.sampled_from(["evict", "prefetch", "flush"]))
     def move(self, data, how):
-        names = data.draw(st.lists(st.sampled_from(sorted(self.ledger.current)), min_size=1, unique=True))
+        names = data.draw(
+            st.lists(st.sampled_from(sorted(self.ledger.current)), min_size=1, unique=True)
+        )
         self._try(lambda: getattr(self.store, how)(names).wait())
 
     @rule()
@@ -303,7 +330,10 @@ class StoreBesideDictionary(RuleBasedStateMachine):
         if self._try(self.store.commit):
             self.ledger.end()
 
-    @rule(n=st.integers(1, 12), kind=st.sampled_from([k for k in KINDS if "torn" not in k and k != "cut"]))
+    @rule(
+        n=st.integers(1, 12),
+        kind=st.sampled_from([k for k in KINDS if "torn" not in k and k != "cut"]),
+    )
     def order_a_fault(self, n, kind):
         due = self.disk.operations + n
         self.disk.fault = lambda i, operation: "armed" if i == 10**9 else kind if i == due else ""
@@ -313,23 +343,36 @@ class StoreBesideDictionary(RuleBasedStateMachine):
         if not self.faulty:
             assert equal(read_all(self.store), self.ledger.current)
 
-    @rule(seed=st.integers(0, 1 << 20), way=st.sampled_from(["close", "power cut", "torn 512", "torn 4096"]))
+    @rule(
+        seed=st.integers(0, 1 << 20),
+        way=st.sampled_from(["close", "power cut", "torn 512", "torn 4096"]),
+    )
     def reopen(self, seed, way):
         """Without the last commit, or in the middle of the next."""
         if way != "close":
             due = self.disk.operations + 1 + seed % 9
-            self.disk.fault = lambda i, operation: "armed" if i == 10**9 else "cut" if i == due else ""
+            self.disk.fault = lambda i, operation: (
+                "armed" if i == 10**9 else "cut" if i == due else ""
+            )
             if way != "power cut":
-                self.disk.fault = lambda i, operation: "armed" if i == 10**9 else way if i >= due else ""
+                self.disk.fault = lambda i, operation: (
+                    "armed" if i == 10**9 else way if i >= due else ""
+                )
             self.commit()
             self.disk.off = True
         self.store.close()
-        self.disk = self.disk.after_cut(random.Random(seed)) if way != "close" or seed % 2 else self.disk
+        self.disk = (
+            self.disk.after_cut(random.Random(seed)) if way != "close" or seed % 2 else self.disk
+        )
         self.disk.off, self.disk.fault = False, lambda n, operation: ""
         self.open()
         found = read_all(self.store)
         assert self.ledger.admits(found)
-        self.ledger.current, self.ledger.acknowledged, self.ledger.candidates = dict(found), dict(found), []
+        self.ledger.current, self.ledger.acknowledged, self.ledger.candidates = (
+            dict(found),
+            dict(found),
+            [],
+        )
 
     @invariant()
     def within_budget(self):

@@ -93,7 +93,9 @@ def test_a_record_of_another_version_is_refused_by_its_name(tmp_path, name):
     with pytest.raises(DirectoryRefused, match=f"{name} is of version '9', expected '{version}'"):
         open_store(tmp_path)
     if name != "identity":
-        with pytest.raises(DirectoryRefused, match=f"{name} is of version '9', expected '{version}'"):
+        with pytest.raises(
+            DirectoryRefused, match=f"{name} is of version '9', expected '{version}'"
+        ):
             TieredStore.restore(tmp_path, "before")
     assert files(tmp_path) == before
     (tmp_path / name).write_bytes(content)
@@ -102,7 +104,10 @@ def test_a_record_of_another_version_is_refused_by_its_name(tmp_path, name):
 
 
 def test_the_owner_of_a_directory_is_named(tmp_path):
-    with open_store(tmp_path), pytest.raises(DirectoryRefused, match=f"in use by process {os.getpid()} on "):
+    with (
+        open_store(tmp_path),
+        pytest.raises(DirectoryRefused, match=f"in use by process {os.getpid()} on "),
+    ):
         open_store(tmp_path)
     open_store(tmp_path).close()
 
@@ -114,7 +119,10 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
         "s.put('x', torch.ones(4)); s.commit(); print('ready', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "ready\n"
     with pytest.raises(DirectoryRefused, match=f"process {process.pid} "):
@@ -190,7 +198,9 @@ def test_nothing_is_left_behind_and_nothing_grows(tmp_path):
         (tmp_path / "segment-000099").write_bytes(b"never listed")
     with open_store(tmp_path):
         pass
-    assert sorted((p.name, p.stat().st_size) for p in tmp_path.iterdir() if p.name != "lock") == before
+    assert (
+        sorted((p.name, p.stat().st_size) for p in tmp_path.iterdir() if p.name != "lock") == before
+    )
 
 
 def test_a_fork_has_no_part_in_the_store(store):
@@ -205,7 +215,8 @@ def test_a_fork_has_no_part_in_the_store(store):
 
 
 def filled(path, **options):
-    """A store with two tensors, one of them in memory of a snapshot only, and its files as they lie on the disk."""
+    """A store with two tensors, one of them in memory of a snapshot only, and its files as they lie
+    on the disk."""
     with open_store(path, **options) as store:
         store.put("x", torch.ones(100_000))
         store.put("old", torch.full((30_000,), 2.0))
@@ -217,7 +228,12 @@ def filled(path, **options):
 
 def files(*paths) -> dict[str, bytes]:
     """Everything but what a lock says of its last owner."""
-    return {str(p): p.read_bytes() for path in paths for p in path.iterdir() if p.is_file() and p.name != "lock"}
+    return {
+        str(p): p.read_bytes()
+        for path in paths
+        for p in path.iterdir()
+        if p.is_file() and p.name != "lock"
+    }
 
 
 @pytest.mark.parametrize("harm", ["missing", "empty", "cut", "flip", "of another store"])
@@ -239,7 +255,10 @@ def test_without_its_manifest_a_store_deletes_nothing_and_names_its_snapshots(tm
             manifest.write_bytes((tmp_path / "other" / "manifest").read_bytes())
     (tmp_path / "s" / "snapshot-bad").write_bytes(b"no snapshot")
     before = files(tmp_path / "s")
-    with pytest.raises(Damaged, match=r"restore\(directory, name\) makes one of the snapshots 'before' the last commit"):
+    with pytest.raises(
+        Damaged,
+        match=r"restore\(directory, name\) makes one of the snapshots 'before' the last commit",
+    ):
         open_store(tmp_path / "s")
     assert files(tmp_path / "s") == before
     (tmp_path / "s" / "snapshot-bad").unlink()
@@ -275,13 +294,17 @@ def test_a_damaged_snapshot_is_named_and_nothing_deleted(tmp_path):
 
 
 def test_one_directory_of_a_striped_store_is_not_a_store_of_its_own(tmp_path):
-    """Without the manifest, which lies in the first one, the second looked like one that had never been finished."""
+    """Without the manifest, which lies in the first one, the second looked like one that had never
+    been finished."""
     both = [tmp_path / "a", tmp_path / "b"]
     filled(both)
     before = files(*both)
     assert any("/b/segment-" in name for name in before)
     (tmp_path / "new").mkdir()
-    for named, says in (([tmp_path / "b"], "part 1 is missing"), ([tmp_path / "new", tmp_path / "b"], "no part of a store")):
+    for named, says in (
+        ([tmp_path / "b"], "part 1 is missing"),
+        ([tmp_path / "new", tmp_path / "b"], "no part of a store"),
+    ):
         with pytest.raises(DirectoryRefused, match=says):
             open_store(named)
     with pytest.raises(DirectoryRefused, match="part 2 is missing"):
@@ -300,7 +323,8 @@ def test_two_copies_of_one_directory_are_not_a_striped_store(tmp_path):
 
 @pytest.mark.parametrize("finished", [0, 1, 2, 3])
 def test_a_creation_that_was_interrupted_begins_again(tmp_path, finished):
-    """Killed before one of the records that make a store of two directories; then they are named the other way round."""
+    """Killed before one of the records that make a store of two directories; then they are named
+    the other way round."""
     both, written = [tmp_path / "a", tmp_path / "b"], 0
 
     class Killed(FileLayer):
@@ -335,9 +359,17 @@ def test_a_copy_that_was_interrupted_is_no_store(tmp_path):
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path):
-    """Files beside a store, also those that end like ours; and a folder that only looks empty gets not even a lock."""
+    """Files beside a store, also those that end like ours; and a folder that only looks empty gets
+    not even a lock."""
     filled(tmp_path / "s")
-    strange = ["thesis.tmp", "segment-000001.bak", "segment-0000007", "segment-١٢٣٤٥٦", "snapshots", "snapshot-.tmp"]
+    strange = [
+        "thesis.tmp",
+        "segment-000001.bak",
+        "segment-0000007",
+        "segment-١٢٣٤٥٦",
+        "snapshots",
+        "snapshot-.tmp",
+    ]
     for name in strange:
         (tmp_path / "s" / name).write_text("precious")
     with open_store(tmp_path / "s") as store:
@@ -354,7 +386,9 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "socket"])
-@pytest.mark.parametrize("name", ["manifest", "identity", "snapshot-before", "segment-000001", "segment-000099"])
+@pytest.mark.parametrize(
+    "name", ["manifest", "identity", "snapshot-before", "segment-000001", "segment-000099"]
+)
 def test_what_is_no_file_is_refused_before_anything_is_removed(tmp_path, name, kind):
     filled(tmp_path / "s")
     (tmp_path / "s" / "segment-000098").write_bytes(b"left behind")
@@ -374,7 +408,9 @@ def test_what_is_no_file_is_refused_before_anything_is_removed(tmp_path, name, k
                 made.bind(f"/proc/self/fd/{folder}/{name}")  # names of sockets are short
             os.close(folder)
     before = sorted(p.name for p in (tmp_path / "s").iterdir())
-    with pytest.raises(DirectoryRefused, match=f"'{name}' in the store's folder is not a file of ours"):
+    with pytest.raises(
+        DirectoryRefused, match=f"'{name}' in the store's folder is not a file of ours"
+    ):
         open_store(tmp_path / "s")
     assert sorted(p.name for p in (tmp_path / "s").iterdir()) == before
 
@@ -387,7 +423,8 @@ def test_a_snapshot_is_not_named_like_a_temporary_file(store):
 
 
 def test_the_number_of_a_lost_segment_is_not_given_again(tmp_path):
-    """A snapshot goes on listing places in it: tensors of today in the same places would be called damaged."""
+    """A snapshot goes on listing places in it: tensors of today in the same places would be called
+    damaged."""
     filled(tmp_path, options=Options(64 << 10, 8 << 10, 32 << 10, 64 << 10))
     with open_store(tmp_path) as store:
         last = Path(store.places("x")[-1].file)

@@ -1,5 +1,6 @@
-"""Forged records: manifests, snapshots and identities whose checksum fits and whose content does not. Whatever they say,
-the error is one of ours, it comes before anything on the disk is changed, and no memory is taken for sizes only claimed."""
+"""Forged records: manifests, snapshots and identities whose checksum fits and whose content does
+not. Whatever they say, the error is one of ours, it comes before anything on the disk is changed,
+and no memory is taken for sizes only claimed."""
 
 import copy
 import os
@@ -24,18 +25,50 @@ from commpress.tiered_mem.manifest import MAGIC
 from test_store_damage import files
 
 TINY = Options(chunk_bytes=8 << 10, pack_below=2 << 10, pack_bytes=4 << 10, segment_bytes=16 << 10)
-NUMBERS = (None, True, -1, 0, 1, 2, 4095, 4097, 1 << 31, 1 << 40, (1 << 62) - 4096, 1 << 63, (1 << 64) - 1)
-OTHERS = (1.5, float("nan"), float("inf"), "", "x", "..", "../../victim", "a\0b", "float32", "int8", b"", b"x" * 16, [], {})
+NUMBERS = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2,
+    4095,
+    4097,
+    1 << 31,
+    1 << 40,
+    (1 << 62) - 4096,
+    1 << 63,
+    (1 << 64) - 1,
+)
+OTHERS = (
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "..",
+    "../../victim",
+    "a\0b",
+    "float32",
+    "int8",
+    b"",
+    b"x" * 16,
+    [],
+    {},
+)
 DEEPER = ([[]], [1], [0, 0, 0], {"x": 1}, [[1, [], []]], [["x", 0, 4, "float32", [1]]], "x" * 3000)
 
 
 def open_tiny(path: Path) -> TieredStore:
-    return TieredStore.open(path, host=64 << 10, engine="threads", depth=1, direct=False, options=TINY)
+    return TieredStore.open(
+        path, host=64 << 10, engine="threads", depth=1, direct=False, options=TINY
+    )
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two tensors, of several chunks and in a pack; one of them only in a snapshot. And what a killed run has left."""
+    """Two tensors, of several chunks and in a pack; one of them only in a snapshot. And what a
+    killed run has left."""
     with open_tiny(tmp_path / "store") as store:
         store.put("x", torch.arange(5_000.0))
         store.put("tiny", torch.ones(3))
@@ -69,6 +102,7 @@ def places(content: Any) -> Iterator[tuple[Any, ...]]:
 def changed(content: Any) -> Iterator[tuple[str, Any]]:
     """One value replaced, left out, or said twice."""
     for place in places(content):
+
         def made(what, change, place=place):
             forged = copy.deepcopy(content)
             inside = forged
@@ -80,7 +114,10 @@ def changed(content: Any) -> Iterator[tuple[str, Any]]:
         for value in (*NUMBERS, *OTHERS, *DEEPER):
             yield made(value, lambda inside, key, value=value: inside.__setitem__(key, value))
         yield made("gone", lambda inside, key: inside.pop(key))
-        yield made("twice", lambda inside, key: isinstance(inside, list) and inside.insert(key, inside[key]))
+        yield made(
+            "twice",
+            lambda inside, key: isinstance(inside, list) and inside.insert(key, inside[key]),
+        )
 
 
 def look(path: Path) -> str:
@@ -105,7 +142,9 @@ def look(path: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "first", "stride"),
     [("manifest", 0, 7), ("snapshot-before", 3, 7)]
-    + [pytest.param(name, 0, 1, marks=pytest.mark.slow) for name in ("manifest", "snapshot-before")],
+    + [
+        pytest.param(name, 0, 1, marks=pytest.mark.slow) for name in ("manifest", "snapshot-before")
+    ],
 )
 def test_forged_manifests(folder, name, first, stride):
     before, outcomes = files(folder), {}
@@ -136,7 +175,9 @@ def test_forged_identities(folder):
         forge(folder / "identity", content, IDENTITY_MAGIC)
         forged = files(folder)
         outcome = look(folder)
-        assert outcome in ("DirectoryRefused", "Damaged") or content == content_of(folder / "identity"), what
+        assert outcome in ("DirectoryRefused", "Damaged") or content == content_of(
+            folder / "identity"
+        ), what
         if outcome != "opened":
             assert files(folder) == forged, what
         restored(folder, before)

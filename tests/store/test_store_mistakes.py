@@ -37,7 +37,11 @@ def test_mistakes_are_told(store, call, says):
 def test_borrowing_twice_in_one_place_is_told(store):
     store.put("x", torch.ones(3))
     with store.borrow("x"):
-        for call in (lambda: store.borrow("x").__enter__(), store.commit, lambda: store.delete("x")):
+        for call in (
+            lambda: store.borrow("x").__enter__(),
+            store.commit,
+            lambda: store.delete("x"),
+        ):
             with pytest.raises(InvalidArgument, match="borrowed"):
                 call()
     with store.borrow("x", write=False), store.borrow("x", write=False):

@@ -50,7 +50,11 @@ def test_sizes():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.recursive(st.none() | st.integers(-1, 99) | st.text(max_size=3) | st.binary(max_size=3), st.lists, max_leaves=30)
+    st.recursive(
+        st.none() | st.integers(-1, 99) | st.text(max_size=3) | st.binary(max_size=3),
+        st.lists,
+        max_leaves=30,
+    )
 )
 def test_a_manifest_of_any_form_is_refused_or_sound(content):
     try:
@@ -83,7 +87,9 @@ def test_checksums_of_transfers_that_come_short(tmp_path, engine, nbytes):
     with open(tmp_path / "file", "w+b") as file:
         for view, write in ((memoryview(sent), True), (got, False)):
             done = lambda transfer, error: ended.put((transfer, error))  # noqa: E731
-            running.submit([Transfer(file.fileno(), 0, view, write=write, done=done, hashed=hashed)])
+            running.submit(
+                [Transfer(file.fileno(), 0, view, write=write, done=done, hashed=hashed)]
+            )
             transfer, error = ended.get(timeout=60)
             assert error is None
             assert transfer.checksum == checksum_of(sent[:hashed])
@@ -99,7 +105,9 @@ def test_checksums_of_transfers_that_come_short(tmp_path, engine, nbytes):
     ],
     ids=["library", "package"],
 )
-def test_without_libaio_the_cure_is_told_and_the_next_engine_taken(tmp_path, monkeypatch, content, says):
+def test_without_libaio_the_cure_is_told_and_the_next_engine_taken(
+    tmp_path, monkeypatch, content, says
+):
     (tmp_path / "libaio.py").write_text(content)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "libaio", raising=False)
@@ -119,7 +127,9 @@ def test_without_libaio_the_cure_is_told_and_the_next_engine_taken(tmp_path, mon
 def test_the_checksum_of_a_chunk_covers_every_piece(tmp_path, numel):
     options = Options(chunk_bytes=4 * PIECE)
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(5))
-    with TieredStore.open(tmp_path, host="16MiB", engine="threads", options=options, direct=False, layer=Short()) as store:
+    with TieredStore.open(
+        tmp_path, host="16MiB", engine="threads", options=options, direct=False, layer=Short()
+    ) as store:
         store.put("x", tensor)
         store.commit()
         places = store.places("x")
@@ -127,7 +137,9 @@ def test_the_checksum_of_a_chunk_covers_every_piece(tmp_path, numel):
         for byte in (at, tensor.nbytes - 1):
             place = next(p for i, p in enumerate(places) if i == byte // options.chunk_bytes)
             flip(place.file, place.offset + byte % options.chunk_bytes)
-            with TieredStore.open(tmp_path, host="16MiB", engine="threads", options=options) as store:
+            with TieredStore.open(
+                tmp_path, host="16MiB", engine="threads", options=options
+            ) as store:
                 assert [damage.names for damage in store.verify()] == [("x",)]
             flip(place.file, place.offset + byte % options.chunk_bytes)
     with TieredStore.open(tmp_path, host="16MiB", engine="threads", options=options) as store:

@@ -1,5 +1,5 @@
-"""Neighbours: chunks side by side on disk, and transfers that io_uring hands to the kernel together, each of which ends as if
-alone."""
+"""Neighbours: chunks side by side on disk, and transfers that io_uring hands to the kernel
+together, each of which ends as if alone."""
 
 import ctypes
 import mmap
@@ -30,7 +30,9 @@ def engine(request, monkeypatch):
     monkeypatch.setattr(uring, "REQUEST", 3 * PIECE)
     running = engines.start("io_uring", FileLayer(), request.param)
     begin, running.together = running._begin, []
-    monkeypatch.setattr(running, "_begin", lambda run: running.together.append(len(run)) or begin(run))
+    monkeypatch.setattr(
+        running, "_begin", lambda run: running.together.append(len(run)) or begin(run)
+    )
     yield running
     running.close()
 
@@ -43,7 +45,9 @@ def moved(engine, file, memory, *, write, at=range(PIECES)):
         for i in at:
             done = lambda transfer, error, i=i: ended.put((i, transfer, error))  # noqa: E731
             here = slice(i * PIECE, (i + 1) * PIECE)
-            yield Transfer(file.fileno(), i * PIECE, view[here], write=write, done=done, hashed=PIECE)
+            yield Transfer(
+                file.fileno(), i * PIECE, view[here], write=write, done=done, hashed=PIECE
+            )
 
     engine.submit(transfers())
     found = [ended.get(timeout=60) for _ in at]
@@ -67,7 +71,10 @@ def test_neighbours_go_together_and_arrive(engine, tmp_path):
 def test_what_is_no_neighbour_goes_alone(engine, tmp_path):
     memory = mmap.mmap(-1, PIECES * PIECE)
     with open(tmp_path / "file", "w+b") as file:
-        assert all(error is None for _, error in moved(engine, file, memory, write=True, at=range(0, PIECES, 2)).values())
+        assert all(
+            error is None
+            for _, error in moved(engine, file, memory, write=True, at=range(0, PIECES, 2)).values()
+        )
     assert set(engine.together) == {1}
 
 
@@ -108,12 +115,16 @@ def test_chunks_of_a_tensor_lie_side_by_side_and_fill_holes_when_they_cannot(tmp
         for i in range(8):
             store.put(f"x{i}", torch.full((1 << 19,), i, dtype=torch.float32))  # 2 MiB
         store.flush().wait()
-        assert all(b.offset - a.offset == 1 << 20 for i in range(8) for a, b in [store.places(f"x{i}")])
+        assert all(
+            b.offset - a.offset == 1 << 20 for i in range(8) for a, b in [store.places(f"x{i}")]
+        )
         for i in range(0, 8, 2):
             store.delete(f"x{i}")
         store.put("wide", torch.arange(2 << 20, dtype=torch.float32))  # 8 MiB into four holes of 2
         store.evict(["wide", "x1"]).wait()
-        assert {place.offset for place in store.places("wide")} == {4 * i + j << 20 for i in range(4) for j in range(2)}
+        assert {place.offset for place in store.places("wide")} == {
+            4 * i + j << 20 for i in range(4) for j in range(2)
+        }
         assert torch.equal(read(store, "wide"), torch.arange(2 << 20, dtype=torch.float32))
         assert (read(store, "x1") == 1).all()
 
@@ -130,7 +141,14 @@ def test_what_is_written_later_is_hashed_while_the_kernel_reads(tmp_path):
     try:
         with open(tmp_path / "file", "w+b") as file:
             writes = [
-                Transfer(file.fileno(), at, memoryview(sent)[at : at + PIECE], write=True, done=done, hashed=PIECE)
+                Transfer(
+                    file.fileno(),
+                    at,
+                    memoryview(sent)[at : at + PIECE],
+                    write=True,
+                    done=done,
+                    hashed=PIECE,
+                )
                 for at in range(0, PIECES * PIECE, PIECE)
             ]
             running.submit([Transfer(source, 0, memoryview(room), write=False, done=done), *writes])
@@ -154,11 +172,18 @@ def test_what_is_written_later_is_hashed_while_the_kernel_reads(tmp_path):
     reason="only known to Linux on these processors",
 )
 def test_the_disks_thread_goes_first():
-    """Time slices of a tenth of a millisecond for that thread alone, where Linux knows them; no worse priority in any case."""
+    """Time slices of a tenth of a millisecond for that thread alone, where Linux knows them; no
+    worse priority in any case."""
     found = []
 
     def ask():
-        found.append((thread_priority.raise_own(), slice_of_this_thread(), os.getpriority(os.PRIO_PROCESS, 0)))
+        found.append(
+            (
+                thread_priority.raise_own(),
+                slice_of_this_thread(),
+                os.getpriority(os.PRIO_PROCESS, 0),
+            )
+        )
 
     thread = threading.Thread(target=ask)
     before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -176,5 +201,10 @@ def slice_of_this_thread():
     """The answer of sched_getattr, whose number follows that of sched_setattr."""
     number = thread_priority.SETATTR[platform.machine()] + 1
     room = ctypes.create_string_buffer(48)
-    assert ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(0), room, ctypes.c_long(48), ctypes.c_long(0)) == 0
+    assert (
+        ctypes.CDLL(None).syscall(
+            ctypes.c_long(number), ctypes.c_long(0), room, ctypes.c_long(48), ctypes.c_long(0)
+        )
+        == 0
+    )
     return struct.unpack("<IIQiIQQQ", room.raw)[5]

@@ -1,4 +1,5 @@
-"""Recorded steps: the plan misses no more than LRU, and no more than anybody could; a new order is recorded anew."""
+"""Recorded steps: the plan misses no more than LRU, and no more than anybody could; a new order is
+recorded anew."""
 
 from functools import cache
 
@@ -41,14 +42,18 @@ def test_the_plan_is_the_optimum_for_blocks_of_one_size(trace, capacity):
 
 @settings(max_examples=150, deadline=None)
 @given(TRACES, st.integers(4, 20), st.lists(st.integers(1, 4), min_size=6, max_size=6))
-def test_what_the_store_follows_misses_no_more_than_lru_whatever_the_sizes(trace, capacity, lengths):
+def test_what_the_store_follows_misses_no_more_than_lru_whatever_the_sizes(
+    trace, capacity, lengths
+):
     schedule, sizes = Schedule(capacity), dict(enumerate(lengths))
     schedule.begin()
     for key in trace:
         schedule.access(key, sizes[key])
     schedule.end(lambda size: 0.0)
     rule = farthest(trace, rounds=2) if schedule.planned else least_recent
-    assert misses(trace, sizes, capacity, rule, rounds=3) <= misses(trace, sizes, capacity, least_recent, rounds=3)
+    assert misses(trace, sizes, capacity, rule, rounds=3) <= misses(
+        trace, sizes, capacity, least_recent, rounds=3
+    )
 
 
 def test_reads_begin_early_enough_and_one_after_another():
@@ -72,7 +77,9 @@ def walk(store: TieredStore, names: list[str]) -> int:
 
 @pytest.fixture
 def store(tmp_path):
-    options = Options(chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10, segment_bytes=16 << 20)
+    options = Options(
+        chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10, segment_bytes=16 << 20
+    )
     with TieredStore.open(tmp_path, host=8 * 64 << 10, engine="threads", options=options) as store:
         for i in range(16):
             store.put(f"t{i}", torch.zeros(16 << 10))  # 64 KiB: 8 of 16 fit
@@ -90,9 +97,12 @@ def values_of(store, names):
 
 def test_a_planned_step_waits_less_and_changes_nothing(store):
     names = [f"t{i}" for i in range(16)]
-    assert walk(store, names) == 16, "recorded: the usual worst case of LRU, a circle that does not fit"
+    assert walk(store, names) == 16, (
+        "recorded: the usual worst case of LRU, a circle that does not fit"
+    )
     planned = [walk(store, names) for _ in range(4)]
-    # Belady's rule alone misses 8 or 9 a round, reads ahead spare some of these; on a busy machine some come late.
+    # Belady's rule alone misses 8 or 9 a round, reads ahead spare some of these; on a busy machine
+    # some come late.
     assert sum(planned[1:]) <= 36, "three quarters of LRU's"
     assert store.schedule.planned
     assert values_of(store, names) == {5.0}

@@ -80,7 +80,9 @@ def test_a_commit_is_one_moment(tmp_path):
 
 def test_background_work_does_not_begin_a_thread_each_time(store, monkeypatch):
     begun, start = [], threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: (begun.append(thread), start(thread))
+    )
     store.put("x", torch.ones(10_000))
     for _ in range(50):
         with store.borrow("x"):

@@ -1,4 +1,5 @@
-"""aiofiles: positional reads and writes as coroutines on its thread pool. For systems where nothing else works."""
+"""aiofiles: positional reads and writes as coroutines on its thread pool. For systems where nothing
+else works."""
 
 import asyncio
 import threading
@@ -17,9 +18,15 @@ class AiofilesEngine:
         try:
             from aiofiles.os import wrap
         except ImportError as error:
-            raise MissingPackage("the engine 'aiofiles' needs the package: pip install 'commpress[nvme]'") from error
+            raise MissingPackage(
+                "the engine 'aiofiles' needs the package: pip install 'commpress[nvme]'"
+            ) from error
         self.depth = depth
-        self._read, self._write, self._run = wrap(layer.read), wrap(layer.write), wrap(lambda call, *args: call(*args))
+        self._read, self._write, self._run = (
+            wrap(layer.read),
+            wrap(layer.write),
+            wrap(lambda call, *args: call(*args)),
+        )
         self._pool = ThreadPoolExecutor(depth, thread_name_prefix="io")
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()

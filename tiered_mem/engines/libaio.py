@@ -1,5 +1,6 @@
-"""The kernel's older asynchronous interface through the ``libaio`` package. Fast only on files opened past the page cache;
-on many file systems ``submit`` does the whole transfer, which is why one thread does nothing but submit."""
+"""The kernel's older asynchronous interface through the ``libaio`` package. Fast only on files
+opened past the page cache; on many file systems ``submit`` does the whole transfer, which is why
+one thread does nothing but submit."""
 
 import queue
 import threading
@@ -10,11 +11,14 @@ from os import strerror
 from commpress.errors import MissingPackage
 from commpress.tiered_mem.engines.transfer import Transfer
 
-FINISHERS = 2  # threads for checksums and callbacks, beside the one that submits and the one that waits for the kernel
+# threads for checksums and callbacks, beside the one that submits and the one that waits for the
+# kernel
+FINISHERS = 2
 
 
 class LibaioEngine:
-    """A transfer passes a finisher if it is written, the submitter, the kernel, the reaper, and again a finisher.
+    """A transfer passes a finisher if it is written, the submitter, the kernel, the reaper, and
+    again a finisher.
 
     At most ``depth`` transfers are in the kernel: ``_slots`` counts free places there.
     """
@@ -25,11 +29,15 @@ class LibaioEngine:
         try:
             import libaio
         except ImportError as error:
-            raise MissingPackage("the engine 'libaio' needs the package: pip install 'commpress[nvme]'") from error
+            raise MissingPackage(
+                "the engine 'libaio' needs the package: pip install 'commpress[nvme]'"
+            ) from error
         except OSError as error:  # the shared library
             raise MissingPackage(
-                f"the package libaio does not find its shared library ({error}): apt-get install libaio1 (libaio1t64 on "
-                "newer systems), dnf install libaio; the engines 'threads' and 'io_uring' need nothing"
+                f"the package libaio does not find its shared library ({error}): apt-get "
+                "install libaio1 (libaio1t64 on "
+                "newer systems), dnf install libaio; the engines 'threads' and 'io_uring' need "
+                "nothing"
             ) from error
         self.depth = depth
         self._libaio, self._context = libaio, libaio.AIOContext(depth + 1)
@@ -38,7 +46,10 @@ class LibaioEngine:
         self._slots = threading.Semaphore(depth)
         self._stopped = False
         self._finishers = [_thread(self._finish, f"io-finish-{i}") for i in range(FINISHERS)]
-        self._submitter, self._reaper = _thread(self._submit_all, "io-submit"), _thread(self._reap, "io-reap")
+        self._submitter, self._reaper = (
+            _thread(self._submit_all, "io-submit"),
+            _thread(self._reap, "io-reap"),
+        )
 
     def register(self, memory: memoryview) -> None:
         """Nothing to gain here."""
@@ -82,11 +93,19 @@ class LibaioEngine:
     def _enqueue(self, transfer: Transfer) -> None:
         """Hand a transfer's rest to the kernel."""
         try:
-            mode = self._libaio.AIOBLOCK_MODE_WRITE if transfer.write else self._libaio.AIOBLOCK_MODE_READ
-            block = self._libaio.AIOBlock(mode, transfer.fd, [transfer.rest], transfer.offset + transfer.moved)
+            mode = (
+                self._libaio.AIOBLOCK_MODE_WRITE
+                if transfer.write
+                else self._libaio.AIOBLOCK_MODE_READ
+            )
+            block = self._libaio.AIOBlock(
+                mode, transfer.fd, [transfer.rest], transfer.offset + transfer.moved
+            )
             block.transfer = transfer
             if self._context.submit([block]) != 1:
-                raise OSError(11, "the kernel's queue of asynchronous transfers is full: raise fs.aio-max-nr")
+                raise OSError(
+                    11, "the kernel's queue of asynchronous transfers is full: raise fs.aio-max-nr"
+                )
         except Exception as error:
             self._over(transfer, error)
 

@@ -1,4 +1,5 @@
-"""Selection of an engine: those that work here, and the fastest on this disk, measured and not assumed."""
+"""Selection of an engine: those that work here, and the fastest on this disk, measured and not
+assumed."""
 
 import contextlib
 import mmap
@@ -14,7 +15,8 @@ from commpress.tiered_mem.engines.transfer import DiskEngine, transfer_all
 from commpress.tiered_mem.engines.uring import UringEngine
 from commpress.tiered_mem.layer import FileLayer
 
-NAMES = ("io_uring", "threads", "libaio", "aiofiles")  # of equally fast ones the first: it takes least of the processor
+# of equally fast ones the first: it takes least of the processor
+NAMES = ("io_uring", "threads", "libaio", "aiofiles")
 PROBE = "probe.tmp"
 NEAR = 0.9  # of the fastest counts as equal
 
@@ -49,7 +51,8 @@ def available(layer: FileLayer) -> dict[str, str]:
 def choose(
     layer: FileLayer, folder: int, *, direct: bool, depth: int = 4, seconds: float = 1.0
 ) -> tuple[str, dict[str, float]]:
-    """The best engine's name and, for each, bytes per second: the slower of writing and reading, with checksums."""
+    """The best engine's name and, for each, bytes per second: the slower of writing and reading,
+    with checksums."""
     candidates = [name for name, missing in available(layer).items() if not missing]
     if not direct:  # buffered files: the kernel's queues only add a thread
         candidates = [name for name in candidates if name in ("threads", "aiofiles")]

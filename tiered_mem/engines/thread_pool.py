@@ -1,4 +1,5 @@
-"""Threads that call preadv and pwritev, which let other threads run: the simplest engine, and as fast as any."""
+"""Threads that call preadv and pwritev, which let other threads run: the simplest engine, and as
+fast as any."""
 
 import queue
 import threading
@@ -14,7 +15,9 @@ class ThreadEngine:
     def __init__(self, layer: FileLayer, depth: int = 4) -> None:
         self.depth, self._layer = depth, layer
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._serve, name=f"io-{i}", daemon=True) for i in range(depth)]
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"io-{i}", daemon=True) for i in range(depth)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -45,7 +48,9 @@ class ThreadEngine:
         if transfer.write:
             transfer.hash()
         call = self._layer.write if transfer.write else self._layer.read
-        while not transfer.advance(call(transfer.fd, transfer.rest, transfer.offset + transfer.moved)):
+        while not transfer.advance(
+            call(transfer.fd, transfer.rest, transfer.offset + transfer.moved)
+        ):
             pass
         if not transfer.write:
             transfer.hash()

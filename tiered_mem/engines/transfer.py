@@ -1,5 +1,5 @@
-"""Transfers between memory and files, and the engines that take them and say of each, once and from a thread of their own,
-how it ended."""
+"""Transfers between memory and files, and the engines that take them and say of each, once and from
+a thread of their own, how it ended."""
 
 import errno
 import threading
@@ -9,14 +9,17 @@ from typing import Protocol
 from commpress.checksum import checksum_of
 from commpress.tiered_mem.layer import PAGE
 
-PIECE = 1 << 20  # bytes of a chunk that are moved and hashed at once: the processor's cache still has them
+# bytes of a chunk that are moved and hashed at once: the processor's cache still has them
+PIECE = 1 << 20
 
 
 class Transfer:
-    """Bytes between memory and a file, and the checksum of the first ``hashed`` of them as they lie in memory.
+    """Bytes between memory and a file, and the checksum of the first ``hashed`` of them as they lie
+    in memory.
 
-    An engine takes the checksum just before bytes are written and just after they were read, while the processor's cache
-    has them, then calls ``done`` with None or the error. ``done`` does not run in the thread that submitted.
+    An engine takes the checksum just before bytes are written and just after they were read, while
+    the processor's cache has them, then calls ``done`` with None or the error. ``done`` does not
+    run in the thread that submitted.
     """
 
     __slots__ = ("checksum", "done", "fd", "hashed", "moved", "offset", "view", "write")
@@ -41,7 +44,8 @@ class Transfer:
         return self.view[self.moved :] if self.moved else self.view
 
     def advance(self, count: int) -> bool:
-        """After the system moved ``count`` bytes: whether all are there. What is short goes on from an aligned place."""
+        """After the system moved ``count`` bytes: whether all are there. What is short goes on from
+        an aligned place."""
         if count == 0:
             if self.write:
                 raise OSError(errno.ENOSPC, "the system wrote nothing")
@@ -70,10 +74,18 @@ class DiskEngine(Protocol):
 
 
 def transfer_all(
-    engine: DiskEngine, fd: int, pieces: list[tuple[int, memoryview]], *, write: bool, hashed: bool = False
+    engine: DiskEngine,
+    fd: int,
+    pieces: list[tuple[int, memoryview]],
+    *,
+    write: bool,
+    hashed: bool = False,
 ) -> None:
-    """Move every (offset, memory), as the store does in transfers of ``PIECE`` bytes, and wait; raises the first error."""
-    parts = [(at + i, view[i : i + PIECE]) for at, view in pieces for i in range(0, len(view), PIECE)]
+    """Move every (offset, memory), as the store does in transfers of ``PIECE`` bytes, and wait;
+    raises the first error."""
+    parts = [
+        (at + i, view[i : i + PIECE]) for at, view in pieces for i in range(0, len(view), PIECE)
+    ]
     left, errors, over, lock = len(parts), [], threading.Event(), threading.Lock()
 
     def done(_: Transfer, error: BaseException | None) -> None:
@@ -86,7 +98,8 @@ def transfer_all(
                 over.set()
 
     engine.submit(
-        Transfer(fd, at, view, write=write, done=done, hashed=len(view) if hashed else 0) for at, view in parts
+        Transfer(fd, at, view, write=write, done=done, hashed=len(view) if hashed else 0)
+        for at, view in parts
     )
     over.wait()
     if errors:

@@ -1,14 +1,17 @@
 """io_uring by its three system calls through ctypes: nothing to install.
 
-One thread does everything: it keeps ``depth`` requests in the kernel, and takes the checksums of what comes next while they are
-under way. Where the kernel is busy, transfers that are neighbours go as one request: fewer calls, wake-ups and interrupts for
-as many bytes, 2 to 6 % of the step of an optimizer on disk in four runs (nothing where nobody computes). Threads that hand the
-interpreter's lock to each other for every transfer would cost more than they gain.
+One thread does everything: it keeps ``depth`` requests in the kernel, and takes the checksums of
+what comes next while they are under way. Where the kernel is busy, transfers that are neighbours go
+as one request: fewer calls, wake-ups and interrupts for as many bytes, 2 to 6 % of the step of an
+optimizer on disk in four runs (nothing where nobody computes). Threads that hand the interpreter's
+lock to each other for every transfer would cost more than they gain.
 
-Note: why not the ``liburing`` wheel. Its current release ends the process with SIGILL on calls that its own help shows,
-and it was no faster. The ring is shared memory of a simple layout: two heads, two tails, an array each.
+Note: why not the ``liburing`` wheel. Its current release ends the process with SIGILL on calls that
+its own help shows, and it was no faster. The ring is shared memory of a simple layout: two heads,
+two tails, an array each.
 
-Order of memory: every index we publish is followed, and every index we read is preceded, by a system call on the ring.
+Order of memory: every index we publish is followed, and every index we read is preceded, by a
+system call on the ring.
 """
 
 import ctypes
@@ -27,10 +30,13 @@ from commpress.tiered_mem.engines.transfer import Transfer
 SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
 READ_FIXED, WRITE_FIXED, READ, WRITE = 4, 5, 22, 23
 GETEVENTS, SINGLE_MMAP, REGISTER_BUFFERS, SQES = 1, 1, 0, 0x10000000
-SQE = struct.Struct("<BBHiQQIIQHHI16x")  # opcode, flags, priority, fd, offset, address, length, rw, user, buffer, ...
+# opcode, flags, priority, fd, offset, address, length, rw, user, buffer, ...
+SQE = struct.Struct("<BBHiQQIIQHHI16x")
 CQE = struct.Struct("<QiI")  # user, result, flags
 LARGEST = 1 << 30  # bytes of one registered buffer, the kernel's limit
-REQUEST = 2 << 20  # bytes of transfers that go together, at most: of more, the cache loses what was hashed before it goes
+# bytes of transfers that go together, at most: of more, the cache loses what was hashed before it
+# goes
+REQUEST = 2 << 20
 LOOK = 64  # transfers that are looked at before their turn
 BELL = 0  # the user of the read that waits for new transfers
 
@@ -46,7 +52,8 @@ class UringEngine:
         self._open_ring(1 << depth.bit_length())
         self._memory: tuple[int, int] | None = None  # address and length of what is registered
         self._waiting: deque[Iterator[Transfer]] = deque()
-        self._line: deque[Transfer] = deque()  # the first of those that wait, which have been looked at
+        # the first of those that wait, which have been looked at
+        self._line: deque[Transfer] = deque()
         self._run: list[Transfer] = []  # the next request
         self._under_way: dict[int, list[Transfer]] = {}
         self._count = 0
@@ -57,11 +64,14 @@ class UringEngine:
 
     def register(self, memory: memoryview) -> None:
         start, pieces = _address(memory), range(0, len(memory), LARGEST)
-        vectors = b"".join(struct.pack("<QQ", start + at, min(LARGEST, len(memory) - at)) for at in pieces)
+        vectors = b"".join(
+            struct.pack("<QQ", start + at, min(LARGEST, len(memory) - at)) for at in pieces
+        )
         try:
             self._call(REGISTER, self._ring, REGISTER_BUFFERS, vectors, len(pieces))
             self._memory = start, len(memory)
-        except OSError:  # a limit on locked memory: the kernel pins page by page for every transfer instead
+        # a limit on locked memory: the kernel pins page by page for every transfer instead
+        except OSError:
             self._memory = None
 
     def submit(self, transfers: Iterable[Transfer]) -> None:
@@ -103,8 +113,9 @@ class UringEngine:
             _hash(self._next())
 
     def _hash_ahead(self) -> bool:
-        """While the kernel reads: take the checksum of one more that will be written, for which the disk would wait otherwise.
-        Whether there was one. Not while it writes: the cache loses what is hashed long before it goes."""
+        """While the kernel reads: take the checksum of one more that will be written, for which the
+        disk would wait otherwise. Whether there was one. Not while it writes: the cache loses what
+        is hashed long before it goes."""
         if self._listening or any(run[0].write for run in self._under_way.values()):
             return False
         while len(self._line) < LOOK and (transfer := self._taken()):
@@ -115,11 +126,13 @@ class UringEngine:
         return first is not None
 
     def _next(self) -> list[Transfer]:
-        """The next request, which waits until ``_fill`` takes it: neighbours, if the kernel is busy; otherwise one transfer,
-        for the kernel to have all its places used soon."""
+        """The next request, which waits until ``_fill`` takes it: neighbours, if the kernel is
+        busy; otherwise one transfer, for the kernel to have all its places used soon."""
         if not self._run:
             room = REQUEST if len(self._under_way) >= max(self.depth - 1, 1) else 0
-            while (transfer := self._look()) and (not self._run or _joins(self._run[-1], transfer, room)):
+            while (transfer := self._look()) and (
+                not self._run or _joins(self._run[-1], transfer, room)
+            ):
                 self._run.append(self._line.popleft())
                 room -= len(transfer.view)
         return self._run
@@ -156,9 +169,12 @@ class UringEngine:
                 ended += self._after(self._under_way.pop(user), result)
         return ended
 
-    def _after(self, run: list[Transfer], result: int) -> list[tuple[Transfer, BaseException | None]]:
-        """Conclude from the end of a request: its transfers have ended, or go on. Each of several begins again by itself after
-        an error, so that only those have it whose bytes are concerned."""
+    def _after(
+        self, run: list[Transfer], result: int
+    ) -> list[tuple[Transfer, BaseException | None]]:
+        """Conclude from the end of a request: its transfers have ended, or go on. Each of several
+        begins again by itself after an error, so that only those have it whose bytes are
+        concerned."""
         if result < 0 and len(run) > 1:
             return [end for transfer in run for end in self._begin([transfer])]
         ended: list[tuple[Transfer, BaseException | None]] = []
@@ -188,13 +204,19 @@ class UringEngine:
         """One request for neighbours; all of them, with the error, if the kernel refuses it."""
         first, nbytes = run[0], sum(len(transfer.rest) for transfer in run)
         address, opcode, index = _address(first.rest), WRITE if first.write else READ, 0
-        if self._memory and (at := address - self._memory[0]) >= 0 and at + nbytes <= self._memory[1]:
+        if (
+            self._memory
+            and (at := address - self._memory[0]) >= 0
+            and at + nbytes <= self._memory[1]
+        ):
             index = at // LARGEST
             if (at + nbytes - 1) // LARGEST == index:
                 opcode = WRITE_FIXED if first.write else READ_FIXED
         offset, user = first.offset + first.moved, self._count + 1
         try:
-            self._push(SQE.pack(opcode, 0, 0, first.fd, offset, address, nbytes, 0, user, index, 0, 0))
+            self._push(
+                SQE.pack(opcode, 0, 0, first.fd, offset, address, nbytes, 0, user, index, 0, 0)
+            )
         except OSError as error:
             return [(transfer, error) for transfer in run]
         self._count, self._under_way[user] = user, run
@@ -202,7 +224,11 @@ class UringEngine:
 
     def _listen(self) -> None:
         """The kernel waits for ``submit`` too."""
-        self._push(SQE.pack(READ, 0, 0, self._bell, 0, _address(memoryview(self._rung)), 8, 0, BELL, 0, 0, 0))
+        self._push(
+            SQE.pack(
+                READ, 0, 0, self._bell, 0, _address(memoryview(self._rung)), 8, 0, BELL, 0, 0, 0
+            )
+        )
 
     def _push(self, entry: bytes) -> None:
         tail = self._load(self._sq_tail)
@@ -220,7 +246,9 @@ class UringEngine:
     def _entries(self) -> Iterator[tuple[int, int]]:
         head, tail = self._load(self._cq_head), self._load(self._cq_tail)
         while head != tail:
-            user, result, _ = CQE.unpack_from(self._rings, self._cqes + CQE.size * (head & self._cq_mask))
+            user, result, _ = CQE.unpack_from(
+                self._rings, self._cqes + CQE.size * (head & self._cq_mask)
+            )
             head = (head + 1) & 0xFFFFFFFF
             struct.pack_into("<I", self._rings, self._cq_head, head)
             yield user, result
@@ -236,11 +264,20 @@ class UringEngine:
         sq, cq = found[10:20], found[20:30]
         if not features & SINGLE_MMAP:
             os.close(self._ring)
-            raise MissingPackage("this kernel's io_uring is too old (before 5.4); use the engine 'threads'")
-        self._rings = mmap.mmap(self._ring, max(sq[6] + 4 * sq_entries, cq[5] + CQE.size * cq_entries))
+            raise MissingPackage(
+                "this kernel's io_uring is too old (before 5.4); use the engine 'threads'"
+            )
+        self._rings = mmap.mmap(
+            self._ring, max(sq[6] + 4 * sq_entries, cq[5] + CQE.size * cq_entries)
+        )
         self._sqes = mmap.mmap(self._ring, 64 * sq_entries, offset=SQES)
         self._sq_tail, self._sq_mask, self._sq_array = sq[1], self._load(sq[2]), sq[6]
-        self._cq_head, self._cq_tail, self._cq_mask, self._cqes = cq[0], cq[1], self._load(cq[2]), cq[5]
+        self._cq_head, self._cq_tail, self._cq_mask, self._cqes = (
+            cq[0],
+            cq[1],
+            self._load(cq[2]),
+            cq[5],
+        )
 
     def _call(self, number: int, *arguments: object) -> int:
         """A system call, repeated when a signal interrupts it."""
@@ -267,9 +304,11 @@ def _hash(run: list[Transfer]) -> None:
 
 
 def _joins(last: Transfer, transfer: Transfer, room: int) -> bool:
-    """True if a transfer continues the last one of a request that has ``room`` for more, in the file and in memory."""
+    """True if a transfer continues the last one of a request that has ``room`` for more, in the
+    file and in memory."""
     return (
         len(transfer.view) <= room
-        and (transfer.fd, transfer.write, transfer.offset) == (last.fd, last.write, last.offset + len(last.view))
+        and (transfer.fd, transfer.write, transfer.offset)
+        == (last.fd, last.write, last.offset + len(last.view))
         and _address(transfer.view) == _address(last.view) + len(last.view)
     )

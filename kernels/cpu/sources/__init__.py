@@ -1,1 +1,2 @@
-"""Everything that Numba compiles, and nothing else: no torch here, and nobody outside calls Numba."""
+"""Everything that Numba compiles, and nothing else: no torch here, and nobody outside calls
+Numba."""

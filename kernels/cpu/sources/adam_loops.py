@@ -1,8 +1,19 @@
-"""The loops of ``cpu.adam``. They walk a table of addresses, because gradients live wherever autograd put them."""
+"""The loops of ``cpu.adam``. They walk a table of addresses, because gradients live wherever
+autograd put them."""
 
 import numpy as np
 
-from commpress.kernels.cpu.kinds import DIVISORS, DOUBLES, F32, FLAG, FLOATS, I64, INTEGERS, MAYBE_FLOATS, TABLE
+from commpress.kernels.cpu.kinds import (
+    DIVISORS,
+    DOUBLES,
+    F32,
+    FLAG,
+    FLOATS,
+    I64,
+    INTEGERS,
+    MAYBE_FLOATS,
+    TABLE,
+)
 from commpress.kernels.cpu.sources.arrays import begins_line, floats
 from commpress.kernels.cpu.sources.decorators import bare
 from commpress.kernels.cpu.sources.kernel import kernel
@@ -29,7 +40,8 @@ _LINE = 16  # floats of a cache line
 
 @bare
 def part(line, done, start, stop):
-    """The elements of a segment between ``start`` and ``stop``, cut where cache lines begin: the first one and how many."""
+    """The elements of a segment between ``start`` and ``stop``, cut where cache lines begin: the
+    first one and how many."""
     low = min(max(start - done, 0) // _LINE * _LINE, line[3])
     high = line[3] if stop - done >= line[3] else max((stop - done) // _LINE * _LINE, low)
     return low, high - low
@@ -37,7 +49,8 @@ def part(line, done, start, stop):
 
 @bare
 def gradient(line, m, alpha):
-    """Address of g, and ``alpha``. No gradient is m times zero: a branch would keep loops from being vectorised."""
+    """Address of g, and ``alpha``. No gradient is m times zero: a branch would keep loops from
+    being vectorised."""
     return (m.ctypes.data + 4 * line[2], np.float32(0)) if line[1] == 0 else (line[1], alpha)
 
 
@@ -60,9 +73,20 @@ def scaled(table, out, gain, past, start, stop):
 
 
 @kernel(
-    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, a=MAYBE_FLOATS, step=F32, decay=F32, momentum_scale=F32,
-    most=F32, past=FLAG, start=I64, stop=I64,
-)  # fmt: skip
+    table=TABLE,
+    divisors=DIVISORS,
+    p=FLOATS,
+    v=FLOATS,
+    m=FLOATS,
+    a=MAYBE_FLOATS,
+    step=F32,
+    decay=F32,
+    momentum_scale=F32,
+    most=F32,
+    past=FLAG,
+    start=I64,
+    stop=I64,
+)
 @bare
 def apply_mean(table, divisors, p, v, m, a, step, decay, momentum_scale, most, past, start, stop):
     """Loop without what is None: Numba leaves it out, where a test would cost a fifteenth."""
@@ -77,7 +101,13 @@ def apply_mean(table, divisors, p, v, m, a, step, decay, momentum_scale, most, p
             at, left = first + i, n - i
             mean, own = load(p, at, left), root(k * load(v, at, left))
             momentum = (momentum_scale * mean) * (more(own, low) + eps)
-            put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, beyond_caches)
+            put(
+                where_less(own, low, within(momentum, most * own), momentum),
+                m,
+                at,
+                left,
+                beyond_caches,
+            )
             if a is None:
                 put(decay * load(x, i, left) - step * mean, x, i, left, False)
             else:
@@ -86,9 +116,21 @@ def apply_mean(table, divisors, p, v, m, a, step, decay, momentum_scale, most, p
 
 
 @kernel(
-    table=TABLE, divisors=DIVISORS, m=FLOATS, u=MAYBE_FLOATS, v=FLOATS, out=FLOATS, counts=INTEGERS, beta=F32, alpha=F32,
-    gain=F32, decay=F32, past=FLAG, start=I64, stop=I64,
-)  # fmt: skip
+    table=TABLE,
+    divisors=DIVISORS,
+    m=FLOATS,
+    u=MAYBE_FLOATS,
+    v=FLOATS,
+    out=FLOATS,
+    counts=INTEGERS,
+    beta=F32,
+    alpha=F32,
+    gain=F32,
+    decay=F32,
+    past=FLAG,
+    start=I64,
+    stop=I64,
+)
 @bare
 def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, decay, past, start, stop):
     done = 0
@@ -114,11 +156,44 @@ def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, decay, 
 
 
 @kernel(
-    table=TABLE, divisors=DIVISORS, m=FLOATS, u=FLOATS, a=FLOATS, v=FLOATS, counts=INTEGERS, beta=F32, alpha=F32,
-    gain=F32, lr=F32, decay=F32, anchor_decay=F32, begins=FLAG, past=FLAG, start=I64, stop=I64,
-)  # fmt: skip
+    table=TABLE,
+    divisors=DIVISORS,
+    m=FLOATS,
+    u=FLOATS,
+    a=FLOATS,
+    v=FLOATS,
+    counts=INTEGERS,
+    beta=F32,
+    alpha=F32,
+    gain=F32,
+    lr=F32,
+    decay=F32,
+    anchor_decay=F32,
+    begins=FLAG,
+    past=FLAG,
+    start=I64,
+    stop=I64,
+)
 @bare
-def local_step(table, divisors, m, u, a, v, counts, beta, alpha, gain, lr, decay, anchor_decay, begins, past, start, stop):
+def local_step(
+    table,
+    divisors,
+    m,
+    u,
+    a,
+    v,
+    counts,
+    beta,
+    alpha,
+    gain,
+    lr,
+    decay,
+    anchor_decay,
+    begins,
+    past,
+    start,
+    stop,
+):
     """Returns how many vectors of g were not finite."""
     done, bad = 0, 0
     for s in range(table.shape[0]):
@@ -131,11 +206,17 @@ def local_step(table, divisors, m, u, a, v, counts, beta, alpha, gain, lr, decay
         beyond_caches = past and begins_line(u, first) and begins_line(a, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
-            new, before, own = scale * load(g, i, left), load(m, at, left), root(k * load(v, at, left))
+            new, before, own = (
+                scale * load(g, i, left),
+                load(m, at, left),
+                root(k * load(v, at, left)),
+            )
             divisor = more(own, low) + eps
             bad += not all_finite(new)
             far += beyond(new, reach * (own + eps))
-            momentum = where_finite(new, beta * before + alpha * within(new, reach * divisor), before)
+            momentum = where_finite(
+                new, beta * before + alpha * within(new, reach * divisor), before
+            )
             put(momentum, m, at, left, False)
             if begins:
                 anchor, moved = load(x, i, left), lr * momentum

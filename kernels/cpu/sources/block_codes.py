@@ -1,6 +1,7 @@
 """One block in the first-level cache: its scale, its codes, and back. Written for the vectoriser.
 
-Whole-block passes over contiguous scratch, no branch inside a loop. Signs have a file of their own, ``signs``.
+Whole-block passes over contiguous scratch, no branch inside a loop. Signs have a file of their own,
+``signs``.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ INFINITY = np.uint32(0x7F800000)
 _FP16_BIAS = np.float32(2.0**112)
 _FP8_VALUES = from_fp8(np.arange(256, dtype=np.uint8))
 
-# ---------------------------------------------------------------- arrays of bfloat16, seen as uint16: chosen while compiling
+# --------------------------------------- arrays of bfloat16, seen as uint16: chosen while compiling
 
 
 def widened(x, work):
@@ -37,7 +38,8 @@ def _widened(x, work):
 
 
 def narrowed(values, out):
-    """``out`` := ``values``, which ``widened`` gave for it, rounded to even; nothing to do in float32."""
+    """``out`` := ``values``, which ``widened`` gave for it, rounded to even; nothing to do in
+    float32."""
 
 
 @overload(narrowed)
@@ -49,7 +51,9 @@ def _narrowed(values, out):
         patterns = values.view(np.uint32)
         for i in range(out.size):
             bits = patterns[i]
-            code = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            code = (
+                bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            ) >> np.uint32(16)
             out[i] = np.uint16(0x7FC0) if (bits & MAGNITUDE) > INFINITY else np.uint16(code)
 
     return to_bf16
@@ -62,7 +66,8 @@ def is_cast(kind):
 
 @jit
 def tree_sum(c, tree, size, squares):
-    """The float32 halving tree over |c| or c² of ``size`` (a power of two) elements, zero padded by the caller."""
+    """The float32 halving tree over |c| or c² of ``size`` (a power of two) elements, zero padded by
+    the caller."""
     half = size // 2
     low, high = c[:half], c[half:size]
     if half == 0:
@@ -83,7 +88,8 @@ def tree_sum(c, tree, size, squares):
 
 @jit
 def peak_bits(c, n):
-    """max |c| as its bit pattern, in which every NaN and infinity is larger than every finite number."""
+    """max |c| as its bit pattern, in which every NaN and infinity is larger than every finite
+    number."""
     patterns = c.view(np.uint32)
     peak = np.uint32(0)
     for i in range(n):
@@ -110,9 +116,9 @@ def _to_fp8(value, pattern):
     if bits < np.uint32(0x3C800000):  # below 2⁻⁶ the step is 2⁻⁹
         code = np.uint32(np.rint(abs(value) * np.float32(512)))
     else:
-        code = ((bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)) - np.uint32(
-            960
-        )
+        code = (
+            (bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
+        ) - np.uint32(960)
     return np.uint8(code | ((pattern >> np.uint32(24)) & np.uint32(128)))
 
 
@@ -153,7 +159,9 @@ def quantize_peak(c, n, kind, first, key, work, left, codes):
         if n % 2:
             work[n] = np.float32(0)
         for i in range((n + 1) // 2):
-            codes[i] = np.uint8(((np.int32(work[2 * i]) & 15) << 4) | (np.int32(work[2 * i + 1]) & 15))
+            codes[i] = np.uint8(
+                ((np.int32(work[2 * i]) & 15) << 4) | (np.int32(work[2 * i + 1]) & 15)
+            )
     elif kind == TERNARY:
         for i in range(n):
             sent = uniform(first + i, key) * scale < abs(c[i])
@@ -182,7 +190,8 @@ def quantize_peak(c, n, kind, first, key, work, left, codes):
 
 @jit
 def quantize_clipped(c, n, kind, step, first, key, tree, work, left, codes):
-    """TernGrad: ternary of c clipped to ± so many root mean squares; what is clipped stays in ``left`` too."""
+    """TernGrad: ternary of c clipped to ± so many root mean squares; what is clipped stays in
+    ``left`` too."""
     for i in range(n, step):
         c[i] = np.float32(0)
     mean = np.float64(tree_sum(c, tree, step, True)) / np.float64(n)
@@ -200,7 +209,8 @@ def quantize_clipped(c, n, kind, step, first, key, tree, work, left, codes):
 
 @jit
 def cast(c, n, kind, work, left, codes):
-    """Codes of bf16, fp16 and fp32 blocks, ``left`` := c − decoded; returns the largest |c|, NaN if not finite."""
+    """Codes of bf16, fp16 and fp32 blocks, ``left`` := c − decoded; returns the largest |c|, NaN if
+    not finite."""
     pattern = peak_bits(c, n)
     finite = np.float32(np.nan) if pattern >= INFINITY else np.float32(0)
     source, decoded = c.view(np.uint32), work.view(np.uint32)
@@ -214,7 +224,9 @@ def cast(c, n, kind, work, left, codes):
     for i in range(n):
         bits = source[i]
         if kind == BF16:
-            code = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            code = (
+                bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            ) >> np.uint32(16)
             decoded[i] = code << np.uint32(16)
         else:
             code = _to_fp16(c[i], bits)
@@ -240,8 +252,11 @@ def _to_fp16(value, pattern):
 
 @jit
 def _shift_fp16(code):
-    """The float32 pattern whose value is that of a finite float16 over 2¹¹²: fields aligned, exponent bias not yet."""
-    return ((code & np.uint32(0x7FFF)) << np.uint32(13)) | ((code & np.uint32(0x8000)) << np.uint32(16))
+    """The float32 pattern whose value is that of a finite float16 over 2¹¹²: fields aligned,
+    exponent bias not yet."""
+    return ((code & np.uint32(0x7FFF)) << np.uint32(13)) | (
+        (code & np.uint32(0x8000)) << np.uint32(16)
+    )
 
 
 @jit
@@ -254,10 +269,14 @@ def uncast(codes, n, kind, gain, work, out, add):
             raw[i] = codes[i]
     elif kind == BF16:
         for i in range(n):
-            patterns[i] = (np.uint32(codes[2 * i]) | (np.uint32(codes[2 * i + 1]) << np.uint32(8))) << np.uint32(16)
+            patterns[i] = (
+                np.uint32(codes[2 * i]) | (np.uint32(codes[2 * i + 1]) << np.uint32(8))
+            ) << np.uint32(16)
     else:
         for i in range(n):
-            patterns[i] = _shift_fp16(np.uint32(codes[2 * i]) | (np.uint32(codes[2 * i + 1]) << np.uint32(8)))
+            patterns[i] = _shift_fp16(
+                np.uint32(codes[2 * i]) | (np.uint32(codes[2 * i + 1]) << np.uint32(8))
+            )
         for i in range(n):
             work[i] = work[i] * _FP16_BIAS
     if add:

@@ -1,4 +1,5 @@
-"""Blocks with a header: any number of bits with outliers apart, top-k, one at random, powers of four."""
+"""Blocks with a header: any number of bits with outliers apart, top-k, one at random, powers of
+four."""
 
 import numpy as np
 
@@ -40,7 +41,8 @@ def _get(header, at, count):
 
 @jit
 def encode_with_header(c, n, kind, first, key, work, left, header, codes):
-    """Header and codes of one block, ``left`` := c − decoded; returns NaN if the block is not finite."""
+    """Header and codes of one block, ``left`` := c − decoded; returns NaN if the block is not
+    finite."""
     family, parameter = kind & 255, kind >> 8
     header[:] = 0
     peak = peak_bits(c, n)
@@ -136,7 +138,12 @@ def _encode_bits(c, n, bits, shift, work, left, header, codes):
         low_order, high_order = _extremes(c, n)
         low, high = min(_float_at(low_order, work), low), max(_float_at(high_order, work), high)
     span = np.float32(high - low)
-    levels, step, inverse, zero = np.float32((1 << bits) - 1), np.float32(0), np.float32(0), np.float32(0)
+    levels, step, inverse, zero = (
+        np.float32((1 << bits) - 1),
+        np.float32(0),
+        np.float32(0),
+        np.float32(0),
+    )
     if not np.isfinite(span):
         step = np.float32(np.nan)
     elif span >= TINY:
@@ -258,7 +265,9 @@ def _decode_powers(header, codes, n, gain, work, out, add):
     for i in range(n):
         code = np.uint32(np.int32(work[i]))
         level = code & np.uint32(3)  # 1/16, 1/4, 1 as patterns
-        size = (np.uint32(121) + np.uint32(2) * level) << np.uint32(23) if level > 0 else np.uint32(0)
+        size = (
+            (np.uint32(121) + np.uint32(2) * level) << np.uint32(23) if level > 0 else np.uint32(0)
+        )
         spare[i] = size | ((code & np.uint32(4)) << np.uint32(29))
     if add:
         for i in range(n):
@@ -273,7 +282,8 @@ def _decode_powers(header, codes, n, gain, work, out, add):
 
 @jit
 def _encode_top(c, n, work, left, header):
-    """The threshold is the pattern of the count-th largest magnitude, found bit by bit: each a pass that vectorises."""
+    """The threshold is the pattern of the count-th largest magnitude, found bit by bit: each a pass
+    that vectorises."""
     slots = header.size // 6
     count = min(slots, n)
     source, patterns = c.view(np.uint32), work.view(np.uint32)

@@ -9,7 +9,11 @@ from commpress.kernels.cpu.sources.kernel import kernel
 
 @jit
 def _cell(element, which, third, seed):
-    h = np.uint32(np.uint32(element) * np.uint32(0x9E3779B1)) + np.uint32(seed) + np.uint32(which * 0x632BE5AB)
+    h = (
+        np.uint32(np.uint32(element) * np.uint32(0x9E3779B1))
+        + np.uint32(seed)
+        + np.uint32(which * 0x632BE5AB)
+    )
     h = np.uint32(h)
     h ^= h >> np.uint32(16)
     h = np.uint32(h * np.uint32(0x7FEB352D))

@@ -1,4 +1,5 @@
-"""The ways in which Numba compiles a function here: all without Python's lock, and where it may divide by zero as C does."""
+"""The ways in which Numba compiles a function here: all without Python's lock, and where it may
+divide by zero as C does."""
 
 from typing import Any
 
@@ -9,4 +10,5 @@ _UNCOUNTED: dict[str, Any] = {"_nrt": False}  # Numba's name, which its type hin
 
 jit = numba.njit(**_PLAIN)
 bare = numba.njit(**_PLAIN, **_UNCOUNTED)  # counts no references to arrays: see ``arrays``
-loose = numba.njit(**_PLAIN, fastmath={"reassoc", "contract"})  # sums in any order: no two ranks need the same bits
+# sums in any order: no two ranks need the same bits
+loose = numba.njit(**_PLAIN, fastmath={"reassoc", "contract"})

@@ -1,4 +1,5 @@
-"""Kernels: the functions of this folder that are called from outside it, with the kinds of their arguments."""
+"""Kernels: the functions of this folder that are called from outside it, with the kinds of their
+arguments."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,16 +17,20 @@ class Declared(NamedTuple):
     variants: list[tuple[Kind, ...]]
 
 
-KERNELS: dict[str, dict[str, Declared]] = defaultdict(dict)  # by family, which is the name of a file
+# by family, which is the name of a file
+KERNELS: dict[str, dict[str, Declared]] = defaultdict(dict)
 
 
 def kernel(**kinds: Kind | tuple[Kind, ...]) -> Callable[[Any], Any]:
-    """Declare what the arguments are; where there are several kinds, each of them. May be said more than once."""
+    """Declare what the arguments are; where there are several kinds, each of them. May be said more
+    than once."""
 
     def declare(function: Any) -> Any:
         names, name = list(signature(function.py_func).parameters), function.py_func.__name__
         if names != list(kinds):
-            raise TypeError(f"{name} takes {', '.join(names)}, but kinds are given for {', '.join(kinds)}")
+            raise TypeError(
+                f"{name} takes {', '.join(names)}, but kinds are given for {', '.join(kinds)}"
+            )
         family = KERNELS[function.py_func.__module__.rpartition(".")[2]]
         each = [(kind,) if isinstance(kind, Kind) else kind for kind in kinds.values()]
         family.setdefault(name, Declared(function, [])).variants.extend(product(*each))

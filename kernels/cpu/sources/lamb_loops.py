@@ -1,7 +1,8 @@
-"""The loops of ``cpu.lamb``: two passes per layer. One thread walks a layer, so sums have one order.
+"""The loops of ``cpu.lamb``: two passes per layer. One thread walks a layer, so sums have one
+order.
 
-Note: nothing inside a loop may be a function of its own, but an intrinsic: Numba does not always put a ``bare`` one in its
-place, and a call saves and restores every vector there is.
+Note: nothing inside a loop may be a function of its own, but an intrinsic: Numba does not always
+put a ``bare`` one in its place, and a call saves and restores every vector there is.
 """
 
 import numpy as np
@@ -41,13 +42,46 @@ def _rate(x, w, low, high):
 
 
 @kernel(
-    table=TABLE, m=FLOATS, v=FLOATS, w=FLOATS, coefficient=FLOATS, beta1=F32, alpha1=F32, beta2=F32, alpha2=F32,
-    eps=F32, lr=F64, decay=F32, low=F64, high=F64, slow=F64, start=I64, stop=I64,
-)  # fmt: skip
+    table=TABLE,
+    m=FLOATS,
+    v=FLOATS,
+    w=FLOATS,
+    coefficient=FLOATS,
+    beta1=F32,
+    alpha1=F32,
+    beta2=F32,
+    alpha2=F32,
+    eps=F32,
+    lr=F64,
+    decay=F32,
+    low=F64,
+    high=F64,
+    slow=F64,
+    start=I64,
+    stop=I64,
+)
 @bare
-def exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, decay, low, high, slow, start, stop):
-    """The directions of all layers lie in the same place of w, which stays in a cache. It is the first layer's, so a gradient
-    that lies in w has been read before."""
+def exact(
+    table,
+    m,
+    v,
+    w,
+    coefficient,
+    beta1,
+    alpha1,
+    beta2,
+    alpha2,
+    eps,
+    lr,
+    decay,
+    low,
+    high,
+    slow,
+    start,
+    stop,
+):
+    """The directions of all layers lie in the same place of w, which stays in a cache. It is the
+    first layer's, so a gradient that lies in w has been read before."""
     room = table[start, 2] if start < stop else 0
     for s in range(start, stop):
         n, first = table[s, 3], table[s, 2]
@@ -81,11 +115,42 @@ def _move(x, p, begin, n, rate, decay):
 
 
 @kernel(
-    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, course=FLOATS, slow=F32, quick=F32, lr=F64,
-    decay=F32, least_rate=F64, most_rate=F64, most=F32, past=FLAG, start=I64, stop=I64,
-)  # fmt: skip
+    table=TABLE,
+    divisors=DIVISORS,
+    p=FLOATS,
+    v=FLOATS,
+    m=FLOATS,
+    course=FLOATS,
+    slow=F32,
+    quick=F32,
+    lr=F64,
+    decay=F32,
+    least_rate=F64,
+    most_rate=F64,
+    most=F32,
+    past=FLAG,
+    start=I64,
+    stop=I64,
+)
 @bare
-def live(table, divisors, p, v, m, course, slow, quick, lr, decay, least_rate, most_rate, most, past, start, stop):
+def live(
+    table,
+    divisors,
+    p,
+    v,
+    m,
+    course,
+    slow,
+    quick,
+    lr,
+    decay,
+    least_rate,
+    most_rate,
+    most,
+    past,
+    start,
+    stop,
+):
     for s in range(start, stop):
         n, begin = table[s, 3], table[s, 2]
         x, of_x, of_w = floats(table[s, 0], n), no_sums(), no_sums()
@@ -98,21 +163,61 @@ def live(table, divisors, p, v, m, course, slow, quick, lr, decay, least_rate, m
             put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, stream)
             course_ = slow * load(course, at, left) + quick * mean
             put(course_, course, at, left, False)
-            of_x, of_w = add_squares(of_x, x_), add_squares(of_w, the_first(course_ + decay * x_, left, x_))
+            of_x, of_w = (
+                add_squares(of_x, x_),
+                add_squares(of_w, the_first(course_ + decay * x_, left, x_)),
+            )
         rate = np.float32(lr * _rate(total(of_x), total(of_w), least_rate, most_rate))
         _move(x, p, begin, n, rate, decay)
 
 
 @kernel(
-    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, fresh=FLOATS, coefficient=FLOATS, factor=FLOATS,
-    beta1=F32, scale=F32, beta2=F32, alpha2=F32, lr=F64, decay=F32, least_factor=F64, most_factor=F64, change=F64,
-    most=F32, past=FLAG, start=I64, stop=I64,
-)  # fmt: skip
+    table=TABLE,
+    divisors=DIVISORS,
+    p=FLOATS,
+    v=FLOATS,
+    m=FLOATS,
+    fresh=FLOATS,
+    coefficient=FLOATS,
+    factor=FLOATS,
+    beta1=F32,
+    scale=F32,
+    beta2=F32,
+    alpha2=F32,
+    lr=F64,
+    decay=F32,
+    least_factor=F64,
+    most_factor=F64,
+    change=F64,
+    most=F32,
+    past=FLAG,
+    start=I64,
+    stop=I64,
+)
 @bare
 def frozen(
-    table, divisors, p, v, m, fresh, coefficient, factor, beta1, scale, beta2, alpha2, lr, decay, least_factor, most_factor,
-    change, most, past, start, stop,
-):  # fmt: skip
+    table,
+    divisors,
+    p,
+    v,
+    m,
+    fresh,
+    coefficient,
+    factor,
+    beta1,
+    scale,
+    beta2,
+    alpha2,
+    lr,
+    decay,
+    least_factor,
+    most_factor,
+    change,
+    most,
+    past,
+    start,
+    stop,
+):
     infinite = same(np.float32(np.inf))
     for s in range(start, stop):
         n, begin = table[s, 3], table[s, 2]
@@ -129,7 +234,9 @@ def frozen(
             put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, False)
             fresh_ = beta2 * load(fresh, at, left) + alpha2 * (g * g)
             put(fresh_, fresh, at, left, False)
-            ratio = less(the_first((more(root(k * fresh_), low) + eps) / divisor, left, infinite), ratio)
+            ratio = less(
+                the_first((more(root(k * fresh_), low) + eps) / divisor, left, infinite), ratio
+            )
             if decay != 0:
                 x_ = load(x, i, left)
                 p_ = the_first(p_, left, x_)
@@ -140,7 +247,11 @@ def frozen(
             f = f * share + 1.0 - share
         last = np.float64(factor[s])
         f = _within(
-            _within(_within(f, least_factor, most_factor), last * (1 - change), last * (1 + change)), least_factor, most_factor
+            _within(
+                _within(f, least_factor, most_factor), last * (1 - change), last * (1 + change)
+            ),
+            least_factor,
+            most_factor,
         )
         factor[s] = f
         _move(x, p, begin, n, np.float32(lr * np.float64(coefficient[s]) * f), decay)

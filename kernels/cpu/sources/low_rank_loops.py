@@ -30,8 +30,17 @@ def _dots(a, b, c, d, e):
 
 
 @kernel(
-    x=FLOATS, gain=F32, residual=FLOATS, m=FLOATS, p=FLOATS, q=FLOATS, table=TABLE, units=TABLE, start=I64, stop=I64,
-)  # fmt: skip
+    x=FLOATS,
+    gain=F32,
+    residual=FLOATS,
+    m=FLOATS,
+    p=FLOATS,
+    q=FLOATS,
+    table=TABLE,
+    units=TABLE,
+    start=I64,
+    stop=I64,
+)
 @jit
 def project(x, gain, residual, m, p, q, table, units, start, stop):
     for u in range(start, stop):
@@ -39,7 +48,10 @@ def project(x, gain, residual, m, p, q, table, units, start, stop):
         tall, wide, rank, source, at = line[TALL], line[WIDE], line[RANK], line[SOURCE], line[PLACE]
         basis = q[line[RIGHT] : line[RIGHT] + rank * wide]
         for i in range(units[u, 1], units[u, 2]):
-            row, new = x[source + i * wide : source + (i + 1) * wide], m[at + i * wide : at + (i + 1) * wide]
+            row, new = (
+                x[source + i * wide : source + (i + 1) * wide],
+                m[at + i * wide : at + (i + 1) * wide],
+            )
             if residual.size:
                 old = residual[at + i * wide : at + (i + 1) * wide]
                 for j in range(wide):
@@ -51,7 +63,13 @@ def project(x, gain, residual, m, p, q, table, units, start, stop):
             k = 0
             while k + 4 <= rank:
                 b = basis[k * wide :]
-                four = _dots(new, b[:wide], b[wide : 2 * wide], b[2 * wide : 3 * wide], b[3 * wide : 4 * wide])
+                four = _dots(
+                    new,
+                    b[:wide],
+                    b[wide : 2 * wide],
+                    b[2 * wide : 3 * wide],
+                    b[3 * wide : 4 * wide],
+                )
                 for z in range(4):
                     p[to + (k + z) * tall] = four[z]
                 k += 4
@@ -92,7 +110,16 @@ def fold(m, p, q, subtract, table, units, start, stop):
         if subtract:
             for i in range(tall):
                 a = m[at + i * wide + first : at + i * wide + last]
-                _product(a, p[line[LEFT] + i :], tall, q[line[RIGHT] + first :], wide, rank, np.float32(-1), True)
+                _product(
+                    a,
+                    p[line[LEFT] + i :],
+                    tall,
+                    q[line[RIGHT] + first :],
+                    wide,
+                    rank,
+                    np.float32(-1),
+                    True,
+                )
 
 
 @jit
@@ -132,7 +159,9 @@ def expand(p, q, x, gain, table, units, start, stop):
         tall, wide, source = line[TALL], line[WIDE], line[SOURCE]
         for i in range(units[u, 1], units[u, 2]):
             row = x[source + i * wide : source + (i + 1) * wide]
-            _product(row, p[line[LEFT] + i :], tall, q[line[RIGHT] :], wide, line[RANK], gain, False)
+            _product(
+                row, p[line[LEFT] + i :], tall, q[line[RIGHT] :], wide, line[RANK], gain, False
+            )
 
 
 @jit
@@ -164,7 +193,9 @@ def orthonormalize(factor, table, side, length, revive, key, start, stop):
                     if attempt == 0:
                         column[i] = factor[at + k * n + i]
                     else:
-                        column[i] = uniform(i + k * n, np.uint32(key) ^ np.uint32(line[MARK])) - np.float32(0.5)
+                        column[i] = uniform(
+                            i + k * n, np.uint32(key) ^ np.uint32(line[MARK])
+                        ) - np.float32(0.5)
                 before = np.sqrt(_dot64(column, column))
                 for _ in range(2):  # twice is enough
                     for j in range(k):

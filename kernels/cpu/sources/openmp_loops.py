@@ -10,7 +10,9 @@ from commpress.kernels.cpu.sources.kernel import kernel
 
 
 def _function(builder, address, result, arguments):
-    return builder.inttoptr(address, ir.FunctionType(result, [a.type for a in arguments]).as_pointer())
+    return builder.inttoptr(
+        address, ir.FunctionType(result, [a.type for a in arguments]).as_pointer()
+    )
 
 
 @intrinsic

@@ -1,7 +1,9 @@
-"""Signs of one block in the first-level cache: packed, unpacked, and the whole encoder of a full block.
+"""Signs of one block in the first-level cache: packed, unpacked, and the whole encoder of a full
+block.
 
-64 floats at a time, as one vector: a comparison's mask, bits reversed within each byte, is the word of the message,
-and the word made a mask again selects +s or −s. The last few of a block go through bytes and one multiplication per eight bits.
+64 floats at a time, as one vector: a comparison's mask, bits reversed within each byte, is the word
+of the message, and the word made a mask again selects +s or −s. The last few of a block go through
+bytes and one multiplication per eight bits.
 """
 
 import numpy as np
@@ -11,7 +13,8 @@ from numba.extending import intrinsic
 
 from commpress.kernels.cpu.sources.decorators import jit
 
-_PACK = np.uint64(0x8040201008040201)  # eight 0/1 bytes × this: the top byte holds them as bits, first one highest
+# eight 0/1 bytes × this: the top byte holds them as bits, first one highest
+_PACK = np.uint64(0x8040201008040201)
 _SPREAD = np.uint64(0x0101010101010101)
 _PICK = np.uint64(0x0102040810204080)  # byte j keeps bit 7 − j
 _TOP_BYTE = np.uint64(56)
@@ -24,13 +27,16 @@ _ZERO = ir.Constant(_FLOATS, [0.0] * 64)
 
 
 class _Code:
-    """Code that the intrinsics below emit: loads, stores and selections of 64 elements of the arguments' arrays."""
+    """Code that the intrinsics below emit: loads, stores and selections of 64 elements of the
+    arguments' arrays."""
 
     def __init__(self, context, builder, signature, args):
         self.context, self.builder, self.types, self.args = context, builder, signature.args, args
 
     def place(self, array, index, to=_FLOATS):
-        data = self.context.make_array(self.types[array])(self.context, self.builder, self.args[array]).data
+        data = self.context.make_array(self.types[array])(
+            self.context, self.builder, self.args[array]
+        ).data
         return self.builder.bitcast(self.builder.gep(data, [index]), to.as_pointer())
 
     def load(self, array, index):
@@ -51,7 +57,9 @@ class _Code:
 
     def magnitude(self, value):
         words = ir.VectorType(_INT, 64)
-        bits = self.builder.and_(self.builder.bitcast(value, words), ir.Constant(words, [0x7FFFFFFF] * 64))
+        bits = self.builder.and_(
+            self.builder.bitcast(value, words), ir.Constant(words, [0x7FFFFFFF] * 64)
+        )
         return self.builder.bitcast(bits, _FLOATS)
 
     def store_mask(self, mask, array, index):
@@ -64,10 +72,13 @@ class _Code:
         store.set_metadata("nontemporal", self.builder.module.add_metadata([_INT(1)]))
 
     def fetch(self, array, index):
-        """Begin to bring a line into the first-level cache, wherever it is; past the end of an array nothing happens."""
+        """Begin to bring a line into the first-level cache, wherever it is; past the end of an
+        array nothing happens."""
         pointer = self.builder.bitcast(self.place(array, index), ir.IntType(8).as_pointer())
         kinds = [pointer.type, _INT, _INT, _INT]
-        prefetch = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), kinds))
+        prefetch = self.builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), kinds)
+        )
         self.builder.call(prefetch, [pointer, _INT(0), _INT(3), _INT(1)])
 
     def nothing(self):
@@ -76,7 +87,8 @@ class _Code:
 
 @intrinsic
 def _pack_64(typing, c, at, codes, byte):
-    """codes[byte : byte + 8] := the bits of c[at : at + 64] >= 0, the first in the highest bit of its byte."""
+    """codes[byte : byte + 8] := the bits of c[at : at + 64] >= 0, the first in the highest bit of
+    its byte."""
 
     def generate(*call):
         code = _Code(*call)
@@ -88,7 +100,8 @@ def _pack_64(typing, c, at, codes, byte):
 
 @intrinsic(prefer_literal=True)
 def _unpack_64(typing, codes, byte, scale, out, at, add, past):
-    """out[at : at + 64] := or += the scale where the bit is 1, minus the scale where it is 0; ``past`` the caches."""
+    """out[at : at + 64] := or += the scale where the bit is 1, minus the scale where it is 0;
+    ``past`` the caches."""
 
     def generate(*call):
         code = _Code(*call)
@@ -108,8 +121,11 @@ def _unpack_64(typing, codes, byte, scale, out, at, add, past):
 
 
 @intrinsic(prefer_literal=True)
-def _load_64(typing, x, gain, residual, residual_at, stale, c, tree, at, codes, byte, i, kind, squares, more):
-    """c[i : i + 64] := gain · x + residual; signs packed; tree[at : at + 64] := or, if ``more``, += c² or |c|."""
+def _load_64(
+    typing, x, gain, residual, residual_at, stale, c, tree, at, codes, byte, i, kind, squares, more
+):
+    """c[i : i + 64] := gain · x + residual; signs packed; tree[at : at + 64] := or, if ``more``, +=
+    c² or |c|."""
 
     def generate(*call):
         code = _Code(*call)
@@ -128,22 +144,56 @@ def _load_64(typing, x, gain, residual, residual_at, stale, c, tree, at, codes, 
         code.store(builder.fadd(code.load(6, args[7]), size) if adding else size, 6, args[7])
         return code.nothing()
 
-    if not (isinstance(kind, types.IntegerLiteral) and all(isinstance(f, types.BooleanLiteral) for f in (squares, more))):
+    if not (
+        isinstance(kind, types.IntegerLiteral)
+        and all(isinstance(f, types.BooleanLiteral) for f in (squares, more))
+    ):
         return None
     how, square, adding = kind.literal_value, squares.literal_value, more.literal_value
     integer, real = types.intp, types.float32
     return types.none(
-        x, real, residual, integer, real, c, tree, integer, codes, integer, integer, kind, squares, more
-    ), generate  # fmt: skip
+        x,
+        real,
+        residual,
+        integer,
+        real,
+        c,
+        tree,
+        integer,
+        codes,
+        integer,
+        integer,
+        kind,
+        squares,
+        more,
+    ), generate
 
 
 @jit
 def _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, kind, squares):
-    """Of a block of two halves. In the order of memory: processors fetch ahead what is read in order."""
+    """Of a block of two halves. In the order of memory: processors fetch ahead what is read in
+    order."""
     for i in range(0, half, 64):
-        _load_64(x, gain, residual, residual_at, stale, c, tree, i, codes, byte, i, kind, squares, False)
+        _load_64(
+            x, gain, residual, residual_at, stale, c, tree, i, codes, byte, i, kind, squares, False
+        )
     for i in range(0, half, 64):
-        _load_64(x, gain, residual, residual_at, stale, c, tree, i, codes, byte, half + i, kind, squares, True)
+        _load_64(
+            x,
+            gain,
+            residual,
+            residual_at,
+            stale,
+            c,
+            tree,
+            i,
+            codes,
+            byte,
+            half + i,
+            kind,
+            squares,
+            True,
+        )
 
 
 @intrinsic
@@ -157,7 +207,10 @@ def _halve_128(typing, tree):
         width = 64
         while width > 1:
             width //= 2
-            parts = [ir.Constant(ir.VectorType(_INT, width), list(range(s, s + width))) for s in (0, width)]
+            parts = [
+                ir.Constant(ir.VectorType(_INT, width), list(range(s, s + width)))
+                for s in (0, width)
+            ]
             low, high = (builder.shuffle_vector(value, value, part) for part in parts)
             value = builder.fadd(low, high)
         return builder.extract_element(value, _INT(0))
@@ -197,16 +250,38 @@ def _fetch_64(typing, array, at):
 
 
 @jit
-def encode_signs(x, gain, residual, residual_at, stale, left, left_at, codes, byte, step, squares, whole_row, past, c, tree):
-    """A full block of ``step`` elements (a power of two, at least 256): its codes, ``left`` := what stays behind; its scale.
+def encode_signs(
+    x,
+    gain,
+    residual,
+    residual_at,
+    stale,
+    left,
+    left_at,
+    codes,
+    byte,
+    step,
+    squares,
+    whole_row,
+    past,
+    c,
+    tree,
+):
+    """A full block of ``step`` elements (a power of two, at least 256): its codes, ``left`` := what
+    stays behind; its scale.
 
-    As ``_load``, ``tree_sum``, ``pack_signs`` and a subtraction, in two passes instead of five. ``whole_row``: one scale
-    for many blocks, so ``left`` := c and the result is the sum. ``past``: ``left`` is memory that nobody reads soon, so it
-    is stored past the caches, unless it is ``residual`` itself and in them already. While it is stored, what the next block
-    will read is fetched.
+    As ``_load``, ``tree_sum``, ``pack_signs`` and a subtraction, in two passes instead of five.
+    ``whole_row``: one scale for many blocks, so ``left`` := c and the result is the sum. ``past``:
+    ``left`` is memory that nobody reads soon, so it is stored past the caches, unless it is
+    ``residual`` itself and in them already. While it is stored, what the next block will read is
+    fetched.
     """
     half = step // 2
-    past = past and left.ctypes.data != residual.ctypes.data and (left.ctypes.data + 4 * left_at) % 64 == 0
+    past = (
+        past
+        and left.ctypes.data != residual.ctypes.data
+        and (left.ctypes.data + 4 * left_at) % 64 == 0
+    )
     how = 0 if residual.size == 0 else PLAIN if stale == 0 else LAZY
     if squares:
         if how == 0:
@@ -243,7 +318,8 @@ def encode_signs(x, gain, residual, residual_at, stale, left, left_at, codes, by
 
 @jit
 def mean_signs(received, stride, byte, scales, count, n, out):
-    """out[:n] := the sum of a block's rows, added in the order of their senders, divided by ``count``; n in whole words."""
+    """out[:n] := the sum of a block's rows, added in the order of their senders, divided by
+    ``count``; n in whole words."""
     for i in range(0, n, 64):
         _unpack_64(received, byte + i // 8, scales[0], out, i, False, False)
         for s in range(1, scales.size):
@@ -271,7 +347,8 @@ def pack_signs(c, n, flags, codes):
 
 @jit
 def stream_signs(codes, n, scale, out):
-    """``unpack_signs`` past the caches, if ``out`` begins with a line and ends with one; whether it does."""
+    """``unpack_signs`` past the caches, if ``out`` begins with a line and ends with one; whether it
+    does."""
     if out.ctypes.data % 64 or n % 64:
         return False
     for i in range(0, n, 64):

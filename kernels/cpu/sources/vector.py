@@ -1,8 +1,10 @@
-"""64 floats as one value of a kernel: loaded, computed with, stored; what is past the end of an array is not touched.
+"""64 floats as one value of a kernel: loaded, computed with, stored; what is past the end of an
+array is not touched.
 
-Numba's vectoriser makes a loop of its own for every array that may lie on top of another, with tests before it and a rest
-behind it; in a block of 128 elements these took a fifth of a pass. ``vector`` is their type. Operations are
-those of float32, each rounded. ``sums`` are of float64, 32 side by side, so that an addition need not wait for the one before.
+Numba's vectoriser makes a loop of its own for every array that may lie on top of another, with
+tests before it and a rest behind it; in a block of 128 elements these took a fifth of a pass.
+``vector`` is their type. Operations are those of float32, each rounded. ``sums`` are of float64, 32
+side by side, so that an addition need not wait for the one before.
 """
 
 import operator
@@ -14,7 +16,9 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 WIDE = 64
 _I64 = ir.IntType(64)
-_VECTOR, _WORDS, _MASK = (ir.VectorType(of, WIDE) for of in (ir.FloatType(), ir.IntType(32), ir.IntType(1)))
+_VECTOR, _WORDS, _MASK = (
+    ir.VectorType(of, WIDE) for of in (ir.FloatType(), ir.IntType(32), ir.IntType(1))
+)
 
 
 class _VectorType(types.Type):
@@ -59,14 +63,23 @@ def _operation(name):
     return generate
 
 
-_OPERATIONS = {operator.add: "fadd", operator.sub: "fsub", operator.mul: "fmul", operator.truediv: "fdiv"}
+_OPERATIONS = {
+    operator.add: "fadd",
+    operator.sub: "fsub",
+    operator.mul: "fmul",
+    operator.truediv: "fdiv",
+}
 
 for _operator, _name in _OPERATIONS.items():
 
     @infer_global(_operator)
     class _Typing(AbstractTemplate):
         def generic(self, args, kws):
-            return signature(vector, *args) if vector in args and {*args} <= {vector, types.float32} else None
+            return (
+                signature(vector, *args)
+                if vector in args and {*args} <= {vector, types.float32}
+                else None
+            )
 
     for _kinds in ((vector, vector), (types.float32, vector), (vector, types.float32)):
         lower_builtin(_operator, *_kinds)(_operation(_name))
@@ -104,9 +117,14 @@ def load(typing, array, at, left):
                 every, from_whole = builder.load(place, align=4), builder.block
             with part:
                 some = _masked(
-                    builder, "llvm.masked.load.v64f32.p0", _VECTOR, place, ir.IntType(32)(4), _first(builder, args[2]),
+                    builder,
+                    "llvm.masked.load.v64f32.p0",
+                    _VECTOR,
+                    place,
+                    ir.IntType(32)(4),
+                    _first(builder, args[2]),
                     ir.Constant(_VECTOR, [0.0] * WIDE),
-                )  # fmt: skip
+                )
                 from_part = builder.block
         value = builder.phi(_VECTOR)
         value.add_incoming(every, from_whole)
@@ -118,21 +136,36 @@ def load(typing, array, at, left):
 
 @intrinsic
 def put(typing, value, array, at, left, past):
-    """array[at : at + 64] := value, or the first ``left``; ``past`` the caches if so asked: then the place begins a line."""
+    """array[at : at + 64] := value, or the first ``left``; ``past`` the caches if so asked: then
+    the place begins a line."""
 
     def generate(context, builder, signature, args):
         place = _place(context, builder, array, *args[1:3])
         with builder.if_else(builder.icmp_signed(">=", args[3], _I64(WIDE))) as (whole, part):
-            with whole, builder.if_else(context.cast(builder, args[4], past, types.boolean)) as (beyond, within):
+            with (
+                whole,
+                builder.if_else(context.cast(builder, args[4], past, types.boolean)) as (
+                    beyond,
+                    within,
+                ),
+            ):
                 with beyond:
                     store = builder.store(args[0], place, align=64)
-                    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+                    store.set_metadata(
+                        "nontemporal", builder.module.add_metadata([ir.IntType(32)(1)])
+                    )
                 with within:
                     builder.store(args[0], place, align=4)
             with part:
                 mask = _first(builder, args[3])
                 _masked(
-                    builder, "llvm.masked.store.v64f32.p0", ir.VoidType(), args[0], place, ir.IntType(32)(4), mask
+                    builder,
+                    "llvm.masked.store.v64f32.p0",
+                    ir.VoidType(),
+                    args[0],
+                    place,
+                    ir.IntType(32)(4),
+                    mask,
                 )
         return context.get_dummy_value()
 
@@ -157,7 +190,9 @@ def where_finite(typing, of, value, other):
 @intrinsic
 def all_finite(typing, of):
     def generate(context, builder, signature, args):
-        return builder.icmp_unsigned("==", builder.bitcast(_finite(builder, args[0]), _I64), _I64(-1))
+        return builder.icmp_unsigned(
+            "==", builder.bitcast(_finite(builder, args[0]), _I64), _I64(-1)
+        )
 
     return types.boolean(vector), generate
 
@@ -192,7 +227,8 @@ def more(typing, value, other):
 
 @intrinsic
 def within(typing, value, bound):
-    """The value cut to at most the bound, which is no less than 0, and at least minus the bound; the bound where it is NaN."""
+    """The value cut to at most the bound, which is no less than 0, and at least minus the bound;
+    the bound where it is NaN."""
 
     def generate(context, builder, signature, args):
         value, bound = args
@@ -218,7 +254,9 @@ def beyond(typing, value, bound):
     """Number of those further from zero than the bound."""
 
     def generate(context, builder, signature, args):
-        bits = builder.and_(builder.bitcast(args[0], _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * WIDE))
+        bits = builder.and_(
+            builder.bitcast(args[0], _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * WIDE)
+        )
         far = builder.fcmp_ordered(">", builder.bitcast(bits, _VECTOR), args[1])
         return _masked(builder, "llvm.ctpop.i64", _I64, builder.bitcast(far, _I64))
 
@@ -288,7 +326,9 @@ def add_squares(typing, before, value):
         total = args[0]
         for first in (0, WIDE // 2):
             half = builder.fpext(_part(builder, args[1], first, WIDE // 2), _TOTALS)
-            total = builder.fadd(total, builder.fmul(half, half, flags=["contract"]), flags=["contract"])
+            total = builder.fadd(
+                total, builder.fmul(half, half, flags=["contract"]), flags=["contract"]
+            )
         return total
 
     return sums(sums, vector), generate
@@ -302,7 +342,9 @@ def total(typing, of):
         value, width = args[0], WIDE // 2
         while width > 1:
             width //= 2
-            value = builder.fadd(_part(builder, value, 0, width), _part(builder, value, width, width))
+            value = builder.fadd(
+                _part(builder, value, 0, width), _part(builder, value, width, width)
+            )
         return builder.extract_element(value, ir.IntType(32)(0))
 
     return types.float64(sums), generate
