@@ -47,7 +47,7 @@ all-reduced over a new one of two. [`group.reform()`](backend_groups.md) goes on
 - A receive from any source may first hear that the two other ranks disagree. It names the rank that is blamed.
 - A send to a rank in another call is an error only at the timeout, because the receive might still come.
 - A barrier has no shape and no dtype. Only a compressed call has a codec.
-- `tests/test_group_faults.py` has ranks that are lost while data is under way.
+- `tests/process_group/test_group_faults.py` has ranks that are lost while data is under way.
 
 """
 RANKS = 3

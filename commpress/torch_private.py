@@ -1,7 +1,7 @@
 """Private members of torch, as each of its versions spells them. Nothing else needs to know a
 version.
 
-Written for torch 2.6 to 2.15; ``tests/test_torch_private.py`` says of each entry what must hold
+Written for torch 2.6 to 2.15; ``tests/house/test_torch_private.py`` says of each entry what must hold
 where it runs.
 """
 

@@ -3,6 +3,11 @@
 import gc
 import os
 import socket
+import sys
+from pathlib import Path
+
+# test files of one room use helpers of another's
+sys.path += [str(room) for room in sorted(Path(__file__).parent.iterdir()) if room.is_dir()]
 
 # before torch: threads that wait for each other leave the cores to others
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

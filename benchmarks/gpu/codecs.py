@@ -104,7 +104,7 @@ def _used(machine: Machine, name: str) -> float:
 def bits(machine: Machine, report: Report) -> None:
     """Bytes of the law by every kernel, and an all-reduce with the bits of the CPU for every
     codec."""
-    with report.line("tests/test_cuda_device.py"):
+    with report.line("tests/kernel/test_cuda_device.py"):
         _tests(report)
     names = [*SHIMMED, "powersgd-4"] if machine.twin else [*NAMES, *COMPOSED, "powersgd-4"]
     with _kernels(machine):
@@ -149,7 +149,7 @@ def _tests(report: Report) -> None:
             if report.when == "call" or report.outcome != "passed":
                 self.outcomes[report.outcome] += 1
 
-    counted, path = Counted(), str(ROOT / "tests" / "test_cuda_device.py")
+    counted, path = Counted(), str(ROOT / "tests" / "kernel" / "test_cuda_device.py")
     code = pytest.main(
         ["-q", "-p", "no:cacheprovider", "-k", "not speed", f"--rootdir={ROOT}", path],
         plugins=[counted],
@@ -176,7 +176,7 @@ def _kernels(machine: Machine) -> Iterator[None]:
     if not machine.twin:
         yield
         return
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from cuda_shim import Shim
 
     with tempfile.TemporaryDirectory() as folder:

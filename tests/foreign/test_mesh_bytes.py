@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import sources
 from commpress.cli.hosts import Hosts
 from commpress.codecs import codec_named
 from commpress.errors import CommpressError
@@ -53,7 +54,7 @@ def found(tmp_path_factory):
                 "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": lab.addresses[0],
                 "MASTER_PORT": "29500",
-                "PYTHONPATH": f"{HERE.parent}:{HERE}",
+                "PYTHONPATH": f"{sources.SUPPORT}:{HERE}",
             }
             command = [sys.executable, str(HERE / "mesh_bytes_script.py"), str(path)]
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -19,7 +19,7 @@ import commpress
 from ranks import Ranks
 
 pytest.importorskip("transformers")
-# the import alone takes seconds, on each rank; ``tests/test_meshes.py`` has a smaller model
+# the import alone takes seconds, on each rank; ``tests/ddp/test_meshes.py`` has a smaller model
 pytestmark = pytest.mark.slow
 
 STEPS, BAD, RATE = 4, 2, 0.1

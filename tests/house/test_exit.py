@@ -82,7 +82,7 @@ def test_the_group_below_the_backend_is_kept(pool, tmp_path):
 
 
 def ends(what, runs):
-    command = [sys.executable, str(sources.ROOT / "tests" / "exit_ranks.py"), what, str(runs)]
+    command = [sys.executable, str(sources.SUPPORT / "exit_ranks.py"), what, str(runs)]
     result = subprocess.run(command, text=True, capture_output=True, timeout=10 + 200 * runs)
     return result.stdout.split("\n")[:-1], result.stderr[-2000:]
 

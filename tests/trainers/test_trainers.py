@@ -6,7 +6,7 @@ import pytest
 
 import sources
 
-HERE = sources.ROOT / "tests"
+FOREIGN = sources.ROOT / "tests" / "foreign"
 EXAMPLES = sources.ROOT / "examples"
 TINY = ["--steps", "10", "--width", "32", "--layers", "1", "--length", "16"]
 
@@ -14,28 +14,26 @@ TINY = ["--steps", "10", "--width", "32", "--layers", "1", "--length", "16"]
 def test_hugging_face(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    assert "all is well" in scripts.run(
-        HERE / "foreign" / "hf_script.py", tmp_path, folder=tmp_path
-    )
+    assert "all is well" in scripts.run(FOREIGN / "hf_script.py", tmp_path, folder=tmp_path)
 
 
 def test_local_updates_in_trainers_of_others(scripts, tmp_path):
     for package in ("transformers", "accelerate", "lightning"):
         pytest.importorskip(package)
-    assert "all is well" in scripts.run(
-        HERE / "foreign" / "local_script.py", tmp_path, folder=tmp_path
-    )
+    assert "all is well" in scripts.run(FOREIGN / "local_script.py", tmp_path, folder=tmp_path)
 
 
 def test_accelerate(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    assert "all is well" in scripts.run(HERE / "accelerate_script.py", folder=tmp_path)
+    assert "all is well" in scripts.run(sources.SUPPORT / "accelerate_script.py", folder=tmp_path)
 
 
 def test_lightning(scripts, tmp_path):
     pytest.importorskip("lightning")
-    assert "all is well" in scripts.run(HERE / "lightning_script.py", tmp_path, folder=tmp_path)
+    assert "all is well" in scripts.run(
+        sources.SUPPORT / "lightning_script.py", tmp_path, folder=tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,7 @@ def test_the_trainer_takes_each_optimizer_on_our_backend(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     assert "all is well" in scripts.run(
-        HERE / "foreign" / "every_optimizer_script.py", tmp_path, folder=tmp_path
+        FOREIGN / "every_optimizer_script.py", tmp_path, folder=tmp_path
     )
 
 
@@ -127,5 +125,5 @@ def test_hugging_face_with_a_store(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     assert "all is well" in scripts.run(
-        HERE / "foreign" / "hf_offloaded_script.py", tmp_path, folder=tmp_path, ranks=0
+        FOREIGN / "hf_offloaded_script.py", tmp_path, folder=tmp_path, ranks=0
     )

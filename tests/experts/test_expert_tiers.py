@@ -455,7 +455,7 @@ def test_each_rank_has_a_store_of_its_own(pool, tmp_path, kind):
 def test_peak_memory_is_that_of_the_formula():
     """64 experts of 2 MiB, 8 in memory: host memory of the store, an expert's gradient, and what
     the process had before. Gradients are made where those of other experts were."""
-    script = sources.ROOT / "tests" / "tier_memory.py"
+    script = sources.SUPPORT / "tier_memory.py"
     said = subprocess.run(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=120, check=True
     ).stdout

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import sources
 from commpress.cli.victims import free_port
 
-SCRIPT = Path(__file__).with_name("torchrun_script.py")
+SCRIPT = sources.SUPPORT / "torchrun_script.py"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 QUICK = "last_call_timeout=3"  # seconds that a round stays open when there are enough
 

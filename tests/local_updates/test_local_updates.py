@@ -1,7 +1,6 @@
 """Local updates against their equations in float64, against torch's own arithmetic, and against
 their invariants."""
 
-import copy
 from itertools import pairwise
 
 import numpy as np
@@ -10,87 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, Nesterov, SlowMo
 from commpress.schedules import QSR, Facts, Seconds
+from local_twin import RATE, SHAPES, Ranks, drawn, dyadic, flat, noise
 from ranks import nonsense
-
-SHAPES = [(24, 16), (5,), (7, 4, 2), (300,)]
-RATE = 0.25
-
-
-def drawn(seed, dtype=torch.float32):
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=draw).to(dtype) for shape in SHAPES]
-
-
-def dyadic(seed):
-    """Numbers whose sums are exact in float32."""
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(-64, 64, shape, generator=draw) / 64.0 for shape in SHAPES]
-
-
-def flat(tensors):
-    return np.concatenate([t.detach().double().numpy().ravel() for t in tensors])
-
-
-class Ranks:
-    """So many ranks of this process, each with parameters, an inner SGD and local updates."""
-
-    def __init__(
-        self, size=3, *, start=None, dtype=torch.float32, inner=None, keeps=None, **options
-    ):
-        begin = drawn(0, dtype) if start is None else start
-        self.parameters = [[torch.nn.Parameter(p.clone()) for p in begin] for _ in range(size)]
-        make = inner or (lambda p: torch.optim.SGD(p, lr=RATE))
-        switch = Loopback(size)
-        options = {"codec": None, "every": 4, "outer": Average()} | options
-        self.local = []
-        for r, p in enumerate(self.parameters):
-            keep = {} if keeps is None else {"keep": keeps[r]}
-            self.local.append(
-                LocalUpdates(make(p), transport=switch.transport(r), **options, **keep)
-            )
-
-    def inner_step(self, gradients):
-        for mine, local, given_ in zip(self.parameters, self.local, gradients, strict=True):
-            for p, g in zip(mine, given_, strict=True):
-                p.grad = g.clone()
-            for optimizer in local.inner:
-                optimizer.step()
-
-    def step(self, gradients, tokens=None):
-        self.inner_step(gradients)
-        tokens = [1] * len(self.local) if tokens is None else tokens
-        simulate([local.steps(tokens=n) for local, n in zip(self.local, tokens, strict=True)])
-
-    def drain(self):
-        simulate([local.draining() for local in self.local])
-
-    def saved(self):
-        """Exact states of all ranks, and their parameters."""
-        states = copy.deepcopy(simulate([local.saving() for local in self.local]))
-        return states, [[p.detach().clone() for p in mine] for mine in self.parameters]
-
-    def go_on(self, states, weights):
-        """From what ``saved`` gave."""
-        for mine, saved in zip(self.parameters, weights, strict=True):
-            for p, w in zip(mine, saved, strict=True):
-                p.data.copy_(w)
-        for local, state in zip(self.local, states, strict=True):
-            local.load_state_dict(state)
-
-    def shared(self):
-        return np.concatenate([f.weights.double().numpy() for f in self.local[0].fragments])
-
-    def agree(self):
-        return len({local.digest() for local in self.local}) == 1
-
-
-def noise(size, step, make=drawn):
-    return [make(1000 * (step + 1) + r) for r in range(size)]
 
 
 def test_each_step_with_sgd_is_synchronous_sgd_in_every_bit():

@@ -25,9 +25,9 @@ from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.observe import Counters
 from commpress.integrations.observe.endpoint import AT_ONCE
 from commpress.integrations.observe.metrics import StepMetrics, by_layer, to_writer
-from test_experts import Batch, through
-from test_local_updates import Ranks
-from test_local_updates import noise as drawn_noise
+from expert_batch import Batch, through
+from local_twin import Ranks
+from local_twin import noise as drawn_noise
 
 MANY = 100  # clients that ask half a question
 

@@ -22,7 +22,7 @@ from commpress.cli.hosts import Hosts, HostsUnavailable, parse_delay, parse_rate
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import InvalidArgument
 
-TOY = Path(__file__).with_name("chaos_toy.py")
+TOY = sources.SUPPORT / "chaos_toy.py"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="chaos needs Linux")
 
 
