@@ -77,6 +77,7 @@ HOMES = {
         "commpress.backend",
         "commpress.cli*",
     ),
+    "setuptools": ("commpress.kernels.build_backend",),
     "cupy": ("commpress.kernels.cuda.row_codec",),
     "numba": ("commpress.kernels.cpu.sources*", "commpress.kernels.cpu.build"),
     "llvmlite": (

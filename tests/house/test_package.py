@@ -20,7 +20,7 @@ def wheel(tmp_path_factory):
     """The wheel, built from the source distribution, from a copy: setuptools leaves a build/ folder
     behind."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(sources.ROOT / name, copy)
     for folder in (*sources.folders(), "benchmarks"):
         shutil.copytree(
