@@ -288,14 +288,11 @@ def markdown(lines: list[Line], lossless: dict[str, float]) -> str:
     rows += [
         "",
         "Lossless coding of bf16's exponents: their entropy here is "
-        f"{lossless['entropy_bits']:.2f} bits of 8, so no code of "
-        f"single exponents sends less than {100 * lossless['best_share']:.0f} % of bf16. zlib "
-        "(level 1) reaches "
+        f"{lossless['entropy_bits']:.2f} bits of 8, so no code of single exponents sends less than "
+        f"{100 * lossless['best_share']:.0f} % of bf16. zlib (level 1) reaches "
         f"{lossless['zlib_bits']:.2f} bits, encoding {lossless['encode_gb_per_second']:.2f} and "
-        "decoding "
-        f"{lossless['decode_gb_per_second']:.2f} GB of bf16 per "
-        "second and core: even with the best code at zlib's speed it would pay only below "
-        f"{8 * pays:.2f} Gbit/s.",
+        f"decoding {lossless['decode_gb_per_second']:.2f} GB of bf16 per second and core: even "
+        f"with the best code at zlib's speed it would pay only below {8 * pays:.2f} Gbit/s.",
     ]
     return "\n".join(rows)
 

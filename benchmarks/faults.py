@@ -136,8 +136,8 @@ def run(options: argparse.Namespace) -> int:
         harness.write_json(options.json, [asdict(case) for case in cases])
     bad = [f"{case.call} / {case.fault}" for case in cases if not case.holds(limit)]
     what = (
-        f"{len(cases)} cases: typed, the right rank named by all, within {limit:g} s, and a "
-        "new group works"
+        f"{len(cases)} cases: typed, the right rank named by all, within {limit:g} s, and a new "
+        "group works"
     )
     return harness.verdict([(what + (f"; not: {', '.join(bad)}" if bad else ""), not bad)])
 

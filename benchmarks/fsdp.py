@@ -242,8 +242,8 @@ def _time(
     every = {name: Sharded(name, load, options.dtype) for name in variants_of(options)}
     parameters = every["plain"].parameters / 1e6
     report(
-        f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} rounds "
-        f"of {load.steps}"
+        f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} rounds of "
+        f"{load.steps}"
     )
     for one in every.values():
         one.train(WARM)  # differences begin with an exact gather
@@ -308,8 +308,7 @@ def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
         return bars + [
             (
                 f"{m.variant} ends at {m.loss:.4f} on average over {seeds} seeds "
-                f"({m.loss - plain.loss:+.4f} against plain), "
-                f"plain at {low:.4f} to {high:.4f}",
+                f"({m.loss - plain.loss:+.4f} against plain), plain at {low:.4f} to {high:.4f}",
                 m.loss <= high,
             )
             for m in others

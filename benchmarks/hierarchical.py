@@ -126,8 +126,8 @@ def bench(
     topology, links = hierarchy.topology, links_of(options)
     if links is not None and links.topology != topology:
         raise InvalidArgument(
-            f"--links was measured on nodes {str(links.topology)!r}, these are "
-            f"{str(topology)!r}: run commpress probe here"
+            f"--links was measured on nodes {str(links.topology)!r}, these are {str(topology)!r}: "
+            "run commpress probe here"
         )
     report(f"# nodes {topology}")
     # a cold process is slow
@@ -220,8 +220,7 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
         (
             (
                 f"bytes between nodes are the formula's within {100 * off:.1f} %, 2 % allowed "
-                "(from "
-                "1 MiB on)"
+                "(from 1 MiB on)"
             ),
             off <= 0.02,
         ),

@@ -340,8 +340,8 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
         if calm and disturbed:
             spread, apart = max(calm) - min(calm), abs(mean(disturbed) - mean(calm))
             says = (
-                f"mean losses {mean(calm):.5f} and with faults {mean(disturbed):.5f} differ "
-                f"by {apart:.5f}, and"
+                f"mean losses {mean(calm):.5f} and with faults {mean(disturbed):.5f} differ by "
+                f"{apart:.5f}, and"
             )
             bars.append(
                 (

@@ -433,8 +433,7 @@ def judge(rows: list[Row]) -> list[tuple[str, bool]]:
                 (
                     (
                         f"{row.device} {row.link} {row.variant}: {fewer:.0f} times fewer bytes "
-                        "than "
-                        "float32"
+                        "than float32"
                     ),
                     fewer >= 400,
                 )

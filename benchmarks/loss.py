@@ -110,10 +110,9 @@ def variant_of(name: str, warmup: int) -> Variant:
     match = _OURS.fullmatch(name)
     if match is None:
         raise InvalidArgument(
-            f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with "
-            "or without the codec and "
-            "number of its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or "
-            "deepspeed-zero-one"
+            f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with or "
+            "without the codec and number of its exact rounds: onebit-int8-12; or "
+            "deepspeed-onebit-12 or deepspeed-zero-one"
         )
     return Variant(name, match[1], match[2] or "none", int(match[3] or warmup), not match[4])
 
@@ -224,8 +223,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)"
     )
     check = (
-        f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times "
-        "sooner than hooks"
+        f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner "
+        "than hooks"
     )
     option_groups.add_measuring(parser, rounds=3, steps=2, batch=2, check=check)
 
@@ -324,8 +323,7 @@ def times(chosen: list[Sequence[Curve]], options: argparse.Namespace) -> Results
         if (sent := counters.wire_bytes - before) != count:
             raise StateMismatch(
                 f"a step {kind!r} sends {sent} bytes here, but sent {count} when its curve was "
-                "trained: remove that curve from "
-                "the file of --losses"
+                "trained: remove that curve from the file of --losses"
             )
     seconds, sent_bytes = training.timed(trainees, training.load_of(options))
     return Results(
@@ -516,8 +514,8 @@ def load(options: argparse.Namespace) -> list[Curve]:
     content = json.loads(Path(options.losses).read_text())
     if content["task"] != task(options):
         raise InvalidArgument(
-            f"the curves in {options.losses} are of {content['task']}, expected "
-            f"{task(options)}: name another file"
+            f"the curves in {options.losses} are of {content['task']}, expected {task(options)}: "
+            "name another file"
         )
     return [Curve(**entry) for entry in content["curves"]]
 

@@ -34,9 +34,8 @@ class Machines:
         cores = f", {cluster.machine_cores:.0f} cores for all" if cluster.machine_cores else ""
         return (
             f"{cluster.size} ranks: {min(node.nic, node.inside) / 1e6:.1f} MB/s, latency "
-            f"{1e6 * latency:.0f} us; of a core "
-            f"{1e6 * cluster.message_seconds:.0f} us for a message, "
-            f"{1e9 * cluster.byte_seconds:.2f} ns for a byte{cores}"
+            f"{1e6 * latency:.0f} us; of a core {1e6 * cluster.message_seconds:.0f} us for a "
+            f"message, {1e9 * cluster.byte_seconds:.2f} ns for a byte{cores}"
         )
 
 

@@ -156,8 +156,8 @@ def bench(
         one.train(WARM)
     parameters = sum(p.numel() for p in ddps[0].parameters())
     report(
-        f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of "
-        f"{load.steps} steps each"
+        f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} "
+        "steps each"
     )
     before = len(on.timeline)
     seconds, _ = training.timed({"off": off, "on": on}, load)

@@ -129,9 +129,8 @@ class ScalingRow:
 
 def options(parser: argparse.ArgumentParser) -> None:
     check = (
-        "MT-NLG and Frontier are within 10 % of what was published, Megatron-LM within 30 %, "
-        "and int8 adds less than "
-        "bf16 where that adds 20 ms"
+        "MT-NLG and Frontier are within 10 % of what was published, Megatron-LM within 30 %, and "
+        "int8 adds less than bf16 where that adds 20 ms"
     )
     harness.add_options(parser, check=check)
 

@@ -204,7 +204,6 @@ def _one_sparse(policy: Policy) -> SparseCodec:
     if not isinstance(codec, SparseCodec):
         raise InvalidArgument(
             f"codec is {getattr(codec, 'spec', codec)!r}, expected one sparse codec for all "
-            "tensors, such as 'topk-64+bits2': "
-            "every rank sends its whole change to every other"
+            "tensors, such as 'topk-64+bits2': every rank sends its whole change to every other"
         )
     return codec

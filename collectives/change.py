@@ -16,13 +16,11 @@ class Change:
     - ``epoch``: of the group from now on; each reform has a higher one.
     - ``rank``: of this process from now on.
     - ``size_before``: of the group that goes on. Where two meet that is the one that has trained
-      longer; the ranks of the other
-      are newcomers in it.
+      longer; the ranks of the other are newcomers in it.
     - ``sources``: of each rank from now on its rank before, None for a newcomer. Survivors keep
       their order, newcomers follow.
     - ``said``: what each of them gave to ``reform(say=...)``. Who trains begins it with the steps
-      that it has committed
-      (``COMMITTED``).
+      that it has committed (``COMMITTED``).
     """
 
     epoch: int
@@ -41,8 +39,7 @@ class Change:
         ):
             raise InvalidArgument(
                 f"{self!r} is no change of a group: expected sources that ascend below "
-                "size_before, None behind them, and a "
-                "rank and a word for each of them"
+                "size_before, None behind them, and a rank and a word for each of them"
             )
 
     @property

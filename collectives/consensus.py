@@ -63,8 +63,8 @@ def consensus_over(
         return None
     if not isinstance(agree_over, AgreeOver):
         raise InvalidArgument(
-            f"agree_over is {agree_over!r}, expected a process group or a DeviceMesh of all "
-            "ranks that must stay equal"
+            f"agree_over is {agree_over!r}, expected a process group or a DeviceMesh of all ranks "
+            "that must stay equal"
         )
     if not dist.is_initialized():
         raise InvalidArgument(
@@ -77,9 +77,9 @@ def consensus_over(
     )
     if missing:
         raise InvalidArgument(
-            f"agree_over has the ranks {ranks}, but gradients are exchanged with ranks "
-            f"{missing} too: pass a group or mesh of "
-            "all ranks that must stay equal, such as the whole mesh of data and tensor parallelism"
+            f"agree_over has the ranks {ranks}, but gradients are exchanged with ranks {missing} "
+            "too: pass a group or mesh of all ranks that must stay equal, such as the whole mesh "
+            "of data and tensor parallelism"
         )
     return Consensus(own_transport(group_of(agree_over), timeout=timeout))
 

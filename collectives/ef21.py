@@ -32,8 +32,8 @@ def check_codec(codec: Codec) -> None:
     if codec.lossless or not codec.feedback:
         why = "leaves nothing behind" if codec.lossless else "is noise of zero mean"
         raise InvalidArgument(
-            f"codec is {codec.spec!r}, which {why}: EF21 is for codecs that leave something "
-            "out, such as 'topk-64'"
+            f"codec is {codec.spec!r}, which {why}: EF21 is for codecs that leave something out, "
+            "such as 'topk-64'"
         )
 
 

@@ -102,8 +102,8 @@ class Frame(NamedTuple):
         )
         return (
             f"{what} number {self.sequence} of {length} with codec {self.codec!r} among "
-            f"{self.size} ranks "
-            f"(label {self.label:08x}{'' if self.checked else ', without checksum'})"
+            f"{self.size} ranks (label "
+            f"{self.label:08x}{'' if self.checked else ', without checksum'})"
         )
 
 
@@ -251,8 +251,7 @@ def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport
             f"{frame.describe()}, but ",
             (
                 "Every rank must use the same codec, options and model, and call collectives in "
-                "the "
-                "same order."
+                "the same order."
             ),
         )
     if frame.checked:
@@ -278,9 +277,8 @@ def verify_rows(
             {r: wanted[r] for r in wanted if not same(expected[r].tobytes(), got[r].tobytes())},
             got,
             "",
-            "Two ranks must agree on the bytes they send each other (splits, row shape, dtype), "
-            "on codec and nodes, and "
-            "call collectives in the same order.",
+            "Two ranks must agree on the bytes they send each other (splits, row shape, dtype), on "
+            "codec and nodes, and call collectives in the same order.",
         )
     rows = rows_in(host)
     damaged = {

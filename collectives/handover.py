@@ -284,8 +284,8 @@ class Handover:
         else:
             raise Mismatch(
                 f"rank {self.channel.rank} has settled {self.settled} rounds and rank {source} "
-                f"{top}, and ranks that train "
-                "together differ by one at most: reform after a failure before anything else",
+                f"{top}, and ranks that train together differ by one at most: reform after a "
+                "failure before anything else",
                 ranks=(source,),
             )
 
@@ -380,8 +380,8 @@ def cannot_follow(owner: object, why: str) -> InvalidArgument:
     raise, on all ranks alike."""
     return InvalidArgument(
         f"the ranks have changed, and {type(owner).__name__} cannot go on: {why}. Construct it "
-        "anew for the ranks that there "
-        "are, and load a snapshot, as commpress.elastic(build=..., snapshots=...) does"
+        "anew for the ranks that there are, and load a snapshot, as commpress.elastic(build=..., "
+        "snapshots=...) does"
     )
 
 

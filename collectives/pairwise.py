@@ -118,8 +118,7 @@ class PairMeans(Exchanges):
         if not isinstance(codec, Same) or codec.codec != EXACT:
             raise InvalidArgument(
                 f"codec is {policy!r}, expected None: pairs exchange weights, of which neither "
-                "knows what the other has, so "
-                "there is no change to compress"
+                "knows what the other has, so there is no change to compress"
             )
 
     def _cut(

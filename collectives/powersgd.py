@@ -159,8 +159,7 @@ def check_basis(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
     if mine.shape != theirs.shape:
         raise StateMismatch(
             f"the basis of parameter {name!r} has shape {tuple(theirs.shape)}, expected "
-            f"{tuple(mine.shape)} "
-            "(rank, columns): the state is of another model or rank"
+            f"{tuple(mine.shape)} (rank, columns): the state is of another model or rank"
         )
 
 

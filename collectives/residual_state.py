@@ -109,10 +109,9 @@ def residuals_of(
     ):
         found = sorted({str(s.get("format")) for s in states}) or "none"
         raise StateMismatch(
-            f"expected what state_dict() or elastic_state_dict() gave, format {_FORMAT}; this "
-            f"is of format {found} and kind "
-            f"{sorted({str(s.get('kind')) for s in states})}: something else, or of another "
-            "version of commpress"
+            f"expected what state_dict() or elastic_state_dict() gave, format {_FORMAT}; this is "
+            f"of format {found} and kind {sorted({str(s.get('kind')) for s in states})}: something "
+            "else, or of another version of commpress"
         )
     first = states[0]
     if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):
@@ -138,15 +137,14 @@ def residuals_of(
     if (first["size"], first["rank"]) != (transport.size, transport.rank):
         raise StateMismatch(
             f"the state was saved by rank {first['rank']} of {first['size']}, this is rank "
-            f"{transport.rank} of "
-            f"{transport.size}: load each rank's own file, or to change the world size those of "
-            "all ranks on every rank"
+            f"{transport.rank} of {transport.size}: load each rank's own file, or to change the "
+            "world size those of all ranks on every rank"
         )
     if first.get("nodes", "") != nodes:
         raise StateMismatch(
             f"the state was saved with {_nodes(first.get('nodes', ''))}, this run has "
-            f"{_nodes(nodes)}: pass the same "
-            "topology=, or save with elastic_state_dict() to change it"
+            f"{_nodes(nodes)}: pass the same topology=, or save with elastic_state_dict() to "
+            "change it"
         )
     return first["step"], {
         _key(k): tuple(v[name] for name in _TENSORS if name in v)
@@ -186,9 +184,8 @@ def _whole(states: Sequence[dict[str, Any]], what: str) -> list[dict[str, Any]]:
     if ranks != list(range(size)) or len({(s["step"], *sorted(s[what])) for s in states}) > 1:
         raise StateMismatch(
             f"a state of {size} ranks needs all {size} parts of one step, got those of ranks "
-            f"{ranks} at steps "
-            f"{sorted({s['step'] for s in states})}, not all with the same parameters or not "
-            "all there"
+            f"{ranks} at steps {sorted({s['step'] for s in states})}, not all with the same "
+            "parameters or not all there"
         )
     return sorted(states, key=lambda s: s["rank"])
 
@@ -219,18 +216,16 @@ def check_fit(
     for (name, offset), (sent, *_) in residuals.items():
         if name not in numels:
             raise StateMismatch(
-                f"the state has a residual of {name!r}, but the model has no such parameter: "
-                "load the state of this model, "
-                "saved with the same named_parameters"
+                f"the state has a residual of {name!r}, but the model has no such parameter: load "
+                "the state of this model, saved with the same named_parameters"
             )
         wanted = (
             min(PIECE, numels[name] - offset) if lengths is None else lengths.get((name, offset))
         )
         if sent.numel() != wanted:
             raise StateMismatch(
-                f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, "
-                "but that parameter has "
-                f"{numels[name]} elements, "
+                f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, but "
+                f"that parameter has {numels[name]} elements, "
                 f"{f'cut every {PIECE}' if lengths is None else f'of which {wanted} from there'}: "
                 "load the state of this model"
             )

@@ -105,10 +105,9 @@ class Scatter:
         for (name, offset), (sent, *_) in residuals.items():
             if offset + sent.numel() > numels.get(name, 0):
                 raise StateMismatch(
-                    f"the state has {sent.numel()} residuals of {name!r} from element {offset} "
-                    "on, of which this model has "
-                    f"{numels.get(name, 0)}: load the state of this model, saved with the same "
-                    "named_parameters"
+                    f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, "
+                    f"of which this model has {numels.get(name, 0)}: load the state of this model, "
+                    "saved with the same named_parameters"
                 )
 
     def load(self, residuals: Mapping[Key, Residual]) -> None:

@@ -41,8 +41,7 @@ class Topology:
         ):
             raise InvalidArgument(
                 f"nodes are {self.nodes!r}, expected every rank from 0 on exactly once and no "
-                "empty node, as in "
-                "((0, 1), (2, 3))"
+                "empty node, as in ((0, 1), (2, 3))"
             )
         object.__setattr__(self, "nodes", nodes)
 
@@ -69,8 +68,8 @@ class Topology:
         if re.fullmatch(r"[\d\s|]+", text):
             return cls(tuple(tuple(map(int, node.split())) for node in text.split("|")))
         raise InvalidArgument(
-            f"topology is {text!r}, expected nodes x ranks ('2x4'), sizes ('4,4,3') or ranks "
-            "('0 2|1 3')"
+            f"topology is {text!r}, expected nodes x ranks ('2x4'), sizes ('4,4,3') or ranks ('0 "
+            "2|1 3')"
         )
 
     @property
@@ -230,10 +229,9 @@ def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topol
         if odd and (what == "source" or places[0].source == GIVEN):
             raise Mismatch(
                 f"the nodes are not the same on every rank: rank 0 has {places[0].source} "
-                f"{places[0].node!r}, rank "
-                f"{odd[0]} has {places[odd[0]].source} {places[odd[0]].node!r}. Start all ranks "
-                "by one launcher, or pass "
-                "the same topology= on every rank.",
+                f"{places[0].node!r}, rank {odd[0]} has {places[odd[0]].source} "
+                f"{places[odd[0]].node!r}. Start all ranks by one launcher, or pass the same "
+                "topology= on every rank.",
                 ranks=odd,
             )
     if given is not None:
@@ -247,9 +245,8 @@ def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topol
         if len(set(locals_)) < len(locals_) or len(sizes) > 1 or 0 <= min(sizes) < len(ranks):
             raise Mismatch(
                 f"node {node!r} has ranks {ranks} with local ranks {locals_} of {sorted(sizes)} "
-                "according to "
-                f"{places[ranks[0]].source}: two nodes seem to have one name. Pass topology= on "
-                "every rank (None: flat).",
+                f"according to {places[ranks[0]].source}: two nodes seem to have one name. Pass "
+                "topology= on every rank (None: flat).",
                 ranks=tuple(ranks),
             )
     return Topology(tuple(map(tuple, nodes.values())))

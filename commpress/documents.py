@@ -34,8 +34,7 @@ class Document(NamedTuple):
         if head != (self.format, self.version):
             raise InvalidArgument(
                 f"{path} is {head[0]!r}, version {head[1]!r}, expected {self.format!r}, version "
-                f"{self.version}: make it again "
-                f"with {self.writer}"
+                f"{self.version}: make it again with {self.writer}"
             )
         return dict(content)
 

@@ -380,8 +380,8 @@ class ResidualStore:
         if codes.shape != mine.shape:
             raise StateMismatch(
                 f"the residual of parameter {key[0]!r} at offset {key[1]} has {codes.numel()} "
-                f"bytes, expected {mine.numel()}: "
-                "the checkpoint is of another model, world size or residuals="
+                f"bytes, expected {mine.numel()}: the checkpoint is of another model, world size "
+                "or residuals="
             )
         mine.copy_(codes)
 
@@ -524,8 +524,7 @@ class ResidualStore:
             if mine.shape != theirs.shape:
                 raise StateMismatch(
                     f"the {name} residual of parameter {key[0]!r} at offset {key[1]} has "
-                    f"{theirs.numel()} elements, "
-                    f"expected {mine.numel()}: the checkpoint is of another model or world "
-                    "size. On another world size "
-                    "save with elastic_state_dict()."
+                    f"{theirs.numel()} elements, expected {mine.numel()}: the checkpoint is of "
+                    "another model or world size. On another world size save with "
+                    "elastic_state_dict()."
                 )

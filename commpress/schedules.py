@@ -89,8 +89,8 @@ class AfterSteps:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise InvalidArgument(
-                f"warmup_steps is {self.steps}, expected at least 1: without one exact step "
-                "there is no variance"
+                f"warmup_steps is {self.steps}, expected at least 1: without one exact step there "
+                "is no variance"
             )
 
     def probes(self, step: int) -> bool:
@@ -341,8 +341,8 @@ def sync_named(sync: "str | int | Sync") -> Sync:
         return sync
     if sync not in names:
         raise InvalidArgument(
-            f"sync is {sync!r}, expected one of {', '.join(map(repr, names))}, a number of "
-            "steps of at least 1, or a schedule"
+            f"sync is {sync!r}, expected one of {', '.join(map(repr, names))}, a number of steps "
+            "of at least 1, or a schedule"
         )
     return names[sync]
 

@@ -231,11 +231,9 @@ def check_unhooked(ddp: Any) -> None:
     """Raise ``InvalidArgument`` if gradients go through a communication hook already."""
     if hook := hook_of(ddp):
         raise InvalidArgument(
-            f"ddp has the communication hook {hook!r} already, and DistributedDataParallel "
-            "takes one, for good: call one of "
-            "commpress.compress, overlap and keep_local, once. For another codec wrap the model "
-            "anew, as in "
-            "DistributedDataParallel(ddp.module)"
+            f"ddp has the communication hook {hook!r} already, and DistributedDataParallel takes "
+            "one, for good: call one of commpress.compress, overlap and keep_local, once. For "
+            "another codec wrap the model anew, as in DistributedDataParallel(ddp.module)"
         )
 
 
@@ -296,9 +294,8 @@ def pipeline_stages(schedule: Any) -> list[Any]:
     stage = getattr(schedule, "_stage", None)
     if stages is None and stage is None:
         raise InvalidArgument(
-            f"a {type(schedule).__name__} of torch {torch.__version__} does not say which "
-            "stages it runs: "
-            "pass the stages instead"
+            f"a {type(schedule).__name__} of torch {torch.__version__} does not say which stages "
+            "it runs: pass the stages instead"
         )
     return [stage] if stages is None else list(stages)
 
@@ -372,8 +369,8 @@ def fsdp_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_group"):
         return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     raise InvalidArgument(
-        f"torch {torch.__version__} keeps the parameters of a fully_shard somewhere else than "
-        "2.9 to 2.15 do: use one of these"
+        f"torch {torch.__version__} keeps the parameters of a fully_shard somewhere else than 2.9 "
+        "to 2.15 do: use one of these"
     )
 
 

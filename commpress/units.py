@@ -49,8 +49,8 @@ def parse_link(text: str) -> tuple[float, float]:
         found = number / 8 * TCP if match[3].lower() == "bit" else number
     else:
         raise InvalidArgument(
-            f"link is {text!r}, expected a rate and a time such as '1gbit,100us', '12GB/s,5us' "
-            "or 'none'"
+            f"link is {text!r}, expected a rate and a time such as '1gbit,100us', '12GB/s,5us' or "
+            "'none'"
         )
     return found, parse_time(delay) if delay else 50e-6
 

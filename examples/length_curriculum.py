@@ -50,8 +50,8 @@ def train(steps, codec="sign", *, constant=False):
                 found.append(float(ddp.module(*tests)))
             if dist.get_rank() == 0:
                 print(
-                    f"step {step + 1}, length {length}: loss {found[-1]:.3f}, owed "
-                    f"{owed[-1]:.2f} gradients"
+                    f"step {step + 1}, length {length}: loss {found[-1]:.3f}, owed {owed[-1]:.2f} "
+                    "gradients"
                 )
     return found, ddp.module, owed
 

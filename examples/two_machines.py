@@ -106,8 +106,8 @@ def train(options: argparse.Namespace) -> None:
             )
             sent, instead = local.counters.sent_bytes / 1e6, ddp * (done - begin) / 1e6
             print(
-                f"step {done}: loss {loss.item():.3f}, {tokens:.0f} tokens/s, {sent:.2f} MB "
-                f"sent, DDP: {instead:.2f} MB"
+                f"step {done}: loss {loss.item():.3f}, {tokens:.0f} tokens/s, {sent:.2f} MB sent, "
+                f"DDP: {instead:.2f} MB"
             )
         if done % options.save_every == 0 and done < options.steps:
             save(

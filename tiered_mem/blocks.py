@@ -206,9 +206,8 @@ def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise InvalidArgument(
-            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, "
-            "expected a dense one of "
-            f"{', '.join(DTYPES)}"
+            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, expected "
+            f"a dense one of {', '.join(DTYPES)}"
         )
     if not strides_fit(tensor.shape):
         raise InvalidArgument(

@@ -42,8 +42,8 @@ class Commits:
         changed, references = self._catalog.changed, self._references
         if snapshot is not None and not SNAPSHOT.fullmatch(snapshot_name(snapshot)):
             raise InvalidArgument(
-                f"snapshot is {snapshot!r}, expected up to 100 letters, digits, '.', '_' or "
-                "'-', not ending in '.tmp'"
+                f"snapshot is {snapshot!r}, expected up to 100 letters, digits, '.', '_' or '-', "
+                "not ending in '.tmp'"
             )
         with self._one:
             if self._broken:

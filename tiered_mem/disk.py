@@ -243,8 +243,7 @@ class Disk:
         )
         return DiskFull(
             f"no room for {show_bytes(length)} more ({where}{budget}). What was committed is "
-            "intact; delete tensors or "
-            "snapshots and commit, or give the store more room",
+            "intact; delete tensors or snapshots and commit, or give the store more room",
             missing=max(0, length - max(room.values())) or length,
         )
 
@@ -278,9 +277,8 @@ class Disk:
                 if batch.error is None and checksum != chunk.checksum:
                     extent = chunk.extent
                     batch.error = Damaged(
-                        f"{chunk.nbytes} bytes at {extent.offset} of {self.place(extent)} do "
-                        "not match the checksum of "
-                        f"generation {chunk.generation}",
+                        f"{chunk.nbytes} bytes at {extent.offset} of {self.place(extent)} do not "
+                        f"match the checksum of generation {chunk.generation}",
                         file=self.place(extent),
                         offset=extent.offset,
                     )
@@ -382,13 +380,13 @@ class Disk:
             return error
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return DiskFull(
-                f"cannot {verb} {extent.length} bytes at {extent.offset} of "
-                f"{self.place(extent)}: {error}"
+                f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: "
+                f"{error}"
             )
         if isinstance(error, OSError):
             return DiskFailure(
-                f"cannot {verb} {extent.length} bytes at {extent.offset} of "
-                f"{self.place(extent)}: {error}"
+                f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: "
+                f"{error}"
             )
         return error
 
@@ -448,9 +446,8 @@ class Wear:
         ):
             raise DiskFull(
                 f"the write budget of {show_bytes(self.per_day)} a day is spent "
-                f"({show_bytes(today)} written today): what "
-                "was committed is intact; raise writes_per_day=, or give more memory so that "
-                "less is written",
+                f"({show_bytes(today)} written today): what was committed is intact; raise "
+                "writes_per_day=, or give more memory so that less is written",
                 missing=today + nbytes - self.per_day,
             )
 

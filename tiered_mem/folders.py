@@ -100,8 +100,7 @@ class Folder:
                 version, known = found[-1:].decode("latin1"), magic[-1:].decode()
                 raise DirectoryRefused(
                     f"{self.path / name} is of version {version!r}, expected {known!r}: nothing "
-                    "was changed, open the store "
-                    "with the release of commpress that wrote it"
+                    "was changed, open the store with the release of commpress that wrote it"
                 )
             if length != size - HEAD.size or length > limit:
                 raise Damaged(
@@ -240,8 +239,8 @@ class Folders:
                 )
                 if sound
                 else (
-                    "there is no snapshot that could be restored: put the file back from a "
-                    "copy, or name another directory"
+                    "there is no snapshot that could be restored: put the file back from a copy, "
+                    "or name another directory"
                 )
             )
             path = self.parts[0].path
@@ -321,16 +320,15 @@ class Folders:
                 )
             if identity.count != first.count or identity.part in parts:
                 raise DirectoryRefused(
-                    f"{folder.path} says that it is part {identity.part + 1} of "
-                    f"{identity.count} of store "
-                    f"{first.store.hex()}, which does not fit the others: was it copied? Name "
-                    "the directories of one store"
+                    f"{folder.path} says that it is part {identity.part + 1} of {identity.count} "
+                    f"of store {first.store.hex()}, which does not fit the others: was it copied? "
+                    "Name the directories of one store"
                 )
             parts[identity.part] = folder
         if missing := sorted(set(range(first.count)) - parts.keys()):
             raise DirectoryRefused(
-                f"store {first.store.hex()} has {first.count} directories, part "
-                f"{missing[0] + 1} is missing: name all of them"
+                f"store {first.store.hex()} has {first.count} directories, part {missing[0] + 1} "
+                "is missing: name all of them"
             )
         return first.store, [parts[i] for i in range(first.count)], False
 
@@ -347,9 +345,9 @@ class Folders:
             found = self._first_manifest(folder) if held == [MANIFEST] else None
             if held and not found:
                 raise Damaged(
-                    f"{folder.path} holds {held[0]!r} but no {IDENTITY!r}, so whose it is "
-                    "cannot be told: nothing was changed. "
-                    "Put the file back from a copy, or name another directory",
+                    f"{folder.path} holds {held[0]!r} but no {IDENTITY!r}, so whose it is cannot "
+                    "be told: nothing was changed. Put the file back from a copy, or name another "
+                    "directory",
                     file=str(folder.path / IDENTITY),
                 )
             if found and first:
@@ -402,6 +400,6 @@ def named(error: OSError) -> StorageError:
             missing=1,
         )
     return DiskFailure(
-        f"the files of the store could not be read or written: {error}. What was committed "
-        "before is intact"
+        f"the files of the store could not be read or written: {error}. What was committed before "
+        "is intact"
     )

@@ -78,8 +78,7 @@ class FileLayer:
             os.close(held)
             raise DirectoryRefused(
                 f"{path} is in use by {owner or 'a process that has not said its name'}: close "
-                "that store, or choose another "
-                "folder"
+                "that store, or choose another folder"
             ) from error
         except DirectoryRefused:
             os.close(held)

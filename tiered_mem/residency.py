@@ -71,8 +71,7 @@ class Residency:
         if padded(nbytes) > arena.capacity:
             raise OverBudget(
                 f"{show_bytes(nbytes)} do not fit into {self._tier(arena)} memory of "
-                f"{show_bytes(arena.capacity)}: "
-                "raise its budget, or cut the tensor"
+                f"{show_bytes(arena.capacity)}: raise its budget, or cut the tensor"
             )
         leaving, tried = dict[Block, None](), set[Block]()
         while (slot := arena.take(nbytes)) is None:
@@ -122,9 +121,9 @@ class Residency:
             pinned = sum(b.slot.length for b in self.resident[arena] if b.pinned and b.slot)
             raise OverBudget(
                 f"no room for {show_bytes(nbytes)} in {self._tier(arena)} memory of "
-                f"{show_bytes(arena.capacity)}: "
-                f"borrowed are {', '.join(map(repr, held[:5])) or 'no tensors'}{' and more' * (len(held) > 5)}, pinned "
-                f"{show_bytes(pinned)}. Borrow fewer at once, or raise the budget"
+                f"{show_bytes(arena.capacity)}: borrowed are "
+                f"{', '.join(map(repr, held[:5])) or 'no tensors'}{' and more' * (len(held) > 5)}, "
+                f"pinned {show_bytes(pinned)}. Borrow fewer at once, or raise the budget"
             )
 
     def expel(self, block: Block, who: object) -> None:

@@ -222,8 +222,8 @@ def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     if not mark:
         raise InvalidArgument(f"{page} has no line {MARK!r}: the table goes below it")
     head = (
-        "\n\n| date | card | torch, CUDA, CuPy | steps that held | what did not |\n| --- | "
-        "--- | --- | --- | --- |\n"
+        "\n\n| date | card | torch, CUDA, CuPy | steps that held | what did not |\n| --- | --- | "
+        "--- | --- | --- |\n"
     )
     rest = after.removeprefix(head)
     held = ", ".join(r.step for r in results if r.holds) or "none"

@@ -130,8 +130,8 @@ class Twin(Machine):
     """The processor: the same calls, small. Its figures mean nothing."""
 
     instead = (
-        "perf_counter for events, Gloo for NCCL, Numba or a shim for CuPy, operations of "
-        "torch for launches, host memory"
+        "perf_counter for events, Gloo for NCCL, Numba or a shim for CuPy, operations of torch for "
+        "launches, host memory"
     )
 
     def __init__(self) -> None:

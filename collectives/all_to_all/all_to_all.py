@@ -168,8 +168,8 @@ def check_codec(codec: Codec, name: str = "codec") -> None:
         return
     raise InvalidArgument(
         f"{name} is {codec.spec!r}, expected int8, int4, fp8, bf16, fp16, none or a registered "
-        "one: with one or two bits "
-        "nothing of a row is left, because no error feedback makes up for it"
+        "one: with one or two bits nothing of a row is left, because no error feedback makes up "
+        "for it"
     )
 
 
@@ -311,21 +311,20 @@ def _splits(
         splits = [int(n) for n in splits]
         if len(splits) != transport.size or min(splits) < 0 or sum(splits) != tensor.shape[0]:
             raise InvalidArgument(
-                f"splits of {name} are {splits}, expected {transport.size} lengths that add up "
-                f"to its {len(tensor)} rows"
+                f"splits of {name} are {splits}, expected {transport.size} lengths that add up to "
+                f"its {len(tensor)} rows"
             )
         found.append(splits)
     outs, ins = found
     if out.shape[1:] != inp.shape[1:] or out.dtype != inp.dtype or out.device != inp.device:
         raise InvalidArgument(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device} and inp {inp.dtype} "
-            f"{tuple(inp.shape)} on {inp.device}: "
-            "expected the same dtype, device and shape behind the first dimension"
+            f"{tuple(inp.shape)} on {inp.device}: expected the same dtype, device and shape behind "
+            "the first dimension"
         )
     if outs[transport.rank] != ins[transport.rank]:
         raise InvalidArgument(
             f"rank {transport.rank} sends itself {ins[transport.rank]} rows and expects "
-            f"{outs[transport.rank]}: "
-            "its own entries of in_splits and out_splits must be equal"
+            f"{outs[transport.rank]}: its own entries of in_splits and out_splits must be equal"
         )
     return outs, ins

@@ -48,8 +48,7 @@ class Nodes:
         if sorted(rank for node in members for rank in node) != list(range(size)):
             raise InvalidArgument(
                 f"nodes is {[list(node) for node in nodes]}, expected every rank from 0 to "
-                f"{size - 1} in exactly one node, "
-                "such as [[0, 1], [2, 3]]"
+                f"{size - 1} in exactly one node, such as [[0, 1], [2, 3]]"
             )
         return cls(members)
 

@@ -50,8 +50,8 @@ class Placement:
         self.owner = np.array([*owner, -1], np.int64)  # -1: what no expert wants, at -1
         if not len(owner) or self.owner[:-1].min() < 0 or self.owner.max() >= size:
             raise InvalidArgument(
-                f"placement is {list(owner)!r}, expected for each expert the rank that has it, "
-                f"0 to {size - 1}"
+                f"placement is {list(owner)!r}, expected for each expert the rank that has it, 0 "
+                f"to {size - 1}"
             )
         self.size, self.experts = size, len(owner)
         self.local = np.full(self.experts + 1, -1, np.int64)
@@ -137,8 +137,8 @@ class PacketForm:
     def __post_init__(self) -> None:
         if self.dtype not in FLOATS and not (self.codec.lossless and self.dtype == torch.float64):
             raise InvalidArgument(
-                f"tokens are {self.dtype}, expected float32, bfloat16 or float16 (or float64 "
-                "with codec 'none')"
+                f"tokens are {self.dtype}, expected float32, bfloat16 or float16 (or float64 with "
+                "codec 'none')"
             )
 
     @cached_property
@@ -549,9 +549,8 @@ def _plausible(rows: np.ndarray, origins: Sequence[int], carrier: Carrier) -> np
     ]
     if wrong:
         raise Mismatch(
-            f"rank {carrier.transport.rank} was told of {rows[wrong].tolist()} tokens from "
-            f"ranks {wrong}, which cannot be. "
-            "Every rank must have the same topology and experts.",
+            f"rank {carrier.transport.rank} was told of {rows[wrong].tolist()} tokens from ranks "
+            f"{wrong}, which cannot be. Every rank must have the same topology and experts.",
             ranks=tuple(wrong),
         )
     return rows
@@ -595,10 +594,9 @@ def _check_came(
     if len(wrong):
         first = wrong[0]
         raise Mismatch(
-            f"rank {senders[first]} sent rank {me} token {came[first, 1]} of rank "
-            f"{sources[first]} for experts "
-            f"{wanted[first].tolist()}, none of which are here, or which are not its to forward "
-            f"({len(wrong)} such tokens). "
-            "Every rank must have the same topology, placement and number of experts.",
+            f"rank {senders[first]} sent rank {me} token {came[first, 1]} of rank {sources[first]} "
+            f"for experts {wanted[first].tolist()}, none of which are here, or which are not its "
+            f"to forward ({len(wrong)} such tokens). Every rank must have the same topology, "
+            "placement and number of experts.",
             ranks=tuple(sorted({int(r) for r in senders[wrong]})),
         )

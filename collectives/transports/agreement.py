@@ -215,8 +215,8 @@ class Agreement:
             doors = ", ".join(f"{contact_of(place)} ({why})" for place, why in self.tried.items())
             raise PeerFailure(
                 f"rank {self.mine.rank} waited {self.timeout:g} s to join the group of {doors}. "
-                "Pass as join= the contact of a "
-                "member that runs, or a store that outlives the members"
+                "Pass as join= the contact of a member that runs, or a store that outlives the "
+                "members"
             )
         waited = [
             place for place in self._order() if place != self.here and place not in self.reports
@@ -263,9 +263,8 @@ class Agreement:
     def _excluded(self, place: str) -> Excluded:
         others = [each for each in self._order() if each != self.here]
         return Excluded(
-            f"rank {self.mine.rank}: the others went on without this rank, which was stopped, "
-            "cut off or too late. "
-            "group.reform(join=error.contact) takes it in again, as a newcomer.",
+            f"rank {self.mine.rank}: the others went on without this rank, which was stopped, cut "
+            "off or too late. group.reform(join=error.contact) takes it in again, as a newcomer.",
             ranks=self._ranks(others),
             contact=contact_of(place),
         )
@@ -319,8 +318,8 @@ class Agreement:
                     answer = call.look()
                     if answer == DIFFERS:
                         raise InvalidArgument(
-                            f"this process and the one at {contact_of(place)} are not of one "
-                            f"run: {GIVE_ALL}"
+                            f"this process and the one at {contact_of(place)} are not of one run: "
+                            f"{GIVE_ALL}"
                         )
                     if (
                         answer == GONE_ON
@@ -569,8 +568,7 @@ class Agreement:
             if overdue and self._final(lost):
                 text = (
                     f"{size - len(lost)} of {size} ranks are left, which is no majority: the "
-                    "others may go on elsewhere, so "
-                    f"these must not. {self._names(lost)}"
+                    f"others may go on elsewhere, so these must not. {self._names(lost)}"
                 )
                 self._end(NoQuorum, text, lost)
             return None
@@ -819,6 +817,6 @@ def _proposal(message: Message) -> Proposal:
 def _different(own: Message, other: Message) -> str:
     return (
         f"a rank has the objects {other['labels']} over its group, and those that it meets have "
-        f"{own['labels']}: construct the "
-        "same ones, in the same order, on every rank before they reform"
+        f"{own['labels']}: construct the same ones, in the same order, on every rank before they "
+        "reform"
     )

@@ -181,7 +181,6 @@ def require_same_kernels(transport: Transport, device: torch.device | str = "cpu
     found = "; ".join(f"ranks {of} have {int(number):0{_DIGITS}x}" for number, of in ranks.items())
     raise Mismatch(
         "ranks would compute different bits: the digests of their kernels' sources differ "
-        f"({found}). Install the same "
-        "version of commpress on every host, or the same checkout.",
+        f"({found}). Install the same version of commpress on every host, or the same checkout.",
         ranks=tuple(r for of in ranks.values() if of is not usual for r in of),
     )

@@ -61,8 +61,7 @@ def name_interface() -> str:
         if said is None or is_loopback(said[0]):
             log.warning(
                 "this host's name resolves to %s, which other hosts cannot reach: using the "
-                "interface %s (%s). "
-                "Set %s to choose another one",
+                "interface %s (%s). Set %s to choose another one",
                 said[0] if said else "no address",
                 name,
                 found[0],

@@ -62,8 +62,8 @@ _TOKEN = 16
 # kind, token, rank, epoch, the epoch that it may be of by now
 _GREETING = struct.Struct(f"<B{_TOKEN}sIQQ")
 GIVE_ALL = (
-    f"only one has the key of a run, or they have two. Set {VARIABLE} or {FILE} alike in "
-    "every process of the run"
+    f"only one has the key of a run, or they have two. Set {VARIABLE} or {FILE} alike in every "
+    "process of the run"
 )
 T = TypeVar("T")
 
@@ -344,9 +344,9 @@ class Meeting:
         except OSError as error:
             host, port, _ = self._places[peer].split(" ")
             raise PeerFailure(
-                f"rank {self.rank} cannot reach rank {peer} at {host} port {port} ({error}). "
-                "Every rank must be able to "
-                "connect to every other; GLOO_SOCKET_IFNAME names the network interface to use.",
+                f"rank {self.rank} cannot reach rank {peer} at {host} port {port} ({error}). Every "
+                "rank must be able to connect to every other; GLOO_SOCKET_IFNAME names the network "
+                "interface to use.",
                 ranks=(peer,),
             ) from error
 
@@ -383,8 +383,8 @@ class Meeting:
     def _absent(self, missing: tuple[int, ...]) -> PeerFailure:
         return PeerFailure(
             f"rank {self.rank}: ranks {list(missing)} did not connect in time: they died, are "
-            "stuck, or cannot reach "
-            f"{self.here.split(' ')[0]}; GLOO_SOCKET_IFNAME names the network interface to use.",
+            f"stuck, or cannot reach {self.here.split(' ')[0]}; GLOO_SOCKET_IFNAME names the "
+            "network interface to use.",
             ranks=missing,
         )
 

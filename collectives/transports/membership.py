@@ -80,8 +80,8 @@ def place_of(contact: str) -> str:
     """The door of a contact."""
     if not is_contact(contact):
         raise InvalidArgument(
-            f"join is {contact!r}, expected a member's group.contact, such as "
-            "'10.0.0.1:4711#<32 digits>', or a store"
+            f"join is {contact!r}, expected a member's group.contact, such as '10.0.0.1:4711#<32 "
+            "digits>', or a store"
         )
     where, _, token = contact.strip().rpartition("#")
     host, _, port = where.rpartition(":")
@@ -197,8 +197,8 @@ class Membership:
             others="the members have",
         )
         why = (
-            f"this process is unlike the members that it wants to join: {found}. Construct on "
-            "it what they have"
+            f"this process is unlike the members that it wants to join: {found}. Construct on it "
+            "what they have"
         )
         return why if found else ""
 

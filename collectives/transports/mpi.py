@@ -120,9 +120,8 @@ class MpiTransport:
         """The bytes of a tensor, where they lie."""
         if not tensor.is_contiguous() or tensor.numel() > LONGEST:
             raise InvalidArgument(
-                f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot "
-                "be sent by MPI, expected "
-                f"contiguous bytes, at most {LONGEST}: split it"
+                f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be "
+                f"sent by MPI, expected contiguous bytes, at most {LONGEST}: split it"
             )
         return (
             host_buffer(self.mpi, tensor)

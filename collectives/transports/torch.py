@@ -191,9 +191,8 @@ class TorchTransport:
         if different:
             peers = "; ".join(f"{self.peer(r)} sends {_row(rows[r])}" for r in different)
             raise Mismatch(
-                f"rank {self.rank} sends {_row(rows[self.rank])}, but {peers}. Every rank must "
-                "use the same codec, options "
-                "and model, and call collectives in the same order.",
+                f"rank {self.rank} sends {_row(rows[self.rank])}, but {peers}. Every rank must use "
+                "the same codec, options and model, and call collectives in the same order.",
                 ranks=different,
             )
 

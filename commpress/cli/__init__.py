@@ -14,8 +14,8 @@ from commpress import __version__
 from commpress.errors import CommpressError, InvalidArgument
 
 DESCRIPTION = (
-    "Train over slow networks: gradients travel in few bits, and what those leave out "
-    "is sent later."
+    "Train over slow networks: gradients travel in few bits, and what those leave out is sent "
+    "later."
 )
 LAUNCHED = """\
 'commpress probe' and all benchmarks but codec and io start local processes, or run on several

@@ -191,8 +191,8 @@ def draw(path: str, measured: list[ReducedSize]) -> None:
     plan = [m for m in measured if m.codec == first.codec]
     ratio = plan[-1].ratio
     title = (
-        f"One all-reduce among {first.ranks} ranks: {first.codec} ({ratio:.0f} times fewer "
-        "bytes) and torch's float32"
+        f"One all-reduce among {first.ranks} ranks: {first.codec} ({ratio:.0f} times fewer bytes) "
+        "and torch's float32"
     )
     with charts.chart(path, title, panels=2) as (time, gain):
         curves = {"torch, float32": [(m.size, m.fp32_seconds) for m in plan]}

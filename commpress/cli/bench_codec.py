@@ -215,8 +215,8 @@ def judge(figures: list[Figure]) -> list[tuple[str, bool]]:
         ),
         (
             f"two threads are {one.seconds / two.seconds:.2f}x one and reach "
-            f"{100 * two.of_copy / one.of_copy:.0f} % of "
-            "the share of a copy that one reaches, 80 % expected",
+            f"{100 * two.of_copy / one.of_copy:.0f} % of the share of a copy that one reaches, 80 "
+            "% expected",
             two.of_copy >= 0.8 * one.of_copy,
         ),
         (

@@ -178,9 +178,8 @@ def judge(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     return [
         (
             (
-                f"{r['verb']} at {show_bytes(r['chunk'])} is {100 * r['of_fio']:.0f} % of fio, "
-                "95 % "
-                "expected"
+                f"{r['verb']} at {show_bytes(r['chunk'])} is {100 * r['of_fio']:.0f} % of fio, 95 "
+                "% expected"
             ),
             r["of_fio"] >= ENOUGH,
         )
@@ -350,8 +349,8 @@ class Stored:
                 break
         else:
             raise InvalidArgument(
-                f"--size is {size}: with a power of two the store's files have a stretch of "
-                "that length"
+                f"--size is {size}: with a power of two the store's files have a stretch of that "
+                "length"
             )
 
     def write(self) -> float:

@@ -129,8 +129,8 @@ def bench(
         one.train(WARM + (Trial().steps if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())
     report(
-        f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of "
-        f"{load.steps} steps each"
+        f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} "
+        "steps each"
     )
     seconds, sent = training.timed(trainees, load)
     compute = seconds["compute"].median(1).values  # of each round

@@ -56,8 +56,7 @@ def report(found: dict[str, list[Finding]]) -> str:
     )
     lines = [
         f"commpress {__version__}, Python {platform.python_version()}, {platform.system()} "
-        f"{platform.release()}, "
-        f"{platform.machine()}, {processors} processors",
+        f"{platform.release()}, {platform.machine()}, {processors} processors",
         "packages: "
         + ", ".join(f"{name} {number}" for name in PACKAGES if (number := _installed(name))),
         "torch: " + "; ".join(_build()),

@@ -384,8 +384,8 @@ def _lines(chaos: Chaos, verdict: Verdict) -> Iterator[str]:
         return
     seconds, usual, steps = chaos.end - chaos.begin, verdict.usual, verdict.disturbed_steps
     yield (
-        f"goodput        {verdict.goodput:.1%}: {steps} steps in {seconds:.0f} s; undisturbed "
-        f"one in {usual:.3f} s"
+        f"goodput        {verdict.goodput:.1%}: {steps} steps in {seconds:.0f} s; undisturbed one "
+        f"in {usual:.3f} s"
     )
     yield f"participation  {verdict.participation:.1%} of {verdict.ranks} ranks"
     pauses = [pause.seconds for pause in verdict.pauses]
@@ -406,13 +406,13 @@ def _lines(chaos: Chaos, verdict: Verdict) -> Iterator[str]:
         else f"{lost} samples lost, {twice} used twice"
     )
     yield (
-        f"lost           {len(verdict.skipped)} steps, {len(verdict.repeated)} committed "
-        f"twice; {said}"
+        f"lost           {len(verdict.skipped)} steps, {len(verdict.repeated)} committed twice; "
+        f"{said}"
     )
     compared = verdict.hashed_steps
     yield (
-        f"weights        equal on all ranks after {compared - len(verdict.unequal)} of "
-        f"{compared} compared steps"
+        f"weights        equal on all ranks after {compared - len(verdict.unequal)} of {compared} "
+        "compared steps"
     )
 
 

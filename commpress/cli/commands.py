@@ -686,8 +686,8 @@ def bench_alltoall(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mpi", action="store_true", help="over MPI instead of Gloo; needs mpirun")
     option_groups.add_ranks(parser)
     check = (
-        "all routes deliver what the rival delivers: in every bit, or within the codec's "
-        "error; over MPI at 9/10 its speed"
+        "all routes deliver what the rival delivers: in every bit, or within the codec's error; "
+        "over MPI at 9/10 its speed"
     )
     option_groups.add_output(parser, check=check)
 
@@ -749,8 +749,8 @@ def bench_experts(parser: argparse.ArgumentParser) -> None:
     )
     option_groups.add_ranks(parser)
     check = (
-        "results are torch's and bytes between nodes the formula within 1 %; with --slow "
-        "speeds, too"
+        "results are torch's and bytes between nodes the formula within 1 %; with --slow speeds, "
+        "too"
     )
     option_groups.add_output(parser, check=check)
 

@@ -197,8 +197,8 @@ def headline(plan: list[Lane], parameters: int, network: SlowNetwork) -> str:
     width = max(len(name) for name in names)
     first = (
         f"{len(names)} ways to train the same GPT ({parameters / 1e6:.2g} M parameters, text: "
-        "Python's own source) take turns, "
-        f"{how_long} each: which has the lowest loss at the end? Network: {network.says}."
+        f"Python's own source) take turns, {how_long} each: which has the lowest loss at the end? "
+        f"Network: {network.says}."
     )
     return (
         f"{terminal.wrapped(first)}\n"
@@ -244,18 +244,16 @@ def _lanes(pool: LocalRanks, plan: list[Lane], ranks: int, network: SlowNetwork)
                 if losses and share * 4 >= said[0] + 1:
                     said[0] = int(share * 4)
                     live.said(
-                        f"{lane.name:<{widest}}  {100 * share:3.0f} %  {len(losses)} steps, "
-                        f"loss {_last(losses):.3f}, "
-                        f"{sent / 1e6:.1f} MB sent"
+                        f"{lane.name:<{widest}}  {100 * share:3.0f} %  {len(losses)} steps, loss "
+                        f"{_last(losses):.3f}, {sent / 1e6:.1f} MB sent"
                     )
 
             with network.limits(lane) as limited:
                 finish = race.time_it(pool, limited, ranks, show)
             finishes.append(finish)
             live.said(
-                f"{finish.name:<{widest}}  done   held-out loss {finish.held_out_loss:.3f} "
-                f"after {finish.seconds:.1f} s "
-                f"and {finish.steps} steps"
+                f"{finish.name:<{widest}}  done   held-out loss {finish.held_out_loss:.3f} after "
+                f"{finish.seconds:.1f} s and {finish.steps} steps"
             )
             live.show(lambda: list(map(_live, finishes)), now=True)
     return finishes
@@ -379,8 +377,8 @@ def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
         others = [name for name in ranked if not known[name].searched]
         each = "Each way" + (f" but {', '.join(others)}" if others else "")
         notes.append(
-            f"{each} has the best of two to four learning rates that were tried for it "
-            "(commpress demo --search)."
+            f"{each} has the best of two to four learning rates that were tried for it (commpress "
+            "demo --search)."
         )
     if len(groups[ranked[0]]) > 1:
         notes.append("Mean and standard deviation over seeds.")
@@ -405,9 +403,8 @@ def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
         else "Bytes are not told by this system."
     )
     notes.append(
-        f"{first.ranks} ranks of one thread share this machine's cores; one run of a way "
-        "differs from the next in the "
-        "last digits."
+        f"{first.ranks} ranks of one thread share this machine's cores; one run of a way differs "
+        "from the next in the last digits."
     )
     if FLOOR in ranked and ours is not None:
         above = loss_of(groups[ours]) - loss_of(groups[FLOOR])

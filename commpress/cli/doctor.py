@@ -162,8 +162,8 @@ def kernel_cache() -> Finding:
     tried = ", ".join(map(str, object_cache.folders()))
     what = f"compiled kernels are not kept: no folder of this user's alone can be written ({tried})"
     cure = (
-        "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that "
-        "nobody else may write to"
+        "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that nobody "
+        "else may write to"
     )
     return Finding("note", what, cure)
 
@@ -279,8 +279,8 @@ def own_name() -> list[Finding]:
             "GLOO_SOCKET_IFNAME=eth0, or mend /etc/hosts"
         )
         what = (
-            f"this machine's name is {address}: torch's Gloo offers others an address they "
-            "cannot reach"
+            f"this machine's name is {address}: torch's Gloo offers others an address they cannot "
+            "reach"
         )
         return [Finding("note", what, cure)]
     return [Finding("ok", f"this machine's name has an address ({address})")]
@@ -403,8 +403,8 @@ def numa(root: Path = SYS) -> list[Finding]:
         return [*found, Finding("ok", "one NUMA node: all memory is equally near")]
     parts = ", ".join(f"{node.name}: processors {read(node / 'cpulist')}" for node in nodes)
     cure = (
-        "one rank per node, bound to it: torchrun --numa-binding=node, mpirun --bind-to "
-        "numa, or numactl -N 0 -m 0"
+        "one rank per node, bound to it: torchrun --numa-binding=node, mpirun --bind-to numa, or "
+        "numactl -N 0 -m 0"
     )
     return [
         *found,
@@ -447,8 +447,8 @@ def locked() -> Finding:
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
         return Finding("ok", "memory can be pinned and registered without a limit")
     cure = (
-        "ulimit -l unlimited, for pinned host memory and registered buffers; without it both "
-        "are left out"
+        "ulimit -l unlimited, for pinned host memory and registered buffers; without it both are "
+        "left out"
     )
     return Finding("note", f"only {show_bytes(soft)} of memory can be locked", cure)
 
@@ -503,8 +503,8 @@ def clocks(root: Path = SYS) -> list[Finding]:
     )
     slow = step > 1e-6 or cost > 2e-6
     cure = (
-        "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource, where "
-        "tsc is stable"
+        "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource, where tsc is "
+        "stable"
     )
     return [Finding("note" if slow else "ok", what, cure if slow else ""), offset()]
 
@@ -535,8 +535,8 @@ def offset() -> Finding:
     """Error of the wall clock, as the kernel believes (adjtimex, read only): it orders traces of
     several machines."""
     cure = (
-        "start chronyd or systemd-timesyncd: traces of several machines are laid side by "
-        "side by this clock"
+        "start chronyd or systemd-timesyncd: traces of several machines are laid side by side by "
+        "this clock"
     )
     # struct timex: modes, offset, freq, maxerror, esterror, status, each in a long
     record = (ctypes.c_long * 64)()

@@ -72,8 +72,8 @@ def load_steps(ranks: Sequence[Sequence[StepMetrics]]) -> list[int]:
     if not found or not found[0] or any(steps != found[0] for steps in found):
         raise InvalidArgument(
             f"ranks have samples of {[len(steps) for steps in found]} steps, expected the same "
-            "steps of each, at least one: "
-            "make Metrics(experts=) with the same every= on all ranks, and gather what it gave"
+            "steps of each, at least one: make Metrics(experts=) with the same every= on all "
+            "ranks, and gather what it gave"
         )
     return found[0]
 

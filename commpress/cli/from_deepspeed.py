@@ -280,8 +280,7 @@ class Conversion:
         return [
             (
                 "# Yours: model, loader (batches of this rank) and loss_of(model, batch). The "
-                "model "
-                "is on its device, and has"
+                "model is on its device, and has"
             ),
             "# the same weights on every rank.",
             *plain,
@@ -388,9 +387,8 @@ class Conversion:
         """One of the 1-bit optimizers, which averages over the ranks itself."""
         if self.stage:
             self.notes.append(
-                f"zero_optimization.stage {self.stage}: DeepSpeed refuses it with {own}, and it "
-                "is left out. "
-                "ShardedOneBitAdam and ShardedZeroOneAdam divide the state"
+                f"zero_optimization.stage {self.stage}: DeepSpeed refuses it with {own}, and it is "
+                "left out. ShardedOneBitAdam and ShardedZeroOneAdam divide the state"
             )
         keywords = self.options(ADAM)
         if own == "ZeroOneAdam":
@@ -451,9 +449,8 @@ class Conversion:
         keywords["sync"] = DoublingIntervals(freeze + scaler, scaler, clipper)
         self.imports.add("from commpress.schedules import DoublingIntervals")
         self.notes.append(
-            f"var_freeze_step {freeze}: updates of the variance become ever rarer and never "
-            f"end; from step {freeze + scaler}, "
-            "where intervals exceed 1, they wait for the end of one"
+            f"var_freeze_step {freeze}: updates of the variance become ever rarer and never end; "
+            f"from step {freeze + scaler}, where intervals exceed 1, they wait for the end of one"
         )
 
     def replicated(self, torchs: str, keywords: dict[str, Any]) -> None:

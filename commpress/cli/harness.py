@@ -60,8 +60,8 @@ def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
     """From the smallest to the largest by a factor."""
     if not 4 <= options.min_bytes <= options.max_bytes or options.factor < 2:
         raise InvalidArgument(
-            f"expected 4 <= --min-bytes <= --max-bytes and --factor >= 2, "
-            f"got {options.min_bytes}, {options.max_bytes} and {options.factor}"
+            f"expected 4 <= --min-bytes <= --max-bytes and --factor >= 2, got {options.min_bytes}, "
+            f"{options.max_bytes} and {options.factor}"
         )
     sizes = [options.min_bytes]
     while sizes[-1] * options.factor <= options.max_bytes:

@@ -242,10 +242,9 @@ class Hosts:
         if holder.stdout.readline().strip() != "up":
             why = holder.stderr.read().strip().splitlines()
             raise HostsUnavailable(
-                f"no namespaces for {name}: {why[-1] if why else 'no answer'}. Run as root, or "
-                "let users have namespaces "
-                "(sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-                "kernel.apparmor_restrict_unprivileged_userns)"
+                f"no namespaces for {name}: {why[-1] if why else 'no answer'}. Run as root, or let "
+                "users have namespaces (sysctl user.max_user_namespaces, "
+                "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)"
             )
         holder.stderr.close()
 

@@ -150,8 +150,8 @@ def check_file(name: str, path: str | None) -> None:
         or not os.access(path if os.path.exists(path) else folder, os.W_OK)
     ):
         raise InvalidArgument(
-            f"--{name} is {path!r}, expected the name of a file in a folder that is there and "
-            "can be written"
+            f"--{name} is {path!r}, expected the name of a file in a folder that is there and can "
+            "be written"
         )
 
 
@@ -216,8 +216,8 @@ def add_topology(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NODES",
         help=(
-            "nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher "
-            "says (default auto)"
+            "nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says "
+            "(default auto)"
         ),
     )
 
@@ -285,8 +285,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         metavar="D",
         help=(
-            "cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, "
-            "as 900GB/s (default cpu)"
+            "cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, as "
+            "900GB/s (default cpu)"
         ),
     )
     group.add_argument(

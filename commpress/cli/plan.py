@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
     faster, more = advised(found, recommended(found, ways))
     if faster.seconds < 0.97 * chosen.seconds and not (local and faster.local):
         terminal.say(
-            f"with --allow {LOCAL if faster.local else faster.codec}, which may change the "
-            f"loss: {more}"
+            f"with --allow {LOCAL if faster.local else faster.codec}, which may change the loss: "
+            f"{more}"
         )
     print(f"\n    {call_of(best)}\n\nsaved: {options.out}")
     title = f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks"
@@ -108,8 +108,8 @@ def per_layer(path: str, ranks: int, uniform: str) -> Assignment:
         for k, v in gradients.items()
     ):
         raise InvalidArgument(
-            f"{path} holds no {{parameter name: gradient}}: save "
-            f"{{n: p.grad for n, p in model.named_parameters()}}"
+            f"{path} holds no {{parameter name: gradient}}: save {{n: p.grad for n, p in "
+            f"model.named_parameters()}}"
         )
     return assign(gradients, ranks=ranks, uniform=uniform)
 

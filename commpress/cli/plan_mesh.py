@@ -69,8 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.experts and not work.has_experts:
         raise InvalidArgument(
             f"--experts is {options.experts}, but no parameter of the model is named after "
-            "experts: give its --config, or "
-            "leave --experts out"
+            "experts: give its --config, or leave --experts out"
         )
     memory = cluster_options.memory_of(options.memory)
     if memory.keys() - {"device"}:
@@ -192,8 +191,8 @@ def why(best: MeshStep, found: list[MeshStep]) -> str:
     faster = [step for step in found if step.fits and step.seconds < best.seconds]
     if faster:
         text += (
-            f"; {faster[0].grid} would take {1e3 * faster[0].seconds:.4g} ms with more "
-            "kinds of parallelism"
+            f"; {faster[0].grid} would take {1e3 * faster[0].seconds:.4g} ms with more kinds of "
+            "parallelism"
         )
     if alone is not None and alone is not best:
         text += f"; {alone.grid} takes {1e3 * alone.seconds:.4g} ms, {heaviest(alone, best)}"

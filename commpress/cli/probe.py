@@ -70,14 +70,13 @@ def run(options: argparse.Namespace) -> int:
     terminal.show(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows)
     if (stack := links.stack) is not None:
         print(
-            f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed "
-            f"all-reduce {1e6 * stack.reduce:.0f}, "
-            f"torch's {1e6 * stack.ring:.0f}"
+            f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce "
+            f"{1e6 * stack.reduce:.0f}, torch's {1e6 * stack.ring:.0f}"
         )
         print(
-            f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns "
-            "for a byte at each end, "
-            f"{1e6 * stack.reduce_core:.0f} us for a rank's compressed all-reduce"
+            f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for "
+            f"a byte at each end, {1e6 * stack.reduce_core:.0f} us for a rank's compressed "
+            "all-reduce"
         )
         print(
             f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, "

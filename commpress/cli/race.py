@@ -53,8 +53,8 @@ class Course:
         ):
             raise InvalidArgument(
                 f"got --width {self.width}, --layers {self.layers}, --length {self.length} and "
-                f"--batch {self.batch}, expected "
-                "a width that 4 heads share, and a model and batches that one core trains"
+                f"--batch {self.batch}, expected a width that 4 heads share, and a model and "
+                "batches that one core trains"
             )
         if not 0 < self.seconds < float("inf"):
             raise InvalidArgument(f"--seconds is {self.seconds:g}, expected more than 0")

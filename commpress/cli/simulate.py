@@ -137,8 +137,8 @@ def experts(options: argparse.Namespace) -> int:
         for r in rows
     ]
     what = (
-        f"{options.tokens} tokens of width {options.width} a rank, "
-        f"{options.experts_per_token} experts each"
+        f"{options.tokens} tokens of width {options.width} a rank, {options.experts_per_token} "
+        "experts each"
     )
     print(
         f"{what}, {cluster.size} ranks: a layer's routing, dispatch and combine, and their "
@@ -153,8 +153,8 @@ def on_a_grid(options: argparse.Namespace, ways: list[str]) -> int:
     cluster, grid = cluster_options.cluster_of(options), grid_of(options.grid)
     if grid.size != cluster.size:
         raise InvalidArgument(
-            f"--grid {grid} has {grid.size} ranks and the nodes have {cluster.size}: they must "
-            "be as many"
+            f"--grid {grid} has {grid.size} ranks and the nodes have {cluster.size}: they must be "
+            "as many"
         )
     if not options.compute_ms or options.compute_ms < 0:
         raise InvalidArgument(

@@ -186,8 +186,8 @@ def _end(group: list[float]) -> float:
 def _frame(title: str, size: tuple[int, int]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
-        f'width="{size[0]}" height="{size[1]}" '
-        f'{FONT} role="img" aria-label="{escape(title)}">\n<rect width="100%" height="100%" '
+        f'width="{size[0]}" height="{size[1]}" {FONT} role="img" '
+        f'aria-label="{escape(title)}">\n<rect width="100%" height="100%" '
         'fill="white"/>\n' + _text(20, 32, title, size=16, weight=600)
     )
 

@@ -80,8 +80,8 @@ class TernaryCodec(_Kernel):
         _check_block(self.block, row=False)
         if self.clip and not 0.1 <= self.clip <= 100:
             raise InvalidArgument(
-                f"clip is {self.clip!r}, expected 0 for none or a number from 0.1 to 100, such "
-                "as 2.5"
+                f"clip is {self.clip!r}, expected 0 for none or a number from 0.1 to 100, such as "
+                "2.5"
             )
         if self.mean not in MEANS:
             raise InvalidArgument(
@@ -210,8 +210,8 @@ class TopKCodec(_Kernel):
         _check_block(self.block, row=False)
         if not 1 / self.block <= self.density <= 1:
             raise InvalidArgument(
-                f"density is {self.density!r}, expected a share from 1/{self.block} (one "
-                "element per block) to 1"
+                f"density is {self.density!r}, expected a share from 1/{self.block} (one element "
+                "per block) to 1"
             )
 
     @property

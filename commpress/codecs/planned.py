@@ -57,8 +57,8 @@ class Planned:
             )
         if self.min_numel < 0 or not self.bucket_mb > 0:
             raise InvalidArgument(
-                f"a plan has min_numel {self.min_numel} and bucket_mb {self.bucket_mb}, "
-                "expected positive numbers"
+                f"a plan has min_numel {self.min_numel} and bucket_mb {self.bucket_mb}, expected "
+                "positive numbers"
             )
 
     @property

@@ -144,13 +144,11 @@ def _try(name: str, codec: PlainCodec) -> None:
         ):
             raise InvalidArgument(
                 f"codec {name!r} made {tuple(codes.shape)} {codes.dtype} of {numel} values, "
-                f"expected up to row_bytes({width}), "
-                f"{size}, of torch.uint8"
+                f"expected up to row_bytes({width}), {size}, of torch.uint8"
             )
         back = codec.decode(torch.nn.functional.pad(codes, (0, size - codes.numel())), numel)
         if back.shape != (numel,) or back.dtype != torch.float32 or not torch.isfinite(back).all():
             raise InvalidArgument(
                 f"codec {name!r} made {tuple(back.shape)} {back.dtype} of the codes of {numel} "
-                "values, expected finite "
-                f"torch.float32 of shape ({numel},)"
+                f"values, expected finite torch.float32 of shape ({numel},)"
             )

@@ -32,8 +32,8 @@ class SparseCodec:
     def __post_init__(self) -> None:
         if not 1 / BLOCK <= self.density <= 1 / 2:
             raise InvalidArgument(
-                f"density is {self.density!r}, expected a share from 1/{BLOCK} to 1/2: what "
-                "keeps more is no sparse codec"
+                f"density is {self.density!r}, expected a share from 1/{BLOCK} to 1/2: what keeps "
+                "more is no sparse codec"
             )
         if self.bits not in range(1, 5):
             raise InvalidArgument(

@@ -68,8 +68,7 @@ def recut(
     if head["schedule"].get("held"):
         raise StateMismatch(
             f"the states were saved {head['schedule']['held']} steps into a window: call "
-            "optimizer.synchronize() before "
-            "elastic_state_dict() to go on with other shards"
+            "optimizer.synchronize() before elastic_state_dict() to go on with other shards"
         )
     _check(mine, names, firsts)
     every = [optimizer.states.tensors_of(column) for column in columns.values()]
@@ -116,8 +115,8 @@ def _first(column: Sequence[dict[str, Any]]) -> dict[str, Any]:
     size = column[0]["commpress"]["quantized"]["size"]
     if not found or len({state["commpress"]["quantized"]["rank"] for state in column}) < size:
         raise StateMismatch(
-            f"of {size} ranks with the same shards {len(column)} states were given: pass those "
-            "of all ranks"
+            f"of {size} ranks with the same shards {len(column)} states were given: pass those of "
+            "all ranks"
         )
     return found[0]
 
@@ -129,8 +128,7 @@ def _check(mine: Sequence[Box], names: Sequence[str], firsts: Sequence[dict[str,
         if shapes != {tuple(box["shape"])}:
             raise StateMismatch(
                 f"the state holds parameter {name!r} with shape {shapes}, expected "
-                f"{tuple(box['shape'])}: load the state of "
-                "this model"
+                f"{tuple(box['shape'])}: load the state of this model"
             )
         different = {(tuple(each[i]["begin"]), tuple(each[i]["size"])) for each in boxes}
         there = sum(prod(size) for _, size in different)

@@ -148,9 +148,9 @@ def check_step(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]
     steps = sorted({int(part["step"]) for part in parts})
     if steps != [optimizer.steps_done]:
         raise StateMismatch(
-            f"what ranks have apart from each other is of step {', '.join(map(str, steps))}, "
-            "what was loaded before is of step "
-            f"{optimizer.steps_done}: load the states of one checkpoint"
+            f"what ranks have apart from each other is of step {', '.join(map(str, steps))}, what "
+            f"was loaded before is of step {optimizer.steps_done}: load the states of one "
+            "checkpoint"
         )
 
 
@@ -184,9 +184,8 @@ def own_in(
     if sizes != [transport.size] or "own" not in mine[0]:
         raise StateMismatch(
             f"the state of {sizes} ranks has nothing of {optimizer.own.flat.names[0]!r}, which "
-            "lies on this rank of "
-            f"{transport.size} alone: load this rank's own state_dict(), on as many ranks as "
-            "saved it"
+            f"lies on this rank of {transport.size} alone: load this rank's own state_dict(), on "
+            "as many ranks as saved it"
         )
     found: dict[str, Any] = mine[0]["own"]
     optimizer.own.check(found)
@@ -204,9 +203,8 @@ def check_closed(parts: Sequence[dict[str, Any]], size: int) -> None:
     if len(parts) > 1 and of["kind"] == "exact" and parts[0]["schedule"].get("held"):
         raise StateMismatch(
             f"the states of {of['size']} ranks were saved {parts[0]['schedule']['held']} steps "
-            "into a window, in which ranks "
-            f"differ, and {size} go on: call optimizer.synchronize() before state_dict(), or "
-            "save with elastic_state_dict()"
+            f"into a window, in which ranks differ, and {size} go on: call optimizer.synchronize() "
+            "before state_dict(), or save with elastic_state_dict()"
         )
 
 
@@ -216,9 +214,8 @@ def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
     )
     if sizes != mine:
         raise StateMismatch(
-            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the "
-            "state of this model, after "
-            "add_param_group for groups that came late"
+            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state "
+            "of this model, after add_param_group for groups that came late"
         )
 
 
@@ -226,9 +223,9 @@ def check_entries(state: Mapping[str, Any], entries: Iterable[str], what: str) -
     missing = [entry for entry in entries if entry not in state]
     if missing:
         raise StateMismatch(
-            f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or "
-            "of another version of commpress. "
-            "Load all that state_dict() or elastic_state_dict() of this version gave"
+            f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or of "
+            "another version of commpress. Load all that state_dict() or elastic_state_dict() of "
+            "this version gave"
         )
 
 
@@ -242,11 +239,9 @@ def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) ->
 def other_dtype(name: str, parameter: torch.Tensor, *, was: str) -> StateMismatch:
     """The error for a parameter whose float32 master one side has and the other has not."""
     return StateMismatch(
-        f"parameter {name!r} is {parameter.dtype}, and was {was} when the state was saved: give "
-        "it that dtype before its "
-        "optimizer is made. peft turns half-precision adapters into float32 where it makes or "
-        "loads them, unless "
-        "autocast_adapter_dtype=False is given"
+        f"parameter {name!r} is {parameter.dtype}, and was {was} when the state was saved: give it "
+        "that dtype before its optimizer is made. peft turns half-precision adapters into float32 "
+        "where it makes or loads them, unless autocast_adapter_dtype=False is given"
     )
 
 
@@ -309,10 +304,8 @@ def _residuals(
         if of["size"] > 1:  # one rank alone owes nothing
             log.warning(
                 "the loaded state is of rank %d of %d, this is rank %d of %d: what compression "
-                "left behind here starts from "
-                "zero, unless a callback of commpress loads it next. Load each rank's own "
-                "state_dict(), or all ranks' to "
-                "change the world size",
+                "left behind here starts from zero, unless a callback of commpress loads it next. "
+                "Load each rank's own state_dict(), or all ranks' to change the world size",
                 of["rank"],
                 of["size"],
                 mine.rank,
@@ -376,9 +369,8 @@ def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) ->
         }
         if len(steps) > 1:
             raise StateMismatch(
-                f"the parameters of group {number} have taken {sorted(steps)} steps, expected "
-                "one number for all: give those "
-                "that began late a group of their own"
+                f"the parameters of group {number} have taken {sorted(steps)} steps, expected one "
+                "number for all: give those that began late a group of their own"
             )
         counts.append(steps.pop() if steps else 0)
     every = max(counts)

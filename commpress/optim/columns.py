@@ -134,9 +134,9 @@ def columns_over(
     check_cut(cut, process_group)
     if agree_over is None:
         raise InvalidArgument(
-            f"parameter {cut[0][0]!r} is a DTensor and agree_over is None: ranks with other "
-            "shards of it would skip steps, "
-            "freeze and thaw apart. Pass the whole mesh, as in agree_over=mesh"
+            f"parameter {cut[0][0]!r} is a DTensor and agree_over is None: ranks with other shards "
+            "of it would skip steps, freeze and thaw apart. Pass the whole mesh, as in "
+            "agree_over=mesh"
         )
     return Columns(cut[0][1].device_mesh, timeout=timeout)
 
@@ -149,34 +149,30 @@ def check_cut(cut: Sequence[tuple[str, Any]], process_group: Any) -> None:
     if process_group is None:
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
-            "parallelism), and process_group is "
-            "None, which means all ranks: pass the ranks that have the same part, as in "
-            "process_group=mesh['dp'].get_group(). "
-            "With fully_shard use torch's own optimizer and commpress.compress_fsdp(model)"
+            "parallelism), and process_group is None, which means all ranks: pass the ranks that "
+            "have the same part, as in process_group=mesh['dp'].get_group(). With fully_shard use "
+            "torch's own optimizer and commpress.compress_fsdp(model)"
         )
     for other, parameter in cut:
         if parameter.device_mesh != mesh:
             raise InvalidArgument(
-                f"parameters are DTensors on several meshes, {name!r} on {mesh} and {other!r} "
-                f"on {parameter.device_mesh}: "
-                "make an optimizer for each"
+                f"parameters are DTensors on several meshes, {name!r} on {mesh} and {other!r} on "
+                f"{parameter.device_mesh}: make an optimizer for each"
             )
         odd = [
             p for p in parameter.placements if not p.is_replicate() and type(p).__name__ != "Shard"
         ]
         if odd:
             raise InvalidArgument(
-                f"parameter {other!r} is a DTensor placed {parameter.placements}, expected "
-                "Shard and Replicate: under "
-                "fully_shard use torch's own optimizer and commpress.compress_fsdp(model)"
+                f"parameter {other!r} is a DTensor placed {parameter.placements}, expected Shard "
+                "and Replicate: under fully_shard use torch's own optimizer and "
+                "commpress.compress_fsdp(model)"
             )
     shared = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks_of(process_group)))
     if len(shared) > 1:
         raise InvalidArgument(
-            f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks "
-            f"{shared} of that mesh, which have "
-            "other parts of it, or gradients that torch has averaged: pass the ranks that have "
-            "the same part, as in "
-            "process_group=mesh['dp'].get_group(), and with fully_shard use "
-            "commpress.compress_fsdp(model)"
+            f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks {shared} "
+            "of that mesh, which have other parts of it, or gradients that torch has averaged: "
+            "pass the ranks that have the same part, as in process_group=mesh['dp'].get_group(), "
+            "and with fully_shard use commpress.compress_fsdp(model)"
         )

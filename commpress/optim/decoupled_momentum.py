@@ -188,9 +188,8 @@ class DeMo(FixedGroups):
         if len(every) > 1 and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             warn_on_first(
                 self.channel.rank,
-                "gradients are the same in every bit on all ranks: somebody averaged them "
-                "already, so DeMo saves nothing. "
-                "Leave DistributedDataParallel out",
+                "gradients are the same in every bit on all ranks: somebody averaged them already, "
+                "so DeMo saves nothing. Leave DistributedDataParallel out",
             )
 
     def _accumulate(self) -> None:
@@ -316,17 +315,16 @@ class DeMo(FixedGroups):
         head = state_dict.get("demo", {})
         if head.get("format") != FORMAT:
             raise StateMismatch(
-                "expected what DeMo.state_dict() or elastic_state_dict() gave, format "
-                f"{FORMAT}: this is not. "
-                "torch.distributed.checkpoint.state_dict leaves a part of it out: save it with "
-                "torch.save, on each rank its own"
+                f"expected what DeMo.state_dict() or elastic_state_dict() gave, format {FORMAT}: "
+                "this is not. torch.distributed.checkpoint.state_dict leaves a part of it out: "
+                "save it with torch.save, on each rank its own"
             )
         mine = self.channel.rank, self.channel.size
         if head["kind"] == "exact" and (head["rank"], head["size"]) != mine:
             raise StateMismatch(
                 f"the state was saved by rank {head['rank']} of {head['size']}, this is rank "
-                f"{mine[0]} of {mine[1]}: load each "
-                "rank's own, or to change the world size save with elastic_state_dict()"
+                f"{mine[0]} of {mine[1]}: load each rank's own, or to change the world size save "
+                "with elastic_state_dict()"
             )
         self._take_state(state_dict)
         self.steps_done = int(head["steps"])

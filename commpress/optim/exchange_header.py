@@ -70,17 +70,14 @@ def check_same(headers: Sequence[ExchangeHeader], *, shared: bool) -> None:
     if different and shared:
         raise Mismatch(
             f"the shared weights of ranks {list(different)} differ from those of rank 0 at "
-            f"exchange {number} (fragment "
-            f"{fragment}). Start every rank from the same weights, load checkpoints of one "
-            "step, and give all ranks the same "
-            "inner parameters.",
+            f"exchange {number} (fragment {fragment}). Start every rank from the same weights, "
+            "load checkpoints of one step, and give all ranks the same inner parameters.",
             ranks=different,
         )
     if different:
         raise Mismatch(
             f"ranks {list(different)} are not where rank 0 is: exchange {number}, fragment "
-            f"{fragment}, or would draw other "
-            "partners. Load checkpoints of one step, and give all ranks the same inner "
-            "parameters and the same seed.",
+            f"{fragment}, or would draw other partners. Load checkpoints of one step, and give all "
+            "ranks the same inner parameters and the same seed.",
             ranks=different,
         )

@@ -27,9 +27,9 @@ class Flat:
             check_parameter(name, p, cut=True)
             if p.device != self.device:
                 raise InvalidArgument(
-                    f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: "
-                    "all parameters of one optimizer "
-                    "must be on one device, make one optimizer per device"
+                    f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: all "
+                    "parameters of one optimizer must be on one device, make one optimizer per "
+                    "device"
                 )
         self.index = {id(p): i for i, p in enumerate(parameters)}
         twice = next(
@@ -48,9 +48,9 @@ class Flat:
         if len(set(names)) < len(names):
             alike = next(name for i, name in enumerate(names) if name in names[:i])
             raise InvalidArgument(
-                f"two parameters are called {alike!r}, and what compression leaves behind is "
-                "kept by name: pass named "
-                "parameters under the names that the whole model gives them, or all without names"
+                f"two parameters are called {alike!r}, and what compression leaves behind is kept "
+                "by name: pass named parameters under the names that the whole model gives them, "
+                "or all without names"
             )
         shards = [local(p) for p in parameters]
         self.shapes = [shard.shape for shard in shards]  # of what this rank has
@@ -125,9 +125,9 @@ class Flat:
             moved = i not in shadowed and p.data_ptr() != self.weights[i].data_ptr()
             if p.device != self.device or p.dtype != dtype or (moved and not p.is_contiguous()):
                 raise InvalidArgument(
-                    f"parameter {self.names[i]!r} is now {p.dtype} on {p.device}, it was "
-                    f"{dtype} on {self.device}: "
-                    "construct the optimizer after moving or converting the model"
+                    f"parameter {self.names[i]!r} is now {p.dtype} on {p.device}, it was {dtype} "
+                    f"on {self.device}: construct the optimizer after moving or converting the "
+                    "model"
                 )
             if moved:
                 self.weights[i] = p

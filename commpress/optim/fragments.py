@@ -226,9 +226,8 @@ def cut(
     parts = [[id(p) for p in part if id(p) in of or p.requires_grad] for part in fragments]
     if sorted(one for part in parts for one in part) != sorted(of) or not all(parts):
         raise InvalidArgument(
-            "fragments do not hold each trained parameter of inner once: every list must, and "
-            "no other. For streamed "
-            "parameters give a number"
+            "fragments do not hold each trained parameter of inner once: every list must, and no "
+            "other. For streamed parameters give a number"
         )
     return [[of[one] for one in part] for part in parts]
 

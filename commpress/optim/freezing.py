@@ -33,8 +33,8 @@ class FreezingOptimizer(CompressedOptimizer):
         ):
             raise InvalidArgument(
                 f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks "
-                "that communicate would freeze "
-                "its variance at a step of its own. Pass a number of steps"
+                "that communicate would freeze its variance at a step of its own. Pass a number of "
+                "steps"
             )
         # the end of the warm-up; each tensor has a time of its own
         self.frozen_at: int | None = None
@@ -113,12 +113,10 @@ class FreezingOptimizer(CompressedOptimizer):
             partial = sum(v.numel() for v in self.variances()) < self._flat.numel
             warn_on_first(
                 0 if partial else self.channel.rank,
-                "step %d: the variance freezes, but gradients have changed in size: in the "
-                "second half of these steps their "
-                "mean square was %s of that in the first%s. Under a variance that does not hold "
-                "steps are too long or too "
-                "short. Choose warmup_steps so that half of them come after the learning rate "
-                "has risen, or 'auto'",
+                "step %d: the variance freezes, but gradients have changed in size: in the second "
+                "half of these steps their mean square was %s of that in the first%s. Under a "
+                "variance that does not hold steps are too long or too short. Choose warmup_steps "
+                "so that half of them come after the learning rate has risen, or 'auto'",
                 self.steps_done,
                 ", ".join(f"{ratio:.2g} times ({self.tensors.name(i)})" for i, ratio in found[:3]),
                 f", and in {len(found) - 3} more tensors" if len(found) > 3 else "",
@@ -128,8 +126,7 @@ class FreezingOptimizer(CompressedOptimizer):
         warn_on_first(
             self.channel.rank,
             "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact "
-            "steps from here, and freezes "
-            "again after %d of them",
+            "steps from here, and freezes again after %d of them",
             self.steps_done,
             ", ".join(map(self.tensors.name, indices)),
             self.patience,

@@ -21,8 +21,7 @@ from commpress.torch_private import ENDLESS, adam
 HELD: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → who holds it
 OTHER_OPTIMIZERS = (
     "train them with OneBitAdam or ZeroOneAdam, or with an optimizer of torch, to which "
-    "commpress.moe.held_parameters(model) "
-    "gives them"
+    "commpress.moe.held_parameters(model) gives them"
 )
 NORMS = (torch._foreach_norm, torch.linalg.vector_norm)
 # who asks for the norm of all
@@ -65,11 +64,10 @@ def is_held(name: str, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
     # else these are other sets of such ranks
     if strangers and len(others) + 1 != len(held.divided) * len(held.holders):
         raise InvalidArgument(
-            f"parameter {name!r} is of experts divided among ranks {list(held.divided)}, and "
-            f"ranks {strangers} train with "
-            "them: nobody would average what these have of the same experts. Pass replicas= to "
-            "parallelise or Experts, the "
-            "group of the ranks that hold the same experts as this one"
+            f"parameter {name!r} is of experts divided among ranks {list(held.divided)}, and ranks "
+            f"{strangers} train with them: nobody would average what these have of the same "
+            "experts. Pass replicas= to parallelise or Experts, the group of the ranks that hold "
+            "the same experts as this one"
         )
     return True
 
@@ -81,10 +79,9 @@ def refuse_averaging(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[
     if found:
         raise InvalidArgument(
             f"DistributedDataParallel has {found[0]!r}, of experts that are divided among its "
-            f"ranks ({len(found)} such): it "
-            "gives all ranks those of rank 0 and averages different ones. Call "
-            "commpress.moe.parallelise(model) on the very "
-            "module that is wrapped, before it is"
+            f"ranks ({len(found)} such): it gives all ranks those of rank 0 and averages different "
+            "ones. Call commpress.moe.parallelise(model) on the very module that is wrapped, "
+            "before it is"
         )
 
 
@@ -118,12 +115,11 @@ class HeldGradient(torch.Tensor):
         if func in NORMS and _clips(sys._getframe(1)):
             raise InvalidArgument(
                 "torch's clip_grad_norm_ was given gradients of experts that are divided among "
-                "ranks: it knows those of this "
-                "rank only, and would multiply what all ranks hold alike by another factor on "
-                "each. Call "
+                "ranks: it knows those of this rank only, and would multiply what all ranks hold "
+                "alike by another factor on each. Call "
                 "commpress.moe.clip_grad_norm_(model.parameters(), max_norm) in its place; with "
-                "Lightning and Accelerate leave "
-                "their clipping off (gradient_clip_val=None) and call it before optimizer.step()"
+                "Lightning and Accelerate leave their clipping off (gradient_clip_val=None) and "
+                "call it before optimizer.step()"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -254,10 +250,9 @@ class HeldAdam:
             if shapes != {key: tuple(value.shape) for key, value in own.items()}:
                 raise StateMismatch(
                     f"the state has {shapes or 'nothing'} of {name!r}, which lies on this rank "
-                    "alone, expected "
-                    f"{ {key: tuple(value.shape) for key, value in own.items()} }: load this "
-                    "rank's own state, on as many "
-                    "ranks as saved it, with the same experts on each"
+                    f"alone, expected { {key: tuple(value.shape) for key, value in own.items()} }: "
+                    "load this rank's own state, on as many ranks as saved it, with the same "
+                    "experts on each"
                 )
 
     def load(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:

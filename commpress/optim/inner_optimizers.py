@@ -154,8 +154,7 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
             )
             raise InvalidArgument(
                 f"inner has {what} when LocalUpdates was made (add_param_group, or layers that "
-                "were unfrozen): call drain(), "
-                "and make a new LocalUpdates"
+                "were unfrozen): call drain(), and make a new LocalUpdates"
             )
 
     def check_unaveraged(self) -> None:
@@ -172,15 +171,13 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: in
         what = type(optimizer).__name__
         if isinstance(optimizer, WindowedOptimizer | Masha):
             raise InvalidArgument(
-                f"inner is {what}, which goes apart from its ranks and comes back by itself: "
-                "use OneBitAdam within a node, or "
-                "an optimizer of torch"
+                f"inner is {what}, which goes apart from its ranks and comes back by itself: use "
+                "OneBitAdam within a node, or an optimizer of torch"
             )
         if warmup and isinstance(optimizer, WeightHolder):
             raise InvalidArgument(
                 f"warmup is {warmup}, and inner is {what}, whose gradients are not in "
-                "parameter.grad when it steps: leave "
-                "warmup= out"
+                "parameter.grad when it steps: leave warmup= out"
             )
         masters = (
             isinstance(optimizer, CompressedOptimizer)
@@ -189,15 +186,14 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: in
         )
         if isinstance(optimizer, ShardedOptimizer) or masters:
             raise InvalidArgument(
-                f"inner is {what} with float32 master weights beside the parameters, which "
-                "would not follow Θ: use "
-                "commpress.Partitioned, or float32 parameters and no sharding"
+                f"inner is {what} with float32 master weights beside the parameters, which would "
+                "not follow Θ: use commpress.Partitioned, or float32 parameters and no sharding"
             )
     if isinstance(every, Seconds) and optimizers.together:
         raise InvalidArgument(
             f"every is {every!r}, but the ranks inside a group train together (shards, or "
-            "gradients that are averaged) and "
-            "must count steps alike: give a number of steps or commpress.QSR"
+            "gradients that are averaged) and must count steps alike: give a number of steps or "
+            "commpress.QSR"
         )
 
 
@@ -206,9 +202,8 @@ def check_hidden(optimizers: InnerOptimizers, every: "Sync | Seconds") -> None:
     share no headers."""
     if isinstance(every, Hidden) and optimizers.communicate:
         raise InvalidArgument(
-            "every is 'auto', but inner communicates in every step with ranks that have "
-            "exchanges of their own, and they must "
-            "count steps alike: give a number of steps or commpress.QSR"
+            "every is 'auto', but inner communicates in every step with ranks that have exchanges "
+            "of their own, and they must count steps alike: give a number of steps or commpress.QSR"
         )
 
 
@@ -224,10 +219,8 @@ def check_ranks(optimizers: InnerOptimizers, channel: Channel) -> None:
         if isinstance(inner, Channel) and inner.shares_ranks(channel):
             raise InvalidArgument(
                 f"inner is {type(optimizer).__name__} over the ranks between which LocalUpdates "
-                "averages: it averages their "
-                f"gradients in every step, so nothing would be saved. {BETWEEN}give the "
-                "optimizer (or stream) the ranks "
-                "inside a node as process_group="
+                "averages: it averages their gradients in every step, so nothing would be saved. "
+                f"{BETWEEN}give the optimizer (or stream) the ranks inside a node as process_group="
             )
     for p in optimizers.parameters:
         mesh = _mesh(p)
@@ -257,10 +250,9 @@ def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
                 and any(id(p) in mine for p in each.parameters())
             ):
                 raise InvalidArgument(
-                    "the model is wrapped in DistributedDataParallel, which averages gradients "
-                    "at every step: nothing would "
-                    "be saved. Leave the wrapper out, or call commpress.keep_local(ddp) before "
-                    "the first backward"
+                    "the model is wrapped in DistributedDataParallel, which averages gradients at "
+                    "every step: nothing would be saved. Leave the wrapper out, or call "
+                    "commpress.keep_local(ddp) before the first backward"
                 )
 
 

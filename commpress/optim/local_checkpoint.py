@@ -77,8 +77,8 @@ def load_common(local: "LocalUpdates", state: dict[str, Any]) -> None:
     ):
         raise StateMismatch(
             f"expected what LocalUpdates.shared_state() gave, format {FORMAT}, of "
-            f"{len(local.inner)} inner optimizers; this is "
-            f"of format {state.get('format')!r} and kind {state.get('kind')!r}"
+            f"{len(local.inner)} inner optimizers; this is of format {state.get('format')!r} and "
+            f"kind {state.get('kind')!r}"
         )
     shared = _shared_of(local, [state])
     _forget_flight(local)
@@ -164,8 +164,8 @@ def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
         if state.get("format") != FORMAT or state.get("kind") not in ("exact", "elastic"):
             raise StateMismatch(
                 "expected what LocalUpdates.state_dict() or elastic_state_dict() gave, format "
-                f"{FORMAT}; this is of format "
-                f"{state.get('format')!r} and kind {state.get('kind')!r}"
+                f"{FORMAT}; this is of format {state.get('format')!r} and kind "
+                f"{state.get('kind')!r}"
             )
     is_exact, transport = states[0]["kind"] == "exact", local.channel.transport
     states = _own(local, states) if is_exact else states
@@ -207,16 +207,13 @@ def _own(local: "LocalUpdates", states: list[dict[str, Any]]) -> list[dict[str, 
     ):
         raise StateMismatch(
             f"the state was saved by rank {rank} of {size} in the middle of a round, in which "
-            "ranks differ, and this is "
-            f"rank {place[0]} of {place[1]}: load each rank's own, or call drain() before "
-            "state_dict(), or save with "
-            "elastic_state_dict()"
+            f"ranks differ, and this is rank {place[0]} of {place[1]}: load each rank's own, or "
+            "call drain() before state_dict(), or save with elastic_state_dict()"
         )
     if len(states) == 1 and size > 1:
         log.warning(
             "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left "
-            "behind here starts from "
-            "zero, unless what this rank saved is loaded next",
+            "behind here starts from zero, unless what this rank saved is loaded next",
             rank,
             size,
             *place,
@@ -232,9 +229,8 @@ def _shared_of(local: "LocalUpdates", states: list[dict[str, Any]]) -> dict[str,
         shared = states[local.channel.rank % len(states)]
     if shared is None or shared["layout"] != [f.layout for f in local.fragments]:
         raise StateMismatch(
-            "the state is of other parameters or fragments, or that of rank 0 is missing: load "
-            "the state of this model, "
-            "with the fragments= of the run that saved it"
+            "the state is of other parameters or fragments, or that of rank 0 is missing: load the "
+            "state of this model, with the fragments= of the run that saved it"
         )
     return shared
 

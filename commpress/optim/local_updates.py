@@ -67,33 +67,28 @@ class LocalUpdates(torch.optim.Optimizer):
     - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel
       around it.
     - ``every``: steps of a round: "auto", a number, ``commpress.QSR(alpha, base)`` or
-      ``commpress.Seconds(60)``. With "auto" a
-      round is the smallest whose exchange hides behind computing, as both are measured, and
-      overlaps with all of it.
+      ``commpress.Seconds(60)``. With "auto" a round is the smallest whose exchange hides behind
+      computing, as both are measured, and overlaps with all of it.
     - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``,
-      ``SparseLoCo``, ``Gossip``, or a
-      function that makes a torch optimizer. By default ``Nesterov``; of "auto" ``Average`` in
-      rounds of up to 20 steps.
+      ``SparseLoCo``, ``Gossip``, or a function that makes a torch optimizer. By default
+      ``Nesterov``; of "auto" ``Average`` in rounds of up to 20 steps.
     - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None:
       float32.
     - ``feedback_decay``: residuals are multiplied by it each round.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a
       round.
     - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of
-      the rank's own weights when it
-      arrives, by default overlap / (overlap + every).
+      the rank's own weights when it arrives, by default overlap / (overlap + every).
     - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as
-      FSDP2 or tensor parallelism
-      over other ranks, which then leave out together what is not finite in a shard of one of them.
-      Experts that are divided among these ranks are not averaged: each rank trains its own, in
-      every step.
+      FSDP2 or tensor parallelism over other ranks, which then leave out together what is not finite
+      in a shard of one of them. Experts that are divided among these ranks are not averaged: each
+      rank trains its own, in every step.
     - ``warmup``: steps before the first round in which all ranks train as one: their gradients are
       averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``keep``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore of
-      this rank's own, which
-      also has the residuals, under ``prefix``, and brings those of a fragment to memory for its
-      exchange.
+      this rank's own, which also has the residuals, under ``prefix``, and brings those of a
+      fragment to memory for its exchange.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler calls ``step`` always: ranks count steps alike
@@ -129,21 +124,21 @@ class LocalUpdates(torch.optim.Optimizer):
             )
         if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 0:
             raise InvalidArgument(
-                f"overlap is {overlap!r}, expected a number of steps, at most those of a round, "
-                "0 for none"
+                f"overlap is {overlap!r}, expected a number of steps, at most those of a round, 0 "
+                "for none"
             )
         if every == "auto" and overlap:
             raise InvalidArgument(
-                f"overlap is {overlap} with every='auto', which chooses it: leave it out, or "
-                "give every= as a number"
+                f"overlap is {overlap} with every='auto', which chooses it: leave it out, or give "
+                "every= as a number"
             )
         if alpha is not None and (
             not 0 <= alpha < 1 or (alpha and not overlap and every != "auto")
         ):
             raise InvalidArgument(
                 f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap a "
-                "number from 0 to below 1: "
-                "without overlap nothing has been trained since the change left"
+                "number from 0 to below 1: without overlap nothing has been trained since the "
+                "change left"
             )
         if weight not in WEIGHTS:
             raise InvalidArgument(
@@ -176,8 +171,8 @@ class LocalUpdates(torch.optim.Optimizer):
         self.apart = len(trained) - len(shared)
         if not shared:
             raise InvalidArgument(
-                "inner trains nothing but experts that are divided among ranks: there is "
-                "nothing to average"
+                "inner trains nothing but experts that are divided among ranks: there is nothing "
+                "to average"
             )
         parts = cut(shared, fragments)
         self.schedule = RoundSchedule(self.every, len(parts), overlap=overlap)
@@ -186,11 +181,9 @@ class LocalUpdates(torch.optim.Optimizer):
         )
         if alpha == 0 and whole and len(parts) == 1:
             raise InvalidArgument(
-                f"alpha is 0 and with every={every!r} an exchange overlaps with a whole round: "
-                "a rank would begin each round "
-                "at weights that are a round old, which made the loss more than 6 % worse in "
-                "trials. Leave alpha out, or "
-                "overlap less"
+                f"alpha is 0 and with every={every!r} an exchange overlaps with a whole round: a "
+                "rank would begin each round at weights that are a round old, which made the loss "
+                "more than 6 % worse in trials. Leave alpha out, or overlap less"
             )
         self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
         if transport is None:
@@ -327,9 +320,8 @@ class LocalUpdates(torch.optim.Optimizer):
         if self.warms_up and self._warmup.averaged != self.steps_done:
             raise InvalidArgument(
                 f"warmup is {self._warmup.steps} and step {self.steps_done} was taken without "
-                "averaging gradients: call "
-                "synchronize() between backward and the inner optimizer's step, or let "
-                "LocalUpdates.step() do both"
+                "averaging gradients: call synchronize() between backward and the inner "
+                "optimizer's step, or let LocalUpdates.step() do both"
             )
         self.inner.check_unchanged()
         self.facts.see(self.steps_done, self.inner.rate)
@@ -557,8 +549,7 @@ class LocalUpdates(torch.optim.Optimizer):
         if restarts and not self.counters.restarts:
             log.warning(
                 "weights of this rank were not finite: states of %d parameters in its inner "
-                "optimizers were not either and "
-                "start anew, here and whenever it happens again",
+                "optimizers were not either and start anew, here and whenever it happens again",
                 restarts,
             )
         self.counters.restarts += restarts
@@ -691,9 +682,9 @@ class LocalUpdates(torch.optim.Optimizer):
         """``elastic_state_dict`` as an algorithm that may wait."""
         if self.apart:
             raise InvalidArgument(
-                f"elastic_state_dict fits any number of ranks, but {self.apart} parameters are "
-                "of experts that lie on this one "
-                "alone: save state_dict() on every rank, and load it on as many"
+                f"elastic_state_dict fits any number of ranks, but {self.apart} parameters are of "
+                "experts that lie on this one alone: save state_dict() on every rank, and load it "
+                "on as many"
             )
         if self.warms_up:
             self._end_warmup()

@@ -27,8 +27,8 @@ class LocalWeights:
         if here.numel() and here.untyped_storage().nbytes() < here.numel() * here.element_size():
             raise InvalidArgument(
                 f"parameter {name!r} holds no values now, they lie elsewhere: give LocalUpdates "
-                "the optimizer that knows "
-                "where, commpress.Offloaded for a model that commpress.stream streams"
+                "the optimizer that knows where, commpress.Offloaded for a model that "
+                "commpress.stream streams"
             )
 
     @property
@@ -42,9 +42,8 @@ class LocalWeights:
         if here.shape != self.shape or here.dtype != self.dtype:
             raise InvalidArgument(
                 f"parameter {self.name!r} is now {tuple(here.shape)} of {here.dtype}, it was "
-                f"{tuple(self.shape)} of "
-                f"{self.dtype}: construct LocalUpdates after converting or sharding the model, "
-                "and step outside of its forward"
+                f"{tuple(self.shape)} of {self.dtype}: construct LocalUpdates after converting or "
+                "sharding the model, and step outside of its forward"
             )
         yield here
 

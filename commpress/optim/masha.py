@@ -44,8 +44,7 @@ class Masha(FixedGroups):
 
     - ``lr``: γ. About √(1 − τ) / L for operators of Lipschitz constant L, less for coarser codecs.
     - ``tau``: τ, the share of steps that only send compressed differences. Exact ones cost as much
-      as the others together
-      where 1 − τ is one over the factor by which the codec compresses.
+      as the others together where 1 − τ is one over the factor by which the codec compresses.
     - ``codec``, ``min_numel``, ``exclude``: what travels how, as for ``commpress.compress``.
     - ``on_nonfinite``: "skip" leaves out a step whose operator is not finite on some rank, on all
       of them; "raise" raises.
@@ -71,8 +70,8 @@ class Masha(FixedGroups):
             raise InvalidArgument(f"lr is {lr!r}, expected a number of at least 0")
         if not 0 <= tau < 1:
             raise InvalidArgument(
-                f"tau is {tau!r}, expected a number of at least 0 and below 1: with 1 the "
-                "anchor never moves"
+                f"tau is {tau!r}, expected a number of at least 0 and below 1: with 1 the anchor "
+                "never moves"
             )
         policy = policy_of(codec, min_numel=min_numel, exclude=exclude)
         self.tau, self.seed = tau, seed
@@ -235,8 +234,8 @@ class Masha(FixedGroups):
         if any(part.get("optimizer") != "Masha" for part in parts):
             raise StateMismatch(
                 "expected what Masha.state_dict() gave, of this rank or of all. "
-                "torch.distributed.checkpoint.state_dict leaves "
-                "a part of it out: save it with torch.save, on each rank its own"
+                "torch.distributed.checkpoint.state_dict leaves a part of it out: save it with "
+                "torch.save, on each rank its own"
             )
         rank, size = self.channel.rank, self.channel.size
         step, residuals = residuals_of(parts, self.channel.transport)

@@ -38,17 +38,14 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     optimizer)``: gradients are then not reduced twice.
 
     - ``warmup_steps``: so many exact steps (15 to 25 % of a run is usual), "auto" (default) ends
-      them when the variance
-      is stable, or a ``schedules.Freeze``.
+      them when the variance is stable, or a ``schedules.Freeze``.
     - ``codec``, ``min_numel``: how momentum travels; smaller tensors travel exactly.
     - ``spiky_codec``: for gradients of tensors whose variance does not freeze, because it is
-      concentrated in few elements or
-      zero somewhere (embeddings, output layers); "bits4" sends half as much, and moves elements of
-      small gradients later. None: only zeros keep one from freezing, and it travels by
-      ``exact_codec``.
+      concentrated in few elements or zero somewhere (embeddings, output layers); "bits4" sends half
+      as much, and moves elements of small gradients later. None: only zeros keep one from freezing,
+      and it travels by ``exact_codec``.
     - ``exact_codec``: how gradients travel in exact steps: "none" (default), "bf16", "int8" on slow
-      links, or "log3" on the
-      slowest, which costs final loss
+      links, or "log3" on the slowest, which costs final loss
     - ``variance_floor``: no element's frozen variance is taken as less than this share of its
       tensor's mean.
     - ``error_feedback``: False forgets what compression leaves behind, which does not converge; to
@@ -58,11 +55,10 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing is changed either
       way.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these
-      are more than the ranks of
-      ``process_group``: with tensor parallelism or pipelines the whole mesh. They take or skip a
-      step together. Needs a number as ``warmup_steps`` and no ``max_grad_norm``, unless parameters
-      are DTensors: on a mesh of the ranks that have other shards of them; ``process_group`` is then
-      of those that have the same.
+      are more than the ranks of ``process_group``: with tensor parallelism or pipelines the whole
+      mesh. They take or skip a step together. Needs a number as ``warmup_steps`` and no
+      ``max_grad_norm``, unless parameters are DTensors: on a mesh of the ranks that have other
+      shards of them; ``process_group`` is then of those that have the same.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
     - ``grad_scaler``: AMP's GradScaler, if there is one: it is told what all ranks agreed on.
 

@@ -78,8 +78,7 @@ class OneBitLamb(OneBitAdam):
         if not 0 <= coefficient_beta < 1 or not 0 < factor_change < 1:
             raise InvalidArgument(
                 f"coefficient_beta is {coefficient_beta!r} and factor_change {factor_change!r}, "
-                "expected numbers between 0 "
-                "and 1"
+                "expected numbers between 0 and 1"
             )
         if "bias_correction" in options:
             raise InvalidArgument(
@@ -94,8 +93,8 @@ class OneBitLamb(OneBitAdam):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         why = (
-            "goes as far in each tensor as its norm says, which depends on how many experts "
-            "lie on a rank"
+            "goes as far in each tensor as its norm says, which depends on how many experts lie on "
+            "a rank"
         )
         refuse_held(
             "OneBitLamb", zip(*reversed(named_parameters(self.param_groups[-1:])), strict=True), why
@@ -209,8 +208,7 @@ class OneBitLamb(OneBitAdam):
         ):
             raise InvalidArgument(
                 f"codec is {found.spec!r} and parameters are DTensors, of which this rank has "
-                "shards: choose a codec of rows "
-                "such as 'sign', or OneBitAdam"
+                "shards: choose a codec of rows such as 'sign', or OneBitAdam"
             )
 
     # ------------------------------------------------------------ state

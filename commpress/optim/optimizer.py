@@ -60,8 +60,8 @@ from commpress.torch_private import untraced
 from commpress.work import Steps
 
 SAME_GROUPS = (
-    "Call add_param_group on every rank between the same two steps, with the same "
-    "parameters in the same order."
+    "Call add_param_group on every rank between the same two steps, with the same parameters in "
+    "the same order."
 )
 
 log = logging.getLogger("commpress")
@@ -155,10 +155,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if agree_over is not None and max_grad_norm is not None and not (cut and self.clips_shards):
             raise InvalidArgument(
                 f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that "
-                "communicate apart would each clip by "
-                "a factor of its own, and weights that all of them hold would drift apart. "
-                "Leave max_grad_norm out, or use "
-                "OneBitAdam or OneBitLamb on parameters that are DTensors, which say who holds what"
+                "communicate apart would each clip by a factor of its own, and weights that all of "
+                "them hold would drift apart. Leave max_grad_norm out, or use OneBitAdam or "
+                "OneBitLamb on parameters that are DTensors, which say who holds what"
             )
         # where ranks have shards of parameters
         self.columns = columns_over(flat.parameters, flat.names, **among) if cut else None
@@ -187,9 +186,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         ):
             if isinstance(codec, WholeTensorCodec):
                 raise InvalidArgument(
-                    f"{option} is {codec.spec!r}, which compresses whole tensors: gradients "
-                    "travel in rows where every element "
-                    "counts for its variance. Choose a codec of rows such as 'int8'"
+                    f"{option} is {codec.spec!r}, which compresses whole tensors: gradients travel "
+                    "in rows where every element counts for its variance. Choose a codec of rows "
+                    "such as 'int8'"
                 )
 
     # ------------------------------------------------------------ parameters
@@ -234,18 +233,17 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             p is not q for p, q in zip(before.parameters, parameters, strict=False)
         ):
             raise InvalidArgument(
-                f"param_groups holds {count} parameters, not those {len(before.parameters)} "
-                "that the optimizer has state of, "
-                "in their order, and then new ones: call add_param_group for new ones, "
-                "construct another optimizer for others"
+                f"param_groups holds {count} parameters, not those {len(before.parameters)} that "
+                "the optimizer has state of, in their order, and then new ones: call "
+                "add_param_group for new ones, construct another optimizer for others"
             )
         flat = Flat(parameters, names)
         self._check_codecs(flat)
         cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
         if cut and self.columns is None:
             raise InvalidArgument(
-                f"parameter {cut[0][0]!r} is a DTensor, and the optimizer was constructed "
-                "without any: construct one for these"
+                f"parameter {cut[0][0]!r} is a DTensor, and the optimizer was constructed without "
+                "any: construct one for these"
             )
         if cut:
             check_cut(cut, self.channel.group)
@@ -262,9 +260,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         shared = [i for i, p in enumerate(parameters) if not is_held(names[i], p, self._ranks)]
         if parameters and not shared:
             raise InvalidArgument(
-                f"params has {len(parameters)} parameters, all of experts that are divided "
-                "among ranks: nothing of them is "
-                "sent, so give them to torch.optim.AdamW, or this optimizer the others too"
+                f"params has {len(parameters)} parameters, all of experts that are divided among "
+                "ranks: nothing of them is sent, so give them to torch.optim.AdamW, or this "
+                "optimizer the others too"
             )
         return [parameters[i] for i in shared], [names[i] for i in shared]
 
@@ -292,9 +290,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _flat(self) -> Flat:
         if self.flat is None:
             raise InvalidArgument(
-                f"this {type(self).__name__} was copied or unpickled, and a copy has no "
-                "connection to other ranks: construct "
-                "one on every rank and load_state_dict()"
+                f"this {type(self).__name__} was copied or unpickled, and a copy has no connection "
+                "to other ranks: construct one on every rank and load_state_dict()"
             )
         return self.flat
 
@@ -379,8 +376,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if self.grad_scaler is None and hasattr(self, "found_inf"):
             raise InvalidArgument(
                 "step was called by a GradScaler that this optimizer does not know, and cannot "
-                "tell what all ranks agreed on: "
-                "pass it as grad_scaler= to the constructor, or to commpress.overlap"
+                "tell what all ranks agreed on: pass it as grad_scaler= to the constructor, or to "
+                "commpress.overlap"
             )
         try:
             taken = self.channel.run(self.steps())
@@ -621,9 +618,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             warn_on_first(
                 self.channel.rank,
-                "gradients are the same in every bit on all ranks: somebody averaged them "
-                "already, so compression saves "
-                "nothing. Under DistributedDataParallel call commpress.overlap(ddp, optimizer).",
+                "gradients are the same in every bit on all ranks: somebody averaged them already, "
+                "so compression saves nothing. Under DistributedDataParallel call "
+                "commpress.overlap(ddp, optimizer).",
             )
 
     def _layout(self) -> tuple[int, int, int]:
@@ -674,9 +671,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         is the large one."""
         if self.own is not None:
             raise InvalidArgument(
-                f"elastic_state_dict fits any number of ranks, but {self.own.flat.names[0]!r} "
-                "lies on this one alone: save "
-                "state_dict() on every rank, and load it on as many"
+                f"elastic_state_dict fits any number of ranks, but {self.own.flat.names[0]!r} lies "
+                "on this one alone: save state_dict() on every rank, and load it on as many"
             )
         return self.channel.run(self.elastic_steps())
 
@@ -780,9 +776,9 @@ def check_numbers(group: dict[str, Any]) -> None:
         raise InvalidArgument(f"betas is {betas!r}, expected two numbers of at least 0 and below 1")
     if betas[0] ** 2 >= betas[1]:
         raise InvalidArgument(
-            f"betas is {betas!r}, expected the square of the first to be below the second: else "
-            "a step of Adam has "
-            "no bound, and what one bit says of momentum would be divided by next to nothing"
+            f"betas is {betas!r}, expected the square of the first to be below the second: else a "
+            "step of Adam has no bound, and what one bit says of momentum would be divided by next "
+            "to nothing"
         )
 
 
@@ -798,9 +794,8 @@ def report_skipped(step: int, count: int, on_nonfinite: str, rank: int) -> None:
     """Raise, or warn at times, that the step was left out on all ranks, the ``count``-th."""
     if on_nonfinite == "raise":
         raise NonFiniteGradient(
-            f"the gradients of step {step} hold NaN or infinity on some rank. Nothing was "
-            "changed. Look for the cause in the "
-            "loss, or pass on_nonfinite='skip'."
+            f"the gradients of step {step} hold NaN or infinity on some rank. Nothing was changed. "
+            "Look for the cause in the loss, or pass on_nonfinite='skip'."
         )
     if count <= 3 or count % 100 == 0:
         warn_on_first(
@@ -824,11 +819,10 @@ def require_same(every: np.ndarray, steps_done: int) -> None:
     different = tuple(r for r in range(len(every)) if (every[r] != every[0]).any())
     if different:
         raise Mismatch(
-            f"after {steps_done} steps the parameters of ranks {list(different)} differ from "
-            "those of rank 0 (steps "
-            f"done: {[int(s) for s in every[:, 1]]}). Start every rank from the same weights "
-            "(DistributedDataParallel "
-            "broadcasts them) and change parameters only through this optimizer.",
+            f"after {steps_done} steps the parameters of ranks {list(different)} differ from those "
+            f"of rank 0 (steps done: {[int(s) for s in every[:, 1]]}). Start every rank from the "
+            "same weights (DistributedDataParallel broadcasts them) and change parameters only "
+            "through this optimizer.",
             ranks=different,
         )
 
@@ -844,8 +838,8 @@ def _require_same_groups(layouts: np.ndarray) -> None:
         )
         raise Mismatch(
             f"ranks {list(different)} have other parameter groups than rank 0 (groups and "
-            f"parameters: {counts}; or names, "
-            f"shapes, dtypes, or the step at which they came). {SAME_GROUPS}",
+            f"parameters: {counts}; or names, shapes, dtypes, or the step at which they came). "
+            f"{SAME_GROUPS}",
             ranks=different,
         )
 

@@ -70,10 +70,9 @@ class OptimizerCounters(Totals):
     def summary(self) -> str:
         return (
             f"{self.steps} steps: {self.exact_rounds} exact rounds, {self.compressed_rounds} "
-            "compressed, "
-            f"{self.local_steps} without communication; {self.wire_bytes / 1e6:.3f} MB sent "
-            "instead of "
-            f"{self.logical_bytes / 1e6:.3f} ({self.ratio:.1f} times fewer){self._of_a_round()}"
+            f"compressed, {self.local_steps} without communication; {self.wire_bytes / 1e6:.3f} MB "
+            f"sent instead of {self.logical_bytes / 1e6:.3f} ({self.ratio:.1f} times "
+            f"fewer){self._of_a_round()}"
         )
 
     def _of_a_round(self) -> str:

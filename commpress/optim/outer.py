@@ -261,9 +261,9 @@ class TorchOuter(Outer):
         optimizer = self.factory([parameter])
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(
-                f"outer made {type(optimizer).__name__} of a list of parameters, expected a "
-                "torch optimizer, as "
-                "lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True) does"
+                f"outer made {type(optimizer).__name__} of a list of parameters, expected a torch "
+                "optimizer, as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True) "
+                "does"
             )
         self._of[weights.data_ptr()] = parameter, optimizer
         return optimizer.state[parameter]
@@ -283,9 +283,8 @@ def outer_of(outer: "Outer | Callable[..., torch.optim.Optimizer]") -> Outer:
         return outer
     if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
         raise InvalidArgument(
-            f"outer is {outer!r}, expected commpress.Nesterov(), Average(), SlowMo(), "
-            "SparseLoCo() or Gossip(), or a function "
-            "that makes a torch optimizer of a list of parameters"
+            f"outer is {outer!r}, expected commpress.Nesterov(), Average(), SlowMo(), SparseLoCo() "
+            "or Gossip(), or a function that makes a torch optimizer of a list of parameters"
         )
     return TorchOuter(outer)
 

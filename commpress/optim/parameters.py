@@ -36,30 +36,27 @@ def check_parameter(name: str, parameter: torch.Tensor, *, cut: bool = False) ->
             return
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
-            "parallelism): this optimizer needs "
-            "whole parameters. With fully_shard use torch's own optimizer and "
-            "commpress.compress_fsdp(model); with tensor "
-            "parallelism commpress.OneBitAdam or another that takes DTensors (docs/meshes.md); "
-            "or leave the model whole"
+            "parallelism): this optimizer needs whole parameters. With fully_shard use torch's own "
+            "optimizer and commpress.compress_fsdp(model); with tensor parallelism "
+            "commpress.OneBitAdam or another that takes DTensors (docs/meshes.md); or leave the "
+            "model whole"
         )
     wrapped: bool = is_traceable_wrapper_subclass(parameter)
     if wrapped:
         raise InvalidArgument(
-            f"parameter {name!r} is a {type(parameter).__name__}, expected a plain tensor: "
-            "train it with another optimizer, or "
-            "convert it before"
+            f"parameter {name!r} is a {type(parameter).__name__}, expected a plain tensor: train "
+            "it with another optimizer, or convert it before"
         )
     if parameter.layout != torch.strided:
         raise InvalidArgument(
-            f"parameter {name!r} is sparse ({parameter.layout}), expected a dense one: convert "
-            "it with .to_dense(). Sparse "
-            "gradients of dense parameters are welcome"
+            f"parameter {name!r} is sparse ({parameter.layout}), expected a dense one: convert it "
+            "with .to_dense(). Sparse gradients of dense parameters are welcome"
         )
     if parameter.is_meta:
         raise InvalidArgument(
             f"parameter {name!r} is on the meta device, without values: construct the optimizer "
-            "after the model is on its "
-            "device, as with model.to_empty(device=...) and its weights loaded"
+            "after the model is on its device, as with model.to_empty(device=...) and its weights "
+            "loaded"
         )
     if parameter.dtype not in DTYPES:
         cure = (

@@ -36,9 +36,9 @@ class RoundSchedule:
         )
         if least < self.shortest:
             raise InvalidArgument(
-                f"every is {least} with overlap={overlap} and fragments={fragments}, expected "
-                "at least fragments · overlap = "
-                f"{self.shortest} steps: a fragment arrives before the next one leaves"
+                f"every is {least} with overlap={overlap} and fragments={fragments}, expected at "
+                f"least fragments · overlap = {self.shortest} steps: a fragment arrives before the "
+                "next one leaves"
             )
         self.next = self.start = self.length = 0
         self._clock = monotonic()

@@ -79,10 +79,9 @@ class ShardedOptimizer(CompressedOptimizer):
             if isinstance(codec, WholeTensorCodec):
                 raise InvalidArgument(
                     f"codec is {codec.spec!r} for parameter {name!r}, which compresses whole "
-                    f"tensors: {type(self).__name__} "
-                    "sends rows to their owners, and changes of weights back, which it cannot "
-                    "say. Choose a codec of rows such "
-                    "as 'int4', or the optimizer that has its state on every rank"
+                    f"tensors: {type(self).__name__} sends rows to their owners, and changes of "
+                    "weights back, which it cannot say. Choose a codec of rows such as 'int4', or "
+                    "the optimizer that has its state on every rank"
                 )
 
     def _place(self, flat: Flat) -> None:
@@ -154,8 +153,8 @@ class ShardedOptimizer(CompressedOptimizer):
     def local(self) -> None:
         """A step without communication, for those whose ``round`` may say LOCAL."""
         raise TypeError(
-            f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step "
-            "that sends nothing"
+            f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step that "
+            "sends nothing"
         )
 
     @abstractmethod

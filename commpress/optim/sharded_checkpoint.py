@@ -89,11 +89,9 @@ def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> Non
     """Take all of it, or nothing if something does not fit."""
     if any("commpress" not in state for state in states):
         raise StateMismatch(
-            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() "
-            "or elastic_state_dict() gave. "
-            "torch.distributed.checkpoint.state_dict leaves out what each rank has for itself: "
-            "save with "
-            "commpress.save_distributed(optimizer, folder)"
+            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or "
+            "elastic_state_dict() gave. torch.distributed.checkpoint.state_dict leaves out what "
+            "each rank has for itself: save with commpress.save_distributed(optimizer, folder)"
         )
     if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
         states = recut(optimizer, states)
@@ -196,12 +194,10 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
     optimizer.missing = (
         (
             f"the loaded state is of rank {of['rank']} of {of['size']}, and this is rank "
-            f"{mine.rank} of {mine.size}, which owns "
-            "other parts: load each rank's own state_dict(), or all ranks' to change the world "
-            "size. With a Trainer use the "
-            "callback commpress.hf.Compress, with Lightning commpress.lightning.Compress, with "
-            "Accelerate commpress.hf.RankFiles: "
-            "they save and load every rank's part"
+            f"{mine.rank} of {mine.size}, which owns other parts: load each rank's own "
+            "state_dict(), or all ranks' to change the world size. With a Trainer use the callback "
+            "commpress.hf.Compress, with Lightning commpress.lightning.Compress, with Accelerate "
+            "commpress.hf.RankFiles: they save and load every rank's part"
         )
         if partial
         else ""
@@ -232,8 +228,7 @@ def _check_shapes(optimizer: "ShardedOptimizer", head: dict[str, Any]) -> None:
         if tuple(shape) != tuple(mine):
             raise StateMismatch(
                 f"the state holds parameter {name!r} with shape {tuple(shape)}, expected "
-                f"{tuple(mine)}: load the state of "
-                "this model"
+                f"{tuple(mine)}: load the state of this model"
             )
     check_entries(head["tensors"], LISTS, "the state of tensors")
     for name in LISTS:
@@ -253,8 +248,7 @@ def _whole(
             if i >= len(flat.places) or begin + numel > flat.places[i][1]:
                 raise StateMismatch(
                     f"the state has elements {begin} to {begin + numel} of parameter {i}, which "
-                    "this model lacks: load the "
-                    "state of this model"
+                    "this model lacks: load the state of this model"
                 )
             first = flat.places[i][0] + begin
             found[first : first + numel] = True
@@ -266,8 +260,7 @@ def _whole(
         if there != owned.numel:
             raise StateMismatch(
                 f"the state has {there} of the {owned.numel} elements of parameter "
-                f"{flat.names[owned.parameter]!r} "
-                f"{tuple(flat.shapes[owned.parameter])} that this rank owns: load the states of "
-                "all ranks"
+                f"{flat.names[owned.parameter]!r} {tuple(flat.shapes[owned.parameter])} that this "
+                "rank owns: load the states of all ranks"
             )
     return whole

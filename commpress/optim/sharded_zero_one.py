@@ -56,9 +56,8 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     schedule_entries = (*ENTRIES, "carried")
     at_constant_rate = (
         "Let the rate fall, with sync='linear', the default: parameters stand still inside a "
-        "window, and one of several steps "
-        "at this rate may not be stable (ZeroOneAdam moves them, and takes sync=4). Or pass "
-        "sync='every' if this is wanted"
+        "window, and one of several steps at this rate may not be stable (ZeroOneAdam moves them, "
+        "and takes sync=4). Or pass sync='every' if this is wanted"
     )
 
     innovation: torch.Tensor  # q
@@ -121,10 +120,9 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         warn_on_first(
             self.channel.rank,
             "step %d: parameters stand still for a window of %d steps, and at its end go up to "
-            "%.1f times as far as in a step "
-            "of the largest learning rate so far. What was stable may be so no longer: pass "
-            "sync='linear', the default, or a "
-            "learning rate that is lower by as much",
+            "%.1f times as far as in a step of the largest learning rate so far. What was stable "
+            "may be so no longer: pass sync='linear', the default, or a learning rate that is "
+            "lower by as much",
             self.steps_done,
             span,
             length,

@@ -72,8 +72,8 @@ class SharedWarmup:
         if different:
             raise Mismatch(
                 f"the weights of ranks {list(different)} differ from those of rank 0 in warm-up "
-                f"step {step}, or the step does. "
-                "Start every rank from the same weights and load checkpoints of one step.",
+                f"step {step}, or the step does. Start every rank from the same weights and load "
+                "checkpoints of one step.",
                 ranks=different,
             )
         self._checked = True

@@ -183,8 +183,8 @@ class WindowedOptimizer(CompressedOptimizer):
     """Optimizer that communicates at the end of windows, whole or sharded."""
 
     at_constant_rate = (
-        "Pass sync=4 for one exchange in 4 steps at any rate, or sync='every' if "
-        "this is what you want"
+        "Pass sync=4 for one exchange in 4 steps at any rate, or sync='every' if this is what you "
+        "want"
     )
 
     def __init__(
@@ -224,10 +224,9 @@ class WindowedOptimizer(CompressedOptimizer):
             if self._warned:
                 warn_on_first(
                     self.channel.rank,
-                    "step %d: the learning rate is constant at %g, and as long as it does not "
-                    "fall NO STEP IS LOCAL: sync "
-                    "follows the rate ('qsr', 'linear', 'rate'), so all ranks exchange momentum "
-                    "at every step. %s",
+                    "step %d: the learning rate is constant at %g, and as long as it does not fall "
+                    "NO STEP IS LOCAL: sync follows the rate ('qsr', 'linear', 'rate'), so all "
+                    "ranks exchange momentum at every step. %s",
                     self.steps_done,
                     max(float(group["lr"]) for group in self.param_groups),
                     self.at_constant_rate,

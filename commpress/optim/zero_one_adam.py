@@ -55,11 +55,11 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     ``OneBitAdam``.
 
     - ``sync``: how far apart synchronisations are: "qsr" (default) every step while the learning
-      rate rises, then by its
-      inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16; "linear" by its inverse: 2
-      at half, 4 at a quarter; "rate" 2 after the peak and doubling each time the rate halves, at
-      most 16; "every"; a number of steps, such as 4; or a ``schedules.Sync``. At a constant rate no
-      step is local with the first three, and a warning says so: pass a number.
+      rate rises, then by its inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16;
+      "linear" by its inverse: 2 at half, 4 at a quarter; "rate" 2 after the peak and doubling each
+      time the rate halves, at most 16; "every"; a number of steps, such as 4; or a
+      ``schedules.Sync``. At a constant rate no step is local with the first three, and a warning
+      says so: pass a number.
     - ``variance_updates``: exact steps at each interval 1, 2, 4, … (default 16), or a
       ``schedules.Updates``.
     - ``warmup_steps``: so many first steps are exact in any case (default 0); short runs want a

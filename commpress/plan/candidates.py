@@ -169,8 +169,8 @@ def advised(
     best = max(near, key=lambda c: ("not measured" not in c.effect, c.sent_bytes, -c.seconds))
     return best, (
         f"{best.call}: {1e3 * best.seconds:.4g} ms a step, where {chosen.call}, the best that "
-        "keeps ranks alike, takes "
-        f"{1e3 * chosen.seconds:.4g} ms; {best.effect}, so compare it with a plain run"
+        f"keeps ranks alike, takes {1e3 * chosen.seconds:.4g} ms; {best.effect}, so compare it "
+        "with a plain run"
     )
 
 

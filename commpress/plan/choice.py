@@ -49,8 +49,8 @@ def cheapest(
     slack = _ROUNDING * (abs(bound) + least_error[0])
     if least_error[0] > bound + slack:
         raise InvalidArgument(
-            f"bound is {bound:g}, but the finest options err by {least_error[0]:g} in sum: add "
-            "a finer codec"
+            f"bound is {bound:g}, but the finest options err by {least_error[0]:g} in sum: add a "
+            "finer codec"
         )
     prices, rest = _prices(layers, *table)
     best = _rounded(prices, layers, *table, bound)

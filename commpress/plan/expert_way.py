@@ -67,8 +67,7 @@ class ExpertWay:
         if self.experts and (self.experts % len(self.ranks) or self.experts < self.k):
             raise InvalidArgument(
                 f"experts is {self.experts}, expected a multiple of the {len(self.ranks)} ranks "
-                "they are divided among, and at "
-                f"least the {self.k} that a token has"
+                f"they are divided among, and at least the {self.k} that a token has"
             )
 
     @property

@@ -127,8 +127,8 @@ class MeshWork:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}, expected at least 1")
         if not self.blocks:
             raise InvalidArgument(
-                "the model has no numbered blocks: names such as blocks.0.weight say what "
-                "stages are made of"
+                "the model has no numbered blocks: names such as blocks.0.weight say what stages "
+                "are made of"
             )
 
     @cached_property
@@ -205,8 +205,8 @@ class MeshDims:
         for name in (self.dp, self.pp, self.ep):
             if isinstance(codec_named(name), WholeTensorCodec):
                 raise InvalidArgument(
-                    f"codec {name!r} takes whole tensors: expected one of rows on a mesh, such "
-                    "as int8"
+                    f"codec {name!r} takes whole tensors: expected one of rows on a mesh, such as "
+                    "int8"
                 )
 
 

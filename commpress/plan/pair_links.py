@@ -124,8 +124,8 @@ class PairLinks:
         size = sum(map(len, nodes))
         if sorted(rank for node in nodes for rank in node) != list(range(size)) or size < 2:
             raise InvalidArgument(
-                f"nodes of measured pairs are {nodes!r}, expected ranks from 0 on, each once, "
-                "at least two"
+                f"nodes of measured pairs are {nodes!r}, expected ranks from 0 on, each once, at "
+                "least two"
             )
         home = np.zeros(size, np.int64)
         for number, node in enumerate(nodes):

@@ -50,8 +50,8 @@ def svg(figure: dict) -> str:
     width = max(round(panel * min(len(panels), 2)) + 10, round(8 * len(figure["title"])))
     title = f'<text class="t" x="10" y="20" style="font-size:14px">{escape(figure["title"])}</text>'
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" '
-        f'width="{width}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" width="{width}" '
+        'role="img">'
     )
     return "\n".join([head, f"<style>{STYLE}</style>", title, *parts, "</svg>"]) + "\n"
 

@@ -170,8 +170,8 @@ def compressed_allreduce_hook(
     if not isinstance(bucket, dist.GradBucket):
         raise InvalidArgument(
             f"bucket is a {type(bucket).__name__}: DDP's Python reducer "
-            "(torch._dynamo.config.optimize_ddp) has no "
-            "buckets, which compression needs; leave it at its default"
+            "(torch._dynamo.config.optimize_ddp) has no buckets, which compression needs; leave it "
+            "at its default"
         )
     return state.reduce(bucket)
 
@@ -186,35 +186,31 @@ class CompressedState:
 
     - ``codec``, ``min_numel``, ``exclude``: what travels how; see ``compress``.
     - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to
-      match. Without it,
-      parameters are numbered in the order in which DDP first brings them.
+      match. Without it, parameters are numbered in the order in which DDP first brings them.
     - ``error_feedback``: True keeps what compression leaves out and sends it later; "ef21" sends
-      changes of the gradient
-      instead (``collectives.ef21``); False forgets, which does not converge.
+      changes of the gradient instead (``collectives.ef21``); False forgets, which does not
+      converge.
     - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks,
-      warns and counts;
-      "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient on all ranks. No
-      residual changes.
+      warns and counts; "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient
+      on all ranks. No residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these
-      are more than the ranks of
-      ``process_group``: with tensor parallelism the whole mesh. What is not finite on one of them
-      then makes all buckets of that step zeros on all of them, or raises on all. Not the stages of
-      a pipeline, whose backwards wait for each other.
+      are more than the ranks of ``process_group``: with tensor parallelism the whole mesh. What is
+      not finite on one of them then makes all buckets of that step zeros on all of them, or raises
+      on all. Not the stages of a pipeline, whose backwards wait for each other.
     - ``grad_scaler``: pass AMP's GradScaler. Residuals are then kept in unscaled units, a bad
-      gradient reaches the scaler
-      as infinity so that it skips the step, and residuals of a skipped step stay as they were.
+      gradient reaches the scaler as infinity so that it skips the step, and residuals of a skipped
+      step stay as they were.
     - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate
       variances).
     - ``measure_every``: steps between measurements of the compression error; 0 never. Not with a
       topology.
     - ``replan_every``: steps between two choices of a codec for every layer, each from the
-      gradients of that step: the fewest
-      bytes at the error that ``codec`` for all would make; 0 never. See ``docs/planning.md``.
+      gradients of that step: the fewest bytes at the error that ``codec`` for all would make; 0
+      never. See ``docs/planning.md``.
     - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what
-      the launcher says). Sums
-      inside a node are then exact and only what crosses between nodes is compressed; see
-      ``docs/hierarchy.md``. The ``Links`` that ``commpress probe`` measured decide whether that is
-      faster than one level.
+      the launcher says). Sums inside a node are then exact and only what crosses between nodes is
+      compressed; see ``docs/hierarchy.md``. The ``Links`` that ``commpress probe`` measured decide
+      whether that is faster than one level.
     - ``allow``: coarser codecs that ``codec="auto"`` may try beside ``int8`` and ``int4``, such as
       "sign".
     - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compression seems to harm
@@ -352,8 +348,7 @@ class CompressedState:
         if o["exclude"] and not named:
             raise InvalidArgument(
                 "exclude matches parameter names, but named_parameters is missing: pass "
-                "model.named_parameters() or use "
-                "commpress.compress(ddp, exclude=...)"
+                "model.named_parameters() or use commpress.compress(ddp, exclude=...)"
             )
         if not dist.is_initialized():
             raise InvalidArgument(
@@ -364,14 +359,13 @@ class CompressedState:
         if ef21 and (trial or o["replan_every"]):
             raise InvalidArgument(
                 "error_feedback='ef21' needs a codec that stays: name one, such as 'topk-16', "
-                "without replan_every, or leave "
-                "error_feedback out"
+                "without replan_every, or leave error_feedback out"
             )
         if agree_over and (trial or (plain and isinstance(codec, Planned))):
             raise InvalidArgument(
                 f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which "
-                "leaves steps "
-                "to torch's own all-reduce: name a codec, such as 'int8', or leave agree_over out"
+                "leaves steps to torch's own all-reduce: name a codec, such as 'int8', or leave "
+                "agree_over out"
             )
         for pattern in o["exclude"]:
             if not any(re.search(pattern, name) for name in self.names.numels):
@@ -394,10 +388,9 @@ class CompressedState:
         if any(isinstance(way, SignCodec) for way in ways):
             warn_on_first(
                 self.channel.rank,
-                "a codec of one bit sends the rest of a gradient later: compare the loss with "
-                "an uncompressed run; "
-                "exact_steps= of a tenth of the run, and a finer codec for the output layer, "
-                "bring it closer",
+                "a codec of one bit sends the rest of a gradient later: compare the loss with an "
+                "uncompressed run; exact_steps= of a tenth of the run, and a finer codec for the "
+                "output layer, bring it closer",
             )
 
     def _widened(self, trial: Trial) -> Trial:
@@ -417,8 +410,8 @@ class CompressedState:
             if isinstance(codec, LowRankCodec):
                 raise InvalidArgument(
                     f"a topology, and a codec that changes, is given, but {codec.spec!r} keeps "
-                    "what it leaves behind in whole "
-                    "matrices, and other codecs in slices of a node: leave one of the three out"
+                    "what it leaves behind in whole matrices, and other codecs in slices of a "
+                    "node: leave one of the three out"
                 )
 
     @property
@@ -712,8 +705,7 @@ class CompressedState:
         if self.on_nonfinite == "raise":
             round.error = NonFiniteGradient(
                 f"the gradients of step {round.number} hold NaN or infinity on some rank. No "
-                "residual was changed. Look for "
-                "the cause in the loss, or pass on_nonfinite='skip'."
+                "residual was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
             )
         elif count <= 3 or count % 100 == 0:
             instead = "NaN" if self.on_nonfinite == "propagate" else "zeros"
@@ -864,8 +856,8 @@ class CompressedState:
             return self._saved
         if any(self._given.values()) or self.process_group is not None:
             log.warning(
-                "process_group, agree_over and grad_scaler are not saved with a state: give "
-                "them to reconnect()"
+                "process_group, agree_over and grad_scaler are not saved with a state: give them "
+                "to reconnect()"
             )
         numels = self.names.numels
         return {
@@ -906,8 +898,7 @@ class CompressedState:
             if saved["given"][name] and value is None:
                 raise InvalidArgument(
                     f"the state was saved by a run with {name}=, which cannot be saved: call "
-                    f"state.reconnect({name}=...) on "
-                    "every rank before the first backward"
+                    f"state.reconnect({name}=...) on every rank before the first backward"
                 )
         parameters = dict(named_parameters or ())
         stand_ins = {
@@ -916,9 +907,8 @@ class CompressedState:
         }
         if stand_ins and not parameters and not saved["brought"]:
             raise InvalidArgument(
-                "the state was saved before its first backward, when nobody knew which "
-                "parameter comes when: pass "
-                "named_parameters=ddp.module.named_parameters() to reconnect()"
+                "the state was saved before its first backward, when nobody knew which parameter "
+                "comes when: pass named_parameters=ddp.module.named_parameters() to reconnect()"
             )
         self.__init__(  # type: ignore[misc]
             **saved["options"],

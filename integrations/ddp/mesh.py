@@ -166,9 +166,9 @@ class ShardedStages:
         if missing := [stage for stage in self.by_stage if str(stage) not in states]:
             raise StateMismatch(
                 f"the state is of {', '.join(map(repr, states))}, and this rank runs stages "
-                f"{list(self.by_stage)}: load one "
-                f"that has {', '.join(repr(str(stage)) for stage in missing)}, such as "
-                "elastic_state_dict() of who ran them"
+                f"{list(self.by_stage)}: load one that has "
+                f"{', '.join(repr(str(stage)) for stage in missing)}, such as elastic_state_dict() "
+                "of who ran them"
             )
         for stage, state in self.by_stage.items():
             state.load_state_dict(states[str(stage)])
@@ -304,8 +304,7 @@ def _check_mesh(mesh: Any, dims: Mapping[str, Any] | None) -> None:
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         raise InvalidArgument(
             f"mesh is {mesh!r}, expected a DeviceMesh whose dimensions have names, as from "
-            "init_device_mesh('cpu', (2, 2), "
-            "mesh_dim_names=('dp', 'tp'))"
+            "init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"
         )
     if not dims or not isinstance(dims, Mapping):
         raise InvalidArgument(
@@ -319,10 +318,9 @@ def _check_mesh(mesh: Any, dims: Mapping[str, Any] | None) -> None:
         if not (is_data(name) or is_pipeline(name)):
             raise InvalidArgument(
                 f"dims names {name!r}, expected data-parallel dimensions, which have "
-                f"{', '.join(map(repr, DATA))} in their "
-                f"names, and pipelines ({', '.join(map(repr, PIPELINE))}): what else crosses a "
-                "mesh, such as the traffic of "
-                "tensor parallelism, stays exact. Leave it out"
+                f"{', '.join(map(repr, DATA))} in their names, and pipelines "
+                f"({', '.join(map(repr, PIPELINE))}): what else crosses a mesh, such as the "
+                "traffic of tensor parallelism, stays exact. Leave it out"
             )
         if (
             is_pipeline(name)
@@ -330,9 +328,8 @@ def _check_mesh(mesh: Any, dims: Mapping[str, Any] | None) -> None:
         ):
             raise InvalidArgument(
                 f"ranks of the mesh do not ascend along {name!r}: {mesh.mesh.tolist()}. torch "
-                "sorts the ranks of a group, so "
-                f"mesh[{name!r}].get_local_rank() would not be the stage. Number them so that "
-                "they do"
+                f"sorts the ranks of a group, so mesh[{name!r}].get_local_rank() would not be the "
+                "stage. Number them so that they do"
             )
 
 
@@ -347,9 +344,8 @@ def _check_dims(
 ) -> None:
     if pipelined and not piped:
         raise InvalidArgument(
-            f"dims names {pipelined[0]!r}, and the first argument is a model: pass the stages "
-            "of this rank, or the schedule "
-            "that runs them (torch.distributed.pipelining)"
+            f"dims names {pipelined[0]!r}, and the first argument is a model: pass the stages of "
+            "this rank, or the schedule that runs them (torch.distributed.pipelining)"
         )
     kinds = {
         kind
@@ -358,20 +354,18 @@ def _check_dims(
     }
     if DistributedDataParallel in kinds and len(models) > 1:
         raise InvalidArgument(
-            f"this rank has {len(models)} stages under DistributedDataParallel: call compress "
-            "for each of them with its data "
-            "dimension, and once for the pipeline"
+            f"this rank has {len(models)} stages under DistributedDataParallel: call compress for "
+            "each of them with its data dimension, and once for the pipeline"
         )
     if FSDPModule in kinds and not all(isinstance(m, FSDPModule) for m in models):
         raise InvalidArgument(
             f"of this rank's {len(models)} stages some are under fully_shard and some are not: "
-            "their gradients are averaged at "
-            "different times. Shard all of them"
+            "their gradients are averaged at different times. Shard all of them"
         )
     if FSDPModule not in kinds and len(data) > 1:
         raise InvalidArgument(
-            f"dims names {list(data)}, expected one dimension of replicas: flatten them to one "
-            "in the mesh"
+            f"dims names {list(data)}, expected one dimension of replicas: flatten them to one in "
+            "the mesh"
         )
     parameters: list[Any] = [p for model in models for p in model.parameters() if is_cut(p)]
     cut = {name for p in parameters for name in p.device_mesh.mesh_dim_names or ()}
@@ -379,8 +373,7 @@ def _check_dims(
         if FSDPModule not in kinds and name in cut:
             raise InvalidArgument(
                 f"dims names {name!r}, over which parameters are cut: tensor-parallel traffic "
-                "stays exact. Name the dimension "
-                "of replicas"
+                "stays exact. Name the dimension of replicas"
             )
     model = models[0]
     if isinstance(model, DistributedDataParallel):
@@ -390,6 +383,5 @@ def _check_dims(
             if ranks != mine:
                 raise InvalidArgument(
                     f"dims names {name!r} with the ranks {ranks}, and DistributedDataParallel "
-                    f"averages over {mine}: wrap with "
-                    f"process_group=mesh[{name!r}].get_group()"
+                    f"averages over {mine}: wrap with process_group=mesh[{name!r}].get_group()"
                 )

@@ -57,9 +57,9 @@ class ParameterNames:
             if self.numels.get(name, parameter.numel()) != parameter.numel():
                 raise StateMismatch(
                     f"DDP brings {parameter.numel()} elements where the saved state expects "
-                    f"{name!r} with {self.numels[name]}: "
-                    "call state.reconnect(named_parameters=ddp.module.named_parameters()) "
-                    "before the first backward"
+                    f"{name!r} with {self.numels[name]}: call "
+                    "state.reconnect(named_parameters=ddp.module.named_parameters()) before the "
+                    "first backward"
                 )
             self._names[id(parameter)] = name
         self.brought.setdefault(name, parameter.numel())

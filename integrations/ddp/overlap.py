@@ -49,9 +49,8 @@ def overlap(
     check_wrapped(ddp)
     if not isinstance(optimizer, CompressedOptimizer):
         raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}, which averages gradients during "
-            "backward and cannot have them from "
-            "DistributedDataParallel: run the model without it"
+            f"optimizer is a {type(optimizer).__name__}, which averages gradients during backward "
+            "and cannot have them from DistributedDataParallel: run the model without it"
             if averages(optimizer)
             else f"optimizer is a {type(optimizer).__name__}, expected OneBitAdam, ZeroOneAdam, "
             "OneBitLamb, ShardedOneBitAdam or "
@@ -62,8 +61,8 @@ def overlap(
     if missing:
         raise InvalidArgument(
             f"the optimizer does not have {len(missing)} parameters of ddp, such as "
-            f"{missing[0]!r}, so nobody would average "
-            "them: construct it with all parameters that require gradients"
+            f"{missing[0]!r}, so nobody would average them: construct it with all parameters that "
+            "require gradients"
         )
     if grad_scaler is not None:
         optimizer.grad_scaler = grad_scaler

@@ -54,10 +54,9 @@ class Replanning:
             )
         if isinstance(codec_named(self.uniform), WholeTensorCodec):
             raise InvalidArgument(
-                f"replan_every is {self.every} with codec {self.uniform!r}, which compresses "
-                "whole tensors, and errors "
-                "of codecs of rows are compared: choose one of these, such as 'int4', or leave "
-                "replan_every out"
+                f"replan_every is {self.every} with codec {self.uniform!r}, which compresses whole "
+                "tensors, and errors of codecs of rows are compared: choose one of these, such as "
+                "'int4', or leave replan_every out"
             )
         self.options = tuple(dict.fromkeys([*OPTIONS, self.uniform]))
 
@@ -92,8 +91,8 @@ class Replanning:
             )
             self.rules |= found.rules
             self.why = (
-                f"of step {step}: {found.gain:.2f} times fewer bytes than {self.uniform} "
-                "for every layer, at its error"
+                f"of step {step}: {found.gain:.2f} times fewer bytes than {self.uniform} for every "
+                "layer, at its error"
             )
         return self.policy()
 

@@ -138,9 +138,8 @@ class Replicas:
         of a step."""
         if self.in_backward and self.syncing:
             raise InvalidArgument(
-                "synchronize is for gradients of backwards under no_sync() or a pipeline: call "
-                "it inside no_sync(), once, or "
-                "leave it out, for backward averages by itself"
+                "synchronize is for gradients of backwards under no_sync() or a pipeline: call it "
+                "inside no_sync(), once, or leave it out, for backward averages by itself"
             )
         self._finish()
         self._owed = None
@@ -160,10 +159,9 @@ class Replicas:
     def _check_averaged(self) -> None:
         if self._owed is not None and self._owed != self._versions():
             raise InvalidArgument(
-                "parameters of a pipeline's stage have moved by gradients of this replica "
-                "alone, which are not those of the "
-                "others by now: call states.synchronize() on every rank between schedule.step() "
-                "and optimizer.step()"
+                "parameters of a pipeline's stage have moved by gradients of this replica alone, "
+                "which are not those of the others by now: call states.synchronize() on every rank "
+                "between schedule.step() and optimizer.step()"
             )
 
     def _hook(self, bucket: LocalBucket, i: int) -> torch.utils.hooks.RemovableHandle:

@@ -128,8 +128,8 @@ def trial_of(codec: object, allow: str | Sequence[str] | None = None) -> Trial |
     if not isinstance(codec, str) or not (codec == AUTO or codec.startswith(AUTO + ":")):
         if allow is not None:
             raise InvalidArgument(
-                f"allow is {allow!r}, but codec is {codec!r}: it is for codec='auto', which "
-                "tries several"
+                f"allow is {allow!r}, but codec is {codec!r}: it is for codec='auto', which tries "
+                "several"
             )
         return None
     _, colon, names = codec.partition(":")

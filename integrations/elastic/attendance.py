@@ -61,9 +61,8 @@ class Attendance:
         if first and (others := self._others(store)):
             raise InvalidArgument(
                 f"the store at {place} names members of a run that goes on, at {others[0]}, and "
-                "this process was started "
-                "without join=: pass join= or set COMMPRESS_JOIN to that store, or end that run "
-                "first"
+                "this process was started without join=: pass join= or set COMMPRESS_JOIN to that "
+                "store, or end that run first"
             )
         self._group.announce(store)
 
@@ -115,10 +114,8 @@ def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
     except (RuntimeError, TookTooLong) as error:
         raise CommunicationError(
             f"the store at {place}, where the members of the run are found, has not answered "
-            "within "
-            f"{timeout.total_seconds():g} s: its host or its process is gone, or it is no "
-            "store. Join by a member's "
-            "group.contact instead"
+            f"within {timeout.total_seconds():g} s: its host or its process is gone, or it is no "
+            "store. Join by a member's group.contact instead"
         ) from error
 
 
@@ -154,14 +151,12 @@ def reformable(group: Any) -> Any:
         )
     if not callable(getattr(found, "reform", None)):
         raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no "
-            "other can go on with other ranks. "
-            "init_process_group('commpress')"
+            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no other "
+            "can go on with other ranks. init_process_group('commpress')"
         )
     if getattr(found, "communicator", None) is not None and not survives():
         raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job "
-            "with its first rank: "
-            f"{WITH_ULFM}, or init_process_group('commpress')"
+            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job with "
+            f"its first rank: {WITH_ULFM}, or init_process_group('commpress')"
         )
     return found

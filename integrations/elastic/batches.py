@@ -28,17 +28,16 @@ class Batches:
         if not isinstance(loader, DataLoader) or not isinstance(sampler, ElasticSampler):
             raise InvalidArgument(
                 f"data is a {type(loader).__name__} with the sampler {type(sampler).__name__}, "
-                "expected a DataLoader "
-                "with a commpress.ElasticSampler, as in DataLoader(data, 32, "
-                "sampler=commpress.ElasticSampler(data, 32)): only "
-                "it knows which samples were read by committed steps"
+                "expected a DataLoader with a commpress.ElasticSampler, as in DataLoader(data, 32, "
+                "sampler=commpress.ElasticSampler(data, 32)): only it knows which samples were "
+                "read by committed steps"
             )
         size = loader.batch_size or 0
         if not size or sampler.batch_size % size:
             raise InvalidArgument(
                 f"data has batches of {loader.batch_size} and its sampler {sampler.batch_size} "
-                "samples a step, expected the "
-                "same, or for gradients accumulated over k batches k times as many"
+                "samples a step, expected the same, or for gradients accumulated over k batches k "
+                "times as many"
             )
         self.sampler, self.count = sampler, sampler.batch_size // size
 

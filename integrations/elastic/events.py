@@ -53,11 +53,9 @@ class ElasticCounters(Totals):
 
     def summary(self) -> str:
         return (
-            f"{self.steps} steps committed here, by {100 * self.participation:.1f} % of all "
-            f"ranks; {100 * self.goodput:.1f} % "
-            f"of the time went into steps; {self.faults} faults, {self.lost} ranks lost, "
-            f"{self.joined} joined, paused for "
-            f"{self.pause_seconds:.1f} s"
+            f"{self.steps} steps committed here, by {100 * self.participation:.1f} % of all ranks; "
+            f"{100 * self.goodput:.1f} % of the time went into steps; {self.faults} faults, "
+            f"{self.lost} ranks lost, {self.joined} joined, paused for {self.pause_seconds:.1f} s"
         )
 
 

@@ -119,8 +119,8 @@ def share(
     """The donors' document and tensors, on those in ``needy`` too, which bring none."""
     if not donors or set(donors) & set(needy):
         raise InvalidArgument(
-            f"donors are {list(donors)} and needy {list(needy)}, expected at least one donor "
-            "that needs nothing itself"
+            f"donors are {list(donors)} and needy {list(needy)}, expected at least one donor that "
+            "needs nothing itself"
         )
     begun = monotonic()
     document, first, same = yield from _send_document(channel, document, donors)
@@ -137,9 +137,8 @@ def share(
         if came != right:
             wrong = next(i for i, each in enumerate(came) if each != right[i])
             raise Corrupted(
-                f"rank {channel.rank}: tensor {wrong} of the state that came has another hash "
-                f"than rank {first} told: memory "
-                "or network corrupt data; nothing was loaded",
+                f"rank {channel.rank}: tensor {wrong} of the state that came has another hash than "
+                f"rank {first} told: memory or network corrupt data; nothing was loaded",
                 ranks=(first,),
             )
     differing = sum(len(each) < len(donors) for each in able)

@@ -92,30 +92,26 @@ class Elastic:
     leaves or joins.
 
     - ``train_step``: takes the batch and does one step: forward, backward, ``optimizer.step()``
-      once, what follows it. It is
-      called again where it failed. Collectives of your own belong before ``optimizer.step()``.
+      once, what follows it. It is called again where it failed. Collectives of your own belong
+      before ``optimizer.step()``.
     - ``state``: what has to be the same on all ranks, by name: the model, optimizers, schedulers, a
-      GradScaler. The position in
-      the data and what ``compress`` keeps need not be named.
+      GradScaler. The position in the data and what ``compress`` keeps need not be named.
     - ``data``: a DataLoader with an ``ElasticSampler``; None: ``train_step`` takes nothing. Where
-      the sampler's ``batch_size``
-      is k times the loader's, a step takes a list of k batches (gradient accumulation).
+      the sampler's ``batch_size`` is k times the loader's, a step takes a list of k batches
+      (gradient accumulation).
     - ``epochs``, ``steps``: the end, whichever comes first.
     - ``build``: for models and optimizers that are divided among the ranks, in place of
-      ``train_step`` and ``state``: makes
-      both for the ranks that there are. Called again after every change; then the last snapshot is
-      loaded.
+      ``train_step`` and ``state``: makes both for the ranks that there are. Called again after
+      every change; then the last snapshot is loaded.
     - ``snapshots``: a folder, or ``Snapshots``.
     - ``minimum``: ranks below which no step is taken; the others wait ``patience`` seconds for
       newcomers.
     - ``join``: where the others are, as ``group.contact`` says it, or a store's "host:port"; by
-      default COMMPRESS_JOIN. Who
-      joins starts as a group of one (``init_process_group("commpress", rank=0, world_size=1,
-      ...)``).
+      default COMMPRESS_JOIN. Who joins starts as a group of one (``init_process_group("commpress",
+      rank=0, world_size=1, ...)``).
     - ``timeout``: of each agreement on who is there; None: that of the group.
     - ``hash_every``: steps between two hashes of the weights in the events; by default
-      COMMPRESS_HASH_EVERY, or never. Not with
-      ``build``.
+      COMMPRESS_HASH_EVERY, or never. Not with ``build``.
     - ``events``: a file for them; by default COMMPRESS_EVENTS.
 
     ``leave()``, or a first SIGTERM, has this rank hand over what it owes, and ends its loop.
@@ -143,9 +139,8 @@ class Elastic:
         self.attendance = Attendance(self.group, join, timeout)
         if (build is None) == (train_step is None) or (train_step is None) != (state is None):
             raise InvalidArgument(
-                f"train_step is {train_step!r}, state {'given' if state is not None else None} "
-                f"and build {build!r}, expected "
-                "train_step and state, or build, which returns both"
+                f"train_step is {train_step!r}, state {'given' if state is not None else None} and "
+                f"build {build!r}, expected train_step and state, or build, which returns both"
             )
         if epochs is None and steps is None:
             raise InvalidArgument(
@@ -204,8 +199,8 @@ class Elastic:
         """Train these from here on."""
         if not isinstance(state, Mapping) or (not state and train_step is not _nothing):
             raise InvalidArgument(
-                f"state is {state!r}, expected a dictionary, as "
-                f"{{'model': model, 'optimizer': optimizer}}"
+                f"state is {state!r}, expected a dictionary, as {{'model': model, 'optimizer': "
+                f"optimizer}}"
             )
         if NAME in state:
             raise InvalidArgument(
@@ -457,10 +452,9 @@ class Elastic:
             self.progress.step += 1
             self._mark.forget()
             log.warning(
-                "step %d failed after optimizer.step(): it counts, and what train_step does "
-                "after that was left out here, "
-                "unless another rank has done it. Put collectives of your own before "
-                "optimizer.step()",
+                "step %d failed after optimizer.step(): it counts, and what train_step does after "
+                "that was left out here, unless another rank has done it. Put collectives of your "
+                "own before optimizer.step()",
                 self.step - 1,
             )
         else:
@@ -593,8 +587,7 @@ class Elastic:
         if not donors:
             raise NoQuorum(
                 f"none of the {change.size} ranks that are left has the state of the run: those "
-                "who had it died before the "
-                "newcomers were healed. Start again from a snapshot"
+                "who had it died before the newcomers were healed. Start again from a snapshot"
             )
         # who is a step behind could go on from there, if those ahead die now
         self._healed &= change.was is not None
@@ -666,8 +659,7 @@ class Elastic:
             sleep(POLL)
         raise NoQuorum(
             f"{self.size} ranks are left, minimum is {self.minimum}, and nobody joined within "
-            f"{self.patience:g} s: start more "
-            "processes with join=, or pass a smaller minimum"
+            f"{self.patience:g} s: start more processes with join=, or pass a smaller minimum"
         )
 
     # ------------------------------------------------------------ the beginning
@@ -749,8 +741,8 @@ class Elastic:
         found = differences(unpacked(first, []), self.description(), others="rank 0 has")
         raise InvalidArgument(
             f"ranks {unlike} were started otherwise than rank "
-            f"0{': ' + found if found else ', as their own errors say'}. Start "
-            "all of them with the same data, models and options"
+            f"0{': ' + found if found else ', as their own errors say'}. Start all of them with "
+            "the same data, models and options"
         )
 
     # ------------------------------------------------------------ snapshots
@@ -786,9 +778,8 @@ class Elastic:
             self.counters.failed_snapshots += 1
             log.error(
                 (
-                    "the snapshot of step %d could not be written, and the run goes on with "
-                    "that of "
-                    "step %d: %s"
+                    "the snapshot of step %d could not be written, and the run goes on with that "
+                    "of step %d: %s"
                 ),
                 self.step,
                 self.snapshots.last,

@@ -71,9 +71,8 @@ def check_named(state: Mapping[str, Any]) -> None:
             id(p) not in held for g in each.param_groups for p in g["params"]
         ):
             raise InvalidArgument(
-                f"state[{name!r}] trains parameters of no module in state: newcomers would not "
-                "be like the others in them; "
-                "name that module as well"
+                f"state[{name!r}] trains parameters of no module in state: newcomers would not be "
+                "like the others in them; name that module as well"
             )
 
 
@@ -84,8 +83,7 @@ def check_ordered(ddp: DistributedDataParallel) -> None:
     for name in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, name):
             raise InvalidArgument(
-                f"DistributedDataParallel has {name}=True and no hook, whose calls come in "
-                "another order on each rank: "
-                "commpress.compress(ddp, 'none') sends the same means over a channel of its "
-                f"own, or leave {name} out"
+                f"DistributedDataParallel has {name}=True and no hook, whose calls come in another "
+                "order on each rank: commpress.compress(ddp, 'none') sends the same means over a "
+                f"channel of its own, or leave {name} out"
             )

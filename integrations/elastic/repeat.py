@@ -45,8 +45,7 @@ def _hooked(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
     except AttributeError as error:
         raise InvalidArgument(
             f"state has a {type(optimizer).__name__}, which is only put before an optimizer, "
-            "expected the optimizer itself: of "
-            "Accelerate's, optimizer.optimizer"
+            "expected the optimizer itself: of Accelerate's, optimizer.optimizer"
         ) from error
 
 

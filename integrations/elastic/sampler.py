@@ -29,8 +29,7 @@ class ElasticSampler(Sampler[int]):
       batches as a step accumulates.
     - ``shuffle``: a new permutation in each epoch, from ``seed``; else in order.
     - ``drop_last``: leave out the last samples of an epoch that are too few for a step of all
-      ranks. False: the first step of
-      the next epoch begins with them, so that none is lost.
+      ranks. False: the first step of the next epoch begins with them, so that none is lost.
     - ``rank``, ``size``: by default those of ``group``.
     """
 
@@ -50,8 +49,7 @@ class ElasticSampler(Sampler[int]):
             lacks = "of no samples" if hasattr(data, "__len__") else "without a length"
             raise InvalidArgument(
                 f"data is a {type(data).__name__} {lacks}, expected one that has its samples by "
-                "number: a position in a mere "
-                "stream cannot be handed over"
+                "number: a position in a mere stream cannot be handed over"
             )
         check_counts(seed=seed)
         for name, value in (("batch_size", batch_size), ("size", 1 if size is None else size)):
@@ -157,9 +155,9 @@ class ElasticSampler(Sampler[int]):
         """Begin the next epoch where this one has no room for a step of all ranks."""
         if self.drop_last and self.window > self.samples:
             raise InvalidArgument(
-                f"drop_last is True and data has {self.samples} samples, but a step of "
-                f"{self.size} ranks reads {self.window}: "
-                "no step would be left of an epoch; pass drop_last=False or a smaller batch_size"
+                f"drop_last is True and data has {self.samples} samples, but a step of {self.size} "
+                f"ranks reads {self.window}: no step would be left of an epoch; pass "
+                "drop_last=False or a smaller batch_size"
             )
         while not self.steps:
             self.epoch += 1
@@ -179,8 +177,8 @@ class ElasticSampler(Sampler[int]):
             if state[name] != getattr(self, name):
                 raise StateMismatch(
                     f"the sampler was saved with {name}={state[name]!r}, this one "
-                    f"{getattr(self, name)!r}: a position would "
-                    "mean other samples; construct it with the same data and options"
+                    f"{getattr(self, name)!r}: a position would mean other samples; construct it "
+                    "with the same data and options"
                 )
         self.epoch, self.position, self.dropped = (
             int(state["epoch"]),

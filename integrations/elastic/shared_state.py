@@ -51,9 +51,8 @@ class SharedState:
         for name, each in objects.items():
             if not _methods(each):
                 raise InvalidArgument(
-                    f"state[{name!r}] is a {type(each).__name__}, expected what has state_dict "
-                    "and load_state_dict: newcomers "
-                    "would not be like the others in it"
+                    f"state[{name!r}] is a {type(each).__name__}, expected what has state_dict and "
+                    "load_state_dict: newcomers would not be like the others in it"
                 )
             if isinstance(each, torch.nn.Module):
                 cure = (
@@ -81,8 +80,7 @@ class SharedState:
         if content.keys() != self.objects.keys():
             raise StateMismatch(
                 f"the state has {', '.join(map(repr, content))}, expected "
-                f"{', '.join(map(repr, self.objects))}: give the same "
-                "names on every rank"
+                f"{', '.join(map(repr, self.objects))}: give the same names on every rank"
             )
         for name, each in self.objects.items():
             self._take(each, content[name])
@@ -136,9 +134,8 @@ def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         case torch.Tensor():
             if hasattr(value, "placements"):
                 raise InvalidArgument(
-                    f"{where} is a tensor of which only a part is here (DTensor), expected "
-                    "whole ones: of a sharded model pass "
-                    "build= and snapshots="
+                    f"{where} is a tensor of which only a part is here (DTensor), expected whole "
+                    "ones: of a sharded model pass build= and snapshots="
                 )
             if value.layout != torch.strided or value.dtype not in DTYPES.values():
                 raise InvalidArgument(
@@ -168,9 +165,8 @@ def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         case set() | frozenset():
             return {"set": [_outlined(each, tensors, where) for each in sorted(value)]}
     raise InvalidArgument(
-        f"{where} is a {type(value).__name__}, expected tensors, numbers, text, and "
-        "dictionaries or lists of these: "
-        "nothing that comes is evaluated, so nothing else travels"
+        f"{where} is a {type(value).__name__}, expected tensors, numbers, text, and dictionaries "
+        "or lists of these: nothing that comes is evaluated, so nothing else travels"
     )
 
 

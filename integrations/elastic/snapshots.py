@@ -136,9 +136,8 @@ class Snapshots:
         if self.last > step + self.every:
             raise InvalidArgument(
                 f"the snapshots in {self.place} are of step {self.last}, but the run that this "
-                "process joins is at step "
-                f"{step}: begin with this process, without join=, to go on from them, or give "
-                "snapshots= another folder"
+                f"process joins is at step {step}: begin with this process, without join=, to go "
+                "on from them, or give snapshots= another folder"
             )
         log.info(
             "snapshots of step %d give way to the run that has been joined, at step %d",
@@ -166,8 +165,7 @@ class Snapshots:
         ):
             raise Damaged(
                 f"the snapshot of step {step} in {self.place} is not what was written: its hash "
-                "differs. Remove that "
-                "directory; the other ranks have snapshots of their own",
+                "differs. Remove that directory; the other ranks have snapshots of their own",
                 names=(f"step-{step:010d}",),
             )
         return step, document, tensors

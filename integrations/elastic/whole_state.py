@@ -78,10 +78,9 @@ class WholeState(SharedState):
         for name, each in objects.items():
             if isinstance(each, Offloaded):
                 raise InvalidArgument(
-                    f"state[{name!r}] is an Offloaded, whose state is in a store of each rank, "
-                    "and cannot be made whole in "
-                    "memory: train without commpress.elastic, from checkpoints by "
-                    "torch.distributed.checkpoint"
+                    f"state[{name!r}] is an Offloaded, whose state is in a store of each rank, and "
+                    "cannot be made whole in memory: train without commpress.elastic, from "
+                    "checkpoints by torch.distributed.checkpoint"
                 )
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:

@@ -166,9 +166,8 @@ def _checked(ranks: Mapping[int, int], home: Placement) -> dict[int, int]:
     if wrong:
         raise InvalidArgument(
             f"copies has expert {wrong[0][0]!r} on {wrong[0][1]!r} ranks, expected experts 0 to "
-            f"{home.experts - 1} on 1 to "
-            f"{home.size} ranks each, such as {{0: {min(2, home.size)}}}: as many as there are, "
-            "its home among them"
+            f"{home.experts - 1} on 1 to {home.size} ranks each, such as {{0: "
+            f"{min(2, home.size)}}}: as many as there are, its home among them"
         )
     return {e: n for e, n in ranks.items() if n > 1}
 
@@ -214,9 +213,9 @@ class CopiedExperts:
         buffers = [name for template in self.templates for name, _ in template.named_buffers()]
         if len(kinds) != 1 or buffers:
             raise InvalidArgument(
-                f"copies are of experts with parameters of {sorted(map(str, kinds))} and "
-                f"buffers {buffers[:1]}, expected one "
-                "type and no buffers, since a copy has what travels: leave copies out"
+                f"copies are of experts with parameters of {sorted(map(str, kinds))} and buffers "
+                f"{buffers[:1]}, expected one type and no buffers, since a copy has what travels: "
+                "leave copies out"
             )
 
     @property
@@ -278,9 +277,8 @@ class CopiedExperts:
             if {name: p.shape for name, p in parameters.items()} != self._shapes(expert):
                 raise InvalidArgument(
                     f"expert {expert} has parameters {sorted(parameters)}, expected "
-                    f"{sorted(self._shapes(expert))} as when "
-                    "it was copied: change experts (such as by LoRA) before parallelise, or "
-                    "leave copies out"
+                    f"{sorted(self._shapes(expert))} as when it was copied: change experts (such "
+                    "as by LoRA) before parallelise, or leave copies out"
                 )
         return {
             e: torch.cat([p.reshape(-1) for p in of.values()])

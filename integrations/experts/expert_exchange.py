@@ -80,33 +80,29 @@ class ExpertExchange(Divided, TokenSwitch):
     - ``num_experts``: of all ranks together; neighbours lie side by side. ``placement``: instead
       the rank of each.
     - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out; ``combine_codec``
-      for what comes back.
-      ``gradient_codec`` and ``combine_gradient_codec`` for gradients, out and back (default: the
-      same as for tokens). By name, 128 elements of one token share a scale; tokens never do.
-      "auto", for tokens or what comes back or both: the first batch goes in float32, bf16 and int8
-      a few times, and all ranks take the one that is fastest there, but exact numbers unless
-      another saves 5 % (``exchange.measurement``). With ``topology``, ``deduplicate`` is measured
-      likewise.
+      for what comes back. ``gradient_codec`` and ``combine_gradient_codec`` for gradients, out and
+      back (default: the same as for tokens). By name, 128 elements of one token share a scale;
+      tokens never do. "auto", for tokens or what comes back or both: the first batch goes in
+      float32, bf16 and int8 a few times, and all ranks take the one that is fastest there, but
+      exact numbers unless another saves 5 % (``exchange.measurement``). With ``topology``,
+      ``deduplicate`` is measured likewise.
     - ``topology``: nodes as ``Topology`` takes them, or "auto"; then a token crosses to a node
-      once, and its results are added
-      inside the node before they come back. ``deduplicate=False``: it travels to every rank by
-      itself, with the same bits.
+      once, and its results are added inside the node before they come back. ``deduplicate=False``:
+      it travels to every rank by itself, with the same bits.
     - ``capacity``: no expert takes more than its even share of a rank's choices times this; what is
       beyond is dropped.
     - ``copies``: ``{expert: n}``, experts that lie on n ranks; see ``ExpertCopies``. ``experts``
-      get rows of copies behind
-      those of their own, and see to it that copies are the same: ``commpress.moe.Experts`` does.
+      get rows of copies behind those of their own, and see to it that copies are the same:
+      ``commpress.moe.Experts`` does.
     - ``pad``: rows of each expert are filled up with zeros to a multiple of it ("expert_major").
     - ``lsh``: of similar tokens only the mean travels, where the whole layer is one call
       (``exchange(…)``); see ``LSH``.
     - ``tensor_group``: ranks that have the same tokens, as under tensor parallelism. Each sends its
-      share of them, and what
-      comes back is gathered among them: every token travels once, and not once for each of these
-      ranks.
+      share of them, and what comes back is gathered among them: every token travels once, and not
+      once for each of these ranks.
     - ``on_lost``: what becomes of the experts of a rank that died, when the group reforms.
-      "refuse": the exchange goes no
-      further. "mask": they are gone, and tokens go to those of their choices that are left, whose
-      gates grow to the same sum.
+      "refuse": the exchange goes no further. "mask": they are gone, and tokens go to those of their
+      choices that are left, whose gates grow to the same sum.
     - ``transport``: instead of a process group, such as an ``MpiTransport``.
 
     Sums are formed in a fixed order (``collectives/all_to_all/tokens.py``): nodes, in them ranks,
@@ -142,8 +138,8 @@ class ExpertExchange(Divided, TokenSwitch):
             )
         if capacity is not None and not capacity > 0:
             raise InvalidArgument(
-                f"capacity is {capacity!r}, expected a factor above 0, such as 1.25, or None "
-                "for no limit"
+                f"capacity is {capacity!r}, expected a factor above 0, such as 1.25, or None for "
+                "no limit"
             )
         if placement is not None and len(placement) != num_experts:
             raise InvalidArgument(
@@ -368,9 +364,8 @@ class ExpertExchange(Divided, TokenSwitch):
         plan: ExpertPlan = routing.handle
         if expert_tokens.dim() != 2 or len(expert_tokens) < plan.rows.count:
             raise InvalidArgument(
-                f"expert_tokens are {tuple(expert_tokens.shape)}, expected the "
-                f"{plan.rows.count} rows that dispatch gave, with "
-                "or without zeros behind them"
+                f"expert_tokens are {tuple(expert_tokens.shape)}, expected the {plan.rows.count} "
+                "rows that dispatch gave, with or without zeros behind them"
             )
         if out is not None:
             with torch.no_grad():
@@ -399,8 +394,8 @@ class ExpertExchange(Divided, TokenSwitch):
         asked = topk_idx.detach().cpu().numpy().astype(np.int64)
         if asked.size and (asked.min() < -1 or asked.max() >= self.num_experts):
             raise InvalidArgument(
-                f"topk_idx has numbers from {asked.min()} to {asked.max()}, expected experts 0 "
-                f"to {self.num_experts - 1}, or -1"
+                f"topk_idx has numbers from {asked.min()} to {asked.max()}, expected experts 0 to "
+                f"{self.num_experts - 1}, or -1"
             )
         lost = self._lost(topk_idx)
         if lost is not None:
@@ -431,8 +426,7 @@ class ExpertExchange(Divided, TokenSwitch):
             ):
                 raise InvalidArgument(
                     f"per_expert_token_counts has shape {tuple(per_expert_token_counts.shape)}, "
-                    "expected at least "
-                    f"[{len(rows.counts)}]: one for each expert of this rank"
+                    f"expected at least [{len(rows.counts)}]: one for each expert of this rank"
                 )
             per_expert_token_counts[: len(rows.counts)] = torch.from_numpy(rows.heights)
         self.counters.routed(
@@ -757,8 +751,8 @@ def _check_on_lost(
     ):
         raise InvalidArgument(
             "on_lost is 'mask', and the ranks that are left find each other by group.reform() "
-            "only: use the backend "
-            "'commpress', init_process_group('commpress'), without transport= and tensor_group="
+            "only: use the backend 'commpress', init_process_group('commpress'), without "
+            "transport= and tensor_group="
         )
 
 

@@ -317,8 +317,8 @@ class ExpertOptimizer(Wrapper):
         if numbers[:2] != [FORMAT, float(self._layout())]:
             raise StateMismatch(
                 f"the store holds a state {self.prefix!r} of other parameters or another "
-                "optimizer: open it with those it was "
-                "made with, or give ExpertTiers another prefix="
+                "optimizer: open it with those it was made with, or give ExpertTiers another "
+                "prefix="
             )
         self.steps_done, rest = int(numbers[2]), iter(numbers[3:])
         for chunk in self.chunks:

@@ -74,8 +74,8 @@ class ExpertTiers(NotCopied):
         if any(other.store is store and other.prefix == prefix for other in others):
             raise InvalidArgument(
                 f"the store has experts of another layer under prefix {prefix!r}: make one "
-                "ExpertTiers(store, resident) and "
-                "pass it as store= to all layers, or pass another prefix="
+                "ExpertTiers(store, resident) and pass it as store= to all layers, or pass another "
+                "prefix="
             )
         return_large_blocks(LARGE)
         self.store: TieredStore = store
@@ -127,9 +127,8 @@ class ExpertTiers(NotCopied):
             with self.store.borrow(meta, write=False) as held:
                 if not torch.equal(held, mine):
                     raise StateMismatch(
-                        f"the store holds other experts under prefix {self.prefix!r}: open it "
-                        "with the model that it was made "
-                        "with, or pass another prefix="
+                        f"the store holds other experts under prefix {self.prefix!r}: open it with "
+                        "the model that it was made with, or pass another prefix="
                     )
         else:
             self.store.put(meta, mine)
@@ -161,8 +160,8 @@ class ExpertTiers(NotCopied):
             ) or parameter.dtype not in DTYPES:
                 raise InvalidArgument(
                     f"parameter {called} is {parameter.dtype} on {parameter.device}, expected "
-                    "float32, bfloat16 or float16, "
-                    "the same for all parameters of an expert, on one device"
+                    "float32, bfloat16 or float16, the same for all parameters of an expert, on "
+                    "one device"
                 )
         group = StreamedGroup(
             len(self.groups), name, members, rank=0, ranks=1, prefix=self.prefix, numel=WHOLE
@@ -170,8 +169,7 @@ class ExpertTiers(NotCopied):
         if group.nbytes < self.store.pack_below:
             raise InvalidArgument(
                 f"{name} has {group.nbytes} bytes, and the store packs what is below "
-                f"{self.store.pack_below}, so that experts "
-                "would move together: open it with "
+                f"{self.store.pack_below}, so that experts would move together: open it with "
                 "options=commpress.tiered_mem.Options(pack_below=0)"
             )
         self.groups.append(group)
@@ -216,9 +214,8 @@ class ExpertTiers(NotCopied):
         if resident * largest > capacity:
             raise InvalidArgument(
                 f"resident={resident} experts with their "
-                f"gradients{' and moments' * bool(self._state)} take "
-                f"{resident * largest} bytes, the store has {capacity} of host memory: open it "
-                "with a larger host=, or pass a "
+                f"gradients{' and moments' * bool(self._state)} take {resident * largest} bytes, "
+                f"the store has {capacity} of host memory: open it with a larger host=, or pass a "
                 "smaller resident="
             )
         self.plan.capacity = resident * largest
@@ -396,8 +393,8 @@ class ExpertTiers(NotCopied):
         if came and not self.kept:
             raise InvalidArgument(
                 "experts in a store have no optimizer, so their gradients would be lost: make "
-                "commpress.moe.ExpertOptimizer(model.parameters(), torch.optim.AdamW, ...) "
-                "before backward"
+                "commpress.moe.ExpertOptimizer(model.parameters(), torch.optim.AdamW, ...) before "
+                "backward"
             )
         name, there = self.name((expert, GRADIENT)), self.graded.get(expert, set())
         if came:

@@ -27,8 +27,7 @@ class LSH:
     - ``hashes``: at most so many are compared, of ``dims`` coordinates each; as many as the share
       allows. ``seed``: of turning.
     - ``probes``: choices of each call that travel by themselves. ``error`` is ‖E(x) − E(c) − x + c‖
-      / ‖E(x)‖ over them, in
-      the last call.
+      / ‖E(x)‖ over them, in the last call.
     - ``bound``: where a rank's error was above it, all ranks send every token from the next call
       but one, for ``retry`` calls.
 
@@ -54,8 +53,7 @@ class LSH:
         if min(hashes, dims, retry) < 1 or probes < 0 or not bound > 0:
             raise InvalidArgument(
                 f"hashes is {hashes}, dims {dims}, probes {probes}, bound {bound} and retry "
-                f"{retry}, expected at least 1, 1, "
-                "0, more than 0, and 1"
+                f"{retry}, expected at least 1, 1, 0, more than 0, and 1"
             )
         self.share, self.hashes, self.dims, self.seed = share, hashes, dims, seed
         self.probes, self.bound, self.retry = probes, bound, retry

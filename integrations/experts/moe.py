@@ -58,30 +58,24 @@ class Experts(nn.Module):
     gates → Σ gate · expert(token).
 
     - ``experts``: a list of modules, each of rows to rows, or one module whose parameters all have
-      the experts along their
-      first dimension, called as those of transformers: ``experts(hidden_states, top_k_index,
-      top_k_weights)``. All ranks give the same; of a batched one the parameters are cut down in
-      place.
+      the experts along their first dimension, called as those of transformers:
+      ``experts(hidden_states, top_k_index, top_k_weights)``. All ranks give the same; of a batched
+      one the parameters are cut down in place.
     - ``exchange``: an ``ExpertExchange``, or its options.
     - ``chunks``: tokens go in so many parts, some under way while experts work on another.
     - ``mean``: gradients of experts are divided by the number of ranks, as DDP divides those of
-      everything else. Without it
-      they are sums over the tokens of all ranks.
+      everything else. Without it they are sums over the tokens of all ranks.
     - ``replicas``: the ranks that hold the same experts, where the exchange is among some of all
-      ranks. Gradients of experts
-      are averaged over them in backward.
+      ranks. Gradients of experts are averaged over them in backward.
     - ``copies``: ``{expert: n}``, hot experts that lie on n ranks, over which their tokens are
-      spread (``ExpertCopies``). Their
-      weights come from their home in every forward, and their gradients go there; ``copy_experts``
-      changes them.
+      spread (``ExpertCopies``). Their weights come from their home in every forward, and their
+      gradients go there; ``copy_experts`` changes them.
     - ``separate``: each expert of a batched module becomes a module with parameters of its own, so
-      that one without tokens has
-      no gradient, and optimizers leave it alone.
+      that one without tokens has no gradient, and optimizers leave it alone.
     - ``store``: experts live in this store (or ``ExpertTiers`` of it, which layers share),
-      ``resident`` of them in memory, and
-      are trained by ``ExpertOptimizer``; separate ones always. ``experts`` may then be an iterator,
-      beside an ``exchange``: each goes to the store as it is made. ``prefetch=False``: nothing is
-      read ahead.
+      ``resident`` of them in memory, and are trained by ``ExpertOptimizer``; separate ones always.
+      ``experts`` may then be an iterator, beside an ``exchange``: each goes to the store as it is
+      made. ``prefetch=False``: nothing is read ahead.
 
     A ``state_dict`` has the experts of this rank, and says which; those of another rank are refused
     in the next forward.
@@ -117,26 +111,23 @@ class Experts(nn.Module):
         if isinstance(experts, Iterator):
             if exchange is None or tiers is None:
                 raise InvalidArgument(
-                    "experts is an iterator, whose length nobody knows and which goes into a "
-                    "store one by one: pass exchange= "
-                    "and store= beside it, or a list"
+                    "experts is an iterator, whose length nobody knows and which goes into a store "
+                    "one by one: pass exchange= and store= beside it, or a list"
                 )
             number = exchange.num_experts
         else:
             number = len(listed) if listed is not None else batch_of(experts)
         if not number:
             raise InvalidArgument(
-                f"experts is a {type(experts).__name__}, expected a list of modules, or one "
-                "module with num_experts whose "
-                "parameters all have the experts along their first dimension and that is "
-                f"called with {', '.join(CALL)}"
+                f"experts is a {type(experts).__name__}, expected a list of modules, or one module "
+                "with num_experts whose parameters all have the experts along their first "
+                f"dimension and that is called with {', '.join(CALL)}"
             )
         if exchange is not None and (options or copies or exchange.num_experts != number):
             given = sorted([*options, *(["copies"] if copies else [])])
             raise InvalidArgument(
                 f"exchange has {exchange.num_experts} experts and options are {given}, expected "
-                f"{number} experts and no "
-                "options beside it"
+                f"{number} experts and no options beside it"
             )
         if tiers is not None and (copies or (exchange is not None and exchange.copies.holders)):
             raise InvalidArgument(
@@ -285,9 +276,8 @@ class Experts(nn.Module):
         if self._loaded != self.own:
             raise InvalidArgument(
                 f"experts {self._loaded} were loaded where {self.own} lie: load what this rank "
-                "saved. With a Trainer use the "
-                "callback commpress.hf.DividedExperts (commpress.hf.Compress does the same), "
-                "which saves and loads every rank's"
+                "saved. With a Trainer use the callback commpress.hf.DividedExperts "
+                "(commpress.hf.Compress does the same), which saves and loads every rank's"
             )
         self.check_parameters()
         ddp = DistributedDataParallel._get_active_ddp_module()
@@ -300,12 +290,10 @@ class Experts(nn.Module):
         if any(held_of(p) is None for p in self.experts.parameters()):
             raise InvalidArgument(
                 "other parameters took the place of this rank's experts or came to them, as "
-                "load_state_dict(assign=True) puts "
-                "them, or fully_shard, which divides them once more, or adapters: load without "
-                "assign, or "
-                "fully_shard(..., ignored_params=commpress.moe.held_parameters(model)), or call "
-                "commpress.moe.parallelise once "
-                "more, on the model with its adapters"
+                "load_state_dict(assign=True) puts them, or fully_shard, which divides them once "
+                "more, or adapters: load without assign, or fully_shard(..., "
+                "ignored_params=commpress.moe.held_parameters(model)), or call "
+                "commpress.moe.parallelise once more, on the model with its adapters"
             )
 
     def get_extra_state(self) -> torch.Tensor:
@@ -374,11 +362,9 @@ def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
     if not found and not layers:
         _refuse_dense(model)
         raise InvalidArgument(
-            f"model is a {type(model).__name__} without layers of experts: expected modules "
-            "with num_experts whose parameters "
-            "all have the experts along their first dimension and that are called with "
-            f"{', '.join(CALL)}. Put "
-            "commpress.moe.Experts in by hand"
+            f"model is a {type(model).__name__} without layers of experts: expected modules with "
+            "num_experts whose parameters all have the experts along their first dimension and "
+            f"that are called with {', '.join(CALL)}. Put commpress.moe.Experts in by hand"
         )
     if (store := options.pop("store", None)) is not None:
         options["store"] = _tiers(
@@ -389,9 +375,9 @@ def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
     for parent, name, experts in found:
         if name == "base_layer":
             raise InvalidArgument(
-                f"model has experts inside a {type(parent).__name__}, whose adapters would not "
-                "be divided with them: call "
-                "parallelise before adapters are put in, and once more on the model with them"
+                f"model has experts inside a {type(parent).__name__}, whose adapters would not be "
+                "divided with them: call parallelise before adapters are put in, and once more on "
+                "the model with them"
             )
         layers.append(Experts(experts, **options))
         setattr(parent, name, layers[-1])
@@ -412,8 +398,8 @@ def copy_experts(model: nn.Module, copies: int) -> list[dict[int, int]]:
     for layer in experts_of(model):
         if layer.tier is not None:
             raise InvalidArgument(
-                "model has experts in a store, from which weights do not go to other ranks: "
-                "leave store= out"
+                "model has experts in a store, from which weights do not go to other ranks: leave "
+                "store= out"
             )
         assert layer.copied is not None
         layer.copied.check()
@@ -472,9 +458,8 @@ def clip_grad_norm_(
     if any(isinstance(streamer_of(p), ExpertTiers) for p in every):
         raise InvalidArgument(
             "parameters have experts in tiers, whose gradients are in a store and would be left "
-            "out: pass max_grad_norm= to "
-            "commpress.moe.ExpertOptimizer, and do not clip besides (max_grad_norm=0 with a "
-            "Trainer)"
+            "out: pass max_grad_norm= to commpress.moe.ExpertOptimizer, and do not clip besides "
+            "(max_grad_norm=0 with a Trainer)"
         )
     ranks, grads = ranks_of(process_group), [p.grad for p in every if p.grad is not None]
     shared, own = 0.0, 0.0
@@ -509,9 +494,8 @@ def _tiers(
         return ExpertTiers(store, resident, prefetch=prefetch)
     if resident is not None or not prefetch:
         raise InvalidArgument(
-            f"resident is {resident} and prefetch {prefetch}, but store is "
-            f"{type(store).__name__}: pass them with a "
-            "TieredStore, or to ExpertTiers itself"
+            f"resident is {resident} and prefetch {prefetch}, but store is {type(store).__name__}: "
+            "pass them with a TieredStore, or to ExpertTiers itself"
         )
     return store
 
@@ -533,9 +517,8 @@ def batch_of(module: Any) -> int:
     ]:
         raise InvalidArgument(
             f"experts, a {type(module).__name__}, have a buffer {cut[0]!r} of as many rows as "
-            "experts, which would not be "
-            "divided with them: make it a parameter with requires_grad=False, or give a list of "
-            "modules"
+            "experts, which would not be divided with them: make it a parameter with "
+            "requires_grad=False, or give a list of modules"
         )
     return number
 
@@ -551,12 +534,10 @@ def _refuse_dense(model: nn.Module) -> None:
             called = ", ".join(inspect.signature(module.forward).parameters)
             raise InvalidArgument(
                 f"model has experts in {name!r}, a {type(module).__name__} that is called with "
-                f"{called}, expected "
-                f"{', '.join(CALL)}: each expert gets every token, so there is nothing to send "
-                "to ranks by choice. Divide its "
-                "weights with fully_shard, or write the layer around it anew with "
-                "commpress.moe.Experts([...]), which is told "
-                "of each token's choices"
+                f"{called}, expected {', '.join(CALL)}: each expert gets every token, so there is "
+                "nothing to send to ranks by choice. Divide its weights with fully_shard, or write "
+                "the layer around it anew with commpress.moe.Experts([...]), which is told of each "
+                "token's choices"
             )
 
 

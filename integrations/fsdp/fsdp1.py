@@ -103,9 +103,9 @@ class FlatShardState(Divided):
             warn_on_first(self.channel.rank, text, self.step, unit)
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
-                    f"step {self.step}: the gradients of unit {unit} held NaN or infinity on "
-                    "some rank. No residual was "
-                    "changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
+                    f"step {self.step}: the gradients of unit {unit} held NaN or infinity on some "
+                    "rank. No residual was changed. Look for the cause in the loss, or pass "
+                    "on_nonfinite='skip'."
                 )
             target.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
         elif target is not result:
@@ -120,10 +120,9 @@ class FlatShardState(Divided):
         if self._order is not None and self._seen != self._order[: len(self._seen)]:
             came, self._seen = self._seen, []
             raise InvalidArgument(
-                f"backward brought units of {came} elements, the first one brought "
-                f"{self._order}: every unit must take part "
-                "in every backward, in the same order. Use fully_shard (FSDP2), which names its "
-                "parameters"
+                f"backward brought units of {came} elements, the first one brought {self._order}: "
+                "every unit must take part in every backward, in the same order. Use fully_shard "
+                "(FSDP2), which names its parameters"
             )
         return unit
 
@@ -134,8 +133,8 @@ class FlatShardState(Divided):
         if came != self._order:
             raise InvalidArgument(
                 f"backward brought {len(came)} units, the first one brought {len(self._order)}: "
-                "every unit must take part in "
-                "every backward. Use fully_shard (FSDP2), which names its parameters"
+                "every unit must take part in every backward. Use fully_shard (FSDP2), which names "
+                "its parameters"
             )
         self.step += 1
         self.counters.steps = self.step

@@ -78,35 +78,29 @@ def compress_fsdp(
     quantised.
 
     - ``gradients``, ``weights``: a codec or its name; a policy by parameter name; None leaves that
-      side to torch. A codec is
-      used by role: tensors of fewer than ``min_numel`` elements, norms and biases travel exactly,
-      embeddings and the last Linear with at least 8 bits. ``weights=Difference("int4")`` sends
-      changes of weights.
+      side to torch. A codec is used by role: tensors of fewer than ``min_numel`` elements, norms
+      and biases travel exactly, embeddings and the last Linear with at least 8 bits.
+      ``weights=Difference("int4")`` sends changes of weights.
     - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec,
-      between nodes with ``gradients``;
-      ``hadamard`` rotates blocks of 64 before the second, which spreads outliers. Codecs of whole
-      tensors (PowerSGD, sketches) take exact sums of nodes: ``inside="none"`` for what they
-      compress.
+      between nodes with ``gradients``; ``hadamard`` rotates blocks of 64 before the second, which
+      spreads outliers. Codecs of whole tensors (PowerSGD, sketches) take exact sums of nodes:
+      ``inside="none"`` for what they compress.
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the
-      whole model on each rank;
-      with ``inside="none"`` and ``topology``, of a node's share of it. ``residuals``: the codec in
-      which it is kept, "none" (float32), "bf16", or "shift8", a byte that is right on average.
-      ``ShardedState.memory`` says what all of it takes.
+      whole model on each rank; with ``inside="none"`` and ``topology``, of a node's share of it.
+      ``residuals``: the codec in which it is kept, "none" (float32), "bf16", or "shift8", a byte
+      that is right on average. ``ShardedState.memory`` says what all of it takes.
     - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has
-      NaN or infinity become
-      zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them), or zeros and an error
-      after backward ("raise"). No residual changes.
+      NaN or infinity become zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them),
+      or zeros and an error after backward ("raise"). No residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run
-      backward together, where these are
-      more than share a group: they decide about each group together. Not the stages of a pipeline.
-      Default: with parameters cut by tensor parallelism too, their mesh.
+      backward together, where these are more than share a group: they decide about each group
+      together. Not the stages of a pipeline. Default: with parameters cut by tensor parallelism
+      too, their mesh.
     - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units, infinities reach
-      it, and no group's residuals
-      change in a step that it skips.
+      it, and no group's residuals change in a step that it skips.
     - ``regather``: send weights again before backward. Otherwise they are kept from forward to
-      backward as they came, encoded,
-      which costs a byte per parameter of the whole model on each rank with "int8", and saves a
-      third of the traffic.
+      backward as they came, encoded, which costs a byte per parameter of the whole model on each
+      rank with "int8", and saves a third of the traffic.
     - ``overlap``: on CPU, communicate on threads of their own: weights ahead of forward and
       backward, gradients behind it.
     - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compressed gradients seem
@@ -183,8 +177,8 @@ class ShardedState(Divided):
         if waiting := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
             raise InvalidArgument(
                 f"parameter {waiting[0]!r} is on the meta device: materialise the model first, "
-                "with model.to_empty(device=...) "
-                "and its values, after fully_shard and before compress_fsdp"
+                "with model.to_empty(device=...) and its values, after fully_shard and before "
+                "compress_fsdp"
             )
         check_feedback(error_feedback)
         self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
@@ -213,8 +207,8 @@ class ShardedState(Divided):
         on_reform(None, self)
         if all(each.ranks == 1 for each in self.param_groups):
             log.warning(
-                "all shards are on one rank: there is nothing to reduce or gather, so nothing "
-                "is compressed"
+                "all shards are on one rank: there is nothing to reduce or gather, so nothing is "
+                "compressed"
             )
 
         difference = isinstance(weights, Difference)
@@ -289,8 +283,7 @@ class ShardedState(Divided):
         ):
             raise InvalidArgument(
                 "alarm is given, and gradients have a codec that compresses whole tensors: an "
-                "alarm looks at codecs of rows, "
-                "such as 'int4'"
+                "alarm looks at codecs of rows, such as 'int4'"
             )
         self._shared_verdict = len(self.reducing) == 1 or self.consensus is not None
         for each in self.param_groups:
@@ -317,30 +310,26 @@ class ShardedState(Divided):
                     )
                     raise InvalidArgument(
                         f"{option} is {codec.spec!r} for {name!r}. It compresses whole tensors, "
-                        f"and {why}: choose a codec of "
-                        "rows such as 'int4'"
+                        f"and {why}: choose a codec of rows such as 'int4'"
                     )
             codec = None if gradients is None else gradients.choose(name, shape.numel())
             if isinstance(codec, SketchCodec) and self.device.type != "cpu":
                 raise InvalidArgument(
                     f"gradients is {codec.spec!r} for {name!r}, which is on {self.device}: the "
-                    "sketch has CPU kernels only, "
-                    "use 'topk-64' there"
+                    "sketch has CPU kernels only, use 'topk-64' there"
                 )
             if not self.kept_in.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
-                    f"residuals is {self.kept_in.spec!r}, and gradients of {name!r} have a "
-                    "codec that compresses whole "
-                    "tensors, whose residuals are float32: leave residuals out, or choose a "
-                    "codec of rows such as 'int4'"
+                    f"residuals is {self.kept_in.spec!r}, and gradients of {name!r} have a codec "
+                    "that compresses whole tensors, whose residuals are float32: leave residuals "
+                    "out, or choose a codec of rows such as 'int4'"
                 )
             within = None if inside is None else inside.choose(name, shape.numel())
             if within is not None and not within.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
                     f"inside is {within.spec!r} for {name!r}, which is compressed whole between "
-                    "nodes, out of exact sums: pass "
-                    "inside='none', or a policy with 'none' for it (commpress.ByName), or a "
-                    "codec of rows as gradients"
+                    "nodes, out of exact sums: pass inside='none', or a policy with 'none' for it "
+                    "(commpress.ByName), or a codec of rows as gradients"
                 )
 
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
@@ -356,8 +345,8 @@ class ShardedState(Divided):
             beside = "a topology: it looks at one hop"
         elif len(ranks) > 1:
             beside = (
-                "groups of parameters on other ranks than the first: it adds up over one "
-                "set of ranks"
+                "groups of parameters on other ranks than the first: it adds up over one set of "
+                "ranks"
             )
         if beside:
             raise InvalidArgument(f"alarm is given with {beside}. Leave alarm out")
@@ -367,14 +356,12 @@ class ShardedState(Divided):
         if then is None or then.lossless or not then.feedback or isinstance(then, WholeTensorCodec):
             raise InvalidArgument(
                 f"alarm has then={alarm.then!r}, and what compression owes can only go with a "
-                "codec of rows that has "
-                "residuals: use Alarm('int8') or Alarm('warn')"
+                "codec of rows that has residuals: use Alarm('int8') or Alarm('warn')"
             )
         if self.consensus is not None:
             raise InvalidArgument(
-                f"alarm has then={alarm.then!r}, and ranks beyond the shards' must agree, which "
-                "do not look together: use "
-                "Alarm('warn')"
+                f"alarm has then={alarm.then!r}, and ranks beyond the shards' must agree, which do "
+                "not look together: use Alarm('warn')"
             )
 
     def _two_hops(
@@ -448,10 +435,9 @@ class ShardedState(Divided):
         if self._unsettled is not None:
             if reducer in self._unsettled:
                 raise InvalidArgument(
-                    f"the gradients of {reducer.param_group.name} are reduced a second time, "
-                    "and those before have not been "
-                    "settled: call states.synchronize() on every rank between schedule.step() "
-                    "and optimizer.step()"
+                    f"the gradients of {reducer.param_group.name} are reduced a second time, and "
+                    "those before have not been settled: call states.synchronize() on every rank "
+                    "between schedule.step() and optimizer.step()"
                 )
             self._unsettled.add(reducer)
         if reducer.calls >= self.step:
@@ -524,8 +510,7 @@ class ShardedState(Divided):
             return None
         return NonFiniteGradient(
             f"gradients of step {self.step} hold NaN or infinity on some rank of the mesh. No "
-            "residual was changed. Look for "
-            "the cause in the loss, or pass on_nonfinite='skip'."
+            "residual was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
         )
 
     def _refused_value(self) -> float:
@@ -558,8 +543,8 @@ class ShardedState(Divided):
         if not self._pipeline_logged:
             self._pipeline_logged = True
             text = (
-                "gradients are reduced outside of backward, as by a pipeline: at once, not "
-                "behind backward (overlap=True)"
+                "gradients are reduced outside of backward, as by a pipeline: at once, not behind "
+                "backward (overlap=True)"
             )
             tell_on_first(self._rank, text)
 
@@ -605,8 +590,7 @@ class ShardedState(Divided):
         steps = max(self.step, 1)
         return (
             f"{self.wire_bytes / steps / 1e6:.3f} MB sent per step instead of "
-            f"{self.logical_bytes / steps / 1e6:.3f}: "
-            f"{self._shares()}"
+            f"{self.logical_bytes / steps / 1e6:.3f}: {self._shares()}"
         )
 
     def _shares(self) -> str:
@@ -627,9 +611,8 @@ class ShardedState(Divided):
             own = any(True for _ in module.parameters(False))
             if own and isinstance(module, FSDPModule) and id(module) not in known:
                 raise InvalidArgument(
-                    f"{path or 'the model'} was sharded after compress_fsdp, so its traffic is "
-                    "not compressed: call "
-                    "compress_fsdp after the last fully_shard"
+                    f"{path or 'the model'} was sharded after compress_fsdp, so its traffic is not "
+                    "compressed: call compress_fsdp after the last fully_shard"
                 )
         if self.step == 1 and not self._summary_logged:
             self._summary_logged = True
@@ -678,9 +661,8 @@ class ShardedState(Divided):
             if self._error is None:
                 self._error = NonFiniteGradient(
                     f"the gradients of {reducer.param_group.name} hold NaN or infinity on some "
-                    f"rank at step {reducer.calls}. "
-                    "None of its residuals was changed. Look for the cause in the loss, or pass "
-                    "on_nonfinite='skip'."
+                    f"rank at step {reducer.calls}. None of its residuals was changed. Look for "
+                    "the cause in the loss, or pass on_nonfinite='skip'."
                 )
                 if torch._C._current_graph_task_id() < 0:
                     self._raise()

@@ -60,9 +60,8 @@ def compress_hsdp(
     param_groups = param_groups_of(model)
     if agree_over is None and (mesh := column_mesh(param_groups)) is not None:
         raise InvalidArgument(
-            f"agree_over is None and parameters are cut by tensor parallelism too, on {mesh}: "
-            "pass the whole mesh, replicas "
-            "included, as in agree_over=mesh"
+            f"agree_over is None and parameters are cut by tensor parallelism too, on {mesh}: pass "
+            "the whole mesh, replicas included, as in agree_over=mesh"
         )
     return ReplicatedState(
         param_groups,
@@ -120,8 +119,8 @@ class ReplicatedState(Divided):
         if shard.numel() != of.numel:
             raise InvalidArgument(
                 f"{shard.numel()} gradients of {of.param_group.name} came, expected {of.numel}: "
-                "parameters without a gradient "
-                "are left out. Call model.set_reduce_scatter_unused_params(True) (torch 2.13)"
+                "parameters without a gradient are left out. Call "
+                "model.set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
         if of.calls >= self.step:
             self.step = of.calls + 1
@@ -146,8 +145,8 @@ class ReplicatedState(Divided):
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
                     f"gradients of {of.param_group.name} held NaN or infinity on some rank. No "
-                    "residual was changed. Look "
-                    "for the cause in the loss, or pass on_nonfinite='skip'."
+                    "residual was changed. Look for the cause in the loss, or pass "
+                    "on_nonfinite='skip'."
                 )
                 Variable._execution_engine.queue_callback(self._raise)
             shard.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)

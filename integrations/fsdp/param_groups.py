@@ -123,8 +123,8 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
         if len(groups) > 1:
             raise InvalidArgument(
                 f"{type(module).__name__} has parameters on {len(groups)} meshes "
-                "(shard_placement_fn), for which torch has no "
-                "custom communication: give them a fully_shard of their own"
+                "(shard_placement_fn), for which torch has no custom communication: give them a "
+                "fully_shard of their own"
             )
         for group in groups:
             parameters = tuple(p.sharded_param for p in group.fsdp_params)
@@ -134,9 +134,8 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
             if unknown:
                 raise InvalidArgument(
                     f"a parameter of shape {tuple(unknown[0].shape)} in a sharded "
-                    f"{type(module).__name__} is not among "
-                    "model.named_parameters(): pass the whole model, in sharded state (between "
-                    "steps)"
+                    f"{type(module).__name__} is not among model.named_parameters(): pass the "
+                    "whole model, in sharded state (between steps)"
                 )
             one = ParamGroup(
                 module, tuple(names[id(p)] for p in parameters), fsdp_mesh(group), group
@@ -156,10 +155,9 @@ def _check(param_group: ParamGroup) -> None:
         if param_group.mesh.ndim != 1 or not hasattr(parameter.placements[0], "dim"):
             raise InvalidArgument(
                 f"{name} is placed {parameter.placements} on a mesh of "
-                f"{parameter.device_mesh.ndim} dimensions "
-                f"{parameter.device_mesh.mesh_dim_names}, expected fully_shard over one that "
-                "only shards. For hybrid sharding "
-                "use fully_shard(module, mesh=mesh['shard']) and commpress.compress_hsdp(model, "
+                f"{parameter.device_mesh.ndim} dimensions {parameter.device_mesh.mesh_dim_names}, "
+                "expected fully_shard over one that only shards. For hybrid sharding use "
+                "fully_shard(module, mesh=mesh['shard']) and commpress.compress_hsdp(model, "
                 "mesh['replicate'])"
             )
         mesh = parameter.device_mesh
@@ -167,20 +165,18 @@ def _check(param_group: ParamGroup) -> None:
             if not bool((mesh.mesh.diff(dim=number) > 0).all()):
                 raise InvalidArgument(
                     f"{name} is sharded on a mesh whose ranks do not ascend along {dim!r}: "
-                    f"{mesh.mesh.tolist()}. FSDP2 gives a "
-                    "rank the rows of its place in the group, whose ranks torch sorts, and "
-                    "distributed checkpoints save them "
-                    "as those of its place on the mesh: rows would change places. Start the "
-                    "ranks in the order of the mesh"
+                    f"{mesh.mesh.tolist()}. FSDP2 gives a rank the rows of its place in the group, "
+                    "whose ranks torch sorts, and distributed checkpoints save them as those of "
+                    "its place on the mesh: rows would change places. Start the ranks in the order "
+                    "of the mesh"
                 )
         if any(
             type(placement) is not Shard and not placement.is_replicate()
             for placement in parameter.placements[1:]
         ):
             raise InvalidArgument(
-                f"{name} is placed {parameter.placements}, expected tensor parallelism that "
-                "only shards and replicates: leave "
-                "its module out of fully_shard"
+                f"{name} is placed {parameter.placements}, expected tensor parallelism that only "
+                "shards and replicates: leave its module out of fully_shard"
             )
         if hasattr(parameter.to_local(), "fsdp_pre_all_gather"):
             raise InvalidArgument(

@@ -81,6 +81,6 @@ def residual_codec(residuals: str | Codec) -> Codec:
 def check_dtype(tensor: torch.Tensor, what: str) -> None:
     if tensor.dtype not in WIDTHS:
         raise InvalidArgument(
-            f"{what} has dtype {tensor.dtype}, expected float32, bfloat16 or float16: convert "
-            "the model, or leave it out"
+            f"{what} has dtype {tensor.dtype}, expected float32, bfloat16 or float16: convert the "
+            "model, or leave it out"
         )

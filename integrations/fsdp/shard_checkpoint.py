@@ -50,16 +50,15 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
     if saved["layout"] != _layout(state):
         raise StateMismatch(
             f"the state was saved by rank and world size {saved['layout'][:2]} of units "
-            f"{saved['layout'][2:]}, this is "
-            f"{_layout(state)[:2]} of {_layout(state)[2:]}: load each rank's own file into the "
-            "same model, or save with "
-            "elastic_state_dict() to change the world size"
+            f"{saved['layout'][2:]}, this is {_layout(state)[:2]} of {_layout(state)[2:]}: load "
+            "each rank's own file into the same model, or save with elastic_state_dict() to change "
+            "the world size"
         )
     if saved.get("kept_in", "none") != state.kept_in.spec:
         raise StateMismatch(
-            f"the state was saved with residuals={saved.get('kept_in', 'none')!r}, this run "
-            "keeps them in "
-            f"{state.kept_in.spec!r}: pass the same residuals=, or save with elastic_state_dict()"
+            f"the state was saved with residuals={saved.get('kept_in', 'none')!r}, this run keeps "
+            f"them in {state.kept_in.spec!r}: pass the same residuals=, or save with "
+            "elastic_state_dict()"
         )
     if not state.kept_in.lossless:
         for store, name in ((state.residuals, "residuals"), (state.residuals_between, "between")):

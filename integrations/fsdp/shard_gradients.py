@@ -168,8 +168,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             gradient = parameters[part.name].grad
             if gradient is None:
                 raise InvalidArgument(
-                    f"the gradient of {part.name} was taken away before backward had ended: "
-                    "pass overlap=False to compress_fsdp"
+                    f"the gradient of {part.name} was taken away before backward had ended: pass "
+                    "overlap=False to compress_fsdp"
                 )
             local = gradient.to_local()  # type: ignore[attr-defined]
             local.add_(values[part.at : part.at + local.numel()].view(local.shape))
@@ -291,18 +291,16 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         check_dtype(input_tensor, f"the gradients of {self.param_group.name}")
         if group.size() != self.param_group.ranks:
             raise InvalidArgument(
-                f"the gradients of {self.param_group.name} are reduced among {group.size()} "
-                "ranks, expected "
-                f"{self.param_group.ranks}"
+                f"the gradients of {self.param_group.name} are reduced among {group.size()} ranks, "
+                f"expected {self.param_group.ranks}"
             )
         if input_tensor.numel() != self.stride * self.param_group.ranks:
             raise InvalidArgument(
                 f"{input_tensor.numel()} gradients of {self.param_group.name} came, expected "
-                f"{self.stride * self.param_group.ranks}: parameters without a gradient are "
-                "left out, or requires_grad was "
-                "changed after compress_fsdp. For the first call "
-                "model.set_reduce_scatter_unused_params(True) (torch 2.13), "
-                "for the second compress_fsdp when it is done"
+                f"{self.stride * self.param_group.ranks}: parameters without a gradient are left "
+                "out, or requires_grad was changed after compress_fsdp. For the first call "
+                "model.set_reduce_scatter_unused_params(True) (torch 2.13), for the second "
+                "compress_fsdp when it is done"
             )
 
     def go_on_with(self, policy: Policy) -> None:

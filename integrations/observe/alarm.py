@@ -36,8 +36,7 @@ class Alarm:
     ``state.alarm.tell(loss)``.
 
     - ``then``: "warn" warns and counts; a codec's name, such as "int8", goes on with that codec for
-      a while; "none" without
-      compression, and what compression owes goes with the first such step.
+      a while; "none" without compression, and what compression owes goes with the first such step.
     - ``every``: steps between two looks.
     - ``growth``: it sounds where residuals are more than so many times as large as usual, relative
       to the gradient.
@@ -155,9 +154,8 @@ class Alarm:
         if not seen and not self._looks and not self.way:
             warn_on_first(
                 dist.get_rank(group),
-                "the alarm sees nothing: this codec keeps no residuals here, or the step was "
-                "not finite, and nobody told it a "
-                "loss. Call state.alarm.tell(loss) in every step",
+                "the alarm sees nothing: this codec keeps no residuals here, or the step was not "
+                "finite, and nobody told it a loss. Call state.alarm.tell(loss) in every step",
             )
         self.judge(step, seen, dist.get_rank(group))
 
@@ -298,21 +296,19 @@ def check_alarm(
     if trial or options["topology"] is not None:
         raise InvalidArgument(
             "alarm is given with codec='auto' or a topology: an alarm looks at one codec in one "
-            "level, so name the codec, and "
-            "pass topology=None"
+            "level, so name the codec, and pass topology=None"
         )
     if plain:
         raise InvalidArgument(
-            "alarm is given, but the codec, or the plan's, is 'none': there is no compression "
-            "to look at"
+            "alarm is given, but the codec, or the plan's, is 'none': there is no compression to "
+            "look at"
         )
     if wanted.then == WARN:
         return
     if options["error_feedback"] == "ef21" or options["replan_every"]:
         raise InvalidArgument(
             f"alarm has then={wanted.then!r} with error_feedback='ef21' or replan_every, which "
-            "need or choose a codec "
-            "themselves: use Alarm('warn')"
+            "need or choose a codec themselves: use Alarm('warn')"
         )
     if wanted.then == NONE and agrees:
         raise InvalidArgument(

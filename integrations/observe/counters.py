@@ -114,9 +114,8 @@ class Counters(Totals):
         if wanted and self.compressed_elements == 0:
             warn_on_first(
                 rank,
-                "nothing was compressed: every tensor has fewer than min_numel elements, "
-                "matches exclude, or has a dtype that "
-                "codecs do not take",
+                "nothing was compressed: every tensor has fewer than min_numel elements, matches "
+                "exclude, or has a dtype that codecs do not take",
             )
         else:
             tell_on_first(rank, "up to the first compressed step: %s", self.summary())

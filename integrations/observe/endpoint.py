@@ -114,8 +114,7 @@ class MetricsEndpoint:
             if not _LABEL.match(name) or name == "group":
                 raise InvalidArgument(
                     f"labels have {name!r}, expected names of letters, digits and _ that do not "
-                    "begin with a digit or __, "
-                    "and not 'group', which names groups of parameters"
+                    "begin with a digit or __, and not 'group', which names groups of parameters"
                 )
         self._totals: dict[str, float] = dict.fromkeys(("steps", *TOTALS), 0)
         self._shown: tuple[dict[str, float], StepMetrics | None] = (dict(self._totals), None)
@@ -247,9 +246,8 @@ def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout
     except (OSError, OverflowError) as error:
         raise InvalidArgument(
             f"host is {host!r} and port {port}, and the system does not let this process listen "
-            f"there ({error}): expected an "
-            "address of this machine such as 127.0.0.1, ::1 or 0.0.0.0, and a free port, or 0 "
-            "for any"
+            f"there ({error}): expected an address of this machine such as 127.0.0.1, ::1 or "
+            "0.0.0.0, and a free port, or 0 for any"
         ) from error
     server.inside = _is_loopback(str(address))
     server.set_app(_checked(answer, inside=server.inside))

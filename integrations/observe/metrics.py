@@ -190,8 +190,7 @@ class Metrics:
         if state is not None and not hasattr(state, "counters") and not hasattr(state, "gradients"):
             raise InvalidArgument(
                 f"state is a {type(state).__name__}, expected what commpress.compress or "
-                "compress_fsdp returned, an "
-                "optimizer of commpress, or LocalUpdates"
+                "compress_fsdp returned, an optimizer of commpress, or LocalUpdates"
             )
         if every < 1 or norms_every < 0:
             raise InvalidArgument(

@@ -46,8 +46,7 @@ def watch(
         if not spaces:
             raise InvalidArgument(
                 f"state is a {type(state).__name__}, expected what commpress.compress or "
-                "compress_fsdp returned, or an "
-                "optimizer of commpress"
+                "compress_fsdp returned, or an optimizer of commpress"
             )
         for part in spaces:
             watch.on(part, timeline)

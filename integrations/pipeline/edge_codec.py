@@ -81,9 +81,8 @@ def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCod
     if not (found.kind in (INT8, INT4, FP8, *CASTS) or fine or known(found.kind)):
         raise InvalidArgument(
             f"{name} is {found.spec!r}, expected int4, int8, fp8, bf16, fp16, bits3 to bits8, "
-            "tah3, tah, tah4, none or a "
-            "registered one: activations have no error feedback, so what others leave out would "
-            "be lost"
+            "tah3, tah, tah4, none or a registered one: activations have no error feedback, so "
+            "what others leave out would be lost"
         )
     return RowCodec(found)
 

@@ -232,8 +232,8 @@ class StageEdges:
                 f"differences=True needs the samples of micro-batch {chunk}, "
                 f"{len(tensor) if tensor.dim() else 1} rows: "
                 f"{'it was told of ' + str(len(samples)) if samples else 'nobody said'}. Call "
-                "edges.samples([...]) before "
-                "each step on every rank, with one list for each micro-batch"
+                "edges.samples([...]) before each step on every rank, with one list for each "
+                "micro-batch"
             )
         return samples
 
@@ -292,9 +292,8 @@ def compress_pipeline(
     (``torch.distributed.pipelining``).
 
     - ``codec``: of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah3, tah, tah4
-      (rotated tiles), none, a registered
-      one, or "auto": the fastest of none, bf16, int8 and int4 on each edge, as its link is measured
-      now.
+      (rotated tiles), none, a registered one, or "auto": the fastest of none, bf16, int8 and int4
+      on each edge, as its link is measured now.
     - ``gradient_codec``: of their gradients (default: as ``codec``).
     - ``differences``: an activation travels as its change since the same sample was last seen; see
       ``PipelineEdges.samples``.
@@ -353,17 +352,15 @@ def check_backwards(schedule: Any, stages: Sequence[Any]) -> None:
     for stage in stages:
         if isinstance(stage.submod, DistributedDataParallel):
             raise InvalidArgument(
-                f"stage {stage.stage_index} is under DistributedDataParallel, {why}, of which "
-                "DDP hears nothing: replicas "
-                "would part. Leave DDP out: compress(schedule, mesh=mesh, dims=...) averages in "
-                "synchronize()"
+                f"stage {stage.stage_index} is under DistributedDataParallel, {why}, of which DDP "
+                "hears nothing: replicas would part. Leave DDP out: compress(schedule, mesh=mesh, "
+                "dims=...) averages in synchronize()"
             )
         if isinstance(stage.submod, FSDPModule) and reshards_after_forward(stage.submod):
             raise InvalidArgument(
                 f"stage {stage.stage_index} is under fully_shard, which lets weights go after "
-                f"forward, {why}: torch does not "
-                "find these weights and leaves their gradients out. Pass "
-                "reshard_after_forward=False to every fully_shard"
+                f"forward, {why}: torch does not find these weights and leaves their gradients "
+                "out. Pass reshard_after_forward=False to every fully_shard"
             )
 
 
@@ -407,8 +404,7 @@ def _agree(group: Any, said: str, codec: Any, device: torch.device) -> None:
         others = tuple(r for r, each in enumerate(every) if each[0] != said)
         raise Mismatch(
             f"rank {rank} compresses the pipeline with codec={codec!s} and other options than "
-            f"ranks {list(others)}, which say "
-            f"{sorted({each[1] for each in every})}: call compress_pipeline with the same "
-            "options on all of them",
+            f"ranks {list(others)}, which say {sorted({each[1] for each in every})}: call "
+            "compress_pipeline with the same options on all of them",
             ranks=others,
         )

@@ -34,9 +34,8 @@ class Blame:
                 f"{what if what != mine else 'it with tensors of another shape'}"
             )
         return Mismatch(
-            f"rank {self.rank} calls {mine}, but {'; '.join(theirs)}. Nothing was sent. Every "
-            "rank must make the same "
-            "calls, in the same order, with the same shape, dtype and codec.",
+            f"rank {self.rank} calls {mine}, but {'; '.join(theirs)}. Nothing was sent. Every rank "
+            "must make the same calls, in the same order, with the same shape, dtype and codec.",
             ranks=tuple(peer for peer, _ in wrong),
         )
 
@@ -66,16 +65,15 @@ class Blame:
                 f"{text}, but {busy}. Every rank must make matching calls.", ranks=tuple(others)
             )
         what = (
-            f"{text}: {self._names(silent)} did not make a matching call: stopped, stuck or "
-            "far behind."
+            f"{text}: {self._names(silent)} did not make a matching call: stopped, stuck or far "
+            "behind."
         )
         return PeerFailure(what + (f" Besides, {busy}." if busy else ""), ranks=tuple(silent))
 
     def unanswered(self, work: BlamedCall, silent: Sequence[int], text: str) -> PeerFailure:
         return PeerFailure(
             f"rank {self.rank}: {work.describe()} did not finish, and the process of "
-            f"{self._names(silent)} does not "
-            f"answer: stopped, or its machine is gone ({text}).",
+            f"{self._names(silent)} does not answer: stopped, or its machine is gone ({text}).",
             ranks=tuple(silent),
         )
 

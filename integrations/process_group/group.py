@@ -530,8 +530,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _check_formed(self) -> None:
         if not self._formed:
             raise CommunicationError(
-                "this group is not formed: call dist._reconfigure(uuid, handles) with all "
-                "handles first"
+                "this group is not formed: call dist._reconfigure(uuid, handles) with all handles "
+                "first"
             )
 
     def _queue_for_autograd(self, work: GroupWork) -> None:
@@ -642,8 +642,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         - ``say``: bytes that all get to know.
         - ``age``: steps trained so far. Where two groups meet the members go on, the ranks of the
-          other are newcomers; one that
-          is older is refused.
+          other are newcomers; one that is older is refused.
         - ``yields``: True on all members: an older group that joins goes on instead of theirs, and
           they are its newcomers.
         - ``join``: a member's ``contact`` or a store that the members use, on those who want to

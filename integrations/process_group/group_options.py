@@ -40,10 +40,10 @@ class GroupOptions:
       on CUDA;
     - its reduction is one of ``ops``: "sum", "avg", also as ``ReduceOp``;
     - ``only="gradients"``: it is called from inside a backward pass, where DDP reduces its buckets.
-      The norm for clipping, a
-      metric, a vote are computed outside and never touched. ``only="everything"`` compresses those
-      too, without residuals, and takes codecs that need none: of eight bits or more per element,
-      such as "int8", or right on average, such as "terngrad".
+      The norm for clipping, a metric, a vote are computed outside and never touched.
+      ``only="everything"`` compresses those too, without residuals, and takes codecs that need
+      none: of eight bits or more per element, such as "int8", or right on average, such as
+      "terngrad".
 
     ``codec``: of all-reduces; None leaves them exact. Others are exact unless they have a codec
     too:
@@ -72,9 +72,8 @@ class GroupOptions:
         if self.codec is not None and isinstance(codec_named(self.codec), LowRankCodec):
             raise InvalidArgument(
                 f"codec is {self.codec!r}, which needs matrices, and an all-reduce brings flat "
-                "buckets: use "
-                "commpress.compress(ddp, codec=...), which knows the parameters' shapes, or "
-                "another codec here"
+                "buckets: use commpress.compress(ddp, codec=...), which knows the parameters' "
+                "shapes, or another codec here"
             )
         if (
             isinstance(self.min_numel, bool)
@@ -90,9 +89,8 @@ class GroupOptions:
         codecs = self.codecs()
         if isinstance(codecs.get("reduce_scatter"), WholeTensorCodec):
             raise InvalidArgument(
-                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a "
-                "rank gets a row of one: use a "
-                "codec such as 'int8' or 'sign'"
+                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a rank "
+                "gets a row of one: use a codec such as 'int8' or 'sign'"
             )
         for name in ("all_gather", "all_to_all"):
             if name in codecs:
@@ -101,10 +99,9 @@ class GroupOptions:
             if self.only == "everything" and name in codecs and _needs_residuals(codecs[name]):
                 raise InvalidArgument(
                     f"{option} is {getattr(self, option)!r}, which needs residuals, and "
-                    "only='everything' compresses calls "
-                    "outside a backward, which have none: what it leaves out there would never "
-                    "be sent. Use only='gradients'; "
-                    "or a codec such as 'int8', 'bf16' or 'terngrad'; or, for gradients, "
+                    "only='everything' compresses calls outside a backward, which have none: what "
+                    "it leaves out there would never be sent. Use only='gradients'; or a codec "
+                    "such as 'int8', 'bf16' or 'terngrad'; or, for gradients, "
                     "commpress.compress(ddp, codec=...)"
                 )
         if self.topology is None:
@@ -149,8 +146,7 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
     if not isinstance(text, str):
         raise InvalidArgument(
             f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as "
-            "GroupOptions(codec='int8'), or "
-            "their text"
+            "GroupOptions(codec='int8'), or their text"
         )
     if text.strip() in ("", _EXACT):
         return None

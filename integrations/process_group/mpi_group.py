@@ -64,9 +64,8 @@ class MpiGroup:
         places = [int(store.get(f"mpi/{r}")) for r in range(self.size)]
         if len(set(places)) < self.size or max(places) >= world.Get_size():
             raise InvalidArgument(
-                f"the ranks of this group are {places} of {world.Get_size()} in MPI, expected "
-                "one process each: start all of "
-                "them with one mpirun"
+                f"the ranks of this group are {places} of {world.Get_size()} in MPI, expected one "
+                "process each: start all of them with one mpirun"
             )
         group = world.Get_group().Incl(places)
         if epoch:
@@ -430,8 +429,8 @@ class MpiGroup:
             return self._dealt(tensor)
         if len(splits) != self.size or sum(splits) != len(tensor):
             raise InvalidArgument(
-                f"splits are {splits}, expected {self.size} numbers that add up to "
-                f"{len(tensor)} rows"
+                f"splits are {splits}, expected {self.size} numbers that add up to {len(tensor)} "
+                "rows"
             )
         return list(tensor.split(splits))
 
@@ -441,8 +440,8 @@ class MpiGroup:
         ):
             raise InvalidArgument(
                 f"{name} has a tensor of {like.numel()} {like.dtype} and a list of "
-                f"{[t.numel() for t in tensors]} elements: "
-                f"expected as many of the same dtype for each of {self.size} ranks"
+                f"{[t.numel() for t in tensors]} elements: expected as many of the same dtype for "
+                f"each of {self.size} ranks"
             )
 
     # ------------------------------------------------------------ life

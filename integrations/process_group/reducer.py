@@ -357,16 +357,14 @@ class GroupReducer:
             if state.get("codecs") != self._specs():
                 raise StateMismatch(
                     f"the state was saved with the codecs {state.get('codecs')}, this group has "
-                    f"{self._specs()}: load it "
-                    "into a group with the same GroupOptions"
+                    f"{self._specs()}: load it into a group with the same GroupOptions"
                 )
             if state["size"] != self.size and (
                 nodes or state.get("nodes") or any(each["scattered"] for each in states)
             ):
                 raise StateMismatch(
-                    f"the state is of {state['size']} ranks, this group has {self.size}: "
-                    "residuals of reduce-scatters and of a "
-                    "topology fit the same number of ranks only"
+                    f"the state is of {state['size']} ranks, this group has {self.size}: residuals "
+                    "of reduce-scatters and of a topology fit the same number of ranks only"
                 )
         backwards, residuals = residuals_of(states, self, nodes=nodes)
         own = next(

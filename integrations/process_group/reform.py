@@ -313,14 +313,13 @@ def check_reform(
     """The time that a reform may take; refuses what cannot be."""
     if group.communicator is not None and not survives():
         raise InvalidArgument(
-            f"MPI ends the whole job when one of its ranks dies: {WITH_ULFM}, or use the "
-            "backend 'commpress', whose groups "
-            "reform"
+            f"MPI ends the whole job when one of its ranks dies: {WITH_ULFM}, or use the backend "
+            "'commpress', whose groups reform"
         )
     if group.communicator is not None and join is not None:
         raise InvalidArgument(
-            "join= takes a process into a group over MPI, whose processes mpirun has started "
-            "all at once"
+            "join= takes a process into a group over MPI, whose processes mpirun has started all "
+            "at once"
         )
     if is_registered(group) and not is_default(group):
         raise InvalidArgument(
@@ -396,13 +395,13 @@ def check_reconfigures(group: "ProcessGroup") -> None:
     """Refuse where torch, or what carries the data, has no way to be given other ranks."""
     if not RECONFIGURES:
         raise InvalidArgument(
-            f"reconfigure needs torch 2.14 or later, this is {torch.__version__}: "
-            "group.reform() gives a group other ranks here"
+            f"reconfigure needs torch 2.14 or later, this is {torch.__version__}: group.reform() "
+            "gives a group other ranks here"
         )
     if group.communicator is not None:
         raise InvalidArgument(
-            "reconfigure gives a group over MPI no other ranks; group.reform() goes on with "
-            "those left"
+            "reconfigure gives a group over MPI no other ranks; group.reform() goes on with those "
+            "left"
         )
     check_reform(group, None, b"", 0, 1, None)
 

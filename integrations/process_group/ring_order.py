@@ -53,9 +53,8 @@ class Fold:
         call = _FOLDS[number] if number < len(_FOLDS) else None
         if call is None or (number == _AVERAGE and not dtype.is_floating_point):
             raise InvalidArgument(
-                f"reduction number {number} of {dtype} is not offered over MPI: expected sum, "
-                "avg (of floats), product, min, "
-                "max, band, bor or bxor"
+                f"reduction number {number} of {dtype} is not offered over MPI: expected sum, avg "
+                "(of floats), product, min, max, band, bor or bxor"
             )
         self.call, self.size, self.average = call, size, number == _AVERAGE
 

@@ -44,8 +44,8 @@ def divide_sequences(
     if not lengths or ranks < 1 or max(lengths) > most * _power(ranks):
         raise InvalidArgument(
             f"lengths are up to {max(lengths, default=0)}, and {_power(ranks)} of {ranks} ranks "
-            f"with room for {most} each are "
-            "the largest group: cut sequences, or let ranks have more"
+            f"with room for {most} each are the largest group: cut sequences, or let ranks have "
+            "more"
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     best: tuple[float, int, list[list[int]], tuple[int, ...]] | None = None

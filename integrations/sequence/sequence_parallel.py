@@ -25,8 +25,7 @@ class SequenceParallel:
     in the same order.
 
     - ``codec``: int8, int4, fp8, bf16, fp16, none or a registered one, for what is sent forward;
-      ``gradient_codec`` for
-      gradients (default: the same).
+      ``gradient_codec`` for gradients (default: the same).
 
     ``divide(length)`` says how many positions this rank has of the sequences that follow; ranks may
     differ, and have none.
@@ -75,8 +74,7 @@ class SequenceParallel:
         if len(lengths) != count or min(lengths) < 0 or lengths[self.channel.rank] != length:
             raise InvalidArgument(
                 f"length is {length} and lengths are {list(lengths)}, expected one for each of "
-                f"{count} ranks, none below 0, "
-                f"and this rank's at place {self.channel.rank}"
+                f"{count} ranks, none below 0, and this rank's at place {self.channel.rank}"
             )
         self.place = SequencePlace(transport, tuple(lengths), self.place.scratch)
 
@@ -112,8 +110,7 @@ class SequenceParallel:
             if tensor.shape[dimension] != mine:
                 raise InvalidArgument(
                     f"{name} of shape {tuple(tensor.shape)} has {tensor.shape[dimension]} "
-                    f"positions, expected {mine} as "
-                    "divide() was told"
+                    f"positions, expected {mine} as divide() was told"
                 )
 
 

@@ -88,9 +88,8 @@ def load_distributed(optimizer: CompressedOptimizer, folder: str | Path) -> None
         own = _read(reader, sizes, list(range(saved)))
     elif saved != optimizer.channel.size:
         raise StateMismatch(
-            f"{folder} was saved by {saved} ranks, this group has {optimizer.channel.size}: "
-            "save with elastic=True to change "
-            "the world size"
+            f"{folder} was saved by {saved} ranks, this group has {optimizer.channel.size}: save "
+            "with elastic=True to change the world size"
         )
     optimizer.load_state_dict(*own)
 
@@ -135,8 +134,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name not in _METADATA.get(module, ()):
             raise StateMismatch(
                 f".metadata names {module}.{name}, which torch.distributed.checkpoint does not "
-                "write: somebody has changed the "
-                "checkpoint, and reading it elsewhere may run a command. Nothing was executed"
+                "write: somebody has changed the checkpoint, and reading it elsewhere may run a "
+                "command. Nothing was executed"
             )
         return super().find_class(module, name)
 

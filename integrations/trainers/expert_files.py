@@ -46,15 +46,14 @@ def load_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folde
     if not file.exists():
         raise StateMismatch(
             f"{folder} has no {file.name}, the experts of this rank: it was saved without "
-            "commpress.hf.DividedExperts, or by "
-            "fewer ranks. Put the files of all ranks there, and go on with as many"
+            "commpress.hf.DividedExperts, or by fewer ranks. Put the files of all ranks there, and "
+            "go on with as many"
         )
     saved = torch.load(file, weights_only=True, map_location="cpu")
     if saved["size"] != size or len(saved["layers"]) != len(layers):
         raise StateMismatch(
-            f"{file} has {len(saved['layers'])} layers of a run on {saved['size']} ranks, "
-            f"expected {len(layers)} on {size}: go "
-            "on with as many ranks as saved it"
+            f"{file} has {len(saved['layers'])} layers of a run on {saved['size']} ranks, expected "
+            f"{len(layers)} on {size}: go on with as many ranks as saved it"
         )
     rest = (
         saved["rest"]

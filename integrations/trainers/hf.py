@@ -130,8 +130,8 @@ class Compress(TrainerCallback):
         """Agree before something is saved or evaluated."""
         if self._handle is not None and self.state is None:
             raise InvalidArgument(
-                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed "
-                "off, or this callback out"
+                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off, "
+                "or this callback out"
             )
         if self._metrics is not None:
             self._metrics.step()
@@ -258,9 +258,8 @@ class LocalTraining(TrainerCallback):
         self._optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
         if isinstance(self._optimizer, CompressedOptimizer) and averages(self._optimizer):
             raise InvalidArgument(
-                f"the optimizer is {type(self._optimizer).__name__}, which averages over the "
-                "ranks in its steps: local updates "
-                "need one that does not, such as AdamW"
+                f"the optimizer is {type(self._optimizer).__name__}, which averages over the ranks "
+                "in its steps: local updates need one that does not, such as AdamW"
             )
         self._resume = _folder(args, state) if state.global_step else None
         if self._resume is not None:
@@ -361,8 +360,8 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
         return words.numel()
     raise InvalidArgument(
         f"weight is 'tokens' and the model is called with {sorted(batch)}, neither labels nor "
-        "input_ids: pass "
-        "LocalTraining(tokens=...), a function that counts those of a batch, or weight='steps'"
+        "input_ids: pass LocalTraining(tokens=...), a function that counts those of a batch, or "
+        "weight='steps'"
     )
 
 

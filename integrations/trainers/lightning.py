@@ -60,9 +60,8 @@ class Compress(Callback):
             return
         if trainer.gradient_clip_val:
             raise InvalidArgument(
-                f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: "
-                "pass max_grad_norm to the "
-                "optimizer instead"
+                f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: pass "
+                "max_grad_norm to the optimizer instead"
             )
         self.state = overlap(ddp, optimizer, grad_scaler=scaler)
         if saved:
@@ -136,8 +135,8 @@ class LocalTraining(Callback):
         refuse_unknown("LocalTraining", options, LocalUpdates)
         if options.get("weight") == "tokens" and tokens is None:
             raise InvalidArgument(
-                "weight is 'tokens' and tokens is None, expected a function that counts those "
-                "of a batch"
+                "weight is 'tokens' and tokens is None, expected a function that counts those of a "
+                "batch"
             )
         self.options, self.tokens = {"every": every, **options}, tokens
         self.local: LocalUpdates | None = None
@@ -161,9 +160,8 @@ class LocalTraining(Callback):
         for optimizer in trainer.optimizers:
             if averages(optimizer):
                 raise InvalidArgument(
-                    f"an optimizer is {type(optimizer).__name__}, which averages over the ranks "
-                    "in its steps: local updates "
-                    "need one that does not, such as AdamW"
+                    f"an optimizer is {type(optimizer).__name__}, which averages over the ranks in "
+                    "its steps: local updates need one that does not, such as AdamW"
                 )
         if self.local is not None:  # of another fit()
             self.local.close()

@@ -40,9 +40,8 @@ def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
         return [first]
     if len(files) != saved:
         log.warning(
-            "%s has files of %d ranks, but %d saved it and %d go on: put the files of all of "
-            "them there. What compression left "
-            "behind is lost.",
+            "%s has files of %d ranks, but %d saved it and %d go on: put the files of all of them "
+            "there. What compression left behind is lost.",
             folder,
             len(files),
             saved,

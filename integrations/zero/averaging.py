@@ -88,11 +88,10 @@ class AveragingCheck:
     def _say(self, peer: int) -> None:
         if self._store.add("said", 1) == 1:
             log.warning(
-                "ranks %d and %d step the same weights with different gradients: nobody "
-                "averages these, and the replicas train "
-                "apart. %s does not communicate. Use commpress.Partitioned(params, ..., "
-                "store=store), which averages, or "
-                "wrap the model in DistributedDataParallel",
+                "ranks %d and %d step the same weights with different gradients: nobody averages "
+                "these, and the replicas train apart. %s does not communicate. Use "
+                "commpress.Partitioned(params, ..., store=store), which averages, or wrap the "
+                "model in DistributedDataParallel",
                 *sorted((self._rank, peer)),
                 self._optimizer,
             )

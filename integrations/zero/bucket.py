@@ -237,8 +237,8 @@ class ShardedBucket(FlatGroup):
             ):
                 raise InvalidArgument(
                     f"parameter {m.name!r} is no longer where Partitioned has put it: move or "
-                    "convert the model before "
-                    "constructing the optimizer, and do not assign parameter.data after it"
+                    "convert the model before constructing the optimizer, and do not assign "
+                    "parameter.data after it"
                 )
 
 
@@ -308,15 +308,13 @@ def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weight
         if isinstance(codec, WholeTensorCodec):
             raise InvalidArgument(
                 f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of "
-                "whole tensors, and weights are "
-                "not averaged: choose a codec of rows such as 'int8'"
+                "whole tensors, and weights are not averaged: choose a codec of rows such as 'int8'"
             )
         codec = gradients.choose(name, numel)
         if isinstance(codec, SketchCodec) and parameter.device.type != "cpu":
             raise InvalidArgument(
                 f"gradients is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: "
-                "the sketch has CPU kernels "
-                "only, use 'topk-64' there"
+                "the sketch has CPU kernels only, use 'topk-64' there"
             )
 
 

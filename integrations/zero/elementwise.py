@@ -72,15 +72,14 @@ def _try(
             difference = difference_of()
     except Exception as error:
         raise InvalidArgument(
-            f"optimizer is {name}, which cannot step a tensor and pieces of it with these "
-            f"options: {type(error).__name__}: "
-            f"{error}. Use one that treats every element by itself, such as AdamW, SGD or Adagrad"
+            f"optimizer is {name}, which cannot step a tensor and pieces of it with these options: "
+            f"{type(error).__name__}: {error}. Use one that treats every element by itself, such "
+            "as AdamW, SGD or Adagrad"
         ) from error
     if difference:
         raise InvalidArgument(
-            f"optimizer is {name}, which does not treat every element by itself: {difference}. "
-            "It cannot be cut. Use an "
-            "element-wise one, such as AdamW, SGD or Adagrad"
+            f"optimizer is {name}, which does not treat every element by itself: {difference}. It "
+            "cannot be cut. Use an element-wise one, such as AdamW, SGD or Adagrad"
         )
 
 
@@ -129,8 +128,8 @@ def _difference(
                     after.get(k) is not v for k, v in before.items() if _moment(v, piece)
                 ):
                     return (
-                        "it replaces its state instead of changing it, which in a store has "
-                        "a place of its own"
+                        "it replaces its state instead of changing it, which in a store has a "
+                        "place of its own"
                     )
                 states[number][i] = _kept(after, piece)
                 piece.grad = None
@@ -139,19 +138,19 @@ def _difference(
             name for name, value in _settings(twin).items() if settings.get(name) != value
         ]:
             return (
-                f"its step changes {changed[0]!r} of param_groups, which is computed from "
-                "all parameters or counts steps"
+                f"its step changes {changed[0]!r} of param_groups, which is computed from all "
+                "parameters or counts steps"
             )
         for number, whole in enumerate(wholes):
             if not torch.equal(whole.view(-1), flats[number]):
                 return (
-                    f"in step {step + 1} a tensor of shape {tuple(whole.shape)} moves "
-                    "otherwise than its pieces"
+                    f"in step {step + 1} a tensor of shape {tuple(whole.shape)} moves otherwise "
+                    "than its pieces"
                 )
             if found := _different_state(twin.state[whole], whole, states[number], pieces[number]):
                 return (
-                    f"after step {step + 1} its state {found!r} of a tensor is not that of "
-                    "its pieces"
+                    f"after step {step + 1} its state {found!r} of a tensor is not that of its "
+                    "pieces"
                 )
     return ""
 

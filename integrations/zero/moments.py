@@ -90,11 +90,9 @@ def check_moments(moments: str | None) -> None:
     """Raise ``InvalidArgument`` unless it is "int8", or None for float32."""
     if moments == "int4":
         raise InvalidArgument(
-            "moments is 'int4', expected 'int8' or None for float32: rounding to 4 bits adds "
-            "its variance to the second moment "
-            "in every step, so steps shrink as the values in a block of 128 spread (to 0.79 of "
-            "exact ones at a log-normal "
-            "spread of 0.7, to 0.36 at 1.2)"
+            "moments is 'int4', expected 'int8' or None for float32: rounding to 4 bits adds its "
+            "variance to the second moment in every step, so steps shrink as the values in a block "
+            "of 128 spread (to 0.79 of exact ones at a log-normal spread of 0.7, to 0.36 at 1.2)"
         )
     if moments not in ("int8", None):
         raise InvalidArgument(f"moments is {moments!r}, expected 'int8' or None for float32")

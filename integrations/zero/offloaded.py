@@ -91,17 +91,15 @@ class Offloaded(Wrapper):
     DistributedDataParallel or FSDP, or ``Partitioned(..., store=store)`` takes its place.
 
     - ``gradients``: "parameters" leaves them in ``parameter.grad``; "store" adds them up in the
-      store, in float32, as backward
-      makes them, and leaves ``parameter.grad`` None.
+      store, in float32, as backward makes them, and leaves ``parameter.grad`` None.
     - ``chunk_mb``: megabytes of float32 weights in a chunk. About five chunks with their moments
       are in memory at a time.
     - ``device_budget``, ``host_budget``: bytes of the store's tiers in which the first chunks stay;
-      by default none on the
-      device, and all of host memory but for what passes through.
+      by default none on the device, and all of host memory but for what passes through.
     - ``moments``: "int8" keeps moments quantised in blocks of 128 in the store; None in float32.
     - ``delayed``: a step's update runs beside the next forward and backward, whose gradients are
-      then of weights that are one
-      step old; parameters get its values in the next ``step``, or by ``finish``.
+      then of weights that are one step old; parameters get its values in the next ``step``, or by
+      ``finish``.
     - ``max_grad_norm``: clip to this global norm in every step.
     - ``commit_every``: steps between commits; 0: only when ``commit`` is called.
     - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not
@@ -210,9 +208,8 @@ class Offloaded(Wrapper):
         if usage.host_capacity < reserve:
             raise InvalidArgument(
                 f"the store has {usage.host_capacity} bytes of host memory, {UNDER_WAY} chunks "
-                "with their moments, and what is "
-                f"streamed beside them, need {reserve}: open it with a larger host=, or pass a "
-                "smaller chunk_mb="
+                f"with their moments, and what is streamed beside them, need {reserve}: open it "
+                "with a larger host=, or pass a smaller chunk_mb="
             )
         room = {
             "device": parse_bytes(device),
@@ -220,15 +217,14 @@ class Offloaded(Wrapper):
         }
         if room["device"] > usage.device_capacity:
             raise InvalidArgument(
-                f"device_budget is {room['device']} bytes, the store has "
-                f"{usage.device_capacity} on its device: open it with a "
-                "larger device="
+                f"device_budget is {room['device']} bytes, the store has {usage.device_capacity} "
+                "on its device: open it with a larger device="
             )
         if room["host"] > usage.host_capacity - reserve:
             raise InvalidArgument(
                 f"host_budget is {room['host']} bytes, expected at most "
-                f"{usage.host_capacity - reserve}: {reserve} of the "
-                f"store's {usage.host_capacity} are for what passes through"
+                f"{usage.host_capacity - reserve}: {reserve} of the store's {usage.host_capacity} "
+                "are for what passes through"
             )
         for chunk in self.chunks:
             chunk.tier = "disk"
@@ -533,8 +529,7 @@ class Offloaded(Wrapper):
         ]:
             raise StateMismatch(
                 f"the store holds a state {self.prefix!r} of other parameters, chunk_mb or "
-                "optimizer: open it with those it "
-                "was made with, or pass another prefix="
+                "optimizer: open it with those it was made with, or pass another prefix="
             )
         self.steps_done = int(numbers[2])
         values = iter(numbers[3:])
@@ -597,8 +592,8 @@ class Offloaded(Wrapper):
             rate = self.meter.written / max(self.meter.seconds, 1e-9) / 1e9
             lines.append(
                 f"update {each:.3f} s, of which {self.meter.stalled / self.meter.steps:.3f} s "
-                "waiting for reads; "
-                f"{show_bytes(self.meter.written // self.meter.steps)} written, {rate:.2f} GB/s"
+                f"waiting for reads; {show_bytes(self.meter.written // self.meter.steps)} written, "
+                f"{rate:.2f} GB/s"
             )
         return "\n".join(lines)
 

@@ -69,28 +69,26 @@ class Partitioned(Divided, Wrapper):
 
     - ``optimizer``: any that treats every element by itself; its state is kept in float32.
     - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 lets go of them as buckets
-      are reduced, so that
-      ``parameter.grad`` is None after backward and ``step`` uses the gradients up.
+      are reduced, so that ``parameter.grad`` is None after backward and ``step`` uses the gradients
+      up.
     - ``gradients``, ``weights``: codecs (or policies) of the two directions. Gradients then have
-      error feedback; weights
-      travel as differences from what all ranks hold, so what one step leaves out is part of the
-      next. PowerSGD and sketches are for gradients.
+      error feedback; weights travel as differences from what all ranks hold, so what one step
+      leaves out is part of the next. PowerSGD and sketches are for gradients.
     - ``min_numel``: tensors of fewer elements travel exactly.
     - ``bucket_mb``: megabytes of parameters that travel together.
     - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before
       ``step``.
     - ``store``: a TieredStore of this rank's own, in which its masters and moments lie (see
-      ``Offloaded``); ``chunk_mb``,
-      ``prefix`` and ``commit_every`` are for it. What the store has committed is taken up again.
+      ``Offloaded``); ``chunk_mb``, ``prefix`` and ``commit_every`` are for it. What the store has
+      committed is taken up again.
     - ``grad_scaler``: AMP's GradScaler, if there is one: gradients are unscaled as they are
       reduced.
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or
       infinity, "raise" raises.
     - ``process_group``: the ranks that average gradients and share out the state. With DTensors of
-      tensor parallelism those
-      that have the same shards, and ``agree_over``: a process group or DeviceMesh of all ranks that
-      must stay together, which skip steps together and clip to the norm of the gradients of all of
-      them.
+      tensor parallelism those that have the same shards, and ``agree_over``: a process group or
+      DeviceMesh of all ranks that must stay together, which skip steps together and clip to the
+      norm of the gradients of all of them.
     """
 
     averages_gradients = True  # as backward makes them: nobody else may
@@ -316,8 +314,7 @@ class Partitioned(Divided, Wrapper):
         if self.consensus is not None and self.columns is None:
             raise InvalidArgument(
                 f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, "
-                "which would say who holds what: "
-                "a norm over these ranks is not known. Leave it out"
+                "which would say who holds what: a norm over these ranks is not known. Leave it out"
             )
 
     def _every(self, value: float) -> list[float]:
@@ -389,8 +386,8 @@ class Partitioned(Divided, Wrapper):
         if base is not None and not all(finite):
             raise NonFiniteGradient(
                 f"after step {self.steps_done} some weights of {bucket.members[0].name!r} to "
-                f"{bucket.members[-1].name!r} "
-                "are NaN or infinite and cannot be encoded: the learning rate may be too high"
+                f"{bucket.members[-1].name!r} are NaN or infinite and cannot be encoded: the "
+                "learning rate may be too high"
             )
 
     def _check(self) -> None:
@@ -429,10 +426,9 @@ class Partitioned(Divided, Wrapper):
             )
             if different:
                 raise Mismatch(
-                    f"the {what} on ranks {list(different)} differ from those on rank 0: build "
-                    "the same model from the same "
-                    "seed on every rank, or broadcast its state_dict before constructing "
-                    "Partitioned",
+                    f"the {what} on ranks {list(different)} differ from those on rank 0: build the "
+                    "same model from the same seed on every rank, or broadcast its state_dict "
+                    "before constructing Partitioned",
                     ranks=different,
                 )
 
@@ -571,10 +567,9 @@ def _check_mixture(named: Iterable[tuple[str, torch.Tensor]], stage: int, scaler
         kinds.setdefault(is_cut(parameter), name)
     if scaler is not None and stage == 1 and len(kinds) == 2:
         raise InvalidArgument(
-            f"grad_scaler is given, and parameter {kinds[True]!r} is a DTensor, "
-            f"{kinds[False]!r} is not: torch's GradScaler "
-            "does not look at gradients of both kinds together. Use stage=2, which leaves it "
-            "one gradient"
+            f"grad_scaler is given, and parameter {kinds[True]!r} is a DTensor, {kinds[False]!r} "
+            "is not: torch's GradScaler does not look at gradients of both kinds together. Use "
+            "stage=2, which leaves it one gradient"
         )
 
 

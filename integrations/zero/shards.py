@@ -20,9 +20,8 @@ class Cut:
         )
         if clipped and len(found) > 1:
             raise InvalidArgument(
-                "max_grad_norm with parameters that are cut over ranks in different ways, or "
-                "only some of them: leave it out "
-                "and clip with torch.nn.utils.clip_grad_norm_"
+                "max_grad_norm with parameters that are cut over ranks in different ways, or only "
+                "some of them: leave it out and clip with torch.nn.utils.clip_grad_norm_"
             )
         self._channels = [
             (Channel.among(mesh.get_group(number)), mesh.device_type)

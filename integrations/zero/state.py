@@ -76,8 +76,8 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         ranges = self._ranges[parameter]
         if sum(own.numel for _, own in ranges) != local(parameter).numel():
             raise InvalidArgument(
-                f"parameter {ranges[0][1].name!r} is spread over the ranks: its state is not "
-                "here as a whole"
+                f"parameter {ranges[0][1].name!r} is spread over the ranks: its state is not here "
+                "as a whole"
             )
         result = {key: copied(value) for key, value in ranges[0][0].scalars.items()}
         keys = {key: key for key in self._moments} | (
@@ -102,9 +102,8 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
             ):
                 raise StateMismatch(
                     f"the state of {ranges[0][1].name!r} has {key!r} of shape "
-                    f"{tuple(getattr(state.get(key), 'shape', ()))}, "
-                    f"expected {tuple(parameter.shape)}: load the state of the same model and "
-                    "optimizer"
+                    f"{tuple(getattr(state.get(key), 'shape', ()))}, expected "
+                    f"{tuple(parameter.shape)}: load the state of the same model and optimizer"
                 )
         for chunk, own in ranges:
             if not chunk.stepped:
@@ -161,8 +160,8 @@ class Slice(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
-            f"Slice({self.local.numel()} elements of {tuple(self.shape)}, in "
-            f"{len(self.boxes)} boxes)"
+            f"Slice({self.local.numel()} elements of {tuple(self.shape)}, in {len(self.boxes)} "
+            "boxes)"
         )
 
     @classmethod
@@ -393,8 +392,8 @@ def _cut(own: OwnedRange, state: dict[str, Any]) -> dict[str, Any]:
             raise StateMismatch(
                 f"{key!r} of {own.member.name!r} has shape {tuple(value.shape)} and placements "
                 f"{getattr(value, 'placements', None)}, expected {tuple(shape)} and {cut}: load "
-                "the state of the same model, "
-                "and from another mesh by sharded_state_dict() and torch.distributed.checkpoint"
+                "the state of the same model, and from another mesh by sharded_state_dict() and "
+                "torch.distributed.checkpoint"
             )
     return result
 

@@ -40,8 +40,8 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[Any, Any]:
         outline = reader.metadata.get(OUTLINE)
         if not isinstance(outline, str):
             raise StateMismatch(
-                f"{path} was not written by commpress.save_safetensors: read it with the "
-                "package safetensors"
+                f"{path} was not written by commpress.save_safetensors: read it with the package "
+                "safetensors"
             )
         names = reader.names()
         if (claimed := sum(reader.nbytes(name) for name in names)) > (
@@ -71,8 +71,8 @@ def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
             or value.is_meta
         ):
             raise InvalidArgument(
-                f"{place} is a {type(value).__name__} on {value.device}, expected a dense one "
-                "in memory"
+                f"{place} is a {type(value).__name__} on {value.device}, expected a dense one in "
+                "memory"
             )
         name = place or "tensor"
         while name in tensors:

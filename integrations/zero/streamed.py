@@ -329,9 +329,9 @@ class Streamed(Divided, NotCopied):
             with self.store.borrow(self._meta, write=False) as held:
                 if held.tolist() != self._mark().tolist():
                     raise StateMismatch(
-                        f"the store holds parameters {self.prefix!r} of another model, chunk_mb "
-                        "or number of ranks: open it "
-                        "with those it was made with, or pass another prefix="
+                        f"the store holds parameters {self.prefix!r} of another model, chunk_mb or "
+                        "number of ranks: open it with those it was made with, or pass another "
+                        "prefix="
                     )
         elif new:
             first.write(self.model, self.store)
@@ -397,8 +397,7 @@ def stream(
     (``_init_weights`` of transformers), or from ``reset_parameters``.
 
     - ``blocks``: classes of modules that are fetched as one; by default the elements of the
-      outermost module lists, and
-      every module that owns parameters outside of these.
+      outermost module lists, and every module that owns parameters outside of these.
     - ``keep``: names of parameters, or of modules, that stay in memory; for what other modules read
       directly.
     - ``weights``: a safetensors file, or a folder with ``model.safetensors.index.json``, that has
@@ -433,8 +432,8 @@ def _check(model: nn.Module, chunk_mb: float, keep: Sequence[str]) -> None:
             f"keep names {unknown[0]!r}, which is neither a parameter nor a module of the model"
         )
     cure = (
-        "keep a store for the experts alone, with commpress.moe.parallelise(model, "
-        "store=...), and do not stream the model"
+        "keep a store for the experts alone, with commpress.moe.parallelise(model, store=...), and "
+        "do not stream the model"
     )
     refuse_held(
         "commpress.stream", model.named_parameters(), "moves what all ranks hold alike", cure=cure

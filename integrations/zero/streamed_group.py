@@ -104,11 +104,10 @@ class StreamedGroup(FlatGroup):
                 parameter.data_ptr() != here or parameter.dtype != self.dtype
             ):
                 raise InvalidArgument(
-                    f"parameter {member.name!r}, now {parameter.dtype} on {parameter.device}, "
-                    "is no longer what "
-                    f"commpress.stream has made of it, {self.dtype} on {self.device}: convert "
-                    "and move the model before "
-                    "stream, and give it values with load_state_dict"
+                    f"parameter {member.name!r}, now {parameter.dtype} on {parameter.device}, is "
+                    f"no longer what commpress.stream has made of it, {self.dtype} on "
+                    f"{self.device}: convert and move the model before stream, and give it values "
+                    "with load_state_dict"
                 )
 
     def appear(self) -> None:
@@ -357,8 +356,7 @@ class FirstValues:
         if function is None and not callable(reset):
             raise InvalidArgument(
                 f"module {name!r} ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters: give it one, "
-                "pass initialize= or weights=, or build it in memory"
+                "reset_parameters: give it one, pass initialize= or weights=, or build it in memory"
             )
         before = {p: p.clone() for p in module.parameters(recurse=False) if id(p) in done}
         buffers = {one: module.get_buffer(one) for one in self._fresh[id(module)]}
@@ -373,9 +371,8 @@ class FirstValues:
             if bool((_bytes(parameter) == UNSET).all()):
                 raise InvalidArgument(
                     f"parameter {own!r} of module {name!r} ({type(module).__name__}) is on the "
-                    "meta device, and the "
-                    "function that initialises it gives it no values: pass another initialize=, "
-                    "or weights="
+                    "meta device, and the function that initialises it gives it no values: pass "
+                    "another initialize=, or weights="
                 )
         for one, buffer in buffers.items():
             if (
@@ -385,9 +382,9 @@ class FirstValues:
             ):
                 who = "reset_parameters" if function is None else "the function that initialises it"
                 raise InvalidArgument(
-                    f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the "
-                    f"meta device and {who} "
-                    "gives it no values: let it do so, or build the module in memory"
+                    f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the meta "
+                    f"device and {who} gives it no values: let it do so, or build the module in "
+                    "memory"
                 )
         for parameter, value in before.items():
             parameter.copy_(value)

@@ -32,8 +32,7 @@ class NotCopied:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgument(
             "a streamed model cannot be copied or pickled, its values are in a store: save "
-            f"{INSTEAD}, and load that into a "
-            "second model"
+            f"{INSTEAD}, and load that into a second model"
         )
 
 
@@ -204,11 +203,10 @@ class ReadCheck(TorchDispatchMode):
             if group is not None and owner is not None and not group.present and tensor.numel():
                 reader = self._named(self._inside[-1])
                 raise InvalidArgument(
-                    f"parameter {name!r} of {self._named(owner)} is read by {reader} while it "
-                    "is not in memory: a streamed "
-                    "parameter is there while its own module computes. Call that module instead "
-                    "of reading its parameter, or "
-                    f"give keep={[name]!r} to commpress.stream"
+                    f"parameter {name!r} of {self._named(owner)} is read by {reader} while it is "
+                    "not in memory: a streamed parameter is there while its own module computes. "
+                    f"Call that module instead of reading its parameter, or give keep={[name]!r} "
+                    "to commpress.stream"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -352,8 +350,7 @@ class ModuleState:
             if group.ranks > 1:
                 raise InvalidArgument(
                     f"state_dict of a model that is streamed over {group.ranks} ranks, of which "
-                    "each has a part: call "
-                    f"{INSTEAD}, on every rank"
+                    f"each has a part: call {INSTEAD}, on every rank"
                 )
             state[key] = self._shared(group, member, state)
 

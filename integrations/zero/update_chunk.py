@@ -135,8 +135,8 @@ class UpdateChunk:
             for key in self.keys
         ):
             raise InvalidArgument(
-                f"{type(optimizer).__name__} replaces its state instead of changing it: it "
-                "cannot be offloaded"
+                f"{type(optimizer).__name__} replaces its state instead of changing it: it cannot "
+                "be offloaded"
             )
         self.stepped = True
         # the object may live on until the next collection of cycles: not with tensors

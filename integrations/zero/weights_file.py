@@ -147,8 +147,7 @@ class Reader:
         ):
             raise StateMismatch(
                 f"{name!r} is {NAMES[dtype]} of {list(found)} in the file, expected "
-                f"{NAMES[out.dtype]} of {list(wanted)}: load "
-                "the weights of the same model"
+                f"{NAMES[out.dtype]} of {list(wanted)}: load the weights of the same model"
             )
         size = out.numel() * dtype.itemsize
         self._file.seek(self._start + first + start * dtype.itemsize)
@@ -176,8 +175,8 @@ class Reader:
             whole = False
         if not whole:
             raise StateMismatch(
-                f"{name!r} is {found} in {self._file.name}, expected {'/'.join(DTYPES)}, a "
-                "shape and offsets"
+                f"{name!r} is {found} in {self._file.name}, expected {'/'.join(DTYPES)}, a shape "
+                "and offsets"
             )
         if (
             last - first != (nbytes := math.prod(shape) * dtype.itemsize)
@@ -217,8 +216,8 @@ class Checkpoint(ExitStack):
             found = [path / name for name in (INDEX, ALONE) if (path / name).exists()]
             if not found:
                 raise InvalidArgument(
-                    f"{path} has neither {INDEX} nor {ALONE}: pass a folder that "
-                    "save_pretrained has written"
+                    f"{path} has neither {INDEX} nor {ALONE}: pass a folder that save_pretrained "
+                    "has written"
                 )
             path = found[0]
         if path.suffix != ".json":

@@ -42,9 +42,8 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:
             raise InvalidArgument(
-                "add_param_group after construction: the layout is fixed already. Pass all "
-                "groups to the constructor, or make "
-                f"a second {type(self).__name__} for the new parameters"
+                "add_param_group after construction: the layout is fixed already. Pass all groups "
+                f"to the constructor, or make a second {type(self).__name__} for the new parameters"
             )
         super().add_param_group(param_group)
 
@@ -62,8 +61,7 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
         if self.on_nonfinite == "raise":
             raise NonFiniteGradient(
                 f"the gradients of step {self.steps_done} hold NaN or infinity{self.where}. "
-                "Nothing was changed. Look for the "
-                "cause in the loss, or pass on_nonfinite='skip'."
+                "Nothing was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
             )
         if self.skipped_steps <= 3 or self.skipped_steps % 100 == 0:
             warn_on_first(
@@ -92,14 +90,13 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 def _check_optimizer(optimizer: Any) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise InvalidArgument(
-            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its "
-            "options follow"
+            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its options "
+            "follow"
         )
     if any(base.__module__.split(".")[0] == "commpress" for base in optimizer.__mro__):
         raise InvalidArgument(
             f"optimizer is {optimizer.__name__}, which communicates by itself: use it alone, or "
-            "name an element-wise one, such "
-            "as AdamW, SGD or Adagrad"
+            "name an element-wise one, such as AdamW, SGD or Adagrad"
         )
 
 
@@ -147,8 +144,7 @@ def _check(name: str, parameter: torch.Tensor, streamed: bool) -> None:
     if is_streamed(parameter) and not streamed:
         raise InvalidArgument(
             f"parameter {name!r} is streamed, its values lie in a store: train it with "
-            "commpress.Offloaded of that store, on "
-            "one rank or several"
+            "commpress.Offloaded of that store, on one rank or several"
         )
     if parameter.numel() == 0 or not (is_streamed(parameter) or local(parameter).is_contiguous()):
         raise InvalidArgument(
@@ -201,9 +197,8 @@ def agreed(steps: Sequence[float]) -> None:
     """All ranks' stores are of the same step."""
     if len(set(steps)) > 1:
         raise StateMismatch(
-            f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run "
-            "was killed while it committed. "
-            "Restore the same snapshot on every rank, or start anew"
+            f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run was "
+            "killed while it committed. Restore the same snapshot on every rank, or start anew"
         )
 
 
@@ -211,8 +206,8 @@ def check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in mine]:
         raise StateMismatch(
             f"the state has groups of {[len(g['params']) for g in saved]} parameters, the "
-            "optimizer of "
-            f"{[len(g['params']) for g in mine]}: load the state of the same model and groups"
+            f"optimizer of {[len(g['params']) for g in mine]}: load the state of the same model "
+            "and groups"
         )
 
 

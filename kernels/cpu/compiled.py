@@ -59,8 +59,8 @@ class Frames(NamedTuple):
         ]
         if any(failed for failed, _ in ends):
             raise MemoryError(
-                "a kernel failed: it found no memory to work with, or arrays whose lengths do "
-                "not fit"
+                "a kernel failed: it found no memory to work with, or arrays whose lengths do not "
+                "fit"
             )
         return [result for _, result in ends]
 
@@ -206,9 +206,8 @@ def _of_these_sources(name: str) -> bytes:
     with object_cache.lock(file_name):  # one process compiles, the others wait for its file
         if (file := object_cache.load(file_name)) is None:
             log.warning(
-                "commpress: %s was not made from these sources of kernels: Numba compiles %s "
-                "now, which takes up to half a "
-                "minute; python -m commpress.kernels.cpu.build makes it",
+                "commpress: %s was not made from these sources of kernels: Numba compiles %s now, "
+                "which takes up to half a minute; python -m commpress.kernels.cpu.build makes it",
                 FOLDER,
                 name,
             )
@@ -216,11 +215,10 @@ def _of_these_sources(name: str) -> bytes:
                 from commpress.kernels.cpu import build
             except ImportError as error:
                 raise MissingPackage(
-                    f"the bitcode of the kernels in {FOLDER} is missing or not of these "
-                    "sources, or llvmlite "
-                    f"{llvmlite.__version__} is too old to read it, and Numba, which makes it, "
-                    f"cannot be imported ({error}). "
-                    "Install commpress again from a wheel, upgrade llvmlite, or install Numba."
+                    f"the bitcode of the kernels in {FOLDER} is missing or not of these sources, "
+                    f"or llvmlite {llvmlite.__version__} is too old to read it, and Numba, which "
+                    f"makes it, cannot be imported ({error}). Install commpress again from a "
+                    "wheel, upgrade llvmlite, or install Numba."
                 ) from error
             file = build.bitcode(name)
             object_cache.store(file_name, file)

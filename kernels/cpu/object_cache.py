@@ -140,8 +140,7 @@ def _say_that_others_may_write(folder: Path) -> None:
 @cache
 def _warn_without_cache() -> None:
     log.warning(
-        "commpress: no folder for a cache of compiled kernels can be written (%s): every "
-        "process compiles what it uses, some "
-        "2 seconds; COMMPRESS_CACHE_DIR names another",
+        "commpress: no folder for a cache of compiled kernels can be written (%s): every process "
+        "compiles what it uses, some 2 seconds; COMMPRESS_CACHE_DIR names another",
         ", ".join(map(str, folders())),
     )

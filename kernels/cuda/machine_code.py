@@ -41,8 +41,8 @@ def build(folder: Path, architectures: tuple[int, ...] = ARCHITECTURES) -> list[
 if __name__ == "__main__":
     if not sys.argv[1:] or not all(word.isdecimal() for word in sys.argv[2:]):
         sys.exit(
-            "usage: python -m commpress.kernels.cuda.machine_code FOLDER [ARCHITECTURE ...], "
-            "as: build/cubins 80 90"
+            "usage: python -m commpress.kernels.cuda.machine_code FOLDER [ARCHITECTURE ...], as: "
+            "build/cubins 80 90"
         )
     made = build(Path(sys.argv[1]), tuple(map(int, sys.argv[2:])) or ARCHITECTURES)
     sys.stdout.write(

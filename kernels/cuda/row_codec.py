@@ -74,9 +74,8 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise MissingPackage(
-            "compressing tensors on a GPU needs CuPy: pip install 'commpress[cuda12]' for CUDA "
-            "12 or "
-            "'commpress[cuda13]' for CUDA 13"
+            "compressing tensors on a GPU needs CuPy: pip install 'commpress[cuda12]' for CUDA 12 "
+            "or 'commpress[cuda13]' for CUDA 13"
         ) from error
     return cupy
 
@@ -207,8 +206,8 @@ def _check_message(message: torch.Tensor, pieces: Pieces) -> None:
     ):
         raise InvalidArgument(
             f"the message is {message.dtype} {tuple(message.shape)} with strides "
-            f"{message.stride()}, expected rows of "
-            f"{pieces.row_bytes} consecutive uint8: allocate it with pieces.row_bytes columns"
+            f"{message.stride()}, expected rows of {pieces.row_bytes} consecutive uint8: allocate "
+            "it with pieces.row_bytes columns"
         )
 
 
@@ -219,9 +218,8 @@ def _check_floats(device: torch.device, **floats: tuple[torch.Tensor | None, int
             continue
         if tensor.dtype != torch.float32 or tensor.numel() < numel or not tensor.is_contiguous():
             raise InvalidArgument(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}, expected {numel} "
-                "consecutive float32"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
+                f"expected {numel} consecutive float32"
             )
         if tensor.device != device:
             raise InvalidArgument(

@@ -176,8 +176,8 @@ def test_what_ran_is_entered_into_the_page(tmp_path, capsys):
         )
     _, rows = page.read_text().split("| --- | --- | --- | --- | --- |\n")
     row = (
-        "| 2026-01-02 | Some card | 2.11, 13.0, 14.2 | bits | ddp: failed after 3 s of 60: "
-        "CUDA error: a / b |\n"
+        "| 2026-01-02 | Some card | 2.11, 13.0, 14.2 | bits | ddp: failed after 3 s of 60: CUDA "
+        "error: a / b |\n"
     )
     assert rows == 2 * row + "\n\nend\n"
     assert "1 of 2 steps ran to their end" in capsys.readouterr().out

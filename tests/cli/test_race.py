@@ -66,8 +66,8 @@ def test_the_last_line_says_how_far_the_network_is_from_none(capsys):
     demo.summary(finishes)
     last = " ".join(capsys.readouterr().out.split("Distance to ")[-1].split())
     assert last == (
-        "no-network: local, the best of commpress, +0.030 nats; torch-powersgd4, the best of "
-        "the others, +0.140."
+        "no-network: local, the best of commpress, +0.030 nats; torch-powersgd4, the best of the "
+        "others, +0.140."
     )
 
 

@@ -124,8 +124,8 @@ def changed(**what):
             "message of the stack is -1",
         ),
         (
-            '{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": '
-            '{"latency": NaN, "bandwidth": 1, "together": 1}}',
+            '{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": {"latency": '
+            'NaN, "bandwidth": 1, "together": 1}}',
             "latency of a link is nan",
         ),
         (" " * (FILE.limit + 1), f"more than {FILE.limit} bytes"),

@@ -414,8 +414,8 @@ def nothing(own, parts):
 SAYS = {
     other_name: "the state has a residual of 'nobody.weight', but the model has no such parameter",
     other_length: (
-        "the state has 7 residuals of 'head.weight' from element 0 on, but that "
-        "parameter has 384 elements"
+        "the state has 7 residuals of 'head.weight' from element 0 on, but that parameter has 384 "
+        "elements"
     ),
     other_shard: (
         "the reduced residual of parameter 'head.weight' at offset 0 has 7 elements, expected 192"

@@ -204,8 +204,8 @@ def test_greetings_alone_slow_no_step(mortal, tmp_path):
     pairs = [blocks[at : at + 2][:: 1 if at % 4 else -1] for at in range(0, BLOCKS, 2)]
     ratio = statistics.median(with_them / without for with_them, without in pairs)
     print(
-        f"{greeted} greetings; {1e3 * statistics.median(blocks):.2f} ms of processor time a "
-        f"step, {ratio:.3f} times as much"
+        f"{greeted} greetings; {1e3 * statistics.median(blocks):.2f} ms of processor time a step, "
+        f"{ratio:.3f} times as much"
     )
     assert ratio <= 1.02
 

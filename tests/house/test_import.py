@@ -111,8 +111,8 @@ SHORT = {
 def test_short_names_are_imported_and_attributes(tmp_path, name, statement):
     pytest.importorskip({"hf": "transformers", "lightning": "lightning"}.get(name, "torch"))
     code = (
-        f"{statement.format(name)}; import sys, {SHORT[name]} as home, commpress; "
-        f"print(short is home is commpress.{name})"
+        f"{statement.format(name)}; import sys, {SHORT[name]} as home, commpress; print(short is "
+        f"home is commpress.{name})"
     )
     ran = python(code, tmp_path)
     assert ran.stdout.split() == ["True"], ran.stderr
@@ -156,8 +156,8 @@ def spec_of_kernels_lies_outside(origin: str | None) -> bool:
 
 def test_kernels_is_not_ours_elsewhere(tmp_path):
     code = (
-        "import importlib.util as u, commpress.kernels; s = u.find_spec('kernels'); print(s "
-        "and s.origin or '')"
+        "import importlib.util as u, commpress.kernels; s = u.find_spec('kernels'); print(s and "
+        "s.origin or '')"
     )
     ran = python(code, tmp_path)
     assert ran.returncode == 0, ran.stderr

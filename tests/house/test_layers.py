@@ -165,8 +165,8 @@ def complaints(module: str, source: str, modules: set[str]) -> list[str]:
             found.append(f"{module} imports {name}; the leaves import only torch")
         elif top not in ANYWHERE and top not in sys.stdlib_module_names:
             found.append(
-                f"{module} imports {name}, which no table lists; name the one module that may "
-                "in HOMES"
+                f"{module} imports {name}, which no table lists; name the one module that may in "
+                "HOMES"
             )
     return found
 

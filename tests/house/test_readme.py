@@ -232,7 +232,7 @@ def test_a_failing_example_fails(tmp_path):
 @pytest.mark.slow  # as the first block of the README is run
 def test_ranks_run_together(tmp_path):
     code = (
-        "import torch.distributed as d\nd.init_process_group('gloo')\nassert "
-        "d.get_world_size() == 2\nd.barrier()\n"
+        "import torch.distributed as d\nd.init_process_group('gloo')\nassert d.get_world_size() == "
+        "2\nd.barrier()\n"
     )
     run(Example(1, code + "d.destroy_process_group()\n", ranks=2), tmp_path)

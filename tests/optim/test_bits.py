@@ -53,8 +53,8 @@ def test_a_vocabulary_decides_how_many_bits_one_bit_adam_sends(spiky_codec, code
     assert bits == pytest.approx(code, rel=0.01)
     summary = counters.summary()
     assert (
-        f"a compressed round sends {counters.bits:.2f} bits per parameter: {bits:.2f} for 88 % "
-        "of them"
+        f"a compressed round sends {counters.bits:.2f} bits per parameter: {bits:.2f} for 88 % of "
+        "them"
     ) in summary
     assert f"({codec}: embed.weight)" in summary
 

@@ -267,7 +267,7 @@ def test_whoever_is_left_of_a_hundred_placed_deaths_goes_on_at_once(
         )
     worst, median = max(seconds), statistics.median(seconds)
     print(
-        f"timeout {timeout:g} s: {len(seconds)} reforms, {median:.2f} s after the last death, "
-        f"at most {worst:.2f} s"
+        f"timeout {timeout:g} s: {len(seconds)} reforms, {median:.2f} s after the last death, at "
+        f"most {worst:.2f} s"
     )
     assert worst < BAR, placed(seeds[seconds.index(worst)])

@@ -485,8 +485,8 @@ def main() -> int:
             if not options.directory:
                 shutil.rmtree(folder, ignore_errors=True)
         print(
-            f"{time.time() - begin:.0f} s, seed {options.seed}; no commit lost, nothing "
-            "silently wrong"
+            f"{time.time() - begin:.0f} s, seed {options.seed}; no commit lost, nothing silently "
+            "wrong"
         )
         for what, count in sorted(outcomes.items()):
             print(f"  {count:6} {what}")

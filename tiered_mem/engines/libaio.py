@@ -34,10 +34,9 @@ class LibaioEngine:
             ) from error
         except OSError as error:  # the shared library
             raise MissingPackage(
-                f"the package libaio does not find its shared library ({error}): apt-get "
-                "install libaio1 (libaio1t64 on "
-                "newer systems), dnf install libaio; the engines 'threads' and 'io_uring' need "
-                "nothing"
+                f"the package libaio does not find its shared library ({error}): apt-get install "
+                "libaio1 (libaio1t64 on newer systems), dnf install libaio; the engines 'threads' "
+                "and 'io_uring' need nothing"
             ) from error
         self.depth = depth
         self._libaio, self._context = libaio, libaio.AIOContext(depth + 1)
