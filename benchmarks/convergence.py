@@ -393,15 +393,15 @@ def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOpt
     }
     named = list(model.named_parameters())
     if run.optimizer == "zero-one":
-        return ZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
+        return ZeroOneAdam(named, exact_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
     if run.optimizer == "sharded-zero-one":
         options |= {"sync": run.sync}
-        return ShardedZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
+        return ShardedZeroOneAdam(named, exact_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
     if run.optimizer == "sharded-onebit":
-        return ShardedOneBitAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
+        return ShardedOneBitAdam(named, exact_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
     exact = run.optimizer in ("adam", "lamb")
     cls = OneBitLamb if run.reference == "lamb" else OneBitAdam
-    return cls(named, warmup_steps=run.steps + 1 if exact else run.steps * 15 // 100, **options)  # type: ignore[arg-type]
+    return cls(named, exact_steps=run.steps + 1 if exact else run.steps * 15 // 100, **options)  # type: ignore[arg-type]
 
 
 def train(run: Run) -> Finished:

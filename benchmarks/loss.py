@@ -390,7 +390,7 @@ def learner(variant: Variant, options: argparse.Namespace, seed: int) -> trainin
     more: dict[str, Any] = {}
     if variant.family == "zero-one":
         more = {"variance_updates": VARIANCE_UPDATES, "sync": "qsr" if variant.windows else "every"}
-    more |= {"warmup_steps": variant.warmup, "codec": options.codec, "spiky_codec": options.spiky}
+    more |= {"exact_steps": variant.warmup, "codec": options.codec, "spiky_codec": options.spiky}
     return ours(variant, ddp, options, seed, **more)
 
 
@@ -425,7 +425,7 @@ def repeater(
             replace(variant, family="onebit"),
             ddp,
             options,
-            warmup_steps=1 << 30,
+            exact_steps=1 << 30,
             codec=options.codec,
         )
     more: dict[str, Any] = {}
@@ -436,7 +436,7 @@ def repeater(
         {f"^{re.escape(name)}$": options.spiky for name in curve.finer},
         policy_of(options.codec, min_numel=256),
     )
-    return ours(variant, ddp, options, warmup_steps=1, codec=policy, spiky_codec=None, **more)
+    return ours(variant, ddp, options, exact_steps=1, codec=policy, spiky_codec=None, **more)
 
 
 def wrapped(

@@ -287,9 +287,9 @@ def arithmetic(
     **options: object,
 ) -> Callable[[], object]:
     """The part of one step of rank 0 of two that touches no codec and no wire."""
-    more: dict[str, object] = options | {"warmup_steps": 1, "spiky_codec": None, "min_numel": 0}
+    more: dict[str, object] = options | {"exact_steps": 1, "spiky_codec": None, "min_numel": 0}
     if cls is ZeroOneAdam:
-        more |= {"sync": DoublingIntervals(1, 1 << 30), "warmup_steps": 0}
+        more |= {"sync": DoublingIntervals(1, 1 << 30), "exact_steps": 0}
     optimizer = cls(
         net.parameters(), lr=1e-4, weight_decay=0.01, transport=Loopback(2).transport(0), **more
     )

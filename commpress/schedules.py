@@ -89,7 +89,7 @@ class AfterSteps:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise InvalidArgument(
-                f"warmup_steps is {self.steps}, expected at least 1: without one exact step there "
+                f"exact_steps is {self.steps}, expected at least 1: without one exact step there "
                 "is no variance"
             )
 

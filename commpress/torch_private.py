@@ -1,8 +1,8 @@
 """Private members of torch, as each of its versions spells them. Nothing else needs to know a
 version.
 
-Written for torch 2.6 to 2.15; ``tests/house/test_torch_private.py`` says of each entry what must hold
-where it runs.
+Written for torch 2.6 to 2.15; ``tests/house/test_torch_private.py`` says of each entry what must
+hold where it runs.
 """
 
 import inspect
@@ -331,6 +331,14 @@ def learning(stage: Any, *, outputs: bool) -> tuple[bool, ...] | None:
     ):
         return None
     return tuple(bool(meta.requires_grad) for meta in metas)
+
+
+# ---------------------------------------------------------------- meshes
+
+
+def flat_mesh(mesh: Any) -> Any:
+    """The mesh itself if it has one dimension, else one dimension of all its ranks."""
+    return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
 # ---------------------------------------------------------------- FSDP2

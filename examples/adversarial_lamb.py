@@ -63,7 +63,7 @@ def train(steps, *, radius=0.3, after=None, codec="sign", seed=0):
         model.named_parameters(),
         lr=2e-2,
         weight_decay=0.01,
-        warmup_steps=max(steps // 4, 2),
+        exact_steps=max(steps // 4, 2),
         codec=codec,
     )
     after = steps // 4 if after is None else after

@@ -2,7 +2,7 @@
 left behind.
 
 torchrun --nproc-per-node 2 examples/fsdp2_gpt.py torchrun --nnodes 2 --nproc-per-node 8
---rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/fsdp2_gpt.py --gradients int4
+--rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/fsdp2_gpt.py --codec int4
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gradients", default="int8")
+    parser.add_argument("--codec", default="int8")
     parser.add_argument("--weights", default="int8")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=384)
@@ -38,7 +38,7 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     # after the last fully_shard
-    state = commpress.compress_fsdp(model, gradients=options.gradients, weights=options.weights)
+    state = commpress.compress_fsdp(model, codec=options.codec, weights=options.weights)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     text, draws = standard_library(), torch.Generator().manual_seed(1 + rank)

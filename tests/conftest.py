@@ -4,10 +4,10 @@ import gc
 import os
 import socket
 import sys
-from pathlib import Path
 
-# test files of one room use helpers of another's
-sys.path += [str(room) for room in sorted(Path(__file__).parent.iterdir()) if room.is_dir()]
+import sources
+
+sys.path += map(str, sources.ROOMS)  # test files of one room use helpers of another's
 
 # before torch: threads that wait for each other leave the cores to others
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -134,7 +134,7 @@ class Racer:
                 weight_decay=0.01,
                 exact_codec="log3",
                 spiky_codec="log3",
-                warmup_steps=8,
+                exact_steps=8,
                 variance_updates=2,
             )
             self.optimizer = commpress.overlap(ddp, zero_one)

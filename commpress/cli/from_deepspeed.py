@@ -396,7 +396,7 @@ class Conversion:
             if updates := self.number("var_update_scaler", self.params):
                 keywords["variance_updates"] = int(updates)
         elif steps := self.number("freeze_step", self.params):
-            keywords["warmup_steps"] = int(steps)
+            keywords["exact_steps"] = int(steps)
         else:
             self.notes.append(
                 'freeze_step is missing: DeepSpeed freezes at step 100000, "auto" when the '
@@ -477,7 +477,7 @@ class Conversion:
         more: dict[str, Any] = {"stage": self.stage}
         # else they travel in half precision, and are averaged in float32
         if not self.half and (codec := self.codec()):
-            more["gradients"] = codec
+            more["codec"] = codec
         if state:
             self.setup += self.store(state, 16)
             more["chunk_mb"] = CHUNK_MB
@@ -523,8 +523,7 @@ class Conversion:
         if gradients or weights:
             told = ", grad_scaler=scaler" * bool(scaler)
             self.setup.append(
-                f"commpress.compress_fsdp(model, gradients={gradients!r}, "
-                f"weights={weights!r}{told})"
+                f"commpress.compress_fsdp(model, codec={gradients!r}, weights={weights!r}{told})"
             )
         if (size := self.take("zero_hpz_partition_size", self.zero)) not in (None, 1):
             self.notes.append(

@@ -49,8 +49,8 @@ class WholeTensorCodec(ABC):
         raise InvalidArgument(
             f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat "
             "buffer: use it with "
-            "commpress.compress(ddp, codec=...), compress_fsdp(model, gradients=...), "
-            "Partitioned(gradients=...) or OneBitAdam("
+            "commpress.compress(ddp, codec=...), compress_fsdp(model, codec=...), "
+            "Partitioned(codec=...) or OneBitAdam("
             "codec=...), or choose a codec of rows such as 'int4' here"
         )
 

@@ -6,7 +6,7 @@ other shards of the same replica, decides together. Only norms, votes and steps 
 shards are never put together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.collectives.consensus import AgreeOver, Consensus, group_of
+from commpress.collectives.consensus import AgreeOver, Consensus, DeviceMesh, group_of
 from commpress.collectives.transports.factory import own_transport, ranks_of
 from commpress.errors import InvalidArgument
-from commpress.torch_private import set_shard, shard_like, waited
+from commpress.torch_private import flat_mesh, set_shard, shard_like, waited
 from commpress.work import Steps
 
 
@@ -111,6 +111,55 @@ def shards_of(parameter: Any) -> int:
     return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
+def groups_on(
+    mesh: DeviceMesh | None,
+    parameters: Iterable[Any],
+    process_group: Any,
+    agree_over: AgreeOver | None = None,
+) -> tuple[Any, AgreeOver | None]:
+    """The ranks that average, and all that must agree: as given, or those of ``mesh``.
+
+    The ranks of a mesh average over its dimensions in which no parameter is cut.
+    """
+    if mesh is None:
+        return process_group, agree_over
+    if process_group is not None or agree_over is not None:
+        raise InvalidArgument(
+            "mesh is given, and so is process_group or agree_over: pass the whole mesh alone, or "
+            "the two groups without it"
+        )
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise InvalidArgument(
+            "mesh has no names: make it with mesh_dim_names, as in init_device_mesh('cpu', (2, 2), "
+            "mesh_dim_names=('dp', 'tp'))"
+        )
+    cut = {name for p in parameters if is_cut(p) for name in p.device_mesh.mesh_dim_names or ()}
+    average = tuple(name for name in names if name not in cut)
+    if unknown := cut - set(names):
+        raise InvalidArgument(
+            f"parameters are cut over {sorted(unknown)}, and mesh has the dimensions "
+            f"{list(names)}: pass the mesh whose part they are on"
+        )
+    if not average:
+        raise InvalidArgument(
+            f"parameters are cut over all dimensions of mesh, {list(names)}: no ranks have the "
+            "same part. Pass the whole mesh, with the dimension over which replicas average"
+        )
+    over = mesh[average] if len(average) < len(names) else mesh
+    return flat_mesh(over).get_group(), mesh if cut else None
+
+
+def tensors_in(params: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors of what torch's optimizers take: tensors, named ones or groups of them."""
+    for each in params:
+        if isinstance(each, dict):
+            inner = each["params"]
+            yield from tensors_in([inner] if isinstance(inner, torch.Tensor) else inner)
+        else:
+            yield each[1] if isinstance(each, tuple) else each
+
+
 def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:
     """None where no parameter is a DTensor; else over their mesh, of several the largest;
     collective."""
@@ -135,8 +184,8 @@ def columns_over(
     if agree_over is None:
         raise InvalidArgument(
             f"parameter {cut[0][0]!r} is a DTensor and agree_over is None: ranks with other shards "
-            "of it would skip steps, freeze and thaw apart. Pass the whole mesh, as in "
-            "agree_over=mesh"
+            "of it would skip steps, freeze and thaw apart. Pass the whole mesh instead of the "
+            "groups, as in mesh=mesh"
         )
     return Columns(cut[0][1].device_mesh, timeout=timeout)
 
@@ -150,8 +199,8 @@ def check_cut(cut: Sequence[tuple[str, Any]], process_group: Any) -> None:
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
             "parallelism), and process_group is None, which means all ranks: pass the ranks that "
-            "have the same part, as in process_group=mesh['dp'].get_group(). With fully_shard use "
-            "torch's own optimizer and commpress.compress_fsdp(model)"
+            "have the same part, by the whole mesh: mesh=mesh. With fully_shard use torch's own "
+            "optimizer and commpress.compress_fsdp(model)"
         )
     for other, parameter in cut:
         if parameter.device_mesh != mesh:
@@ -173,6 +222,6 @@ def check_cut(cut: Sequence[tuple[str, Any]], process_group: Any) -> None:
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks {shared} "
             "of that mesh, which have other parts of it, or gradients that torch has averaged: "
-            "pass the ranks that have the same part, as in process_group=mesh['dp'].get_group(), "
-            "and with fully_shard use commpress.compress_fsdp(model)"
+            "pass the ranks that have the same part, by the whole mesh (mesh=mesh), and with "
+            "fully_shard use commpress.compress_fsdp(model)"
         )

@@ -3,15 +3,21 @@ up when they must."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
 from commpress.errors import InvalidArgument
 from commpress.logs import warn_on_first
-from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions
 from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
 from commpress.work import Steps
+
+
+class FreezingOptions(OptimizerOptions, total=False):
+    """Keyword options of the optimizers whose variance freezes; ``OneBitAdam`` explains them."""
+
+    exact_steps: int | Literal["auto"] | Freeze
 
 
 class FreezingOptimizer(CompressedOptimizer):
@@ -25,26 +31,24 @@ class FreezingOptimizer(CompressedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        warmup_steps: int | Literal["auto"] | Freeze = "auto",
-        **options: Any,
+        exact_steps: int | Literal["auto"] | Freeze = "auto",
+        **options: Unpack[OptimizerOptions],
     ) -> None:
-        if options.get("agree_over") is not None and not isinstance(
-            warmup_steps, (int, AfterSteps)
-        ):
+        mesh = options.get("mesh")
+        several = options.get("agree_over") is not None or (mesh is not None and mesh.ndim > 1)
+        if several and not isinstance(exact_steps, (int, AfterSteps)):
             raise InvalidArgument(
-                f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks "
-                "that communicate would freeze its variance at a step of its own. Pass a number of "
-                "steps"
+                f"exact_steps is {exact_steps!r} and mesh or agree_over is given: each group of "
+                "ranks that communicate would freeze its variance at a step of its own. Pass a "
+                "number of steps"
             )
         # the end of the warm-up; each tensor has a time of its own
         self.frozen_at: int | None = None
         super().__init__(params, lr, betas, eps, weight_decay, **options)
-        if warmup_steps == "auto":
+        if exact_steps == "auto":
             self.freeze: Freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
         else:
-            self.freeze = (
-                AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
-            )
+            self.freeze = AfterSteps(exact_steps) if isinstance(exact_steps, int) else exact_steps
 
     @abstractmethod
     def variance_sum(self) -> Steps[float]:
@@ -115,7 +119,7 @@ class FreezingOptimizer(CompressedOptimizer):
                 0 if partial else self.channel.rank,
                 "step %d: the variance freezes, but gradients have changed in size: in the second "
                 "half of these steps their mean square was %s of that in the first%s. Under a "
-                "variance that does not hold steps are too long or too short. Choose warmup_steps "
+                "variance that does not hold steps are too long or too short. Choose exact_steps "
                 "so that half of them come after the learning rate has risen, or 'auto'",
                 self.steps_done,
                 ", ".join(f"{ratio:.2g} times ({self.tensors.name(i)})" for i, ratio in found[:3]),

@@ -165,7 +165,7 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         self._unaveraged = True
 
 
-def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: int) -> None:
+def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", exact_steps: int) -> None:
     """Raise ``InvalidArgument`` for what cannot train locally, before anything communicates."""
     for optimizer in optimizers:
         what = type(optimizer).__name__
@@ -174,10 +174,10 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: in
                 f"inner is {what}, which goes apart from its ranks and comes back by itself: use "
                 "OneBitAdam within a node, or an optimizer of torch"
             )
-        if warmup and isinstance(optimizer, WeightHolder):
+        if exact_steps and isinstance(optimizer, WeightHolder):
             raise InvalidArgument(
-                f"warmup is {warmup}, and inner is {what}, whose gradients are not in "
-                "parameter.grad when it steps: leave warmup= out"
+                f"exact_steps is {exact_steps}, and inner is {what}, whose gradients are not in "
+                "parameter.grad when it steps: leave exact_steps= out"
             )
         masters = (
             isinstance(optimizer, CompressedOptimizer)

@@ -28,6 +28,7 @@ from commpress.codecs import BlockCodec, CastCodec, Codec, Policy, policy_of
 from commpress.collectives.allreduce import settle
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
+from commpress.collectives.consensus import DeviceMesh
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.handover import Handover
 from commpress.collectives.scalars import square_sum
@@ -36,7 +37,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.logs import warn_on_first
 from commpress.optim import local_checkpoint, local_handover
-from commpress.optim.columns import columns_of
+from commpress.optim.columns import columns_of, groups_on
 from commpress.optim.exchange_header import ExchangeHeader, check_same
 from commpress.optim.fragments import Flight, Fragment, cut
 from commpress.optim.held import is_held
@@ -79,15 +80,17 @@ class LocalUpdates(torch.optim.Optimizer):
       round.
     - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of
       the rank's own weights when it arrives, by default overlap / (overlap + every).
-    - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as
-      FSDP2 or tensor parallelism over other ranks, which then leave out together what is not finite
-      in a shard of one of them. Experts that are divided among these ranks are not averaged: each
-      rank trains its own, in every step.
-    - ``warmup``: steps before the first round in which all ranks train as one: their gradients are
-      averaged exactly.
+    - ``process_group``: the ranks that average. Inside it may stand another kind of parallelism,
+      such as FSDP2 or tensor parallelism over other ranks, which then leave out together what is
+      not finite in a shard of one of them. Experts that are divided among these ranks are not
+      averaged: each rank trains its own, in every step.
+    - ``mesh``: in place of ``process_group``, the whole mesh of a model under tensor parallelism:
+      ranks average over the dimensions in which no parameter is cut.
+    - ``exact_steps``: steps before the first round in which all ranks train as one: their gradients
+      are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
-    - ``keep``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore of
-      this rank's own, which also has the residuals, under ``prefix``, and brings those of a
+    - ``store``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore
+      of this rank's own, which also has the residuals, under ``prefix``, and brings those of a
       fragment to memory for its exchange.
     """
 
@@ -105,10 +108,11 @@ class LocalUpdates(torch.optim.Optimizer):
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
         overlap: int = 0,
         alpha: float | None = None,
-        warmup: int = 0,
-        group: Any = None,
+        exact_steps: int = 0,
+        mesh: DeviceMesh | None = None,
+        process_group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
-        keep: Literal["host", "device"] | TieredStore = "host",
+        store: Literal["host", "device"] | TieredStore = "host",
         prefix: str = "local",
         min_numel: int = 256,
         timeout: timedelta | None = None,
@@ -144,17 +148,17 @@ class LocalUpdates(torch.optim.Optimizer):
             raise InvalidArgument(
                 f"weight is {weight!r}, expected one of {', '.join(map(repr, WEIGHTS))}"
             )
-        if not isinstance(keep, TieredStore) and keep not in ("host", "device"):
-            raise InvalidArgument(f"keep is {keep!r}, expected 'host', 'device' or a TieredStore")
+        if not isinstance(store, TieredStore) and store not in ("host", "device"):
+            raise InvalidArgument(f"store is {store!r}, expected 'host', 'device' or a TieredStore")
         self.every = sync_of(every)
         usual = Average() if isinstance(self.every, Hidden) else Nesterov()
         self.outer = outer_of(usual if outer is None else outer)
         self._outer_of_long_rounds = Nesterov() if outer is None else self.outer
-        self.feedback_decay, self.alpha, self.weight, self.keep = (
+        self.feedback_decay, self.alpha, self.weight, self.store = (
             feedback_decay,
             alpha,
             weight,
-            keep,
+            store,
         )
         self.seed, self.counters, self.facts, self.meter = (
             seed,
@@ -163,8 +167,11 @@ class LocalUpdates(torch.optim.Optimizer):
             PaceMeter(),
         )
         self._backgrounds = transport is None
-        check_inner(self.inner, self.every, warmup)
-        ranks = ranks_of(group) if transport is None else tuple(range(transport.size))
+        check_inner(self.inner, self.every, exact_steps)
+        process_group, _ = groups_on(
+            mesh, (each.parameter for each in self.inner.weights()), process_group
+        )
+        ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         trained = self.inner.weights()
         shared = [each for each in trained if not is_held(each.name, each.parameter, ranks)]
         # parameters that not all of these ranks hold: each goes on with its own
@@ -187,8 +194,10 @@ class LocalUpdates(torch.optim.Optimizer):
             )
         self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
         if transport is None:
-            self.channel = Channel.among(group, timeout=timeout, name="commpress-local")
-            self.control = Channel.among(group, timeout=timeout, name="commpress-local-control")
+            self.channel = Channel.among(process_group, timeout=timeout, name="commpress-local")
+            self.control = Channel.among(
+                process_group, timeout=timeout, name="commpress-local-control"
+            )
         else:
             self.channel = Channel(transport, name="commpress-local")
             self.control = self.channel.beside("commpress-local-control")
@@ -203,10 +212,10 @@ class LocalUpdates(torch.optim.Optimizer):
         )
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
         self._warmup = SharedWarmup(
-            warmup, self.fragments, self.exact, self.channel, self.control, self.columns
+            exact_steps, self.fragments, self.exact, self.channel, self.control, self.columns
         )
-        if isinstance(keep, TieredStore):
-            check_room(self.fragments, keep, overlap=overlap > 0 or isinstance(self.every, Hidden))
+        if isinstance(store, TieredStore):
+            check_room(self.fragments, store, overlap=overlap > 0 or isinstance(self.every, Hidden))
         self.steps_done, self.exchanged = 0, 0
         # exchanges whose outcome is known here, and that of the last
         self.finished, self.taken = 0, True
@@ -219,14 +228,14 @@ class LocalUpdates(torch.optim.Optimizer):
         self._all_ended = 0  # exchanges in a row in which every rank said so
         self._begin_round()
         if transport is None:
-            on_reform(group, self)
+            on_reform(process_group, self)
 
     # ------------------------------------------------------------ parameters
 
     def _fragment(self, number: int, part: Sequence[LocalWeights], prefix: str) -> Fragment:
-        if isinstance(self.keep, TieredStore) and any(each.numel for each in part):
-            return StoredFragment(number, part, self.outer, store=self.keep, prefix=prefix)
-        return Fragment(number, part, self.outer, host=self.keep != "device")
+        if isinstance(self.store, TieredStore) and any(each.numel for each in part):
+            return StoredFragment(number, part, self.outer, store=self.store, prefix=prefix)
+        return Fragment(number, part, self.outer, host=self.store != "device")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -319,7 +328,7 @@ class LocalUpdates(torch.optim.Optimizer):
         self.inner.check_unaveraged()
         if self.warms_up and self._warmup.averaged != self.steps_done:
             raise InvalidArgument(
-                f"warmup is {self._warmup.steps} and step {self.steps_done} was taken without "
+                f"exact_steps is {self._warmup.steps} and step {self.steps_done} was taken without "
                 "averaging gradients: call synchronize() between backward and the inner "
                 "optimizer's step, or let LocalUpdates.step() do both"
             )
@@ -693,14 +702,14 @@ class LocalUpdates(torch.optim.Optimizer):
         return (yield from local_checkpoint.elastic(self))
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any], *others: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
         """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. The model is to be
         loaded before.
 
         Where ``drain`` came before ``state_dict``, the states of all ranks fit another number of
         them too.
         """
-        local_checkpoint.load(self, [state, *others])
+        local_checkpoint.load(self, [state_dict, *others])
         self._decayed = -1  # what is owed now has not been, whichever exchange comes next
 
     # ------------------------------------------------------------ figures

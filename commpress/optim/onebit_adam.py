@@ -37,7 +37,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     groups: it makes a new one. Under DistributedDataParallel also call ``commpress.overlap(ddp,
     optimizer)``: gradients are then not reduced twice.
 
-    - ``warmup_steps``: so many exact steps (15 to 25 % of a run is usual), "auto" (default) ends
+    - ``exact_steps``: so many exact steps (15 to 25 % of a run is usual), "auto" (default) ends
       them when the variance is stable, or a ``schedules.Freeze``.
     - ``codec``, ``min_numel``: how momentum travels; smaller tensors travel exactly.
     - ``spiky_codec``: for gradients of tensors whose variance does not freeze, because it is
@@ -54,11 +54,12 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
       ``clip_grad_norm_``: gradients are local.
     - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing is changed either
       way.
-    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these
-      are more than the ranks of ``process_group``: with tensor parallelism or pipelines the whole
-      mesh. They take or skip a step together. Needs a number as ``warmup_steps`` and no
-      ``max_grad_norm``, unless parameters are DTensors: on a mesh of the ranks that have other
-      shards of them; ``process_group`` is then of those that have the same.
+    - ``mesh``: with tensor parallelism the whole DeviceMesh. Ranks that have the same shards
+      average, over the dimensions in which no parameter is cut; all take or skip a step together.
+      Needs a number as ``exact_steps``.
+    - ``process_group``, ``agree_over``: in place of ``mesh``, the ranks that average, and a process
+      group or DeviceMesh of all ranks that must stay equal, where these are more, as in pipelines.
+      No ``max_grad_norm`` then, unless parameters are DTensors.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
     - ``grad_scaler``: AMP's GradScaler, if there is one: it is told what all ranks agreed on.
 

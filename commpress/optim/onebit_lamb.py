@@ -23,7 +23,7 @@ nothing.
 """
 
 from collections.abc import Container, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from commpress.kernels.devices import lamb_arithmetic
 from commpress.kernels.lamb import LayerRule
 from commpress.optim.columns import alike, is_cut
 from commpress.optim.flat import Flat
+from commpress.optim.freezing import FreezingOptions
 from commpress.optim.held import refuse_held
 from commpress.optim.onebit_adam import OneBitAdam
 from commpress.optim.optimizer import RoundKind
@@ -66,7 +67,7 @@ class OneBitLamb(OneBitAdam):
         coefficient_beta: float = 0.9,
         factors: tuple[float, float] = (0.5, 4.0),
         factor_change: float = 0.1,
-        **options: Any,
+        **options: Unpack[FreezingOptions],
     ) -> None:
         if rates not in ("live", "frozen"):
             raise InvalidArgument(f"rates is {rates!r}, expected 'live' or 'frozen'")
@@ -88,7 +89,9 @@ class OneBitLamb(OneBitAdam):
         self.rates, self.coefficients, self.coefficient_beta = rates, coefficients, coefficient_beta
         self.factors, self.factor_change = factors, factor_change
         self.coefficient = self.factor = self.fresh = self.course = torch.empty(0)
-        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=False, **options)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, **options, **{"bias_correction": False}
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

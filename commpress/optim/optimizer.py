@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
 from math import inf, isfinite
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.buckets import Span, share
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import AgreeOver, consensus_over
+from commpress.collectives.consensus import AgreeOver, DeviceMesh, consensus_over
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.round import check_on_nonfinite
@@ -49,7 +49,14 @@ from commpress.kernels.devices import adam_arithmetic
 from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.clipping import Clipping
-from commpress.optim.columns import check_cut, columns_over, is_cut, settle_gradient
+from commpress.optim.columns import (
+    check_cut,
+    columns_over,
+    groups_on,
+    is_cut,
+    settle_gradient,
+    tensors_in,
+)
 from commpress.optim.flat import Flat
 from commpress.optim.held import HeldAdam, is_held
 from commpress.optim.optimizer_counters import OptimizerCounters
@@ -71,6 +78,28 @@ class RoundKind(Enum):
     EXACT = "exact"  # mean gradients, then what Adam or LAMB does
     COMPRESSED = "compressed"
     LOCAL = "local"  # nothing leaves this rank
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """Keyword options that all compressed optimizers take; ``OneBitAdam`` explains them."""
+
+    bias_correction: bool
+    codec: str | Codec | Policy
+    exact_codec: str | Codec
+    spiky_codec: str | Codec | None
+    variance_floor: float
+    min_numel: int
+    max_grad_norm: float | None
+    error_feedback: bool
+    on_nonfinite: Literal["skip", "raise"]
+    check_every: int
+    mesh: DeviceMesh | None
+    process_group: Any
+    agree_over: AgreeOver | None
+    transport: Transport | None
+    timeout: timedelta | None
+    grad_scaler: torch.amp.GradScaler | None
+    seed: int
 
 
 class CompressedOptimizer(torch.optim.Optimizer, ABC):
@@ -109,6 +138,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         error_feedback: bool = True,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         check_every: int = 1000,
+        mesh: DeviceMesh | None = None,
         process_group: Any = None,
         agree_over: AgreeOver | None = None,
         transport: Transport | None = None,
@@ -145,6 +175,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
         }
+        if mesh is not None:
+            params = list(params)
+            process_group, agree_over = groups_on(
+                mesh, tensors_in(params), process_group, agree_over
+            )
         self._ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         self.own: HeldAdam | None = None  # steps of what not all ranks hold
         super().__init__(params, own | {"added_at": 0})
@@ -733,7 +768,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
 
 DEEPSPEED = {  # its words, and ours
-    "freeze_step": "warmup_steps=",
+    "freeze_step": "exact_steps=",
     "var_freeze_step": "variance_updates=, which become ever rarer and do not end",
     "var_update_scaler": "variance_updates=",
     "local_step_scaler": "sync=",

@@ -17,7 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -27,7 +27,7 @@ from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim import sharded_checkpoint
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import CompressedOptimizer, RoundKind
+from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions, RoundKind
 from commpress.torch_private import ENDLESS, adam
 from commpress.work import Steps
 
@@ -66,7 +66,7 @@ class ShardedOptimizer(CompressedOptimizer):
     unknown = False  # whether ``known`` is out of date and about to be divided by
     missing = ""  # what an incomplete state lacks
 
-    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+    def __init__(self, params: Any, *args: Any, **options: Unpack[OptimizerOptions]) -> None:
         self.known = torch.zeros(0, dtype=torch.bfloat16)  # v, as far as it is to be divided by
         self.parts: list[Owned] = []
         self.master, self.momentum, self.variance, self.mean = torch.zeros(4, 0)  # of the own rows

@@ -25,7 +25,7 @@ carry gradients alone.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -34,7 +34,14 @@ from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.sharded import ShardedOptimizer
-from commpress.optim.windows import ENTRIES, Spans, WindowedOptimizer, decay_of, rate_of
+from commpress.optim.windows import (
+    ENTRIES,
+    Spans,
+    WindowedOptimizer,
+    WindowOptions,
+    decay_of,
+    rate_of,
+)
 from commpress.work import Steps
 
 # rates of a window together, in peaks of the rate: above this a step at its end is warned of
@@ -42,7 +49,7 @@ LONG = 2.0
 
 
 class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
-    """``sync``, ``variance_updates``, ``warmup_steps`` as in ``ZeroOneAdam``, other options as in
+    """``sync``, ``variance_updates``, ``exact_steps`` as in ``ZeroOneAdam``, other options as in
     ``ShardedOneBitAdam``.
 
     ``sync`` is "linear" by default: windows grow by the inverse of the learning rate, not by its
@@ -64,7 +71,9 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     pending: torch.Tensor  # u
     carried: list[float]  # A of each group
 
-    def __init__(self, params: Any, *args: Any, sync: Spans = "linear", **options: Any) -> None:
+    def __init__(
+        self, params: Any, *args: Any, sync: Spans = "linear", **options: Unpack[WindowOptions]
+    ) -> None:
         self._long = False  # whether a long step was warned of
         super().__init__(params, *args, sync=sync, **options)
 

@@ -39,8 +39,8 @@ class StoredFragment(Fragment):
     ) -> None:
         if isinstance(outer, TorchOuter):
             raise InvalidArgument(
-                "keep is a TieredStore and outer makes an optimizer of torch, whose state stays in "
-                "memory: use commpress.Nesterov() or SlowMo(), or keep='host'"
+                "store is a TieredStore and outer makes an optimizer of torch, whose state stays in "
+                "memory: use commpress.Nesterov() or SlowMo(), or store='host'"
             )
         super().__init__(number, locals_, outer, host=True)
         self.store, self._prefix = store, f"{prefix}/{number:04d}"
@@ -191,7 +191,7 @@ def check_room(fragments: Sequence[Fragment], store: TieredStore, *, overlap: bo
     if most > capacity:
         number = next(number for number, room in rooms.items() if room == most)
         raise InvalidArgument(
-            f"keep is a store with {show_bytes(capacity)} of host memory, fragment {number} needs "
+            f"store is one with {show_bytes(capacity)} of host memory, fragment {number} needs "
             f"{show_bytes(most)} while it is exchanged: open it with a larger host=, or pass more "
             "fragments="
         )

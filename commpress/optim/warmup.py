@@ -33,7 +33,9 @@ class SharedWarmup:
         columns: Columns | None = None,
     ) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise InvalidArgument(f"warmup is {steps!r}, expected a number of steps, 0 for none")
+            raise InvalidArgument(
+                f"exact_steps is {steps!r}, expected a number of steps, 0 for none"
+            )
         self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
         self._columns = columns
         self.averaged = -1  # the step whose gradients are averaged already

@@ -7,7 +7,7 @@ its steps add up to.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -15,7 +15,7 @@ from commpress.errors import InvalidArgument
 from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_length
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import CompressedOptimizer, RoundKind
+from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions, RoundKind
 from commpress.schedules import (
     DoublingUpdates,
     Facts,
@@ -47,12 +47,12 @@ LONGEST = 1000  # exact steps for parameters that came late
 
 
 class Windows:
-    def __init__(self, sync: Spans, variance_updates: int | Updates, warmup_steps: int) -> None:
-        if warmup_steps < 0:
+    def __init__(self, sync: Spans, variance_updates: int | Updates, exact_steps: int) -> None:
+        if exact_steps < 0:
             raise InvalidArgument(
-                f"warmup_steps is {warmup_steps}, expected 0 or more steps that are exact"
+                f"exact_steps is {exact_steps}, expected 0 or more steps that are exact"
             )
-        self.warmup = warmup_steps
+        self.warmup = exact_steps
         self.sync = sync_named(sync)
         self.variance_schedule: Updates = (
             DoublingUpdates(variance_updates)
@@ -179,6 +179,13 @@ class Windows:
         )
 
 
+class WindowOptions(OptimizerOptions, total=False):
+    """Keyword options of the optimizers with local windows; ``ZeroOneAdam`` explains them."""
+
+    variance_updates: int | Updates
+    exact_steps: int
+
+
 class WindowedOptimizer(CompressedOptimizer):
     """Optimizer that communicates at the end of windows, whole or sharded."""
 
@@ -197,10 +204,10 @@ class WindowedOptimizer(CompressedOptimizer):
         *,
         sync: Spans = "qsr",
         variance_updates: int | Updates = 16,
-        warmup_steps: int = 0,
-        **options: Any,
+        exact_steps: int = 0,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
-        self.windows = Windows(sync, variance_updates, warmup_steps)
+        self.windows = Windows(sync, variance_updates, exact_steps)
         self._warned = False  # of a rate that never falls
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 

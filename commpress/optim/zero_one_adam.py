@@ -62,7 +62,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
       says so: pass a number.
     - ``variance_updates``: exact steps at each interval 1, 2, 4, … (default 16), or a
       ``schedules.Updates``.
-    - ``warmup_steps``: so many first steps are exact in any case (default 0); short runs want a
+    - ``exact_steps``: so many first steps are exact in any case (default 0); short runs want a
       tenth or more of their steps.
 
     Between synchronisations ranks hold different parameters: call ``synchronize()`` before

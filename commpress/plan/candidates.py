@@ -300,7 +300,7 @@ def _sharded(
         up = simulate_calls(cluster, costs, gather, most)
         seconds, sent = down.seconds + up.seconds, down.traffic.nbytes + up.traffic.nbytes
         between = down.traffic.between + up.traffic.between
-        tail = "" if codec == "none" else f', gradients="{codec}", weights="{codec}"'
+        tail = "" if codec == "none" else f', codec="{codec}", weights="{codec}"'
         effect = "exact" if codec == "none" else "rounded"
         held = {stage: scratch + sharded_bytes(stage, n, ranks, codec) for stage in (1, 2, 3)}
         stages: list[tuple[str, str, float, dict[str, float]]] = [

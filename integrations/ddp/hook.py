@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,23 @@ DEFAULT_MIN_NUMEL = 256
 BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a size beforehand
 
 
+class HookOptions(TypedDict, total=False):
+    """Keyword options of ``compress`` beside its own; ``CompressedState`` explains them."""
+
+    error_feedback: bool | Literal["ef21"]
+    on_nonfinite: Literal["skip", "propagate", "raise"]
+    agree_over: AgreeOver | None
+    grad_scaler: torch.amp.GradScaler | None
+    exact_steps: int
+    measure_every: int
+    timeout: timedelta | None
+    checksum: bool
+    seed: int
+    replan_every: int
+    allow: str | Sequence[str] | None
+    alarm: Alarm | str | None
+
+
 def compress(
     ddp: DistributedDataParallel,
     codec: str | Codec | Policy = "int8",
@@ -80,7 +97,7 @@ def compress(
     topology: Topology | str | Links | None = "auto",
     mesh: DeviceMesh | None = None,
     dims: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[HookOptions],
 ) -> Any:
     """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds
     residuals and counters.
@@ -140,7 +157,7 @@ def compress(
 
 
 def _divides(
-    codec: str | Codec | Policy, ddp: DistributedDataParallel, options: dict[str, Any]
+    codec: str | Codec | Policy, ddp: DistributedDataParallel, options: HookOptions
 ) -> bool:
     """True if two levels take nothing away from what this run can do, so that "auto" may ask the
     launcher."""

@@ -282,9 +282,7 @@ def _sharded(model: Any, mesh: DeviceMesh, name: str, codec: Any, options: dict[
         )
     parameter: Any = next(model.parameters())
     if name in (parameter.device_mesh.mesh_dim_names or ()):
-        return compress_fsdp(
-            model, gradients=codec, weights=options.pop("weights", codec), **options
-        )
+        return compress_fsdp(model, codec=codec, weights=options.pop("weights", codec), **options)
     return compress_hsdp(model, mesh[name], codec, **options)
 
 

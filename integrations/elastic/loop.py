@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -77,10 +77,27 @@ NAME = "commpress"  # of the loop's own entry in what is shared
 log = logging.getLogger("commpress")
 
 
+class ElasticOptions(TypedDict, total=False):
+    """Keyword options of ``elastic``; ``Elastic`` explains them."""
+
+    data: "DataLoader[Any] | None"
+    epochs: int | None
+    steps: int | None
+    build: Callable[[], tuple[Callable[..., Any], Mapping[str, Any]]] | None
+    snapshots: Snapshots | str | Path | None
+    minimum: int
+    patience: float
+    join: Any
+    timeout: timedelta | None
+    hash_every: int | None
+    events: str | Path | None
+    process_group: Any
+
+
 def elastic(
     train_step: Callable[..., Any] | None = None,
     state: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[ElasticOptions],
 ) -> "Elastic":
     """Results of ``train_step``, one after the other, of steps that this rank has committed.
     ``options``: see ``Elastic``."""
@@ -133,9 +150,9 @@ class Elastic:
         timeout: timedelta | None = None,
         hash_every: int | None = None,
         events: str | Path | None = None,
-        group: Any = None,
+        process_group: Any = None,
     ) -> None:
-        self.group = reformable(group)
+        self.group = reformable(process_group)
         self.attendance = Attendance(self.group, join, timeout)
         if (build is None) == (train_step is None) or (train_step is None) != (state is None):
             raise InvalidArgument(
@@ -187,7 +204,7 @@ class Elastic:
         self._seen: dict[int, int] = {}  # exchanges of local updates
         # what this rank read for the step under way, the window's beginning, its place
         self._sent = range(0), 0, self._place
-        self.channel = Channel.among(group, timeout=timeout, name="commpress-elastic")
+        self.channel = Channel.among(process_group, timeout=timeout, name="commpress-elastic")
         if build is not None:  # who joins builds when it is among the others
             self.build = Build(build, self.group.registry)
             train_step, state = self.build() if self.attendance.join is None else (_nothing, {})

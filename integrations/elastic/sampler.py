@@ -30,7 +30,7 @@ class ElasticSampler(Sampler[int]):
     - ``shuffle``: a new permutation in each epoch, from ``seed``; else in order.
     - ``drop_last``: leave out the last samples of an epoch that are too few for a step of all
       ranks. False: the first step of the next epoch begins with them, so that none is lost.
-    - ``rank``, ``size``: by default those of ``group``.
+    - ``rank``, ``size``: by default those of ``process_group``.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ElasticSampler(Sampler[int]):
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class ElasticSampler(Sampler[int]):
             raise InvalidArgument(f"rank is {rank!r} and size {size!r}, expected both or neither")
         if rank is None or size is None:
             rank, size = (
-                (dist.get_rank(group), dist.get_world_size(group))
+                (dist.get_rank(process_group), dist.get_world_size(process_group))
                 if dist.is_initialized()
                 else (0, 1)
             )

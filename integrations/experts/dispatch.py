@@ -17,6 +17,7 @@ from commpress.collectives.all_to_all.all_to_all import (
     compressed_all_to_all,
 )
 from commpress.collectives.channel import Channel
+from commpress.collectives.topology import Topology
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
@@ -31,8 +32,8 @@ class AllToAll:
 
     - ``codec``: int8, int4, fp8, bf16, fp16 or none, for activations; ``gradient_codec`` for
       gradients (default: the same).
-    - ``nodes``, ``order``: the ranks of each node, to travel by way of nodes; see ``Way``. The bits
-      are the same.
+    - ``topology``, ``order``: the nodes, to travel by way of nodes; see ``Way``. The bits are the
+      same.
     - ``transport``: instead of a process group, such as an ``MpiTransport``.
 
     The gradient of an all-to-all is the all-to-all with its splits exchanged. Compressed, it is
@@ -44,7 +45,7 @@ class AllToAll:
         codec: str | Codec = "none",
         *,
         gradient_codec: str | Codec | None = None,
-        nodes: Sequence[Sequence[int]] | None = None,
+        topology: Topology | None = None,
         order: Order = "inside-first",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
@@ -55,7 +56,7 @@ class AllToAll:
         self.gradient_codec = self.codec if gradient_codec is None else codec_named(gradient_codec)
         check_codec(self.codec)
         check_codec(self.gradient_codec, "gradient_codec")
-        self.way = Way(nodes, order, checksum)
+        self.way = Way(None if topology is None else topology.nodes, order, checksum)
         if transport is None and not dist.is_initialized():
             raise InvalidArgument(
                 "torch.distributed is not initialised: call init_process_group before AllToAll"

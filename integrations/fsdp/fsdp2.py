@@ -52,7 +52,7 @@ MIN_NUMEL = 1024
 
 def compress_fsdp(
     model: nn.Module,
-    gradients: str | Codec | Policy | None = "int8",
+    codec: str | Codec | Policy | None = "int8",
     weights: str | Codec | Policy | Difference | None = "int8",
     *,
     inside: str | Codec | Policy | None = None,
@@ -77,12 +77,12 @@ def compress_fsdp(
     parameters, which the optimizer sees, stay as they are: only what is gathered from them is
     quantised.
 
-    - ``gradients``, ``weights``: a codec or its name; a policy by parameter name; None leaves that
-      side to torch. A codec is used by role: tensors of fewer than ``min_numel`` elements, norms
-      and biases travel exactly, embeddings and the last Linear with at least 8 bits.
-      ``weights=Difference("int4")`` sends changes of weights.
+    - ``codec``, ``weights``: of gradients and of weights, a codec or its name; a policy by
+      parameter name; None leaves that side to torch. A codec is used by role: tensors of fewer than
+      ``min_numel`` elements, norms and biases travel exactly, embeddings and the last Linear with
+      at least 8 bits. ``weights=Difference("int4")`` sends changes of weights.
     - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec,
-      between nodes with ``gradients``; ``hadamard`` rotates blocks of 64 before the second, which
+      between nodes with ``codec``; ``hadamard`` rotates blocks of 64 before the second, which
       spreads outliers. Codecs of whole tensors (PowerSGD, sketches) take exact sums of nodes:
       ``inside="none"`` for what they compress.
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the
@@ -108,7 +108,7 @@ def compress_fsdp(
     """
     return ShardedState(
         model,
-        gradients,
+        codec,
         weights,
         inside=inside,
         topology=topology,
@@ -139,7 +139,7 @@ class ShardedState(Divided):
     def __init__(
         self,
         model: nn.Module,
-        gradients: str | Codec | Policy | None,
+        codec: str | Codec | Policy | None,
         weights: str | Codec | Policy | Difference | None,
         *,
         inside: str | Codec | Policy | None,
@@ -159,10 +159,8 @@ class ShardedState(Divided):
         alarm: Alarm | str | None,
     ) -> None:
         check_on_nonfinite(on_nonfinite)
-        if gradients is None and weights is None:
-            raise InvalidArgument(
-                "gradients and weights are both None: there is nothing to compress"
-            )
+        if codec is None and weights is None:
+            raise InvalidArgument("codec and weights are both None: there is nothing to compress")
         if (inside is None) != (topology is None):
             raise InvalidArgument(
                 "inside and topology belong together: the codec inside a node, and who shares one"
@@ -212,14 +210,14 @@ class ShardedState(Divided):
             )
 
         difference = isinstance(weights, Difference)
-        codec = weights.codec if isinstance(weights, Difference) else weights
-        gradient_policy = (
-            None if gradients is None else policy_for(model, gradients, min_numel=min_numel)
+        weight_codec = weights.codec if isinstance(weights, Difference) else weights
+        gradient_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
+        weight_policy = (
+            None if weight_codec is None else policy_for(model, weight_codec, min_numel=min_numel)
         )
-        weight_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
         inside_policy = None if inside is None else policy_for(model, inside, min_numel=0)
         self._check_codecs(gradient_policy, inside_policy, weight_policy)
-        given = {"gradients": gradients, "weights": codec}
+        given = {"codec": codec, "weights": weight_codec}
         self._wanted = {side for side, each in given.items() if each not in (None, NONE, EXACT)}
         self._usual = gradient_policy  # while no alarm lasts
         if agree_over is None:  # columns of tensor parallelism decide together
@@ -315,8 +313,8 @@ class ShardedState(Divided):
             codec = None if gradients is None else gradients.choose(name, shape.numel())
             if isinstance(codec, SketchCodec) and self.device.type != "cpu":
                 raise InvalidArgument(
-                    f"gradients is {codec.spec!r} for {name!r}, which is on {self.device}: the "
-                    "sketch has CPU kernels only, use 'topk-64' there"
+                    f"codec is {codec.spec!r} for {name!r}, which is on {self.device}: the sketch "
+                    "has CPU kernels only, use 'topk-64' there"
                 )
             if not self.kept_in.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
@@ -329,7 +327,7 @@ class ShardedState(Divided):
                 raise InvalidArgument(
                     f"inside is {within.spec!r} for {name!r}, which is compressed whole between "
                     "nodes, out of exact sums: pass inside='none', or a policy with 'none' for it "
-                    "(commpress.ByName), or a codec of rows as gradients"
+                    "(commpress.ByName), or a codec of rows as codec"
                 )
 
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
@@ -338,7 +336,7 @@ class ShardedState(Divided):
         ranks = {tuple(dist.get_process_group_ranks(each.group)) for each in self.param_groups}
         beside = ""
         if gradients is None:
-            beside = "gradients=None: there is nothing to look at"
+            beside = "codec=None: there is nothing to look at"
         elif not self.error_feedback:
             beside = "error_feedback=False: it looks at residuals"
         elif two_hops:

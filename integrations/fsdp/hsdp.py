@@ -32,7 +32,7 @@ from commpress.logs import warn_on_first
 def compress_hsdp(
     model: nn.Module,
     replicate: DeviceMesh | dist.ProcessGroup,
-    gradients: str | Codec | Policy = "int8",
+    codec: str | Codec | Policy = "int8",
     *,
     min_numel: int = MIN_NUMEL,
     error_feedback: bool = True,
@@ -66,7 +66,7 @@ def compress_hsdp(
     return ReplicatedState(
         param_groups,
         group,
-        policy_for(model, gradients, min_numel=min_numel),
+        policy_for(model, codec, min_numel=min_numel),
         error_feedback=error_feedback,
         on_nonfinite=on_nonfinite,
         agree_over=agree_over,

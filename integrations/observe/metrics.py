@@ -150,7 +150,7 @@ class Metrics:
     - ``elastic``: the loop that ``commpress.elastic`` returned.
     - ``every``: steps from one sample to the next.
     - ``norms_every``: steps between measurements of ``owed``; 0 never.
-    - ``group``: parameter name → group; by default the first number in it and what stands before:
+    - ``group_by``: parameter name → group; by default the first number in it and what stands before:
       "blocks.0".
     """
 
@@ -164,7 +164,7 @@ class Metrics:
         to: Sequence[Sink] = (),
         every: int = 1,
         norms_every: int = NORMS_EVERY,
-        group: Callable[[str], str] | None = None,
+        group_by: Callable[[str], str] | None = None,
     ) -> None:
         self.experts = (
             {"experts": experts} if isinstance(experts, ExpertExchange) else dict(experts or {})
@@ -197,7 +197,7 @@ class Metrics:
                 f"every is {every} and norms_every {norms_every}, expected at least 1 and 0"
             )
         self.state, self.store, self.elastic, self.to = state, store, elastic, list(to)
-        self.every, self.norms_every, self.group = every, norms_every, group or by_layer
+        self.every, self.norms_every, self.group_by = every, norms_every, group_by or by_layer
         self.steps_done = 0
         self.last: StepMetrics | None = None
         self._owed: dict[str, float] = {}
@@ -215,7 +215,7 @@ class Metrics:
         self.steps_done += 1
         self._since += 1
         if self.norms_every and self.steps_done % self.norms_every == 0:
-            self._owed = owed(self.state, self.group)
+            self._owed = owed(self.state, self.group_by)
         if self._since < self.every:
             return None
         totals, now, came = self._totals(), perf_counter(), expert_tokens(self.experts)
@@ -227,9 +227,9 @@ class Metrics:
             **passed,
             **self._of_rounds(passed["exchanges"]),
             **self._of_elastic(),
-            errors=errors(self.state, self.group),
+            errors=errors(self.state, self.group_by),
             owed=self._owed,
-            bits=bits(self.state, self.group),
+            bits=bits(self.state, self.group_by),
             expert_tokens={name: tokens - self._came.get(name, 0) for name, tokens in came.items()},
             imbalance={name: each.counters.imbalance for name, each in self.experts.items()},
             expert_errors={

@@ -1,4 +1,4 @@
-"""Compressed optimizers in ``torch.distributed.checkpoint``: every rank's part under its own names,
+"""States of commpress in ``torch.distributed.checkpoint``: every rank's part under its own names,
 in parallel.
 
     commpress.save_distributed(optimizer, "checkpoint/optimizer")                the same world size, bit for bit
@@ -17,15 +17,15 @@ import math
 import pickle
 import re
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from commpress.errors import StateMismatch
-from commpress.optim.optimizer import CompressedOptimizer
+from commpress.errors import InvalidArgument, StateMismatch
 
 _OUTLINE = "outline"
 _MAX_OUTLINE = _MAX_METADATA = 1 << 28  # bytes: of one rank's document, of torch's
@@ -54,23 +54,33 @@ _METADATA = {
 }
 
 
-def save_distributed(
-    optimizer: CompressedOptimizer, folder: str | Path, *, elastic: bool = False
-) -> None:
-    """Collective over the default group; ``elastic`` states fit any world size, others continue bit
-    for bit."""
-    state = optimizer.elastic_state_dict() if elastic else optimizer.state_dict()
+class Saved(Protocol):
+    """Optimizers, ``LocalUpdates``, states of hooks: each rank's state is plain data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /, *others: dict[str, Any]) -> None: ...
+
+
+def save_distributed(state: Saved, folder: str | Path, *, elastic: bool = False) -> None:
+    """Save every rank's part of ``state``, an optimizer or what ``compress`` returned; collective
+    over the default group. ``elastic`` states fit any world size, others continue bit for bit."""
+    if elastic and not hasattr(state, "elastic_state_dict"):
+        raise InvalidArgument(
+            f"elastic is True and a {type(state).__name__} has no elastic_state_dict: leave it out, "
+            "and load at the same world size"
+        )
+    part = state.elastic_state_dict() if elastic else state.state_dict()
     tensors: list[torch.Tensor] = []
-    outline = msgpack.packb(_outlined(state, tensors), use_bin_type=True)
-    named = {_name(optimizer.channel.rank, i): tensor for i, tensor in enumerate(tensors)}
-    named[_name(optimizer.channel.rank, _OUTLINE)] = torch.frombuffer(
-        bytearray(outline), dtype=torch.uint8
-    )
+    document = {"elastic": elastic, "state": _outlined(part, tensors)}
+    outline = msgpack.packb(document, use_bin_type=True)
+    rank, _ = _place()
+    named = {_name(rank, i): tensor for i, tensor in enumerate(tensors)}
+    named[_name(rank, _OUTLINE)] = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
     dcp.save(named, checkpoint_id=str(folder))
 
 
-def load_distributed(optimizer: CompressedOptimizer, folder: str | Path) -> None:
-    """From ``save_distributed``; load the model first. Collective over the default group."""
+def load_distributed(state: Saved, folder: str | Path) -> None:
+    """Load what ``save_distributed`` wrote, the model first; collective over the default group."""
     reader = _Reader(folder)
     sizes = {
         name: (tuple(entry.size), entry.properties.dtype)
@@ -80,18 +90,22 @@ def load_distributed(optimizer: CompressedOptimizer, folder: str | Path) -> None
     saved = sum(name.endswith(f"/{_OUTLINE}") for name in sizes)
     if not saved:
         raise StateMismatch(
-            f"{folder} holds no optimizer state: expected what commpress.save_distributed wrote"
+            f"{folder} holds no state: expected what commpress.save_distributed wrote"
         )
-    mine = optimizer.channel.rank
-    own = _read(reader, sizes, [mine if mine < saved else 0])
-    if _kind(own[0]) == "elastic":
-        own = _read(reader, sizes, list(range(saved)))
-    elif saved != optimizer.channel.size:
+    rank, size = _place()
+    elastic, own = _read(reader, sizes, [rank if rank < saved else 0])
+    if elastic:
+        _, own = _read(reader, sizes, list(range(saved)))
+    elif saved != size:
         raise StateMismatch(
-            f"{folder} was saved by {saved} ranks, this group has {optimizer.channel.size}: save "
-            "with elastic=True to change the world size"
+            f"{folder} was saved by {saved} ranks, this group has {size}: save with elastic=True "
+            "to change the world size"
         )
-    optimizer.load_state_dict(*own)
+    state.load_state_dict(*own)
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -140,7 +154,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> list[Any]:
+def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> tuple[bool, list[Any]]:
+    """Whether the states are elastic, and those of ``ranks``."""
     wanted = {name: each for name, each in sizes.items() if int(_NAME.fullmatch(name)[1]) in ranks}  # type: ignore[index]
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in wanted.values())
     there = sum(file.stat().st_size for file in reader.folder.glob("*.distcp"))
@@ -151,7 +166,7 @@ def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> list[Any]
         )
     named = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in wanted.items()}
     dcp.load(named, storage_reader=reader)
-    states = []
+    states, elastic = [], False
     for rank in ranks:
         document = named.get(_name(rank, _OUTLINE))
         if document is None:
@@ -165,12 +180,13 @@ def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> list[Any]
             )
         try:
             outline = msgpack.unpackb(document.numpy().tobytes(), strict_map_key=False)
-            states.append(_filled(outline, named, rank))
+            elastic = outline["elastic"] is True
+            states.append(_filled(outline["state"], named, rank))
         except (KeyError, TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
             raise StateMismatch(
                 f"{reader.folder}: the outline of rank {rank} is broken: {error!r}"
             ) from error
-    return states
+    return elastic, states
 
 
 def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -197,8 +213,3 @@ def _filled(outline: Any, named: dict[str, torch.Tensor], rank: int) -> Any:
 
 def _name(rank: int, what: Any) -> str:
     return f"rank{rank}/{what}"
-
-
-def _kind(state: dict[str, Any]) -> str:
-    part = state["commpress"]
-    return part["kind"] if "kind" in part else part["quantized"]["kind"]

@@ -313,8 +313,8 @@ def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weight
         codec = gradients.choose(name, numel)
         if isinstance(codec, SketchCodec) and parameter.device.type != "cpu":
             raise InvalidArgument(
-                f"gradients is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: "
-                "the sketch has CPU kernels only, use 'topk-64' there"
+                f"codec is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: the "
+                "sketch has CPU kernels only, use 'topk-64' there"
             )
 
 

@@ -18,7 +18,7 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import AgreeOver, consensus_over
+from commpress.collectives.consensus import AgreeOver, DeviceMesh, consensus_over
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import gather_rows
@@ -48,7 +48,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
-from commpress.optim.columns import columns_over, is_cut
+from commpress.optim.columns import columns_over, groups_on, is_cut
 from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
@@ -71,7 +71,7 @@ class Partitioned(Divided, Wrapper):
     - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 lets go of them as buckets
       are reduced, so that ``parameter.grad`` is None after backward and ``step`` uses the gradients
       up.
-    - ``gradients``, ``weights``: codecs (or policies) of the two directions. Gradients then have
+    - ``codec``, ``weights``: codecs (or policies) of gradients and of weights. Gradients then have
       error feedback; weights travel as differences from what all ranks hold, so what one step
       leaves out is part of the next. PowerSGD and sketches are for gradients.
     - ``min_numel``: tensors of fewer elements travel exactly.
@@ -85,10 +85,11 @@ class Partitioned(Divided, Wrapper):
       reduced.
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or
       infinity, "raise" raises.
-    - ``process_group``: the ranks that average gradients and share out the state. With DTensors of
-      tensor parallelism those that have the same shards, and ``agree_over``: a process group or
-      DeviceMesh of all ranks that must stay together, which skip steps together and clip to the
-      norm of the gradients of all of them.
+    - ``process_group``: the ranks that average gradients and share out the state.
+    - ``mesh``: with DTensors of tensor parallelism the whole mesh. Ranks that have the same shards
+      average and share out; all skip steps together and clip to the norm of all gradients. Or name
+      both groups: ``process_group`` and ``agree_over``, a process group or DeviceMesh of all ranks
+      that must stay together.
     """
 
     averages_gradients = True  # as backward makes them: nobody else may
@@ -101,7 +102,7 @@ class Partitioned(Divided, Wrapper):
         optimizer: type[torch.optim.Optimizer],
         *,
         stage: Literal[1, 2] = 2,
-        gradients: str | Codec | Policy = "none",
+        codec: str | Codec | Policy = "none",
         weights: str | Codec | Policy = "none",
         min_numel: int = 256,
         bucket_mb: float = 25.0,
@@ -112,6 +113,7 @@ class Partitioned(Divided, Wrapper):
         prefix: str = "optimizer",
         chunk_mb: float = 64.0,
         commit_every: int = 0,
+        mesh: DeviceMesh | None = None,
         process_group: Any = None,
         agree_over: AgreeOver | None = None,
         timeout: timedelta | None = None,
@@ -139,6 +141,9 @@ class Partitioned(Divided, Wrapper):
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
         _check_mixture(named, stage, self.grad_scaler)
+        process_group, agree_over = groups_on(
+            mesh, (parameter for _, parameter in named), process_group, agree_over
+        )
         among = {"process_group": process_group, "agree_over": agree_over, "timeout": timeout}
         self.columns = columns_over([p for _, p in named], [name for name, _ in named], **among)
         self.consensus = consensus_over(**among)
@@ -152,7 +157,7 @@ class Partitioned(Divided, Wrapper):
         )
         self.transport = self.channel.transport
         reducing, gathering = (
-            policy_of(gradients, min_numel=min_numel),
+            policy_of(codec, min_numel=min_numel),
             policy_of(weights, min_numel=min_numel),
         )
         check_codecs(places, reducing, gathering)

@@ -146,7 +146,7 @@ def text_of(config):
 def test_what_is_said_is_kept():
     said = " ".join(text_of({"optimizer": ONE_BIT, "fp16": {"enabled": True}}).split())
     assert (
-        "OneBitAdam( model.parameters(), grad_scaler=scaler, lr=0.0002, warmup_steps=400, "
+        "OneBitAdam( model.parameters(), grad_scaler=scaler, lr=0.0002, exact_steps=400, "
         "bias_correction=False"
     ) in said
     assert "init_scale=2.0**16, growth_interval=1000" in said
@@ -360,7 +360,7 @@ def test_a_file_cannot_put_lines_into_the_program(tmp_path, capsys):
 def test_deepspeeds_words_get_ours():
     model = torch.nn.Linear(4, 4)
     for kind, word, ours in (
-        (commpress.OneBitAdam, "freeze_step", "warmup_steps="),
+        (commpress.OneBitAdam, "freeze_step", "exact_steps="),
         (commpress.ZeroOneAdam, "local_step_scaler", "sync="),
         (commpress.OneBitLamb, "max_coeff", "coefficients="),
         (commpress.ShardedOneBitAdam, "cuda_aware", "process_group="),

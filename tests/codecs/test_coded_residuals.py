@@ -172,7 +172,7 @@ def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_
     hops = {"inside": "none", "topology": NODES}
     plans = [
         Plan(
-            gradients="int4",
+            codec="int4",
             options=options,
             dtype=torch.bfloat16 if options is hops else None,
             steps=2,
@@ -192,7 +192,7 @@ def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_
 def test_a_resumed_run_with_residuals_in_a_codec_equals_the_uninterrupted_one_bit_for_bit(
     pool, tmp_path
 ):
-    plan = Plan(gradients="int4", steps=5, options={"residuals": "shift8"})
+    plan = Plan(codec="int4", steps=5, options={"residuals": "shift8"})
     for whole, again in pool.run(resumed, plan, str(tmp_path), size=2):
         assert again.losses == whole.losses[-2:]
         assert all(
@@ -201,7 +201,7 @@ def test_a_resumed_run_with_residuals_in_a_codec_equals_the_uninterrupted_one_bi
 
 
 def refused() -> None:
-    plan = Plan(gradients="int4", steps=1)
+    plan = Plan(codec="int4", steps=1)
     session = Session(plan).run()
     other = Session(replace(plan, options={"residuals": "shift8"}))
     with pytest.raises(
@@ -213,7 +213,7 @@ def refused() -> None:
         ({"residuals": "topk-8"}, "residuals is 'topk/256/2048', expected"),
         ({"residuals": "powersgd-2"}, "residuals is 'powersgd/2/2', expected"),
         (
-            {"gradients": "powersgd-2", "residuals": "shift8"},
+            {"codec": "powersgd-2", "residuals": "shift8"},
             "compresses whole tensors, whose residuals are float32",
         ),
     ):

@@ -137,7 +137,7 @@ WAYS = {
     "ddp": under_ddp,
     "two levels": under_a_topology,
     "fsdp": under_fsdp,
-    "OneBitAdam": under("OneBitAdam", warmup_steps=15),
+    "OneBitAdam": under("OneBitAdam", exact_steps=15),
     "ZeroOneAdam": under("ZeroOneAdam"),
 }
 

@@ -136,7 +136,7 @@ def test_facts_survive_a_checkpoint():
 
 
 def test_bad_values_are_named():
-    with pytest.raises(InvalidArgument, match="warmup_steps is 0"):
+    with pytest.raises(InvalidArgument, match="exact_steps is 0"):
         AfterSteps(0)
     with pytest.raises(InvalidArgument, match="variance_updates is 0"):
         DoublingUpdates(0)

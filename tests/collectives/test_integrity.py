@@ -314,14 +314,14 @@ PATHS = {
     "FSDP2": sharded,
     "hybrid sharding": replicated,
     "FSDP1": older,
-    "1-bit Adam": partial(optimized, commpress.OneBitAdam, warmup_steps=1),
+    "1-bit Adam": partial(optimized, commpress.OneBitAdam, exact_steps=1),
     "0/1 Adam": partial(optimized, commpress.ZeroOneAdam),
-    "1-bit LAMB": partial(optimized, commpress.OneBitLamb, warmup_steps=1),
-    "sharded 1-bit Adam": partial(optimized, commpress.ShardedOneBitAdam, warmup_steps=1),
+    "1-bit LAMB": partial(optimized, commpress.OneBitLamb, exact_steps=1),
+    "sharded 1-bit Adam": partial(optimized, commpress.ShardedOneBitAdam, exact_steps=1),
     "sharded 0/1 Adam": partial(optimized, commpress.ShardedZeroOneAdam),
     "ZeRO": partial(optimized, commpress.Partitioned, optimizer=torch.optim.AdamW),
     "all-to-all": dispatched,
-    "all-to-all by way of nodes": partial(dispatched, nodes=[[0, 1], [2]]),
+    "all-to-all by way of nodes": partial(dispatched, topology=Topology(((0, 1), (2,)))),
 }
 ENVELOPE = 24
 FIELDS = [2, 9, 15, 20, ENVELOPE + 1, ENVELOPE + 4, ENVELOPE + 40, ENVELOPE + 62, ENVELOPE + HEADER]

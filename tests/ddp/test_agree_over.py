@@ -183,11 +183,11 @@ def step_with(make, bad, shape, options):
 
 
 def onebit(parameters, **options):
-    return commpress.OneBitAdam(parameters, warmup_steps=4, **options)
+    return commpress.OneBitAdam(parameters, exact_steps=4, **options)
 
 
 def lamb(parameters, **options):
-    return commpress.OneBitLamb(parameters, warmup_steps=4, **options)
+    return commpress.OneBitLamb(parameters, exact_steps=4, **options)
 
 
 def zero_one(parameters, **options):

@@ -214,9 +214,9 @@ def test_who_knows_residuals_only_refuses_ef21(pool):
 def _refused_elsewhere():
     sharded, words = fully_shard(net()), []
     for make in (
-        lambda: commpress.compress_fsdp(sharded, gradients="int8", error_feedback="ef21"),
+        lambda: commpress.compress_fsdp(sharded, codec="int8", error_feedback="ef21"),
         lambda: commpress.FlatShardState("int8", error_feedback="ef21"),
-        lambda: commpress.OneBitAdam(net().parameters(), warmup_steps=2, error_feedback="ef21"),
+        lambda: commpress.OneBitAdam(net().parameters(), exact_steps=2, error_feedback="ef21"),
     ):
         with pytest.raises(InvalidArgument) as error:
             make()

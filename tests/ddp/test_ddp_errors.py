@@ -104,9 +104,9 @@ def hooked_twice(first, second):
     model = torch.nn.Linear(4, 4)
     ddp, optimizer = (
         DistributedDataParallel(model),
-        commpress.OneBitAdam(model.parameters(), warmup_steps=1),
+        commpress.OneBitAdam(model.parameters(), exact_steps=1),
     )
-    divided = commpress.ShardedOneBitAdam(model.parameters(), warmup_steps=1)
+    divided = commpress.ShardedOneBitAdam(model.parameters(), exact_steps=1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     ways = {
         "compress": lambda: commpress.compress(ddp, "int4"),
@@ -158,7 +158,7 @@ def test_a_second_hook_is_refused_with_the_first_by_name(pool, first, second, ho
         ),
         (
             lambda: commpress.ShardedOneBitAdam([], warmup_step=1),
-            r"^ShardedOneBitAdam got warmup_step=1.*mean warmup_steps=\?",
+            r"^ShardedOneBitAdam got warmup_step=1.*mean exact_steps=\?",
         ),
         (
             lambda: commpress.ZeroOneAdam([], xyz=1),
@@ -326,7 +326,7 @@ def spoilt(name):
     if name == "DeMo":
         optimizer = commpress.DeMo(parameters, lr=0.01)
     elif name == "OneBitAdam":
-        optimizer = commpress.OneBitAdam(parameters, lr=0.01, warmup_steps=1)
+        optimizer = commpress.OneBitAdam(parameters, lr=0.01, exact_steps=1)
     elif name == "Partitioned":
         optimizer = commpress.Partitioned(parameters, torch.optim.SGD, lr=0.01)
     else:

@@ -218,7 +218,7 @@ def lose_and_go_on(file):
         torch.manual_seed(0)
         hooked, overlapped, plain = (DistributedDataParallel(Net()) for _ in range(3))
         state = commpress.compress(hooked, "int4")
-        one_bit = commpress.OneBitAdam(overlapped.parameters(), warmup_steps=2)
+        one_bit = commpress.OneBitAdam(overlapped.parameters(), exact_steps=2)
         commpress.overlap(overlapped, one_bit)
         sgd = torch.optim.SGD(hooked.parameters(), lr=0.05)
         own = torch.optim.SGD(plain.parameters(), lr=0.05)

@@ -56,17 +56,13 @@ def offloaded(model, scaler, folder):
 
 
 ONE_BIT = {
-    "OneBitAdam": lambda p, **options: commpress.OneBitAdam(
-        p, warmup_steps=4, **OPTIONS, **options
-    ),
-    "OneBitLamb": lambda p, **options: commpress.OneBitLamb(
-        p, warmup_steps=4, **OPTIONS, **options
-    ),
+    "OneBitAdam": lambda p, **options: commpress.OneBitAdam(p, exact_steps=4, **OPTIONS, **options),
+    "OneBitLamb": lambda p, **options: commpress.OneBitLamb(p, exact_steps=4, **OPTIONS, **options),
     "ZeroOneAdam": lambda p, **options: commpress.ZeroOneAdam(
         p, sync="every", variance_updates=2, **OPTIONS, **options
     ),
     "ShardedOneBitAdam": lambda p, **options: ShardedOneBitAdam(
-        p, warmup_steps=4, **OPTIONS, **options
+        p, exact_steps=4, **OPTIONS, **options
     ),
     "ShardedZeroOneAdam": lambda p, **options: ShardedZeroOneAdam(
         p, sync="every", variance_updates=2, **OPTIONS, **options
@@ -77,9 +73,7 @@ WAYS = {
     "hook topk": hooked("topk-64"),
     "hook ef21": hooked("sign", error_feedback="ef21"),
     "Partitioned": alone(
-        lambda p, **options: commpress.Partitioned(
-            p, torch.optim.AdamW, gradients="sign", **options
-        )
+        lambda p, **options: commpress.Partitioned(p, torch.optim.AdamW, codec="sign", **options)
     ),
     "Partitioned with a store": offloaded,
     **{name: alone(make) for name, make in ONE_BIT.items()},

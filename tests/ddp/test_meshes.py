@@ -30,11 +30,11 @@ STEPS, NAN = 9, float("nan")
 
 
 def onebit(params, **options):
-    return commpress.OneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options)
+    return commpress.OneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), exact_steps=3, **options)
 
 
 def lamb(params, **options):
-    return commpress.OneBitLamb(params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options)
+    return commpress.OneBitLamb(params, lr=1e-2, betas=(0.9, 0.99), exact_steps=3, **options)
 
 
 def zero_one(params, **options):
@@ -45,9 +45,7 @@ def zero_one(params, **options):
 
 
 def sharded(params, **options):
-    return commpress.ShardedOneBitAdam(
-        params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options
-    )
+    return commpress.ShardedOneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), exact_steps=3, **options)
 
 
 def sharded_zero_one(params, **options):
@@ -69,7 +67,7 @@ MAKERS = {
 def optimizer_on(make, params, mesh, options):
     if mesh is None:
         return make(params.items(), **options)
-    return make(params.items(), process_group=mesh["dp"].get_group(), agree_over=mesh, **options)
+    return make(params.items(), mesh=mesh, **options)
 
 
 def move(optimizer, params, mesh, steps, bad=None):
@@ -616,7 +614,7 @@ def own_shards(kind, cut, folder):
     store = None
     if kind == "local":
         inner = torch.optim.AdamW(params.values(), lr=1e-2, foreach=False)
-        optimizer = commpress.LocalUpdates(inner, every=3, group=mesh["dp"].get_group())
+        optimizer = commpress.LocalUpdates(inner, every=3, mesh=mesh)
     else:
         store = commpress.TieredStore.open(
             f"{folder}/{cut}-{dist.get_rank()}", host="1MiB", engine="threads"
@@ -675,6 +673,9 @@ def refusals(shape):
         "agree": lambda: onebit(params, **group),
         "column": lambda: onebit(params, process_group=mesh["tp"].get_group(), agree_over=mesh),
         "fsdp": lambda: onebit(cut, **both),
+        "twice": lambda: onebit(params, mesh=mesh, **group),
+        "narrow": lambda: onebit(params, mesh=mesh["tp"]),
+        "auto": lambda: commpress.OneBitAdam(params, mesh=mesh),
         "rates": lambda: lamb(params, rates="frozen", **both),
         "whole": lambda: lamb(params, codec="powersgd-2", **both),
         "clip": lambda: zero_one(params, max_grad_norm=1.0, **both),
@@ -691,7 +692,10 @@ def test_what_cannot_be_done_with_shards_is_refused_with_the_cure(pool, shape):
         assert "agree_over is None" in said["agree"]
         assert "Pass the whole mesh" in said["agree"]
         for name in ("column", "fsdp") if shape[0] > 1 else ():
-            assert "process_group=mesh['dp'].get_group()" in said[name]
+            assert "mesh=mesh" in said[name]
+        assert "process_group or agree_over: pass the whole mesh alone" in said["twice"]
+        assert "parameters are cut over all dimensions of mesh, ['tp']" in said["narrow"]
+        assert "exact_steps is 'auto' and mesh or agree_over is given" in said["auto"]
         assert "leave rates= out" in said["rates"]
         assert "codec is 'powersgd" in said["whole"]
         assert "max_grad_norm is 1.0" in said["clip"]

@@ -26,7 +26,7 @@ def optimizer_of(name, model, **options):
             **common,
         )
     cls = commpress.OneBitLamb if name == "lamb" else commpress.OneBitAdam
-    return cls(model.named_parameters(), warmup_steps=4, **common)
+    return cls(model.named_parameters(), exact_steps=4, **common)
 
 
 def train(name, overlapped, accumulate=1, poisoned=(), options=None, bucket_mb=0.01, scale=0.0):

@@ -181,14 +181,14 @@ def of_an_optimizer():
     """Overlap again, with the optimizer of the loaded model."""
     ddp = wrapped()
     optimizer = commpress.overlap(
-        ddp, commpress.OneBitAdam(ddp.parameters(), lr=1e-3, warmup_steps=2)
+        ddp, commpress.OneBitAdam(ddp.parameters(), lr=1e-3, exact_steps=2)
     )
     for _ in range(3):
         ddp(torch.ones(2, 24)).square().mean().backward()
         optimizer.step()
     other = through_a_file(ddp)
     again = commpress.overlap(
-        other, commpress.OneBitAdam(other.parameters(), lr=1e-3, warmup_steps=2)
+        other, commpress.OneBitAdam(other.parameters(), lr=1e-3, exact_steps=2)
     )
     other(torch.ones(2, 24)).square().mean().backward()
     again.step()

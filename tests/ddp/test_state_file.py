@@ -149,7 +149,7 @@ def adam(folder):
     """Twice the state of 1-bit Adam: as it is, and through a file."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(64, 32))
-    optimizer = commpress.OneBitAdam([parameter], lr=1e-3, warmup_steps=2)
+    optimizer = commpress.OneBitAdam([parameter], lr=1e-3, exact_steps=2)
     for _ in range(4):
         parameter.grad = torch.randn(64, 32)
         optimizer.step()

@@ -118,7 +118,7 @@ def train(rank, world, folder, *, seed=0, join=None, during=None, pace=0.0, **op
         "hash_every": 1,
         "epochs": 1,
     } | options
-    loop = Elastic(step, run.state, group=rank, **options)
+    loop = Elastic(step, run.state, process_group=rank, **options)
     for _ in loop:
         if during is not None:
             during(rank, loop, run)
@@ -247,7 +247,7 @@ def test_newcomers_give_up_before_those_who_have_trained(tmp_path):
             raise PeerFailure("rank 2 calls all_to_all, but rank 0 calls all_reduce")
 
         Elastic(
-            step, run.state, data=run.loader, group=rank, epochs=1, join=True
+            step, run.state, data=run.loader, process_group=rank, epochs=1, join=True
         ).__iter__().__next__()
 
     def during(rank, loop, run):
@@ -439,7 +439,13 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
 
         file = f"{tmp_path}/events-{members.index(rank)}"
         loop = Elastic(
-            step, run.state, data=run.loader, group=rank, epochs=1, events=file, hash_every=1
+            step,
+            run.state,
+            data=run.loader,
+            process_group=rank,
+            epochs=1,
+            events=file,
+            hash_every=1,
         )
         list(loop)
         return loop, run
@@ -467,7 +473,7 @@ def test_a_repeated_step_draws_the_same_numbers_and_finds_the_same_buffers(tmp_p
             run.model.forwards += 1
             return run.step(batch)
 
-        loop = Elastic(step, run.state, data=run.loader, group=rank, epochs=1)
+        loop = Elastic(step, run.state, data=run.loader, process_group=rank, epochs=1)
         list(loop)
         return loop, run
 
@@ -569,7 +575,7 @@ def test_an_error_of_the_users_own_is_raised_as_it_is(tmp_path):
                 step,
                 Run().state,
                 data=Run().loader,
-                group=rank,
+                process_group=rank,
                 epochs=1,
                 events=f"{tmp_path}/events-0",
             )
@@ -593,7 +599,7 @@ def test_accumulated_batches_come_as_a_list(tmp_path):
                 lambda batches: seen.append([len(x) for x, _ in batches]),
                 run.state,
                 data=loader,
-                group=rank,
+                process_group=rank,
                 epochs=2,
             )
         )
@@ -686,7 +692,7 @@ def test_a_second_iteration_goes_on_where_the_first_was_left(tmp_path):
         run.channel = rank.channel("gradients")
         snapshots = Snapshots(tmp_path / "disk", every=4, **OPTIONS)
         loop = Elastic(
-            run.step, run.state, data=run.loader, group=rank, steps=8, snapshots=snapshots
+            run.step, run.state, data=run.loader, process_group=rank, steps=8, snapshots=snapshots
         )
         seen += [loop.step for _ in islice(loop, 6)]
         seen += [loop.step for _ in loop]
@@ -705,7 +711,13 @@ def test_who_waits_for_newcomers_may_leave(tmp_path):
     def waits(rank):
         run = joined(rank)
         loop = Elastic(
-            run.step, run.state, data=run.loader, group=rank, epochs=1, minimum=3, patience=0.5
+            run.step,
+            run.state,
+            data=run.loader,
+            process_group=rank,
+            epochs=1,
+            minimum=3,
+            patience=0.5,
         )
         if rank is members[0]:
             loop.leave()
@@ -921,7 +933,7 @@ def test_a_group_over_mpi_is_refused_before_anything_is_trained(monkeypatch):
     with pytest.raises(
         InvalidArgument, match=r"'commpress_mpi', over MPI, .*mpirun --with-ft ulfm.*'commpress'"
     ):
-        Elastic(print, {"model": MODEL}, data=Run().loader, epochs=1, group=rank)
+        Elastic(print, {"model": MODEL}, data=Run().loader, epochs=1, process_group=rank)
 
 
 def test_the_fault_behind_an_error_is_found():

@@ -68,7 +68,7 @@ def wait_in_vain(folder: str, kind: str, loaded: bool) -> list[tuple]:
     if kind == "onebit":
         ddp = DistributedDataParallel(elastic_script.net(norm=True))
         owner = optimizer = commpress.OneBitAdam(
-            ddp.module.named_parameters(), lr=1e-3, warmup_steps=1
+            ddp.module.named_parameters(), lr=1e-3, exact_steps=1
         )
         commpress.overlap(ddp, optimizer)
     else:

@@ -149,7 +149,7 @@ class Listed(Net):
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3),
-    "onebit": lambda p: commpress.OneBitAdam(p, lr=1e-2, eps=1e-3, warmup_steps=30),
+    "onebit": lambda p: commpress.OneBitAdam(p, lr=1e-2, eps=1e-3, exact_steps=30),
 }
 
 

@@ -15,11 +15,11 @@ from commpress.errors import InvalidArgument
 from ranks import caught
 from test_all_to_all import bits, expected, rows_of, simulated, splits_of
 
-NODES = [[0, 2], [1]]
+NODES = commpress.Topology(((0, 2), (1,)))
 
 
-def forward_and_backward(counts, codec, gradient_codec, nodes, tell):
-    exchange = commpress.AllToAll(codec, gradient_codec=gradient_codec, nodes=nodes)
+def forward_and_backward(counts, codec, gradient_codec, topology, tell):
+    exchange = commpress.AllToAll(codec, gradient_codec=gradient_codec, topology=topology)
     rank = dist.get_rank()
     rows = rows_of(counts, rank, 24).requires_grad_()
     splits = (
@@ -31,18 +31,18 @@ def forward_and_backward(counts, codec, gradient_codec, nodes, tell):
     return out.detach(), rows.grad
 
 
-@pytest.mark.parametrize("nodes", [None, NODES], ids=["flat", "nodes"])
+@pytest.mark.parametrize("topology", [None, NODES], ids=["flat", "nodes"])
 @pytest.mark.parametrize(
     ("codec", "gradient_codec"), [("none", None), ("fp8", None), ("bf16", "int8")]
 )
 @pytest.mark.parametrize("tell", [True, False], ids=["both splits", "own splits"])
-def test_the_gradient_travels_back(pool, nodes, codec, gradient_codec, tell):
+def test_the_gradient_travels_back(pool, topology, codec, gradient_codec, tell):
     counts = splits_of(3, 4, top=40)
     way, back = (
         simulated(counts, 24, Way(), codec),
         simulated(counts.T, 24, Way(), gradient_codec or codec),
     )
-    results = pool.run(forward_and_backward, counts, codec, gradient_codec, nodes, tell, size=3)
+    results = pool.run(forward_and_backward, counts, codec, gradient_codec, topology, tell, size=3)
     for rank, (out, gradient) in enumerate(results):
         assert torch.equal(bits(out), bits(way[rank]))
         # a power of two goes through every codec

@@ -198,7 +198,7 @@ def averaged_around_experts(kind):
         optimizer = commpress.OneBitAdam(
             model.named_parameters(),
             max_grad_norm=LIMIT,
-            warmup_steps=100,
+            exact_steps=100,
             weight_decay=1e-2,
             **options,
         )

@@ -11,7 +11,7 @@ import commpress
 import commpress.backend
 from tiny_gpt2 import Words, model
 
-WARM = {"lr": 1e-3, "warmup_steps": 1}
+WARM = {"lr": 1e-3, "exact_steps": 1}
 
 
 def check(name, move, exact):

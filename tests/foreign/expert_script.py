@@ -24,8 +24,8 @@ class Words(torch.utils.data.Dataset):
 ADAM = {"lr": 1e-3, "eps": 1e-4}
 KINDS = {
     "adamw": (torch.optim.AdamW, ADAM),
-    "onebit": (commpress.OneBitAdam, ADAM | {"warmup_steps": 2}),
-    "zero_one": (commpress.ZeroOneAdam, ADAM | {"sync": 2, "warmup_steps": 2}),
+    "onebit": (commpress.OneBitAdam, ADAM | {"exact_steps": 2}),
+    "zero_one": (commpress.ZeroOneAdam, ADAM | {"sync": 2, "exact_steps": 2}),
 }
 
 

@@ -58,7 +58,7 @@ def trained(folder, optimizer=None, *, resume=None, clip=0.0):
 def main(folder):
     common = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
     kinds = {
-        "onebit": (commpress.OneBitAdam, common | {"warmup_steps": AfterSteps(4)}),
+        "onebit": (commpress.OneBitAdam, common | {"exact_steps": AfterSteps(4)}),
         "zero-one": (
             commpress.ZeroOneAdam,
             common | {"sync": DoublingIntervals(4, 100), "variance_updates": 2},

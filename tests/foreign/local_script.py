@@ -23,7 +23,7 @@ OPTIONS = {
     "outer": commpress.Nesterov(),
     "overlap": 1,
     "fragments": 2,
-    "warmup": 2,
+    "exact_steps": 2,
 }
 
 

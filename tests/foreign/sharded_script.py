@@ -24,7 +24,7 @@ from tiny_gpt2 import Words
 
 COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
 KINDS = {
-    "onebit": (commpress.ShardedOneBitAdam, COMMON | {"warmup_steps": 4}),
+    "onebit": (commpress.ShardedOneBitAdam, COMMON | {"exact_steps": 4}),
     "zero-one": (
         commpress.ShardedZeroOneAdam,
         COMMON | {"sync": DoublingIntervals(4, 100), "variance_updates": 2},
@@ -103,7 +103,7 @@ def in_a_trainer(folder):
             (commpress.Partitioned, {"optimizer": torch.optim.AdamW}),
             steps=1,
         )
-    for kind in (None, KINDS["onebit"], (commpress.OneBitAdam, COMMON | {"warmup_steps": 4})):
+    for kind in (None, KINDS["onebit"], (commpress.OneBitAdam, COMMON | {"exact_steps": 4})):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         trained(folder / "scaler", kind, scaler=scaler, bad=(3, 8), steps=10)
         assert scaler.get_scale() == 256.0, "both overflows of rank 1 halved every rank's scale"
@@ -118,7 +118,7 @@ def in_accelerate(folder):
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 16))
         net, ours = accelerator.prepare(
-            net, commpress.ShardedOneBitAdam(net.parameters(), warmup_steps=2, lr=1e-3)
+            net, commpress.ShardedOneBitAdam(net.parameters(), exact_steps=2, lr=1e-3)
         )
         commpress.overlap(net, ours)
         commpress.hf.RankFiles(ours).attach(accelerator)
@@ -283,7 +283,7 @@ def layers_unfrozen_late(folder):
         return same_everywhere(module.net), trainer.optimizers[0]
 
     cls, options = KINDS["onebit"]
-    weights, optimizer = tuned((cls, options | {"warmup_steps": 100}), 4)
+    weights, optimizer = tuned((cls, options | {"exact_steps": 100}), 4)
     assert [group["added_at"] for group in optimizer.param_groups] == [0, 4, 8]
     torch.testing.assert_close(weights, adamw_that_grows(data, 4), rtol=1e-5, atol=1e-6)
     weights, optimizer = tuned((cls, options), 5)

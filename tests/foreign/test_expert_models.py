@@ -111,8 +111,8 @@ OPTIMIZERS = {
     "zero_one": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.0),
 }
 OURS = {  # in exact steps; what they do later is in tests/optim/test_held.py
-    "onebit": lambda p: commpress.OneBitAdam(p, lr=1e-3, eps=1e-3, warmup_steps=9),
-    "zero_one": lambda p: commpress.ZeroOneAdam(p, lr=1e-3, eps=1e-3, sync=2, warmup_steps=9),
+    "onebit": lambda p: commpress.OneBitAdam(p, lr=1e-3, eps=1e-3, exact_steps=9),
+    "zero_one": lambda p: commpress.ZeroOneAdam(p, lr=1e-3, eps=1e-3, sync=2, exact_steps=9),
 }
 
 

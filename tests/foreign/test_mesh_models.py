@@ -208,7 +208,7 @@ def piped(kind, codec, faulty):
     if kind == "partitioned":
         among = {"process_group": mesh["dp"].get_group(), "agree_over": mesh}
         options = {
-            "gradients": codec,
+            "codec": codec,
             "weights": "none" if codec == "none" else "int8",
             "grad_scaler": scaler,
         }

@@ -87,7 +87,7 @@ def train(schedule, kind, codec, **sharding):
             foreach=False,
             process_group=group,
             agree_over=mesh,
-            gradients=codec,
+            codec=codec,
             weights="none",
             min_numel=1,
         )

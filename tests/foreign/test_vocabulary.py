@@ -81,7 +81,7 @@ def trained(**options):
     models = [copy.deepcopy(gpt()) for _ in range(RANKS)]
     optimizers = [
         commpress.OneBitAdam(
-            list(model.named_parameters()), warmup_steps=WARMUP, transport=transport, **options
+            list(model.named_parameters()), exact_steps=WARMUP, transport=transport, **options
         )
         for model, transport in zip(models, Loopback(RANKS).transports(), strict=True)
     ]

@@ -21,10 +21,10 @@ LEARNING_RATES = 20  # a step may move an element this far
 
 OPTIMIZERS = {
     "OneBitAdam": lambda p, **options: commpress.OneBitAdam(
-        p, lr=PEAK, warmup_steps=WARMUP, **options
+        p, lr=PEAK, exact_steps=WARMUP, **options
     ),
     "OneBitAdam-int8": lambda p, **options: commpress.OneBitAdam(
-        p, lr=PEAK, warmup_steps=WARMUP, codec="int8", exact_codec="int8", **options
+        p, lr=PEAK, exact_steps=WARMUP, codec="int8", exact_codec="int8", **options
     ),
     "ZeroOneAdam": lambda p, **options: commpress.ZeroOneAdam(
         p, lr=PEAK, variance_updates=4, **options
@@ -33,13 +33,13 @@ OPTIMIZERS = {
         p, lr=PEAK, sync="every", **options
     ),
     "OneBitLamb": lambda p, **options: commpress.OneBitLamb(
-        p, lr=PEAK, warmup_steps=WARMUP, **options
+        p, lr=PEAK, exact_steps=WARMUP, **options
     ),
     "OneBitLamb-frozen": lambda p, **options: commpress.OneBitLamb(
-        p, lr=PEAK, warmup_steps=WARMUP, rates="frozen", **options
+        p, lr=PEAK, exact_steps=WARMUP, rates="frozen", **options
     ),
     "ShardedOneBitAdam": lambda p, **options: commpress.ShardedOneBitAdam(
-        p, lr=PEAK, warmup_steps=WARMUP, **options
+        p, lr=PEAK, exact_steps=WARMUP, **options
     ),
     "ShardedZeroOneAdam": lambda p, **options: commpress.ShardedZeroOneAdam(
         p, lr=PEAK, variance_updates=4, **options

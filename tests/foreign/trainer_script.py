@@ -24,10 +24,10 @@ from tiny_gpt2 import Words, model
 COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
 WINDOWS = {"sync": DoublingIntervals(2, 1, longest=4), "variance_updates": 1}
 KINDS = {
-    "onebit": (commpress.OneBitAdam, COMMON | {"warmup_steps": 2}),
-    "lamb": (commpress.OneBitLamb, COMMON | {"warmup_steps": 2}),
+    "onebit": (commpress.OneBitAdam, COMMON | {"exact_steps": 2}),
+    "lamb": (commpress.OneBitLamb, COMMON | {"exact_steps": 2}),
     "zero-one": (commpress.ZeroOneAdam, COMMON | WINDOWS),
-    "sharded-onebit": (commpress.ShardedOneBitAdam, COMMON | {"warmup_steps": 2}),
+    "sharded-onebit": (commpress.ShardedOneBitAdam, COMMON | {"exact_steps": 2}),
     "sharded-zero-one": (commpress.ShardedZeroOneAdam, COMMON | WINDOWS),
     "gradients": None,
 }
@@ -252,7 +252,7 @@ def resumed_by_lightning(folder, kind):
 
 def save(folder, kinds):
     twice(folder / "twice")
-    twice(folder / "momentum", (commpress.OneBitAdam, {"lr": 1e-3, "warmup_steps": 2}))
+    twice(folder / "momentum", (commpress.OneBitAdam, {"lr": 1e-3, "exact_steps": 2}))
     for name in kinds:
         kind = KINDS[name]
         saved_by_a_trainer(folder / "trainer" / name, kind, resume=name == "lamb")

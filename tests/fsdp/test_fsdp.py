@@ -12,7 +12,7 @@ import commpress
 from fsdp_twin import WIDTH, Net, Plan, Session, Trained, both, equal, shard, train
 from variants import few, first
 
-EXACT = {"gradients": "none", "weights": "none"}
+EXACT = {"codec": "none", "weights": "none"}
 WITH_MATRICES = commpress.ByName(
     {"up.weight": "sketch-4", "head": "none", "norm": "none"}, "powersgd-2"
 )
@@ -30,10 +30,10 @@ WITH_MATRICES = commpress.ByName(
         Plan(**EXACT, divide=4.0),
         Plan(**EXACT, force_sum=True),
         Plan(**EXACT, options={"overlap": False}),
-        Plan(gradients="none", weights=None),
-        Plan(gradients=None, weights="none"),
+        Plan(codec="none", weights=None),
+        Plan(codec=None, weights="none"),
         Plan(
-            gradients="none",
+            codec="none",
             weights=commpress.Difference("none"),
             dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
@@ -77,20 +77,20 @@ def test_resharded_to_pairs_weights_travel_compressed_once_and_exactly_inside_a_
     "plan",
     [
         Plan(),
-        Plan(gradients="int4"),
-        Plan(gradients="int4", weights=commpress.Difference("int4")),
+        Plan(codec="int4"),
+        Plan(codec="int4", weights=commpress.Difference("int4")),
         Plan(dtype=torch.bfloat16, clip=1.0),
         Plan(dtype=torch.bfloat16, reshard=False, recompute=True),
-        Plan(gradients="int4", accumulate=3, sync_last=True),
+        Plan(codec="int4", accumulate=3, sync_last=True),
         Plan(
-            gradients="int4",
+            codec="int4",
             weights=commpress.Difference("int4"),
             dtype=torch.bfloat16,
             accumulate=2,
             recompute=True,
         ),
-        Plan(gradients="sign", weights="fp8"),
-        Plan(gradients="int8", weights="shift8"),
+        Plan(codec="sign", weights="fp8"),
+        Plan(codec="int8", weights="shift8"),
     ],
     ids=str,
 )
@@ -123,7 +123,7 @@ def over_both(plan: Plan) -> tuple[Trained, Trained]:
 def test_the_backend_commpress_gives_the_bits_and_bytes_of_gloo(pool, size):
     for plan in (
         Plan(),
-        Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16),
+        Plan(codec="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16),
     ):
         for gloo, ours in pool.run(over_both, plan, size=size):
             equal(gloo, ours)
@@ -133,8 +133,8 @@ def test_the_backend_commpress_gives_the_bits_and_bytes_of_gloo(pool, size):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(gradients="int4", weights=commpress.Difference("int4")),
-        Plan(gradients=commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2")),
+        Plan(codec="int4", weights=commpress.Difference("int4")),
+        Plan(codec=commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2")),
     ],
     ids=str,
 )
@@ -190,16 +190,14 @@ def two_hops(plan: Plan, hadamard: bool) -> tuple[Trained, Trained, dict[str, An
 
 
 def test_two_exact_hops_equal_plain_fsdp2(pool):
-    plan = Plan(gradients="none", same_data=True, options={"inside": "none"})
+    plan = Plan(codec="none", same_data=True, options={"inside": "none"})
     for plain, ours, _ in pool.run(two_hops, plan, False, size=4):
         equal(plain, ours)
 
 
 @pytest.mark.parametrize("hadamard", first(1, [True, False]))
 def test_two_hops_train_alike_on_all_ranks(pool, hadamard):
-    results = pool.run(
-        two_hops, Plan(gradients="int4", options={"inside": "int8"}), hadamard, size=4
-    )
+    results = pool.run(two_hops, Plan(codec="int4", options={"inside": "int8"}), hadamard, size=4)
     for plain, ours, state in results:
         for name in plain.parameters:
             assert torch.equal(ours.parameters[name], results[0][1].parameters[name]), name
@@ -216,7 +214,7 @@ def test_two_hops_train_alike_on_all_ranks(pool, hadamard):
 
 def poisoned(on_nonfinite: str) -> tuple[Any, ...]:
     torch.set_num_threads(1)
-    session = Session(Plan(gradients="int4", options={"on_nonfinite": on_nonfinite})).run()
+    session = Session(Plan(codec="int4", options={"on_nonfinite": on_nonfinite})).run()
     before = session.state.state_dict()["residuals"]
     x = torch.zeros(2, dtype=torch.long)
     loss = session.model(x).square().mean() * (float("inf") if dist.get_rank() == 1 else 1.0)
@@ -253,7 +251,7 @@ def overflowing(gradients: Any, overlap: bool, bad: bool) -> tuple[Any, ...]:
     """Two steps, one in which the gradient of the embedding alone overflows on a rank, and two
     more."""
     torch.set_num_threads(1)
-    plan = Plan(gradients=gradients, weights=None, scale=1024.0, options={"overlap": overlap})
+    plan = Plan(codec=gradients, weights=None, scale=1024.0, options={"overlap": overlap})
     session = Session(plan)
     session.step(0)
     session.step(1)
@@ -300,7 +298,7 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace_in_any_group(pool, gradien
 
 def aborted() -> bool:
     """A backward that ends with an error, after some groups were reduced, leaves nothing behind."""
-    session = Session(Plan(gradients="int4", weights=None, scale=1024.0))
+    session = Session(Plan(codec="int4", weights=None, scale=1024.0))
     session.step(0)
     before = session.state.state_dict()["residuals"]
 

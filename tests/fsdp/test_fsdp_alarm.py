@@ -17,7 +17,7 @@ class Session:
     """Regression by three layers; gradients are a thousandth as large from step ``small`` on: what
     is owed then is huge."""
 
-    def __init__(self, alarm=None, gradients="bits2", **options):
+    def __init__(self, alarm=None, codec="bits2", **options):
         torch.manual_seed(0)
         layers = [
             torch.nn.Linear(61, 67),
@@ -29,7 +29,7 @@ class Session:
         for layer in (layers[0], layers[2], self.model):
             fully_shard(layer)
         self.state = commpress.compress_fsdp(
-            self.model, gradients, None, min_numel=0, alarm=alarm, **options
+            self.model, codec, None, min_numel=0, alarm=alarm, **options
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.outputs, self.means = self.zeros(), self.zeros()
@@ -171,10 +171,10 @@ def test_metrics_count_it(pool):
 
 
 REFUSED = [
-    ({"gradients": None, "weights": "int8", "alarm": "warn"}, "there is nothing to look at"),
+    ({"codec": None, "weights": "int8", "alarm": "warn"}, "there is nothing to look at"),
     ({"inside": "int8", "topology": "1x2", "alarm": "warn"}, "it looks at one hop"),
     ({"error_feedback": False, "alarm": "warn"}, "it looks at residuals"),
-    ({"gradients": "powersgd-2", "alarm": "warn"}, "compresses whole tensors"),
+    ({"codec": "powersgd-2", "alarm": "warn"}, "compresses whole tensors"),
     ({"alarm": "none"}, "use Alarm\\('int8'\\) or Alarm\\('warn'\\)"),
     ({"alarm": "powersgd-2"}, "use Alarm\\('int8'\\) or Alarm\\('warn'\\)"),
     ({"alarm": "loud"}, "loud"),

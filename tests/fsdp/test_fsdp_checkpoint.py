@@ -37,9 +37,9 @@ def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(gradients="int4", steps=5),
-        Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16, steps=5),
-        Plan(gradients=WHOLE, steps=5),
+        Plan(codec="int4", steps=5),
+        Plan(codec="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16, steps=5),
+        Plan(codec=WHOLE, steps=5),
     ],
     ids=str,
 )
@@ -57,7 +57,7 @@ def owed(plan: Plan, folder: str, load: bool) -> dict[str, torch.Tensor]:
 
 
 def test_what_is_owed_survives_another_world_size(pool, tmp_path):
-    plan = Plan(gradients="int4")
+    plan = Plan(codec="int4")
     saved = pool.run(owed, plan, str(tmp_path), False, size=4)
     loaded = pool.run(owed, plan, str(tmp_path), True, size=2)
     for results in (saved[1:], loaded):
@@ -73,7 +73,7 @@ def telescoped(codec: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     torch.set_num_threads(1)
     sums = []
     for compressed in (False, True):
-        session = Session(Plan(gradients=codec, weights=None, lr=0.0, compressed=compressed))
+        session = Session(Plan(codec=codec, weights=None, lr=0.0, compressed=compressed))
         total: dict[str, torch.Tensor] = {}
         for step in range(6):
             session.step(step)

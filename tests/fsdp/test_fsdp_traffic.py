@@ -74,7 +74,7 @@ def _logical(reduce_dtype) -> tuple[int, int]:
     fully_shard(
         model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     )
-    state = commpress.compress_fsdp(model, gradients="int8", weights=None, overlap=False)
+    state = commpress.compress_fsdp(model, codec="int8", weights=None, overlap=False)
     model(torch.ones(2, 64)).float().sum().backward()
     return state.gradients.logical_bytes, state.gradients.wire_bytes
 
@@ -103,7 +103,7 @@ class Broken(torch.autograd.Function):
 def interrupted(compressed: bool) -> Trained:
     """After two steps a backward that fails halfway, its gradients thrown away; two more."""
     torch.set_num_threads(1)
-    session = Session(Plan(gradients="none", weights=None, steps=2, compressed=compressed)).run()
+    session = Session(Plan(codec="none", weights=None, steps=2, compressed=compressed)).run()
     hook = session.model.blocks[0].register_forward_hook(
         lambda _module, _args, out: Broken.apply(out)
     )

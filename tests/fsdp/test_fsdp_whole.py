@@ -35,7 +35,7 @@ def under_ddp(plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     feedback = plan.options.get("error_feedback", True)
     topology = plan.options.get("topology")
     commpress.compress(
-        session.model, plan.gradients, min_numel=0, error_feedback=feedback, topology=topology
+        session.model, plan.codec, min_numel=0, error_feedback=feedback, topology=topology
     )
     session.optimizer = torch.optim.SGD(
         session.model.parameters(), lr=plan.lr, momentum=plan.momentum
@@ -98,7 +98,7 @@ def against_ddp(plan: Plan) -> dict[str, Any]:
 def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
     """A mean of whole tensors is the same however they are cut, and a sum over three ranks is in
     the same order."""
-    for found in pool.run(against_ddp, replace(plan, gradients=CODECS[codec]), size=size):
+    for found in pool.run(against_ddp, replace(plan, codec=CODECS[codec]), size=size):
         assert found["different"] == []
         assert found["wrong"] == []
         assert found["compressed"] > 0
@@ -161,14 +161,14 @@ def one_rank_a_node(plan: Plan) -> bool:
 
 
 def test_a_node_of_one_rank_is_that_rank(pool):
-    assert all(pool.run(one_rank_a_node, replace(PLAN, gradients=MIXED), size=3))
+    assert all(pool.run(one_rank_a_node, replace(PLAN, codec=MIXED), size=3))
 
 
 def resumed_between_nodes() -> list[bool]:
     """True for each tensor that a run which was saved and loaded after two steps ends with, as one
     without a break does."""
     torch.set_num_threads(1)
-    plan = replace(PLAN, gradients=MIXED, momentum=0.0, options=PAIRS)
+    plan = replace(PLAN, codec=MIXED, momentum=0.0, options=PAIRS)
     whole = Session(plan).run()
     first = Session(replace(plan, steps=2)).run()
     second = Session(replace(plan, steps=2, first=2))
@@ -179,7 +179,7 @@ def resumed_between_nodes() -> list[bool]:
         whole.state.elastic_state_dict()
     with pytest.raises(StateMismatch, match="leave topology= out"):
         second.state.load_state_dict(
-            Session(replace(PLAN, gradients=MIXED)).run().state.elastic_state_dict()
+            Session(replace(PLAN, codec=MIXED)).run().state.elastic_state_dict()
         )
     ended, going_on = whole.trained().parameters, second.trained().parameters
     return [torch.equal(ended[name], going_on[name]) for name in ended]
@@ -195,7 +195,7 @@ def test_a_run_between_nodes_resumes_in_every_bit(pool):
 @pytest.mark.parametrize("columns", [False, True])
 def test_what_is_owed_and_learnt_survives_another_world_size(pool, tmp_path, columns):
     rules = {"up.weight": "sketch-4", "down.weight": "int4", "head": "none", "norm|bias": "none"}
-    plan = replace(PLAN, gradients=commpress.ByName(rules, "powersgd-2"), columns=columns)
+    plan = replace(PLAN, codec=commpress.ByName(rules, "powersgd-2"), columns=columns)
     saved, *_ = pool.run(carried, plan, str(tmp_path), False, size=4)
     for loaded in pool.run(carried, plan, str(tmp_path), True, size=2):
         for kind in ("residuals", "bases", "quanta"):
@@ -215,7 +215,7 @@ def poisoned(options: dict[str, Any]) -> list[bool]:
     """True if gradients are zeros, and residuals, bases and quanta unchanged, after a backward with
     infinity on a rank."""
     torch.set_num_threads(1)
-    session = Session(replace(PLAN, gradients=MIXED, options=options)).run()
+    session = Session(replace(PLAN, codec=MIXED, options=options)).run()
     before = session.state.state_dict()
     x = torch.zeros(2, dtype=torch.long)
     (session.model(x).square().mean() * (float("inf") if dist.get_rank() == 1 else 1.0)).backward()
@@ -251,11 +251,11 @@ def refused() -> None:
         ),
         ({"weights": LOW_RANK}, "weights is 'powersgd/2/2' .* rows of weights only"),
         (
-            {"gradients": "powersgd-2", "inside": "int8", "topology": nodes},
+            {"codec": "powersgd-2", "inside": "int8", "topology": nodes},
             "inside is 'int8/256' for .* inside='none'",
         ),
         (
-            {"gradients": "int4", "inside": "sketch-8", "topology": nodes},
+            {"codec": "int4", "inside": "sketch-8", "topology": nodes},
             "inside is 'sketch/8/1.5' .* choose a codec of rows",
         ),
     ):

@@ -11,7 +11,7 @@ import sources
 from scripts import SETTINGS
 
 EXAMPLES = sources.ROOT / "examples"
-LINES = 150
+LINES = 220
 
 
 def start(name, *arguments, folder, launch=()):

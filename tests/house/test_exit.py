@@ -53,7 +53,7 @@ def kept_by(what):
         commpress.compress(ddp)
     else:
         commpress.overlap(
-            ddp, commpress.OneBitAdam(model.parameters(), warmup_steps=1, process_group=group)
+            ddp, commpress.OneBitAdam(model.parameters(), exact_steps=1, process_group=group)
         )
     ddp(torch.ones(2, 16)).sum().backward()
     dist.destroy_process_group(group)

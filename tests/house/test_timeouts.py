@@ -100,7 +100,7 @@ def offloaded():
     return optimizer.step
 
 
-ADAM = {"lr": 1e-3, "warmup_steps": 1}
+ADAM = {"lr": 1e-3, "exact_steps": 1}
 PATHS = {
     "gloo": {
         "hook": hook,

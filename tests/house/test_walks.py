@@ -13,7 +13,7 @@ from walks import table, walking
 
 
 @pytest.mark.parametrize(
-    ("engine", "files", "lines"), [("threads", 11, 420), ("io_uring", 10, 550)]
+    ("engine", "files", "lines"), [("threads", 11, 460), ("io_uring", 10, 600)]
 )
 def test_a_borrow_that_misses(tmp_path, engine, files, lines):
     """From the call to the bytes in memory and back, on all threads of the store."""
@@ -62,7 +62,7 @@ def test_a_bucket_under_ddp(pool):
         "collectives/transports/sockets.py",
     } <= found.keys()
     assert len(found) <= 23
-    assert sum(map(len, found.values())) <= 1200
+    assert sum(map(len, found.values())) <= 1510
 
 
 def compressed_step():
@@ -87,4 +87,4 @@ def test_a_compressed_step_of_zero_one_adam(pool):
     assert {"commpress/optim/zero_one_adam.py", "collectives/allreduce.py"} <= found.keys()
     assert len(found) <= 38  # one more since some ranks may hold parameters alone (held.py)
     # headers that are checked on the device have a way of their own
-    assert sum(map(len, found.values())) <= 1730
+    assert sum(map(len, found.values())) <= 2250

@@ -17,8 +17,8 @@ from commpress.optim import local_updates, pace_meter
 from commpress.optim.outer import Average, Nesterov
 from commpress.optim.pace_meter import PaceMeter, slowest
 from commpress.schedules import UNKNOWN, Facts, Hidden, Pace
+from local_twin import Ranks, dyadic, noise
 from test_local_ranks import Slow
-from test_local_updates import Ranks, dyadic, noise
 
 STEP = 0.25  # seconds of computing of the modelled rank
 

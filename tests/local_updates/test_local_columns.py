@@ -58,7 +58,7 @@ def cut(options, bad=None):
         Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
     )
     inner = torch.optim.SGD(net.parameters(), lr=0.05)
-    local = commpress.LocalUpdates(inner, group=mesh["dp"].get_group(), **options)
+    local = commpress.LocalUpdates(inner, process_group=mesh["dp"].get_group(), **options)
     train(net, local, mesh["dp"].get_local_rank(), bad=bad)
     bias = net.down.bias.to_local().detach().clone()
     return [whole(p) for p in net.parameters()], bias, local.counters.dropped
@@ -66,7 +66,7 @@ def cut(options, bad=None):
 
 @pytest.mark.parametrize(
     "options",
-    [{"every": 3}, {"every": 3, "overlap": 1, "fragments": 2}, {"every": 2, "warmup": 3}],
+    [{"every": 3}, {"every": 3, "overlap": 1, "fragments": 2}, {"every": 2, "exact_steps": 3}],
     ids=str,
 )
 def test_cut_replicas_train_as_whole_ones(pool, options):
@@ -78,7 +78,7 @@ def test_cut_replicas_train_as_whole_ones(pool, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"every": 3}, {"every": 3, "overlap": 1}, {"every": 2, "warmup": 6}], ids=str
+    "options", [{"every": 3}, {"every": 3, "overlap": 1}, {"every": 2, "exact_steps": 6}], ids=str
 )
 def test_a_replica_that_is_not_finite_in_one_shard_is_left_out_with_all(pool, options):
     """In the last step of a round; else the ranks with its other shard take its part of the bias

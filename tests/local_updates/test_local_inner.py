@@ -108,7 +108,7 @@ def sharded(dtype, options):
 def one_bit(dtype, options):
     inside, between = groups()
     net = model(dtype)
-    inner = commpress.OneBitAdam(net.parameters(), lr=1e-2, warmup_steps=100, process_group=inside)
+    inner = commpress.OneBitAdam(net.parameters(), lr=1e-2, exact_steps=100, process_group=inside)
     local = trained(net, inner, dist.get_rank() // 2, {"group": between, **options})
     return values(net), [sum(f.numel for f in local.fragments), local.digest()]
 
@@ -249,7 +249,7 @@ def refused(folder):
     note(
         "auto",
         lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, **node),
-        group=apart,
+        process_group=apart,
     )
     cut = model()
     fully_shard(cut, mesh=mesh["shard"])
@@ -279,7 +279,7 @@ def test_what_averages_twice_or_cannot_follow_is_refused(pool, size, tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_parameters_that_come_later_are_named(size):
-    from test_local_updates import Ranks, noise
+    from local_twin import Ranks, noise
 
     ranks = Ranks(size)
     more = torch.nn.Parameter(torch.ones(3))

@@ -16,7 +16,7 @@ from commpress.errors import InvalidArgument, Mismatch
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, Gossip, Nesterov
 from commpress.schedules import QSR
-from test_local_updates import RATE, Ranks, drawn, dyadic, flat, noise
+from local_twin import RATE, Ranks, drawn, dyadic, flat, noise
 
 # ---------------------------------------------------------------- torchft
 
@@ -206,7 +206,9 @@ class Warmed(Ranks):
 def test_a_warm_up_is_one_optimizer_on_mean_gradients_in_every_bit(inner, fragments):
     """Post-local SGD. Gradients are dyadic, so a mean of four is exact. Then ranks go their own
     ways, and meet by rounds."""
-    ranks = Warmed(4, start=dyadic(0), warmup=5, every=3, inner=INNER[inner], fragments=fragments)
+    ranks = Warmed(
+        4, start=dyadic(0), exact_steps=5, every=3, inner=INNER[inner], fragments=fragments
+    )
     twin = [torch.nn.Parameter(p.clone()) for p in dyadic(0)]
     optimizer = INNER[inner](twin)
     for step in range(5):
@@ -239,7 +241,7 @@ def test_a_warm_up_is_one_optimizer_on_mean_gradients_in_every_bit(inner, fragme
 
 
 def test_in_a_warm_up_bad_gradients_are_left_out_and_absent_ones_stay_absent(caplog):
-    ranks = Warmed(3, warmup=4, inner=lambda p: torch.optim.SGD(p, lr=RATE))
+    ranks = Warmed(3, exact_steps=4, inner=lambda p: torch.optim.SGD(p, lr=RATE))
     gradients = noise(3, 0)
     gradients[1][0][0, 0] = float("nan")
     gradients[0][1] = None
@@ -263,7 +265,7 @@ def test_in_a_warm_up_bad_gradients_are_left_out_and_absent_ones_stay_absent(cap
 
 
 def test_ranks_that_warm_up_from_different_weights_are_named():
-    ranks = Warmed(3, warmup=4)
+    ranks = Warmed(3, exact_steps=4)
     ranks.local[2].fragments[0].weights[7] += 1e-3
     with pytest.raises(Mismatch, match=r"the weights of ranks \[2\] differ .* in warm-up step 0"):
         ranks.step(noise(3, 0))
@@ -275,7 +277,7 @@ def test_it_resumes_in_a_warm_up(at, elastic):
     def fresh(size=2):
         return Warmed(
             size,
-            warmup=5,
+            exact_steps=5,
             every=3,
             codec="int4",
             min_numel=0,
@@ -329,9 +331,9 @@ def test_a_whole_round_of_overlap_mixes_weights():
 
 def test_a_warm_up_that_cannot_be_is_refused():
     for bad in (-1, 2.5, True):
-        with pytest.raises(InvalidArgument, match="warmup"):
-            Ranks(1, warmup=bad)
-    ranks = Ranks(2, warmup=3)
+        with pytest.raises(InvalidArgument, match="exact_steps"):
+            Ranks(1, exact_steps=bad)
+    ranks = Ranks(2, exact_steps=3)
     with pytest.raises(InvalidArgument, match=r"synchronize\(\) between backward"):
         ranks.step(noise(2, 0))
 
@@ -351,7 +353,7 @@ def test_two_optimizers_that_name_parameters_alike_keep_apart_what_is_owed():
 def test_ranks_whose_loss_scales_differ_warm_up_as_one():
     """A GradScaler that overflowed on one rank: its gradients are left out, and it steps with the
     others."""
-    ranks = Ranks(2, start=dyadic(0), warmup=3)
+    ranks = Ranks(2, start=dyadic(0), exact_steps=3)
     scales = [64.0, 128.0]
     for step in range(3):
         gradients = noise(2, step, dyadic)

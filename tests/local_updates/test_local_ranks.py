@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
-from test_local_updates import Ranks, drawn, noise
+from local_twin import Ranks, drawn, noise
 from variants import few
 
 PLANS = {

@@ -257,7 +257,7 @@ def test_residuals_in_a_store_are_handed_over_too(tmp_path):
     group, twin = (Trainers(3, codec="int4", min_numel=1, fragments=2) for _ in range(2))
     ends = zip(Loopback(3).transports(), stores, strict=True)
     group.local = [
-        made(0, t, codec="int4", min_numel=1, fragments=2, keep=store) for t, store in ends
+        made(0, t, codec="int4", min_numel=1, fragments=2, store=store) for t, store in ends
     ]
     for each in (group, twin):
         each.train(8)
@@ -279,7 +279,7 @@ def test_partners_that_gossip_go_on():
 
 def test_ranks_that_train_together_are_refused():
     parameters = [torch.nn.Parameter(p) for p in drawn(0)]
-    inner = OneBitAdam(parameters, warmup_steps=2, transport=Loopback(1).transport(0))
+    inner = OneBitAdam(parameters, exact_steps=2, transport=Loopback(1).transport(0))
     local = LocalUpdates(inner, every=2, transport=Loopback(1).transport(0))
     with pytest.raises(InvalidArgument, match="inner has ranks that train together"):
         local.reform(changes({0}, 0, 2)[0])

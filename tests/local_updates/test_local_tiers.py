@@ -7,12 +7,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-import test_local_updates
+import local_twin
 from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument
 from commpress.optim.outer import Average, Gossip, Nesterov, SlowMo, SparseLoCo
+from local_twin import Ranks, noise
 from small_store import open_store, read
-from test_local_updates import Ranks, noise
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def large(monkeypatch):
     """Parameters of 520 kB in all, of which two fragments do not fit into the store's memory
     together."""
     monkeypatch.setattr(
-        test_local_updates,
+        local_twin,
         "SHAPES",
         [(250, 100), (5,), (310, 100), (24000,), (7, 4, 2), (200, 250)],
     )
@@ -91,7 +91,7 @@ def test_one_fragment_at_a_time_is_in_memory(tmp_path, large):
 def test_what_the_store_is_just_large_enough_for_always_fits(tmp_path, monkeypatch, overlap):
     """Wherever other tensors lie: these are read and dropped in between, in an order that is
     drawn."""
-    monkeypatch.setattr(test_local_updates, "SHAPES", [(160, 100), (150, 100), (170, 100)])
+    monkeypatch.setattr(local_twin, "SHAPES", [(160, 100), (150, 100), (170, 100)])
     plan = {"codec": "sign", "outer": Nesterov(), "fragments": 3, "every": 6, "overlap": overlap}
     with pytest.raises(InvalidArgument, match="needs") as refused:
         kept_in(stores(tmp_path / "refused", 1, host="128KiB"), **plan)
@@ -155,7 +155,7 @@ def test_on_another_number_of_ranks_from_stores(tmp_path):
 
 
 def test_a_store_that_is_too_small_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(test_local_updates, "SHAPES", [(300, 300), (300, 300)])
+    monkeypatch.setattr(local_twin, "SHAPES", [(300, 300), (300, 300)])
     (store,) = stores(tmp_path, 1, host="1MiB")
     with pytest.raises(
         InvalidArgument, match=r"fragment 0 needs .* larger host=, or pass more fragments="
@@ -218,7 +218,7 @@ BYTES = {None: 4.0, "int4": 0.52, "bits2": 0.29, "sign": 0.13}
 def test_memory_is_what_the_documentation_says(
     tmp_path, monkeypatch, size, codec, fragments, stored
 ):
-    monkeypatch.setattr(test_local_updates, "SHAPES", [(250, 80)] * 8)
+    monkeypatch.setattr(local_twin, "SHAPES", [(250, 80)] * 8)
     Watched.peaks.clear()
     options = {
         "codec": codec,

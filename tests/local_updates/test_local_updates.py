@@ -498,7 +498,13 @@ def test_a_report_is_of_exchanges_that_had_something_to_say(steps, overlap, cros
     """The warm-up is synchronous and the end of a drain is empty: neither is in the bits of a
     round, nor the last spread."""
     ranks = Ranks(
-        2, codec="int8", every=4, fragments=len(crossed), overlap=overlap, warmup=2, min_numel=0
+        2,
+        codec="int8",
+        every=4,
+        fragments=len(crossed),
+        overlap=overlap,
+        exact_steps=2,
+        min_numel=0,
     )
     for step in range(2 + steps):
         for mine, given_ in zip(ranks.parameters, noise(2, step), strict=True):
@@ -569,7 +575,7 @@ def test_a_state_of_another_model_is_refused():
     {"alpha": 0.5},
     {"alpha": 1.0, "overlap": 1},
     {"weight": "loss"},
-    {"keep": "disk"},
+    {"store": "disk"},
     {"fragments": 9},
     {"feedback_decay": 1.5},
     {"outer": 3},

@@ -14,7 +14,7 @@ from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, SparseLoCo
-from test_local_updates import RATE, Ranks, flat
+from local_twin import RATE, Ranks, flat
 
 CODEC = "topk-64+bits2"
 SHAPES = [(90, 50), (5,), (7, 30), (300,)]  # a whole block and a short one

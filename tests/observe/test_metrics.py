@@ -85,7 +85,7 @@ def test_samples_add_up(pool, every):
 def optimize():
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
-    optimizer = commpress.OneBitAdam(model.parameters(), lr=1e-3, warmup_steps=1)
+    optimizer = commpress.OneBitAdam(model.parameters(), lr=1e-3, exact_steps=1)
     metrics = commpress.Metrics(optimizer, norms_every=1)
     samples = []
     for _ in range(3):

@@ -20,7 +20,7 @@ def trained(size=2, kind=OneBitAdam, **options):
 
     def make(parameters, transport):
         named = list(zip(NAMES, parameters, strict=True))
-        return kind(named, lr=1e-3, warmup_steps=3, transport=transport, **options)
+        return kind(named, lr=1e-3, exact_steps=3, transport=transport, **options)
 
     group = Replicas(make, size, SHAPES)
     for step in range(6):

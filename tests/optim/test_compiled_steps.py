@@ -12,10 +12,10 @@ from variants import seldom
 
 STEPS = 6
 MAKERS = {
-    "OneBitAdam": lambda p, _: commpress.OneBitAdam(p, lr=0.01, warmup_steps=2),
+    "OneBitAdam": lambda p, _: commpress.OneBitAdam(p, lr=0.01, exact_steps=2),
     "ZeroOneAdam": lambda p, _: commpress.ZeroOneAdam(p, lr=0.01),
-    "OneBitLamb": lambda p, _: commpress.OneBitLamb(p, lr=0.01, warmup_steps=2),
-    "ShardedOneBitAdam": lambda p, _: commpress.ShardedOneBitAdam(p, lr=0.01, warmup_steps=2),
+    "OneBitLamb": lambda p, _: commpress.OneBitLamb(p, lr=0.01, exact_steps=2),
+    "ShardedOneBitAdam": lambda p, _: commpress.ShardedOneBitAdam(p, lr=0.01, exact_steps=2),
     "ShardedZeroOneAdam": lambda p, _: commpress.ShardedZeroOneAdam(p, lr=0.01),
     "DeMo": lambda p, _: commpress.DeMo(p, lr=0.01),
     "Masha": lambda p, _: commpress.Masha(p, lr=0.01),

@@ -18,16 +18,16 @@ SIZE = 3
 
 OPTIMIZERS = {
     "onebit": lambda p, t, **o: commpress.OneBitAdam(
-        p, lr=1e-2, weight_decay=0.1, warmup_steps=FROZEN, transport=t, **o
+        p, lr=1e-2, weight_decay=0.1, exact_steps=FROZEN, transport=t, **o
     ),
     "zero_one": lambda p, t, **o: commpress.ZeroOneAdam(
-        p, lr=1e-2, weight_decay=0.1, sync=4, warmup_steps=FROZEN, transport=t, **o
+        p, lr=1e-2, weight_decay=0.1, sync=4, exact_steps=FROZEN, transport=t, **o
     ),
     "sharded": lambda p, t, **o: commpress.ShardedOneBitAdam(
-        p, lr=1e-2, weight_decay=0.1, warmup_steps=FROZEN, transport=t, **o
+        p, lr=1e-2, weight_decay=0.1, exact_steps=FROZEN, transport=t, **o
     ),
     "sharded_zero_one": lambda p, t, **o: commpress.ShardedZeroOneAdam(
-        p, lr=1e-2, weight_decay=0.1, sync=4, warmup_steps=FROZEN, transport=t, **o
+        p, lr=1e-2, weight_decay=0.1, sync=4, exact_steps=FROZEN, transport=t, **o
     ),
 }
 

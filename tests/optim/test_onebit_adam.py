@@ -31,7 +31,7 @@ def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
     options = {
         "lr": LR,
         "betas": (BETA1, BETA2),
-        "warmup_steps": 5,
+        "exact_steps": 5,
         "min_numel": 0,
         "spiky_codec": None,
     } | options
@@ -43,7 +43,7 @@ def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_exact_steps_are_those_of_torch_in_every_bit(decay):
-    group = replicas(warmup_steps=100, weight_decay=decay)
+    group = replicas(exact_steps=100, weight_decay=decay)
     twin = [torch.nn.Parameter(p) for p in start()]
     adam = torch.optim.AdamW(twin, lr=LR, betas=(BETA1, BETA2), weight_decay=decay, fused=True)
     for step in range(12):
@@ -55,7 +55,7 @@ def test_exact_steps_are_those_of_torch_in_every_bit(decay):
 
 
 def test_without_bias_correction_it_is_adam_without_it():
-    group = replicas(warmup_steps=100, bias_correction=False)
+    group = replicas(exact_steps=100, bias_correction=False)
     x, m, v = flat(start()), 0.0, 0.0
     for step in range(10):
         gradients = noise(3, step)
@@ -118,7 +118,7 @@ def test_with_an_exact_codec_it_is_momentum_under_a_frozen_variance(correct):
 )
 def test_the_trajectory_telescopes(size, codec, shapes):
     """d_t = β1·d_{t−1} + R_{t−1} − R_t, so (1 − β1)·Σ d_t + β1·d_T = −R_T, in every coordinate."""
-    group = replicas(size, shapes, codec=codec, warmup_steps=3, variance_floor=0.0)
+    group = replicas(size, shapes, codec=codec, exact_steps=3, variance_floor=0.0)
     for step in range(3):
         group.step(noise(size, step, shapes))
     *_, total = telescoped(group, range(3, 23), BETA1)
@@ -165,7 +165,7 @@ def test_spiky_tensors_travel_finer():
 
 
 def test_the_variance_freezes_by_itself_once_it_is_stable():
-    group = replicas(2, warmup_steps="auto", betas=(BETA1, 0.95))
+    group = replicas(2, exact_steps="auto", betas=(BETA1, 0.95))
     for step in range(200):
         scale = max(10.0 - 0.2 * step, 1.0)  # gradients shrink until step 45
         group.step([[scale * g for g in mine] for mine in noise(2, step)])
@@ -192,7 +192,7 @@ def test_groups_have_their_own_options_and_may_be_added_while_warming_up():
 
     def make(p, transport):
         groups = [{"params": p[:1]}, {"params": p[1:2], "lr": 0.0, "weight_decay": 0.0}]
-        o = OneBitAdam(groups, lr=LR, weight_decay=0.1, warmup_steps=5, transport=transport)
+        o = OneBitAdam(groups, lr=LR, weight_decay=0.1, exact_steps=5, transport=transport)
         o.add_param_group({"params": p[2:], "lr": 10 * LR})
         return o
 
@@ -214,7 +214,7 @@ def test_groups_have_their_own_options_and_may_be_added_while_warming_up():
         ({"lr": -1.0}, "lr is -1"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"betas": (0.9, 0.5)}, "betas is .*square of the first"),
-        ({"warmup_steps": 0}, "warmup_steps is 0"),
+        ({"exact_steps": 0}, "exact_steps is 0"),
         ({"codec": "sing"}, "did you mean 'sign'"),
         ({"max_grad_norm": 0}, "max_grad_norm"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite"),
@@ -235,7 +235,7 @@ def test_moving_the_model_afterwards_is_refused():
 
 def test_bytes_are_those_of_one_bit_each_way():
     shapes = ((1 << 16,),)
-    group = replicas(4, shapes, warmup_steps=2, check_every=0)
+    group = replicas(4, shapes, exact_steps=2, check_every=0)
     for step in range(4):
         group.step(noise(4, step, shapes))
     o = group.optimizers[0]
@@ -253,7 +253,7 @@ def test_exact_rounds_in_log3_leave_no_element_without_variance():
     size[5:9] = 0
     empty, sent = {}, {}
     for codec in ("int4", "log3"):
-        group = replicas(2, shapes, warmup_steps=8, exact_codec=codec, check_every=0)
+        group = replicas(2, shapes, exact_steps=8, exact_codec=codec, check_every=0)
         for step in range(steps):
             group.step([[size * g for g in of_rank] for of_rank in noise(2, step, shapes)])
         o = group.optimizers[0]
@@ -273,7 +273,7 @@ def test_volume_with_a_warm_up_of_15_percent():
     """At least 4.9 times fewer bytes than 16-bit all-reduces over the whole run, counted on the
     wire."""
     shapes, steps = ((1 << 20,),), 40
-    group = replicas(2, shapes, warmup_steps=6, exact_codec="fp16", check_every=0)
+    group = replicas(2, shapes, exact_steps=6, exact_codec="fp16", check_every=0)
     counters = same_steps(group, steps)
     assert counters.exact_rounds / steps == 0.15
     assert counters.logical_bytes / 2 / counters.wire_bytes >= 4.9

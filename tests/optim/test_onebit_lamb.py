@@ -32,7 +32,7 @@ def replicas(size=3, shapes=SHAPES, **options):
         "betas": (BETA1, BETA2),
         "eps": EPS,
         "weight_decay": DECAY,
-        "warmup_steps": 5,
+        "exact_steps": 5,
         "min_numel": 0,
         "spiky_codec": None,
         "variance_floor": 0.0,
@@ -83,7 +83,7 @@ class Lamb:
 
 
 def test_exact_steps_are_lamb():
-    group, twin = replicas(warmup_steps=100), Lamb()
+    group, twin = replicas(exact_steps=100), Lamb()
     for step in range(12):
         gradients = noise(3, step)
         group.step(gradients)
@@ -291,7 +291,7 @@ def test_volume_with_a_warm_up_of_16_percent():
     """At least 4.6 times fewer bytes than 16-bit all-reduces over the whole run, counted on the
     wire."""
     shapes, steps = ((1 << 17,),), 100
-    group = replicas(2, shapes, warmup_steps=16, exact_codec="fp16", check_every=0)
+    group = replicas(2, shapes, exact_steps=16, exact_codec="fp16", check_every=0)
     counters = same_steps(group, steps)
     assert counters.logical_bytes / 2 / counters.wire_bytes >= 4.6
 

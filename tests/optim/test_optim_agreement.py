@@ -119,7 +119,7 @@ def test_a_loss_scale_is_taken_off_before_anything_is_kept():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_have_float32_weights_behind_them(dtype):
-    group, full = replicas(3, dtype=dtype, warmup_steps=100), replicas(3, warmup_steps=100)
+    group, full = replicas(3, dtype=dtype, exact_steps=100), replicas(3, exact_steps=100)
     for p, w in zip(full.parameters, group.optimizers, strict=True):
         for mine, theirs in zip(p, w.flat.weights, strict=True):
             mine.data.copy_(theirs)

@@ -142,7 +142,7 @@ def test_a_run_begun_with_torch_goes_on():
         for p, g in zip(twin, mean(noise(2, step)), strict=True):
             p.grad = g
         adam.step()
-    group = replicas(2, warmup_steps=6)
+    group = replicas(2, exact_steps=6)
     for mine, o in zip(group.parameters, group.optimizers, strict=True):
         for p, q in zip(mine, twin, strict=True):
             p.data.copy_(q)

@@ -27,10 +27,10 @@ from ranks import caught
 
 WINDOWS = {"variance_updates": 2, "sync": DoublingIntervals(3, 100, 4)}
 KINDS = {
-    OneBitAdam: {"warmup_steps": 4},
-    OneBitLamb: {"warmup_steps": 4},
+    OneBitAdam: {"exact_steps": 4},
+    OneBitLamb: {"exact_steps": 4},
     ZeroOneAdam: WINDOWS,
-    ShardedOneBitAdam: {"warmup_steps": 4},
+    ShardedOneBitAdam: {"exact_steps": 4},
     ShardedZeroOneAdam: WINDOWS,
 }
 every_kind = pytest.mark.parametrize("cls", KINDS)
@@ -205,7 +205,7 @@ def test_a_state_of_torchs_adam_begins_the_schedule_anew():
     ("make", "cure"),
     [
         (
-            partial(ShardedOneBitAdam, warmup_steps=4),
+            partial(ShardedOneBitAdam, exact_steps=4),
             r"commpress\.save_distributed\(optimizer, folder\)",
         ),
         (ShardedZeroOneAdam, r"commpress\.save_distributed\(optimizer, folder\)"),

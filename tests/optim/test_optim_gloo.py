@@ -16,7 +16,7 @@ from commpress.schedules import DoublingIntervals
 from optim_twin import Replicas, noise, start
 from variants import few, first
 
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "warmup_steps": 4, "min_numel": 0, "weight_decay": 0.1}
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "exact_steps": 4, "min_numel": 0, "weight_decay": 0.1}
 STEPS = 10
 
 
@@ -37,7 +37,7 @@ def onebit(parameters, transport):
 
 
 def zero_one(parameters, transport):
-    options = {k: v for k, v in OPTIONS.items() if k != "warmup_steps"}
+    options = {k: v for k, v in OPTIONS.items() if k != "exact_steps"}
     sync = DoublingIntervals(start=4, period=100)
     return ZeroOneAdam(parameters, transport=transport, sync=sync, variance_updates=1, **options)
 
@@ -73,7 +73,7 @@ def sharded(parameters, transport):
 
 
 def sharded_zero_one(parameters, transport):
-    options = {k: v for k, v in OPTIONS.items() if k != "warmup_steps"}
+    options = {k: v for k, v in OPTIONS.items() if k != "exact_steps"}
     sync = DoublingIntervals(start=4, period=100)
     return ShardedZeroOneAdam(
         parameters, transport=transport, sync=sync, variance_updates=1, **options

@@ -15,12 +15,12 @@ from variants import few
 
 SHAPES = ((40, 13), (300,), (7,))
 KINDS = {
-    "OneBitAdam": lambda p, t: OneBitAdam(p, warmup_steps=3, transport=t),
+    "OneBitAdam": lambda p, t: OneBitAdam(p, exact_steps=3, transport=t),
     "int8 and clipping": lambda p, t: OneBitAdam(
-        p, warmup_steps=3, exact_codec="int8", max_grad_norm=1.0, transport=t
+        p, exact_steps=3, exact_codec="int8", max_grad_norm=1.0, transport=t
     ),
-    "matrices": lambda p, t: OneBitAdam(p, warmup_steps=3, codec="powersgd-2", transport=t),
-    "OneBitLamb": lambda p, t: OneBitLamb(p, warmup_steps=3, transport=t),
+    "matrices": lambda p, t: OneBitAdam(p, exact_steps=3, codec="powersgd-2", transport=t),
+    "OneBitLamb": lambda p, t: OneBitLamb(p, exact_steps=3, transport=t),
     "ZeroOneAdam": lambda p, t: ZeroOneAdam(p, sync=3, variance_updates=2, transport=t),
 }
 
@@ -292,7 +292,7 @@ def test_tensors_wake_up_on_all_or_on_none(kind, reached):
 
 def test_divided_state_is_refused():
     parameters = [torch.nn.Parameter(p) for p in start(SHAPES)]
-    optimizer = ShardedOneBitAdam(parameters, warmup_steps=3, transport=Loopback(1).transport(0))
+    optimizer = ShardedOneBitAdam(parameters, exact_steps=3, transport=Loopback(1).transport(0))
     with pytest.raises(
         InvalidArgument, match=r"ShardedOneBitAdam cannot go on: .* commpress\.elastic\(build"
     ):

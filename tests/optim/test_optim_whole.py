@@ -42,13 +42,13 @@ def named(parameters):
 
 def onebit(parameters, transport, **options):
     return OneBitAdam(
-        named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options
+        named(parameters), transport=transport, **COMMON | {"exact_steps": WARMUP} | options
     )
 
 
 def lamb(parameters, transport, **options):
     return OneBitLamb(
-        named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options
+        named(parameters), transport=transport, **COMMON | {"exact_steps": WARMUP} | options
     )
 
 
@@ -176,7 +176,7 @@ def test_what_all_ranks_know_of_momentum_is_not_sent_again(make, codec):
         make,
         2,
         codec=codec,
-        **({"sync": "every", "warmup_steps": WARMUP} if make is zero_one else {}),
+        **({"sync": "every", "exact_steps": WARMUP} if make is zero_one else {}),
     )
     for step in range(WARMUP):
         group.step(noise(2, step, SHAPES))

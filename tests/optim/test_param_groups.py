@@ -29,7 +29,7 @@ OTHERS = {"lr": 5e-3, "weight_decay": 0.0}
 
 def options_of(kind):
     return COMMON | (
-        {"warmup_steps": 4} if kind in FREEZES else {"variance_updates": 2, "sync": Every(3)}
+        {"exact_steps": 4} if kind in FREEZES else {"variance_updates": 2, "sync": Every(3)}
     )
 
 
@@ -84,7 +84,7 @@ def test_to_come_before_the_first_step_is_to_have_been_there(kind, size):
 @pytest.mark.parametrize("kind", ["onebit", "zero-one", "sharded-onebit", "sharded-zero-one"])
 def test_in_exact_steps_it_is_adamw_that_grows(kind, size):
     """In every bit where the mean is exact: each rank's fused kernel sees what one alone would."""
-    group = replicas(kind, size, warmup_steps=100)
+    group = replicas(kind, size, exact_steps=100)
     twin = [torch.nn.Parameter(p) for p in start(SHAPES)]
     adam = torch.optim.AdamW(twin[:2], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
     for step in range(12):
@@ -109,7 +109,7 @@ def test_in_exact_steps_it_is_adamw_that_grows(kind, size):
 def test_after_the_freeze_the_others_do_not_notice(kind, size):
     """And the new ones, exact as long as they are live, take AdamW's steps."""
     group, alone = (
-        replicas(kind, size, spiky_codec=None, warmup_steps=6, betas=BETAS) for _ in range(2)
+        replicas(kind, size, spiky_codec=None, exact_steps=6, betas=BETAS) for _ in range(2)
     )
     twin = [torch.nn.Parameter(p) for p in start(SHAPES)[2:]]
     adam = torch.optim.AdamW(twin, betas=BETAS, fused=True, **OTHERS)
@@ -150,7 +150,7 @@ def same_on_all_ranks(group):
 def test_frozen_late_they_go_as_in_an_optimizer_of_their_own(kind):
     """An optimizer whose warm-up takes as long, and an exact codec: nothing is lost."""
     common = {"codec": "none", "betas": BETAS}
-    group = replicas(kind, 2, warmup_steps=6, **common)
+    group = replicas(kind, 2, exact_steps=6, **common)
     run(group, range(9))
     join(group)
     run(group, range(9, 15))
@@ -161,7 +161,7 @@ def test_frozen_late_they_go_as_in_an_optimizer_of_their_own(kind):
     run(group, range(16, 24))
 
     def alone(p, t):
-        return KINDS[kind](p[2:], transport=t, **(COMMON | OTHERS | common), warmup_steps=7)
+        return KINDS[kind](p[2:], transport=t, **(COMMON | OTHERS | common), exact_steps=7)
 
     own = Replicas(alone, 2, SHAPES)
     for step in range(9, 24):
@@ -286,7 +286,7 @@ def test_ranks_that_add_other_groups_are_named(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("check_every", [1000, 0])
 def test_a_rank_that_adds_none_is_named(kind, check_every):
-    group = replicas(kind, 3, check_every=check_every, warmup_steps=5)
+    group = replicas(kind, 3, check_every=check_every, exact_steps=5)
     run(group, range(2))
     for rank in (0, 2):
         group.optimizers[rank].add_param_group({"params": group.parameters[rank][2:]})
@@ -329,7 +329,7 @@ def test_what_is_refused_changes_nothing(kind):
 def test_float32_weights_of_half_precision_stay(kind):
     def make(p, t):
         return KINDS[kind](
-            [{"params": p[:2]}], transport=t, **(options_of(kind) | {"warmup_steps": 100})
+            [{"params": p[:2]}], transport=t, **(options_of(kind) | {"exact_steps": 100})
         )
 
     group, alone = (Replicas(make, 2, SHAPES, dtype=torch.bfloat16) for _ in range(2))
@@ -352,7 +352,7 @@ def test_float32_weights_of_half_precision_stay(kind):
 def test_a_grown_adamw_goes_on_as_one_of_ours():
     twin = [torch.nn.Parameter(p) for p in start(SHAPES)]
     adam = torch.optim.AdamW(twin[:2], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
-    group = replicas("onebit", 2, late=False, warmup_steps=100)
+    group = replicas("onebit", 2, late=False, exact_steps=100)
     for step in range(12):
         if step == 5:
             adam.add_param_group({"params": twin[2:], **OTHERS})

@@ -18,7 +18,7 @@ MAKERS = {
     "OneBitAdam": commpress.OneBitAdam,
     "ZeroOneAdam": commpress.ZeroOneAdam,
     "OneBitLamb": commpress.OneBitLamb,
-    "ShardedOneBitAdam": lambda p: ShardedOneBitAdam(p, warmup_steps=1),
+    "ShardedOneBitAdam": lambda p: ShardedOneBitAdam(p, exact_steps=1),
     "ShardedZeroOneAdam": ShardedZeroOneAdam,
     "Partitioned": lambda p: commpress.Partitioned(p, torch.optim.AdamW),
     "DeMo": commpress.DeMo,
@@ -103,7 +103,7 @@ def constructed_on_a_mesh():
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     cut = torch.nn.Parameter(distribute_tensor(torch.zeros(12, 32), mesh["tp"], [Shard(0)]))
     commpress.OneBitAdam(
-        [cut], warmup_steps=2, process_group=mesh["dp"].get_group(), agree_over=mesh
+        [cut], exact_steps=2, process_group=mesh["dp"].get_group(), agree_over=mesh
     )
     return [
         str(caught(make, [("w", cut)], process_group=mesh["dp"].get_group()))

@@ -15,7 +15,7 @@ def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
         "lr": LR,
         "betas": (BETA1, BETA2),
         "weight_decay": DECAY,
-        "warmup_steps": 4,
+        "exact_steps": 4,
         "min_numel": 0,
         "variance_floor": 0.0,
     } | options
@@ -67,7 +67,7 @@ def carried_over(group, other, folder):
 
 
 def test_exact_steps_are_adams():
-    group = replicas(warmup_steps=100)
+    group = replicas(exact_steps=100)
     twin = beside_adam(group, 10, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
     np.testing.assert_allclose(flat(group.parameters[0]), flat(twin), rtol=1e-6, atol=1e-7)
     assert agree(group)
@@ -121,7 +121,7 @@ def test_state_is_divided_among_the_ranks():
 
 def test_bytes_are_those_of_one_bit_each_way():
     shapes = ((1 << 16,),)
-    group = replicas(4, shapes, warmup_steps=8)
+    group = replicas(4, shapes, exact_steps=8)
     for step in range(10):
         group.step(noise(4, step, shapes))
     assert group.optimizers[0].counters.compressed_bytes == pytest.approx(

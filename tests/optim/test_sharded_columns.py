@@ -25,7 +25,7 @@ OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 def onebit(params, **options):
-    return commpress.ShardedOneBitAdam(params, warmup_steps=3, **OPTIONS, **options)
+    return commpress.ShardedOneBitAdam(params, exact_steps=3, **OPTIONS, **options)
 
 
 def zero_one(params, **options):
@@ -34,7 +34,7 @@ def zero_one(params, **options):
 
 
 def unsharded(params, **options):
-    return commpress.OneBitAdam(params, warmup_steps=3, **OPTIONS, **options)
+    return commpress.OneBitAdam(params, exact_steps=3, **OPTIONS, **options)
 
 
 MAKERS = {"1-bit": onebit, "0/1": zero_one, "unsharded": unsharded}

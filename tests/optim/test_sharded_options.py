@@ -12,7 +12,7 @@ from test_sharded_adam import agree, replicas, together
 
 KINDS = {
     "onebit": lambda p, t, **options: ShardedOneBitAdam(
-        p, transport=t, **{"warmup_steps": 4, "min_numel": 0} | options
+        p, transport=t, **{"exact_steps": 4, "min_numel": 0} | options
     ),
     "zero-one": lambda p, t, **options: ShardedZeroOneAdam(
         p, transport=t, **{"variance_updates": 2, "sync": "every", "min_numel": 0} | options
@@ -43,7 +43,7 @@ def test_an_empty_group_and_an_empty_parameter_change_nothing(kind, size):
 
 def test_exact_steps_clip_as_torch_does():
     group, twin = (
-        replicas(warmup_steps=100, max_grad_norm=0.5),
+        replicas(exact_steps=100, max_grad_norm=0.5),
         [torch.nn.Parameter(p) for p in start()],
     )
     adam = torch.optim.AdamW(twin, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
@@ -75,7 +75,7 @@ def test_compressed_steps_clip_by_one_factor():
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
 def test_exact_rounds_may_travel_in_fewer_bits(codec):
-    group, full = (replicas(2, warmup_steps=100, exact_codec=c) for c in (codec, "none"))
+    group, full = (replicas(2, exact_steps=100, exact_codec=c) for c in (codec, "none"))
     for step in range(30):
         group.step(noise(2, step))
         full.step(noise(2, step))
@@ -86,7 +86,7 @@ def test_exact_rounds_may_travel_in_fewer_bits(codec):
 
 
 def test_the_warm_up_ends_by_itself():
-    group = replicas(2, warmup_steps="auto")
+    group = replicas(2, exact_steps="auto")
     for o in group.optimizers:
         o.param_groups[0]["lr"] = 1e-3
     for step in range(90):
@@ -143,7 +143,7 @@ def test_a_late_tensor_moves_as_under_adam(kind):
 
 
 def test_gradients_far_beyond_a_frozen_variance_wake_the_tensor_on_all_ranks():
-    group = Replicas(lambda p, t: KINDS["onebit"](p, t, lr=1e-3, warmup_steps=20), 3)
+    group = Replicas(lambda p, t: KINDS["onebit"](p, t, lr=1e-3, exact_steps=20), 3)
     for step in range(40):
         gradients = noise(3, step)
         if step >= 25:

@@ -27,19 +27,19 @@ from variants import few
 LR, WARMUP, LATE = 1e-3, 20, 40
 SHAPES = ((32, 64), (24, 64), (600,), (48, 48))
 MAKERS = {
-    "adam": lambda p, t, **o: OneBitAdam(p, lr=LR, warmup_steps=WARMUP, transport=t, **o),
+    "adam": lambda p, t, **o: OneBitAdam(p, lr=LR, exact_steps=WARMUP, transport=t, **o),
     "int8": lambda p, t, **o: OneBitAdam(
-        p, lr=LR, warmup_steps=WARMUP, transport=t, codec="int8", **o
+        p, lr=LR, exact_steps=WARMUP, transport=t, codec="int8", **o
     ),
     "pure": lambda p, t, **o: OneBitAdam(
-        p, lr=LR, warmup_steps=WARMUP, transport=t, spiky_codec=None, **o
+        p, lr=LR, exact_steps=WARMUP, transport=t, spiky_codec=None, **o
     ),
-    "lamb": lambda p, t, **o: OneBitLamb(p, lr=LR, warmup_steps=WARMUP, transport=t, **o),
+    "lamb": lambda p, t, **o: OneBitLamb(p, lr=LR, exact_steps=WARMUP, transport=t, **o),
     "lamb, frozen rates": lambda p, t, **o: OneBitLamb(
-        p, lr=LR, warmup_steps=WARMUP, rates="frozen", transport=t, **o
+        p, lr=LR, exact_steps=WARMUP, rates="frozen", transport=t, **o
     ),
     "zero-one": lambda p, t, **o: ZeroOneAdam(
-        p, lr=LR, warmup_steps=WARMUP, sync="every", transport=t, **o
+        p, lr=LR, exact_steps=WARMUP, sync="every", transport=t, **o
     ),
 }
 
@@ -305,7 +305,7 @@ def trained(steps, make=None):
     models = [Two(), Two()]
     make = make or (
         lambda p, t: OneBitAdam(
-            p, lr=3e-3, warmup_steps=30, min_numel=0, spiky_codec=None, transport=t
+            p, lr=3e-3, exact_steps=30, min_numel=0, spiky_codec=None, transport=t
         )
     )
     optimizers = [
@@ -341,7 +341,7 @@ def test_adamw_goes_on_from_the_state_without_a_jump(name, carried):
     makers = {
         "adam": None,
         "zero-one": lambda p, t: ZeroOneAdam(
-            p, lr=3e-3, warmup_steps=30, sync="every", min_numel=0, transport=t
+            p, lr=3e-3, exact_steps=30, sync="every", min_numel=0, transport=t
         ),
     }
     models, optimizers, losses = trained(80, makers[name])
@@ -405,7 +405,7 @@ def test_a_state_that_adamw_moved_on_is_taken_as_adams():
     set_optimizer_state_dict(model, adam, get_optimizer_state_dict(models[0], optimizers[0]))
     run([model], [adam], range(60, 160))
     back = OneBitAdam(
-        model.named_parameters(), warmup_steps=300, min_numel=0, transport=Loopback(2).transport(0)
+        model.named_parameters(), exact_steps=300, min_numel=0, transport=Loopback(2).transport(0)
     )
     back.load_state_dict(adam.state_dict())
     assert not back.tensors.frozen.any()
@@ -446,7 +446,7 @@ def test_a_warm_up_in_which_gradients_change_in_size_is_warned_of(make, caplog):
     for gradients, warns in ((loud, True), (lambda step: noise(2, step), False)):
         caplog.clear()
         group = Replicas(
-            lambda p, t: make(p, transport=t, warmup_steps=12, min_numel=64, betas=(0.9, 0.99)), 2
+            lambda p, t: make(p, transport=t, exact_steps=12, min_numel=64, betas=(0.9, 0.99)), 2
         )
         for step in range(16):
             group.step(gradients(step))

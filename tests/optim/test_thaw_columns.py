@@ -25,7 +25,7 @@ SHAPES = ((40, 32), (30, 16), (24, 40))
 # the steps from which on the late one has gradients, and those of all are far larger
 LATE, JUMP = 14, 20
 WINDOWS = {"sync": DoublingIntervals(4, 100, longest=2), "variance_updates": 2}
-WARM = {"warmup_steps": 6}
+WARM = {"exact_steps": 6}
 
 
 class Columns:

@@ -369,7 +369,7 @@ def test_bytes_and_rounds_of_the_published_schedule():
         "lr": LR,
         "betas": (BETA1, BETA2),
     }
-    one = Replicas(lambda p, t: OneBitAdam(p, transport=t, warmup_steps=8, **common), size, shapes)
+    one = Replicas(lambda p, t: OneBitAdam(p, transport=t, exact_steps=8, **common), size, shapes)
     sync = DoublingIntervals(start=total * 125 // 1180, period=total * 327 // 1180, longest=16)
     zero_one = Replicas(
         lambda p, t: ZeroOneAdam(p, transport=t, sync=sync, variance_updates=1, **common),
@@ -405,12 +405,12 @@ def test_warm_up_steps_are_exact_and_the_schedule_goes_on_behind_them():
 
 
 def test_the_optimizer_follows_its_warm_up():
-    group = replicas(sync="every", variance_updates=Early(1), warmup_steps=3)
+    group = replicas(sync="every", variance_updates=Early(1), exact_steps=3)
     for step in range(5):
         group.step(noise(3, step))
     assert [o.counters.exact_rounds for o in group.optimizers] == [3] * len(group.optimizers)
 
 
 def test_a_negative_warm_up_is_refused():
-    with pytest.raises(InvalidArgument, match="warmup_steps is -1"):
+    with pytest.raises(InvalidArgument, match="exact_steps is -1"):
         Windows("every", 4, -1)

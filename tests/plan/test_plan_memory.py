@@ -22,7 +22,7 @@ def kept(stage, codec):
     """Bytes of all new tensors between backward and step; and of the parameters of the plain
     model."""
     torch.set_num_threads(1)
-    tail = {} if codec == "none" else {"gradients": codec, "weights": codec}
+    tail = {} if codec == "none" else {"codec": codec, "weights": codec}
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.01)

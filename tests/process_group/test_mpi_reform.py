@@ -70,7 +70,7 @@ def killed(comm, file):
     models = [DistributedDataParallel(plain), DistributedDataParallel(hooked), own]
     commpress.compress(models[1], "sign")
     optimizers = [torch.optim.SGD(m.parameters(), 0.01) for m in models[:2]]
-    optimizers.append(commpress.OneBitAdam(own.parameters(), warmup_steps=2))
+    optimizers.append(commpress.OneBitAdam(own.parameters(), exact_steps=2))
     found = []
     for victim in (3, 1):
         for each in zip(models, optimizers, strict=True):

@@ -29,7 +29,7 @@ def main():
     accelerator.ddp_handler = None
     net = model()
     net, ours = accelerator.prepare(
-        net, commpress.OneBitAdam(net.parameters(), lr=1e-3, warmup_steps=1)
+        net, commpress.OneBitAdam(net.parameters(), lr=1e-3, exact_steps=1)
     )
     optimizer = commpress.overlap(net, ours)
     for _ in range(3):

@@ -98,14 +98,14 @@ def accumulated() -> Made:
 def compressed(kind: str) -> Made:
     model = net()
     cls = {"onebit": commpress.OneBitAdam, "zero-one": commpress.ZeroOneAdam}[kind]
-    options = {"warmup_steps": 30} if kind == "onebit" else {}
+    options = {"exact_steps": 30} if kind == "onebit" else {}
     optimizer = cls(model.named_parameters(), lr=1e-3, **options)
     return stepping(model, optimizer), {"model": model, "optimizer": optimizer}
 
 
 def overlapped() -> Made:
     ddp = DistributedDataParallel(net())
-    optimizer = commpress.OneBitAdam(ddp.module.named_parameters(), lr=1e-3, warmup_steps=30)
+    optimizer = commpress.OneBitAdam(ddp.module.named_parameters(), lr=1e-3, exact_steps=30)
     commpress.overlap(ddp, optimizer)
     return stepping(ddp, optimizer), {"model": ddp, "optimizer": optimizer}
 
@@ -122,7 +122,7 @@ def fsdp() -> Made:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    commpress.compress_fsdp(model, gradients="int8", weights="none")
+    commpress.compress_fsdp(model, codec="int8", weights="none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return stepping(model, optimizer), {"model": model, "optimizer": optimizer}
 
@@ -131,11 +131,11 @@ def divided(kind: str) -> Made:
     model = net()
     if kind == "sharded":
         optimizer: Any = commpress.ShardedOneBitAdam(
-            model.named_parameters(), lr=1e-3, warmup_steps=30
+            model.named_parameters(), lr=1e-3, exact_steps=30
         )
     else:
         optimizer = commpress.Partitioned(
-            model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8"
+            model.named_parameters(), torch.optim.AdamW, lr=1e-3, codec="int8"
         )
     return stepping(model, optimizer), {"model": model, "optimizer": optimizer}
 

@@ -39,7 +39,7 @@ def train(what, group=None):
         commpress.compress(ddp)
     if what == "optimizer":
         commpress.overlap(
-            ddp, commpress.OneBitAdam(model.parameters(), warmup_steps=2, process_group=group)
+            ddp, commpress.OneBitAdam(model.parameters(), exact_steps=2, process_group=group)
         )
     for _ in range(3):
         ddp(torch.randn(8, 64)).sum().backward()

@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    gradients: Any = "int8"
+    codec: Any = "int8"
     weights: Any = "int8"
     compressed: bool = True
     steps: int = 4
@@ -117,7 +117,7 @@ class Session:
             **plan.options,
         }
         self.state = (
-            commpress.compress_fsdp(self.model, plan.gradients, plan.weights, **options)
+            commpress.compress_fsdp(self.model, plan.codec, plan.weights, **options)
             if plan.compressed
             else None
         )

@@ -41,7 +41,7 @@ class Ranks:
         options = {"codec": None, "every": 4, "outer": Average()} | options
         self.local = []
         for r, p in enumerate(self.parameters):
-            keep = {} if keeps is None else {"keep": keeps[r]}
+            keep = {} if keeps is None else {"store": keeps[r]}
             self.local.append(
                 LocalUpdates(make(p), transport=switch.transport(r), **options, **keep)
             )

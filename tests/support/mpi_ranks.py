@@ -17,6 +17,8 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+import sources
+
 SECONDS = 120
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -146,4 +148,5 @@ def serve(address: str, key: bytes) -> None:
 
 
 if __name__ == "__main__":
+    sys.path += map(str, sources.ROOMS)
     serve(sys.argv[1], bytes.fromhex(os.environ["MPI_RANKS_KEY"]))

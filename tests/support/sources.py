@@ -5,6 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
+ROOMS = sorted(path for path in SUPPORT.parent.iterdir() if path.is_dir())  # of tests
 
 
 def project() -> dict:

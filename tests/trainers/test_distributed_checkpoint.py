@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 import commpress
-from commpress.errors import StateMismatch
+from commpress.errors import InvalidArgument, StateMismatch
 
 
 class Runs:
@@ -28,7 +28,7 @@ class Runs:
 def made(steps=3):
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(300, 3))]
-    optimizer = commpress.OneBitAdam(parameters, lr=0.01, warmup_steps=1)
+    optimizer = commpress.OneBitAdam(parameters, lr=0.01, exact_steps=1)
     for step in range(steps):
         parameters[0].grad = torch.full((300, 3), 0.1 * step)
         optimizer.step()
@@ -160,3 +160,63 @@ def test_a_missing_part_is_named(saved):
     changed(saved, without)
     with pytest.raises(StateMismatch, match="outline of rank 0 is broken: KeyError"):
         commpress.load_distributed(made(0), saved)
+
+
+def local_training():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(31, 7)
+    inner = torch.optim.AdamW(layer.parameters(), lr=0.01)
+    return layer, commpress.LocalUpdates(inner, every=3, overlap=1)
+
+
+def train(layer, local, steps):
+    for step in steps:
+        torch.manual_seed(100 * step + dist.get_rank())
+        local.zero_grad()
+        layer(torch.randn(5, 31)).square().sum().backward()
+        local.step()
+    return [p.detach().clone() for p in layer.parameters()]
+
+
+def _local_resumed(folder):
+    layer, local = local_training()
+    train(layer, local, range(7))
+    commpress.save_distributed(local, folder)
+    weights = [p.detach().clone() for p in layer.parameters()]
+    expected = train(layer, local, range(7, 15))
+    other, resumed = local_training()
+    with torch.no_grad():
+        for p, w in zip(other.parameters(), weights, strict=True):
+            p.copy_(w)
+    commpress.load_distributed(resumed, folder)
+    found = train(other, resumed, range(7, 15))
+    return all(map(torch.equal, expected, found))
+
+
+def test_local_updates_resume_in_every_bit(pool, tmp_path):
+    assert pool.run(_local_resumed, str(tmp_path / "local"), size=2) == [True, True]
+
+
+def _hook_resumed(folder):
+    states = []
+    for load in (False, True):
+        ddp = torch.nn.parallel.DistributedDataParallel(local_training()[0])
+        state = commpress.compress(ddp, "int4", min_numel=1)
+        if load:
+            commpress.load_distributed(state, folder)
+        else:
+            ddp(torch.full((5, 31), 1.0 + dist.get_rank())).square().sum().backward()
+            commpress.save_distributed(state, folder)
+        states.append(torch.utils._pytree.tree_leaves(state.state_dict()))
+    tensors = [[x for x in leaves if torch.is_tensor(x)] for leaves in states]
+    return len(tensors[0]) > 0 and all(map(torch.equal, *tensors))
+
+
+def test_residuals_of_the_hook_come_back_in_every_bit(pool, tmp_path):
+    assert pool.run(_hook_resumed, str(tmp_path / "hook"), size=2) == [True, True]
+
+
+def test_what_has_no_elastic_state_is_refused_with_the_cure(tmp_path):
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    with pytest.raises(InvalidArgument, match="SGD has no elastic_state_dict: leave it out"):
+        commpress.save_distributed(torch.optim.SGD(weights, 0.1), tmp_path, elastic=True)

@@ -140,7 +140,7 @@ def with_errors(stage, options, at):
 
 @pytest.mark.parametrize(
     ("options", "stage"),
-    few([{}, {"gradients": "int8"}, {"gradients": "powersgd-2"}], [1, 2]),
+    few([{}, {"codec": "int8"}, {"codec": "powersgd-2"}], [1, 2]),
     ids=str,
 )
 def test_a_backward_that_ended_with_an_error_leaves_nothing_behind(pool, stage, options):
@@ -206,7 +206,7 @@ def test_a_grad_scaler_skips_on_all_ranks(pool, stage):
 def not_finite(gradients):
     """A skipped step leaves weights, moments and residuals as they were."""
     plan = Plan(steps=3)
-    model, optimizer, _ = with_partitioned(plan, gradients=gradients, min_numel=0)
+    model, optimizer, _ = with_partitioned(plan, codec=gradients, min_numel=0)
     before = [
         *values(model),
         *(t.clone() for s in optimizer.inner.state.values() for t in s.values()),
@@ -242,9 +242,7 @@ def telescopes():
     gradients."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(1000))
-    optimizer = commpress.Partitioned(
-        [weight], torch.optim.SGD, lr=1.0, gradients="sign", min_numel=0
-    )
+    optimizer = commpress.Partitioned([weight], torch.optim.SGD, lr=1.0, codec="sign", min_numel=0)
     total = torch.zeros(1000, dtype=torch.float64)
     for step in range(12):
         generator = torch.Generator().manual_seed(step * 7 + dist.get_rank())
@@ -285,7 +283,7 @@ def compressed(options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"gradients": "int8"}, {"weights": "int8"}, {"gradients": "bf16", "weights": "bf16"}],
+    [{"codec": "int8"}, {"weights": "int8"}, {"codec": "bf16", "weights": "bf16"}],
 )
 def test_compressed_both_ways(pool, options):
     one, two = pool.run(compressed, options)
@@ -376,10 +374,10 @@ def saved(plan, folder):
     return weights, whole, values(model), equal(values(model), values(again))
 
 
-LOSSY = {"bucket_mb": 0.004, "gradients": "int8", "weights": "int8", "min_numel": 64}
+LOSSY = {"bucket_mb": 0.004, "codec": "int8", "weights": "int8", "min_numel": 64}
 
 
-MATRICES = {"bucket_mb": 0.004, "gradients": "powersgd-2", "min_numel": 64}
+MATRICES = {"bucket_mb": 0.004, "codec": "powersgd-2", "min_numel": 64}
 
 
 @pytest.mark.parametrize(
@@ -584,7 +582,7 @@ def like_the_hook_of_ddp(codec, options):
         if stage:
             wrapped: torch.nn.Module = model
             optimizer = commpress.Partitioned(
-                named, torch.optim.SGD, lr=0.1, gradients=codec, stage=stage, **options
+                named, torch.optim.SGD, lr=0.1, codec=codec, stage=stage, **options
             )
         else:
             wrapped = DistributedDataParallel(model)

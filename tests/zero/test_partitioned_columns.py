@@ -29,7 +29,7 @@ STEPS = 6
 
 
 def partitioned(params, mesh, **options):
-    among = {} if mesh is None else {"process_group": mesh["dp"].get_group(), "agree_over": mesh}
+    among = {} if mesh is None else {"mesh": mesh}
     named = list(params.items())
     groups = [{"params": named[::2]}, {"params": named[1::2], "weight_decay": 0.1}]
     return commpress.Partitioned(
@@ -146,7 +146,7 @@ def coded(options, cut):
 
 @pytest.mark.parametrize(
     ("options", "share"),
-    [({"gradients": "sign", "weights": "int8"}, 0.3), ({"gradients": "powersgd-2"}, 0.75)],
+    [({"codec": "sign", "weights": "int8"}, 0.3), ({"codec": "powersgd-2"}, 0.75)],
     ids=str,
 )
 def test_codecs_treat_dtensors_as_their_shards(pool, options, share):
@@ -167,7 +167,7 @@ def poisoned(poison, options, scaled):
     params = parameters(mesh, NAMES)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
     optimizer = partitioned(
-        params, mesh, grad_scaler=scaler, gradients="sign", weights="int8", min_numel=0, **options
+        params, mesh, grad_scaler=scaler, codec="sign", weights="int8", min_numel=0, **options
     )
     scales = train(optimizer, params, mesh, range(STEPS), scaler=scaler, poison=poison)
     optimizer.close()
@@ -294,12 +294,12 @@ def handed_over():
     ends = []
     for breaks in (False, True):
         params = parameters(mesh, NAMES)
-        optimizer = partitioned(params, mesh, gradients="int8", min_numel=0)
+        optimizer = partitioned(params, mesh, codec="int8", min_numel=0)
         train(optimizer, params, mesh, range(3))
         if breaks:
             state, owed = optimizer.state_dict(), optimizer.feedback_state_dict()
             optimizer.close()
-            optimizer = partitioned(params, mesh, gradients="int8", min_numel=0)
+            optimizer = partitioned(params, mesh, codec="int8", min_numel=0)
             optimizer.load_state_dict(state)
             optimizer.load_feedback_state_dict(owed)
         train(optimizer, params, mesh, range(3, 5))
@@ -347,7 +347,9 @@ def locally(divided):
         inner = commpress.Partitioned(params.items(), torch.optim.AdamW, **among, **options)
     else:
         inner = torch.optim.AdamW(params.values(), **options)
-    local = commpress.LocalUpdates(inner, every=3, group=mesh["replica"].get_group(), codec=None)
+    local = commpress.LocalUpdates(
+        inner, every=3, process_group=mesh["replica"].get_group(), codec=None
+    )
     for step in range(7):
         for name, p in params.items():
             p.grad = placed(
@@ -398,7 +400,7 @@ def refusals(shape):
 def test_what_cannot_be_done_with_shards_is_refused_with_the_cure(pool, shape):
     for said in pool.run(refusals, shape, size=shape[0] * shape[1]):
         assert "process_group=mesh['dp'].get_group()" in said["group"]
-        assert "agree_over=mesh" in said["agree"]
+        assert "mesh=mesh" in said["agree"]
         assert "use stage=2" in said["scaler"].lower()
         assert said["clip"].startswith("max_grad_norm is 1.0 and agree_over is given")
         assert said["later"].startswith("max_norm is 1.0 and agree_over is given")
