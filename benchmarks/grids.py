@@ -39,9 +39,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import commpress
 import machines
-from commpress.cli import harness, plan_mesh, probe, ranks
+from commpress.cli import harness, probe, ranks
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.plan.costs import measure_costs
+from commpress.plan.grid import dims_of
 from commpress.plan.grids import Grid, MeshDims, MeshWork, Numel, chosen, predicted
 from commpress.plan.pair_links import load_pairs
 from commpress.plan.placement import place
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
             harness.write_json(options.on, found)
         return 0
     dims, work, costs = (
-        MeshDims(**plan_mesh.dims_of(options.dims)),
+        MeshDims(**dims_of(options.dims)),
         work_of(options.parameters),
         measure_costs(),
     )

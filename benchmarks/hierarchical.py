@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from commpress.cli import harness, ranks
 from commpress.cli.option_groups import add_topology
-from commpress.cli.probe import check_topology, on_nodes
+from commpress.cli.probe import on_nodes
 from commpress.cli.reduced import LADDER, TwoLevel, trials
 from commpress.codecs import codec_named
 from commpress.collectives.links import Links, choose, load_links
@@ -103,7 +103,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.iterations < 1:
         raise InvalidArgument("--iterations must be at least 1")
-    check_topology(options.topology)
     links_of(options), harness.sizes_of(options)
     for codec in options.codec.split(","):
         codec_named(codec)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import machines
 from commpress.cli import bench_train, harness, option_groups, ranks, training
+from commpress.cli.refusals import check_variant
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.plan import candidates
@@ -69,7 +70,7 @@ def ways_of(options: argparse.Namespace) -> tuple[str, ...]:
     for way in ways:
         if way not in (PLAIN, *PREDICTED):
             codec_named(way)
-            bench_train.check_variant(way)
+            check_variant(way)
     return ways
 
 

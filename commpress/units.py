@@ -10,6 +10,7 @@ BYTES |= {f"{prefix}IB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
 # of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
 TCP = 1448 / 1538
 UNLIMITED = 1e18
+TIERS = ("device", "host", "disk")
 _RATE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kmgt]?)(bit|B/s)", re.IGNORECASE)
 _TIME = re.compile(r"(\d+\.?\d*|\.\d+)\s*(us|ms|s)")
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -27,6 +28,20 @@ def parse_bytes(size: str | int) -> int:
             "nothing"
         )
     return int(float(match[1]) * BYTES[match[2].upper()])
+
+
+def parse_memory(text: str) -> dict[str, float]:
+    """Bytes of each tier of 'device=24GiB,host=64GiB'."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        tier, equals, size = part.strip().partition("=")
+        if tier not in TIERS or not equals:
+            raise InvalidArgument(
+                f"memory is {text!r}, expected such as device=24GiB,host=64GiB with "
+                f"{', '.join(TIERS)}"
+            )
+        found[tier] = parse_bytes(size)
+    return found
 
 
 def show_bytes(size: float) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.registry import codec_named
+from commpress.collectives.all_to_all.codecs_taken import check_codec as check_codec
 from commpress.collectives.all_to_all.executor import Executor, Scratch
 from commpress.collectives.all_to_all.routes import (
     Lengths,
@@ -34,13 +35,10 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import COLUMN, Piece, Pieces, cut
-from commpress.kernels.reference import FP8, INT4, INT8
-from commpress.kernels.registered import known
 from commpress.work import Steps
 
 Order = Literal["inside-first", "between-first"]
 _ORDERS = {"inside-first": inside_first, "between-first": between_first}
-_BLOCKWISE = (INT8, INT4, FP8)
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -160,16 +158,6 @@ def all_to_all(out: torch.Tensor, inp: torch.Tensor, **call: Unpack[AllToAllCall
         what,
         transport,
         even=out_splits is None and in_splits is None,
-    )
-
-
-def check_codec(codec: Codec, name: str = "codec") -> None:
-    if codec.lossless or codec.spec in CASTS or codec.kind in _BLOCKWISE or known(codec.kind):
-        return
-    raise InvalidArgument(
-        f"{name} is {codec.spec!r}, expected int8, int4, fp8, bf16, fp16, none or a registered "
-        "one: with one or two bits nothing of a row is left, because no error feedback makes up "
-        "for it"
     )
 
 

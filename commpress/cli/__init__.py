@@ -53,8 +53,9 @@ def parser() -> argparse.ArgumentParser:
             name, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.options(below)
+        run = partial(_start, command.runs, command.words if command.spins else "")
         below.set_defaults(
-            run=partial(_start, command.runs, command.words if command.spins else ""), parser=below
+            run=run, refuses=command.words.replace(" ", "_").replace("-", "_"), parser=below
         )
     return top
 
@@ -163,6 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(parser(), argv)
 
 
+def _fine(options: argparse.Namespace) -> None:
+    """Options that all go together."""
+
+
 def _open_closed() -> None:
     """Let no pipe or file take the number of a standard stream that is closed."""
     for number in range(3):
@@ -177,11 +182,15 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     from commpress.cli.option_groups import refuse_early
 
     options, unknown = commands.parse_known_args(argv)
-    own = vars(options).pop("parser", commands)
+    own, refuses = vars(options).pop("parser", commands), vars(options).pop("refuses", None)
     if unknown:
         _refuse_unknown(own, unknown[0])
     try:
         refuse_early(options)
+        if refuses is not None:
+            from commpress.cli import refusals
+
+            getattr(refusals, refuses, _fine)(options)
         return int(options.run(options))
     # who read our output has gone; nothing more is to be flushed to it at exit
     except BrokenPipeError:

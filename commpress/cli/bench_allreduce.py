@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 from commpress.cli import harness, ranks
 from commpress.cli.reduced import CALLS, Reduced
-from commpress.codecs import codec_named
 from commpress.collectives.channel import Channel
-from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import NUMEL, SHARD, SOURCE, WIDTH
 
 ORDER = ("none", "bf16", "int8", "int4", "sign")  # from the smallest error to the largest
@@ -69,9 +67,6 @@ class ReducedSize:
 
 
 def run(options: argparse.Namespace) -> int:
-    codec_named(options.codec), harness.sizes_of(options)
-    if options.iterations < 1 or options.warmup < 0:
-        raise InvalidArgument("expected --iterations >= 1 and --warmup >= 0")
     return harness.run(
         options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells)
     )

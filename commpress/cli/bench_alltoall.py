@@ -18,7 +18,6 @@ from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Recorded
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import InvalidArgument
 from commpress.work import run as drive
 
 PATIENT = timedelta(minutes=5)
@@ -64,14 +63,6 @@ class DispatchedSize:
 
 
 def run(options: argparse.Namespace) -> int:
-    codec_named(options.codec)
-    if options.rounds < 1:
-        raise InvalidArgument("expected --rounds >= 1")
-    if options.mpi and not ranks.launched():
-        raise InvalidArgument(
-            "--mpi needs ranks of an MPI job: mpirun -n 4 commpress bench alltoall --mpi"
-        )
-    nodes_of(options), harness.sizes_of(options)
     return harness.run(
         options,
         bench,

@@ -8,18 +8,15 @@ import numpy as np
 import torch
 
 from commpress.cli import harness
-from commpress.cli.option_groups import counts
-from commpress.codecs import Codec, SignCodec
-from commpress.codecs.family import NAMES
+from commpress.cli.refusals import CODECS as CODECS
+from commpress.codecs import Codec
 from commpress.collectives.frame import HEADER
-from commpress.errors import InvalidArgument
 from commpress.kernels import reference
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import WIDTH, Piece, Pieces, cut
 
 ROWS = 4  # ranks
-CODECS: dict[str, Codec] = {"sign": SignCodec(), "sign/row": SignCodec(block=0)} | NAMES
 OPERATIONS = ("encode", "encode in place", "decode", "mean", "serve")
 
 
@@ -36,17 +33,12 @@ class Figure:
 
 def run(options: argparse.Namespace) -> int:
     names = options.codec.split(",") if options.codec else list(CODECS)
-    threads = counts("--threads", options.threads)
-    if unknown := [name for name in names if name not in CODECS]:
-        raise InvalidArgument(f"--codec has {unknown[0]!r}, expected some of {', '.join(CODECS)}")
-    if options.numel < 8 * ROWS:
-        raise InvalidArgument(f"--numel is {options.numel}, expected at least {8 * ROWS}")
-    if options.check and not ("sign" in names and {1, 2} <= set(threads)):
-        raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
     for name in names:
         check_bytes(CODECS[name])
     print(f"bytes equal the reference for {', '.join(names)}\n")
-    return harness.deliver(options, measure(names, options.numel, threads), judge=judge, draw=draw)
+    return harness.deliver(
+        options, measure(names, options.numel, options.threads), judge=judge, draw=draw
+    )
 
 
 # ---------------------------------------------------------------- bytes

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 import commpress
 from commpress.cli import harness, ranks
-from commpress.cli.probe import check_topology
-from commpress.errors import InvalidArgument
 
 HEAD = [
     "k",
@@ -57,29 +55,8 @@ class ExpertTimes:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_topology(options.topology)
-    if options.states is not None and not options.states.is_file():
-        raise InvalidArgument(
-            f"--states {options.states} is no file: make one with examples/moe_gpt.py --states FILE"
-        )
-    if (
-        min(options.rounds, options.tokens, options.width) < 1
-        or max(counts_of(options)) > options.experts
-    ):
-        raise InvalidArgument(
-            "expected --rounds, --tokens and --width of at least 1, and --experts of at least --k"
-        )
     bars, table = partial(judge, slow=options.slow), harness.Table(HEAD, WIDTHS, cells)
     return harness.run(options, bench, judge=bars, draw=draw, report=table)
-
-
-def counts_of(options: argparse.Namespace) -> list[int]:
-    try:
-        return [int(k) for k in options.k.split(",")]
-    except ValueError:
-        raise InvalidArgument(
-            f"--k {options.k}: expected numbers of experts with commas between, such as 2,8"
-        ) from None
 
 
 # ---------------------------------------------------------------- on every rank
@@ -89,7 +66,7 @@ def bench(
     rank: int, size: int, options: argparse.Namespace, report: ranks.Report
 ) -> list[ExpertTimes]:
     measured = []
-    for k in counts_of(options):
+    for k in options.k:
         measured.append(_measure(rank, size, k, options))
         report(measured[-1])
     return measured

@@ -10,15 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.cli import harness, ranks, training
-from commpress.codecs.family import NAMES
-from commpress.errors import InvalidArgument
+from commpress.cli.refusals import bucket_sizes, variants_of
 from commpress.integrations.ddp.trial import AUTO, Trial
 
 # MB. PowerSGD chains collectives in callbacks: with several buckets ranks may issue them in
 # different orders.
 ONE_BUCKET = 1 << 20
 WARM = 4  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD begins with the third
-COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})
 HEAD = ["variant", "step ms", "of compute", "exposed ms", "MB sent/rank", "against plain", "loss"]
 
 
@@ -33,60 +31,14 @@ class TrainedVariant:
 
 
 def run(options: argparse.Namespace) -> int:
-    variants = variants_of(options)
-    if options.check and not any(compared <= set(variants) for compared in COMPARED):
-        raise InvalidArgument(
-            "--check compares sign and powersgd1, or auto and plain: name both in --ways"
-        )
-    bucket_sizes(variants, options.bucket_mb), training.load_of(options)
     return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
-
-
-def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
-    variants = tuple(dict.fromkeys(["compute", *options.ways.split(",")]))
-    for name in variants:
-        check_variant(name)
-    return variants
-
-
-def check_variant(name: str) -> None:
-    known = ("compute", "plain", "hook", "bf16", AUTO, *NAMES)
-    if name not in known and not (
-        name.startswith("powersgd") and name[8:].isdigit() and int(name[8:]) > 0
-    ):
-        raise InvalidArgument(
-            f"variant is {name!r}, expected powersgdN or one of {', '.join(dict.fromkeys(known))}"
-        )
-
-
-def bucket_sizes(variants: tuple[str, ...], words: list[str]) -> tuple[float, ...]:
-    """MB for each variant from words like '25' and 'sign=4'."""
-    sizes = {"": 25.0}
-    for word in words:
-        name, _, number = word.rpartition("=")
-        try:
-            sizes[name] = float(number)
-        except ValueError:
-            sizes[name] = 0.0
-        if sizes[name] <= 0 or name not in ("", *variants):
-            raise InvalidArgument(
-                f"--bucket-mb has {word!r}, expected a number or variant=number with a variant "
-                "that runs"
-            )
-        if name.startswith("powersgd"):
-            raise InvalidArgument(
-                "torch's PowerSGD hook needs all gradients in one bucket, so it has no --bucket-mb"
-            )
-    return tuple(
-        ONE_BUCKET if name.startswith("powersgd") else sizes.get(name, sizes[""])
-        for name in variants
-    )
 
 
 # ---------------------------------------------------------------- on every rank
 
 
 def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Trainee:
+    bucket_mb = ONE_BUCKET if name.startswith("powersgd") else bucket_mb
     ddp = DistributedDataParallel(
         load.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
     )
@@ -122,9 +74,9 @@ def no_communication_hook(
 def bench(
     rank: int, size: int, options: argparse.Namespace, report: ranks.Report
 ) -> list[TrainedVariant]:
-    load, variants = training.load_of(options), variants_of(options)
-    buckets = zip(variants, bucket_sizes(variants, options.bucket_mb), strict=True)
-    trainees = {name: trainee(name, bucket_mb, load) for name, bucket_mb in buckets}
+    load, variants = training.load_of(options), variants_of(options.ways)
+    sizes = bucket_sizes(variants, options.bucket_mb)
+    trainees = {name: trainee(name, sizes.get(name, sizes[""]), load) for name in variants}
     for one in trainees.values():
         one.train(WARM + (Trial().steps if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())

@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commpress.cli import fault_schedule, harness
+from commpress.cli import harness
 from commpress.cli.fault_schedule import LAUNCHER, Fault
 from commpress.cli.history import History, Hit, Verdict
 from commpress.cli.hosts import Hosts
+from commpress.cli.refusals import faults_of
 from commpress.cli.victims import Ended, LauncherStore, Victim, free_port, none_left
 from commpress.collectives.transports.run_key import VARIABLE, new_run_key, run_key
-from commpress.errors import InvalidArgument
 
 SOAK = (sys.executable, "-m", "commpress.cli.soak")
 TICK = 0.02  # seconds between two looks at the processes
@@ -33,7 +33,7 @@ SETTLE = 5  # steps that all commit together before the run is over
 def run(options: argparse.Namespace) -> int:
     """Exit status 0: nothing hung, was lost, committed twice or unequal; 1: something was, or a bar
     does not hold."""
-    faults = _checked(options)
+    faults = faults_of(options)
     try:
         with ExitStack() as stack:
             stack.enter_context(none_left())
@@ -54,42 +54,6 @@ def run(options: argparse.Namespace) -> int:
     except Ended as asked:
         print(f"commpress: chaos ended by {signal.Signals(asked.number).name}", file=sys.stderr)
         return 128 + asked.number
-
-
-def _checked(options: argparse.Namespace) -> list[Fault]:
-    """The faults to make; refuses what cannot be run before anything is."""
-    if not sys.platform.startswith("linux"):
-        raise InvalidArgument(
-            f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}"
-        )
-    for name in ("seconds", "patience", "step_seconds"):
-        if getattr(options, name) <= 0:
-            raise InvalidArgument(
-                f"--{name.replace('_', '-')} is {getattr(options, name):g}, expected more than 0"
-            )
-    if options.ranks < 2:
-        raise InvalidArgument(
-            f"--ranks is {options.ranks}, expected at least 2: somebody must survive"
-        )
-    if (options.rate or options.delay) and not options.hosts:
-        raise InvalidArgument("--rate and --delay are of links between hosts: add --hosts")
-    if options.schedule:
-        faults = fault_schedule.read(options.schedule, options.ranks)
-    else:
-        kinds = [kind for kind in options.faults.split(",") if kind]
-        faults = list(
-            fault_schedule.drawn(
-                kinds,
-                options.faults_per_hour,
-                options.ranks,
-                options.seconds,
-                options.seed,
-                first=options.calm,
-            )
-        )
-    if not options.hosts and any(fault.kind == "cut" for fault in faults):
-        raise InvalidArgument("a link can be cut only between hosts: add --hosts, or leave cut out")
-    return faults
 
 
 class Chaos:

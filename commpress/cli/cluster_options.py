@@ -8,18 +8,17 @@ from dataclasses import replace
 
 import torch
 
+from commpress.cli import option_groups
+from commpress.cli.refusals import several
 from commpress.collectives.links import load_links
-from commpress.documents import read_json
 from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.hf_model import model_from_config
-from commpress.plan.candidates import TIERS
 from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import Costs, device_costs, measure_costs
 from commpress.plan.model import Model, transformer
-from commpress.units import UNLIMITED, parse_bytes, parse_count, parse_link, parse_nodes
+from commpress.units import UNLIMITED, parse_count, parse_link, parse_nodes
 
 MESSAGE, BYTE = 6e-5, 4e-10  # of a core, over TCP by way of Gloo: see docs/simulator.md
-_CONFIG_LIMIT = 1 << 20
 
 
 MEASURED = (
@@ -58,6 +57,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         node, count = kinds[0]
         slow = replace(node, slowdown=options.straggler)
         kinds = [(slow, 1), *([(node, count - 1)] if count > 1 else []), *kinds[1:]]
+    several(sum(node.ranks * count for node, count in kinds))
     return Cluster(
         tuple(kinds),
         latency=latency,
@@ -77,11 +77,6 @@ def _described(
         parse_nodes(options.nodes),
         [parse_link(text) for text in options.link or ["1gbit,100us"]],
     )
-    if len(links) not in (1, len(shapes)):
-        raise InvalidArgument(
-            f"--link is given {len(links)} times, expected once, or once for each of "
-            f"{len(shapes)} kinds"
-        )
     links = links * len(shapes) if len(links) == 1 else links
     inside, inside_latency = parse_link(
         options.inside or ("40gbit,20us" if options.device == "cpu" else "200GB/s,5us")
@@ -105,11 +100,6 @@ def costs_of(options: argparse.Namespace) -> Costs:
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    given = [name for name in ("parameters", "model", "config") if getattr(options, name)]
-    if len(given) != 1:
-        raise InvalidArgument(
-            "expected one of --parameters, --model and --config: what is to be trained?"
-        )
     if options.parameters:
         return transformer(parse_count(options.parameters))
     return Model.of(made(options.model)) if options.model else configured(options.config)
@@ -118,11 +108,7 @@ def model_of(options: argparse.Namespace) -> Model:
 def factory(path: str):  # type: ignore[no-untyped-def]
     """The function that 'module:function' names; modules are found as Python finds them, and beside
     the caller."""
-    module, colon, name = path.partition(":")
-    if not colon:
-        raise InvalidArgument(
-            f"--model is {path!r}, expected module:function, such as mymodels:make_gpt"
-        )
+    module, _, name = path.partition(":")
     # only for this import: a folder of the caller's may be called as somebody's package
     here = os.getcwd()
     before = [*sys.path]
@@ -159,11 +145,7 @@ def made(path: str) -> torch.nn.Module:
 
 def configured(path: str) -> Model:
     """The model of a Hugging Face config.json, built without its numbers."""
-    content = read_json(path, _CONFIG_LIMIT, "the config.json of a model")
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise InvalidArgument(
-            f"{path} names no model_type, expected the config.json of a Hugging Face model"
-        )
+    content = option_groups.read_config(path)
     with torch.device("meta"):
         return Model.of(model_from_config(content))
 
@@ -171,16 +153,3 @@ def configured(path: str) -> Model:
 def rate_of(text: str) -> float:
     """Bytes per second of '12GB/s' or '10gbit'."""
     return parse_link(text)[0]
-
-
-def memory_of(text: str | None) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in text.split(",") if text else ():
-        tier, equals, size = part.strip().partition("=")
-        if tier not in TIERS or not equals:
-            raise InvalidArgument(
-                f"--memory is {text!r}, expected such as device=24GiB,host=64GiB with "
-                f"{', '.join(TIERS)}"
-            )
-        found[tier] = parse_bytes(size)
-    return found

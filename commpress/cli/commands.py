@@ -14,8 +14,20 @@ from pathlib import Path
 from commpress.cli import option_groups
 from commpress.cli.fault_schedule import check_kinds
 from commpress.cli.hosts import parse_delay, parse_rate
-from commpress.cli.option_groups import at_least, checked, folder, positive, told
-from commpress.units import parse_bytes, parse_link, parse_rates
+from commpress.cli.option_groups import (
+    at_least,
+    byte_counts,
+    checked,
+    counts,
+    folder,
+    from_,
+    positive,
+    readable,
+    shared_width,
+    told,
+    word,
+)
+from commpress.units import parse_bytes, parse_link, parse_memory, parse_rates
 
 SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
 COME = "Come from elsewhere"
@@ -93,6 +105,7 @@ def demo(parser: argparse.ArgumentParser) -> None:
     ways = "no-network,plain,bf16,torch-powersgd4,diloco,int8,sign,zero-one,powersgd-4,local"
     add(
         "--ways",
+        type=word("contenders"),
         default=ways,
         metavar="A,B",
         help=f"these, or any codec of commpress (default {ways})",
@@ -151,28 +164,36 @@ def demo(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="everything measured")
     group = parser.add_argument_group("model and data")
     group.add_argument(
-        "--width", type=at_least(1), default=384, metavar="N", help="of the model (default 384)"
+        "--width", type=shared_width, default=384, metavar="N", help="of the model (default 384)"
     )
     group.add_argument(
-        "--layers", type=at_least(1), default=3, metavar="N", help="of the model (default 3)"
+        "--layers",
+        type=at_least(1, 1 << 10),
+        default=3,
+        metavar="N",
+        help="of the model (default 3)",
     )
     group.add_argument(
         "--length",
-        type=at_least(1),
+        type=at_least(1, 1 << 16),
         default=64,
         metavar="N",
         help="bytes of text in a window (default 64)",
     )
     group.add_argument(
         "--batch",
-        type=at_least(1),
+        type=at_least(1, 1 << 16),
         default=8,
         metavar="N",
         help="windows per rank and step (default 8)",
     )
     group = parser.add_argument_group("ways that are a codec")
     group.add_argument(
-        "--head-codec", default="int8", metavar="NAME", help="of the output layer (default int8)"
+        "--head-codec",
+        type=word("codec"),
+        default="int8",
+        metavar="NAME",
+        help="of the output layer (default int8)",
     )
     group.add_argument(
         "--error-feedback",
@@ -225,7 +246,9 @@ def doctor(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="on the disk to look at (default .)",
     )
-    parser.add_argument("--only", metavar="A,B", help="sections; default all")
+    parser.add_argument(
+        "--only", type=option_groups.sections, metavar="A,B", help="sections; default all"
+    )
     parser.add_argument(
         "--report", action="store_true", help="print what a bug report needs instead"
     )
@@ -318,7 +341,6 @@ def plan(parser: argparse.ArgumentParser) -> None:
     """
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
-    parser.set_defaults(needs_model=True)
     option_groups.add_mesh(parser)
     ways = "plain,bf16-ring,int8,int4,sign,powersgd-4"
     parser.add_argument(
@@ -329,6 +351,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory",
+        type=told(parse_memory),
+        default="",
         metavar="T=SIZE,…",
         help="of one rank, as device=24GiB,host=64GiB (default: any)",
     )
@@ -347,7 +371,10 @@ def plan(parser: argparse.ArgumentParser) -> None:
         help="between host and disk (default 2GB/s)",
     )
     parser.add_argument(
-        "--gradients", metavar="FILE", help="measured ones, for a codec of its own for every layer"
+        "--gradients",
+        type=readable("what torch.save wrote"),
+        metavar="FILE",
+        help="measured ones, for a codec of its own for every layer",
     )
     parser.add_argument(
         "--uniform",
@@ -420,10 +447,16 @@ def simulate(parser: argparse.ArgumentParser) -> None:
         help="of float32 in one all-reduce (default 32MiB)",
     )
     parser.add_argument(
-        "--scaling", metavar="A,B", help="numbers of nodes of the first kind, one after the other"
+        "--scaling",
+        type=counts,
+        metavar="A,B",
+        help="numbers of nodes of the first kind, one after the other",
     )
     parser.add_argument(
-        "--grid", metavar="P", help="of parallelism, as pp2,dp4,tp4: ranks of each kind"
+        "--grid",
+        type=word("grid"),
+        metavar="P",
+        help="of parallelism, as pp2,dp4,tp4: ranks of each kind",
     )
     option_groups.add_batch(parser)
     option_groups.add_experts(parser, 0)
@@ -491,7 +524,7 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--faults-per-hour",
-        type=float,
+        type=from_(0),
         default=125.0,
         metavar="N",
         help="on average, at random times (default 125)",
@@ -507,14 +540,14 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the random ones (default 0)")
     add(
         "--calm",
-        type=float,
+        type=from_(0),
         default=10.0,
         metavar="S",
         help="before faults: what goodput is compared with (default 10)",
     )
     add(
         "--restart-after",
-        type=float,
+        type=from_(0),
         default=1.0,
         metavar="S",
         help="until an ended process starts again (default 1)",
@@ -522,7 +555,7 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     add("--no-restart", action="store_true", help="what has ended stays away")
     add(
         "--patience",
-        type=float,
+        type=positive,
         default=60.0,
         metavar="S",
         help="without a committed step: the run hangs (default 60)",
@@ -554,7 +587,7 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hash-every",
-        type=int,
+        type=at_least(0),
         default=1,
         metavar="N",
         help="steps from one comparison of weights to the next (default 1)",
@@ -564,16 +597,16 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="exit status 1 unless the bars below hold as well")
     bar = parser.add_argument_group("bars")
     bar.add_argument(
-        "--min-goodput", type=float, default=90.0, metavar="PERCENT", help="default 90"
+        "--min-goodput", type=from_(0), default=90.0, metavar="PERCENT", help="default 90"
     )
     bar.add_argument(
-        "--min-participation", type=float, default=80.0, metavar="PERCENT", help="default 80"
+        "--min-participation", type=from_(0), default=80.0, metavar="PERCENT", help="default 80"
     )
-    bar.add_argument("--median-pause", type=float, default=2.5, metavar="S", help="default 2.5")
-    bar.add_argument("--longest-pause", type=float, default=30.0, metavar="S", help="default 30")
+    bar.add_argument("--median-pause", type=from_(0), default=2.5, metavar="S", help="default 2.5")
+    bar.add_argument("--longest-pause", type=from_(0), default=30.0, metavar="S", help="default 30")
     bar.add_argument(
         "--longest-healing",
-        type=float,
+        type=from_(0),
         default=20.0,
         metavar="S",
         help="new start to first step (default 20)",
@@ -599,7 +632,7 @@ def bench_codec(parser: argparse.ArgumentParser) -> None:
       commpress bench codec                            all codecs on 1 and 2 threads, about a minute
       commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
     """
-    parser.add_argument("--codec", metavar="A,B", help="default all")
+    parser.add_argument("--codec", type=word("timed"), metavar="A,B", help="default all")
     parser.add_argument(
         "--numel",
         type=at_least(64),
@@ -608,7 +641,11 @@ def bench_codec(parser: argparse.ArgumentParser) -> None:
         help="floats in the buffer (default 33554432)",
     )
     parser.add_argument(
-        "--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)"
+        "--threads",
+        type=counts,
+        default="1,2",
+        metavar="A,B",
+        help="numbers of threads (default 1,2)",
     )
     option_groups.add_output(parser, check="the sign codec holds its bars")
 
@@ -631,7 +668,9 @@ def bench_allreduce(parser: argparse.ArgumentParser) -> None:
       commpress bench allreduce --codec int8 --min-bytes 64KiB
       torchrun --nproc-per-node 2 --no-python commpress bench allreduce --check
     """
-    parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
+    parser.add_argument(
+        "--codec", type=word("row_codec"), default="sign", metavar="NAME", help="default sign"
+    )
     option_groups.add_sizes(parser, "1MiB", "32MiB")
     parser.add_argument(
         "--iterations",
@@ -674,10 +713,17 @@ def bench_alltoall(parser: argparse.ArgumentParser) -> None:
       mpirun -n 4 commpress bench alltoall --mpi --check                    over MPI
     """
     parser.add_argument(
-        "--codec", default="none", metavar="NAME", help="none, bf16, fp8, int8, int4 (default none)"
+        "--codec",
+        type=word("exchanged_codec"),
+        default="none",
+        metavar="NAME",
+        help="none, bf16, fp8, int8, int4 (default none)",
     )
     parser.add_argument(
-        "--nodes", metavar="NxM", help="which ranks share a node: 2x4, 4,4,3 or '0 2|1 3'"
+        "--nodes",
+        type=word("nodes"),
+        metavar="NxM",
+        help="which ranks share a node: 2x4, 4,4,3 or '0 2|1 3'",
     )
     option_groups.add_sizes(parser, "256KiB", "16MiB", factor=4)
     parser.add_argument(
@@ -715,7 +761,7 @@ def bench_experts(parser: argparse.ArgumentParser) -> None:
     """
     option_groups.add_topology(parser)
     parser.add_argument(
-        "--k", default="2,8", metavar="A,B", help="experts of a token (default 2,8)"
+        "--k", type=counts, default="2,8", metavar="A,B", help="experts of a token (default 2,8)"
     )
     parser.add_argument(
         "--tokens", type=at_least(1), default=1024, metavar="N", help="of each rank (default 1024)"
@@ -728,13 +774,13 @@ def bench_experts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--states",
-        type=Path,
+        type=readable("what examples/moe_gpt.py --states FILE saved"),
         metavar="FILE",
         help="tokens and a gate that examples/moe_gpt.py saved",
     )
     parser.add_argument(
         "--share",
-        type=float,
+        type=option_groups.share,
         default=0.2,
         metavar="S",
         help="of tokens that LSH sends (default 0.2)",
@@ -789,6 +835,7 @@ def bench_io(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chunks",
+        type=byte_counts,
         default="1MiB,4MiB,16MiB,64MiB",
         metavar="A,B",
         help="default 1MiB,4MiB,16MiB,64MiB",
@@ -806,7 +853,10 @@ def bench_io(parser: argparse.ArgumentParser) -> None:
         "--depth", type=at_least(1), default=4, metavar="N", help="transfers at once (default 4)"
     )
     parser.add_argument(
-        "--engine", default="auto", help="auto (default), threads, io_uring, libaio or aiofiles"
+        "--engine",
+        type=word("engine"),
+        default="auto",
+        help="auto (default), threads, io_uring, libaio or aiofiles",
     )
     parser.add_argument("--no-fio", action="store_true", help="do not run fio")
     parser.add_argument(
@@ -839,7 +889,11 @@ def bench_train(parser: argparse.ArgumentParser) -> None:
     """
     usual = "compute,plain,bf16,powersgd1,sign"
     parser.add_argument(
-        "--ways", default=usual, metavar="A,B", help=f"default {usual}; compute is always measured"
+        "--ways",
+        type=word("variants_of"),
+        default=usual,
+        metavar="A,B",
+        help=f"default {usual}; compute is always measured",
     )
     says = "DDP's buckets: MB for all, way=MB for one (default 25)"
     parser.add_argument("--bucket-mb", nargs="+", default=["25"], metavar="MB", help=says)

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import accumulate
 from statistics import mean, stdev
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from commpress.cli import contenders, harness, race, terminal
 from commpress.cli.contenders import FLOOR, Choices, contender
 from commpress.cli.hosts import Hosts, HostsUnavailable
 from commpress.cli.race import Course, Finish, Lane
-from commpress.cli.ranks import LocalRanks, check_size
+from commpress.cli.ranks import LocalRanks
 from commpress.cli.svg import Curve, curves
 from commpress.cli.victims import Ended, none_left
 from commpress.errors import InvalidArgument, MissingPackage
@@ -53,17 +52,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> list[Lane]:
-    """A lane for each way and seed, of the shortest wait first; what cannot work is refused before
-    a process starts."""
-    check_size(options.ranks)
-    if options.seeds < 1:
-        raise InvalidArgument(f"--seeds is {options.seeds}, expected at least 1")
-    if options.out:
-        _check_picture(options.out)
+    """A lane for each way and seed, of the shortest wait first."""
     choices = Choices(
         options.head_codec, FEEDBACK[options.error_feedback], options.exact_steps, options.min_numel
     )
-    contenders.names(options.head_codec)
     seconds = options.seconds or (QUICK if options.quick else Course.seconds)
     course = Course(
         options.width,
@@ -74,24 +66,12 @@ def _plan(options: argparse.Namespace) -> list[Lane]:
         options.steps,
         choices=choices,
     )
-    course.check()
     rates = parse_rates(options.lr) if options.lr else []
-    if len(rates) > 1 and not options.search:
-        raise InvalidArgument("--lr has several rates: add --search to try them")
     return [
         Lane(course, name, rates[0] if len(rates) == 1 else contender(name).lr, options.seed + i)
         for i in range(options.seeds)
         for name in contenders.names(options.ways)
     ]
-
-
-def _check_picture(path: str) -> None:
-    terminal.check_picture(path, (".svg", ".png", ".pdf"))
-    if not path.endswith(".svg") and find_spec("matplotlib") is None:
-        raise MissingPackage(
-            f"{path} needs matplotlib (pip install 'commpress[demo]'); a name that ends in .svg "
-            "does not"
-        )
 
 
 # ---------------------------------------------------------------- the network

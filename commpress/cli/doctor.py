@@ -26,8 +26,8 @@ from typing import Literal, ParamSpec
 import torch
 import torch.distributed as dist
 
-from commpress.cli import harness, terminal
-from commpress.errors import CommpressError, InvalidArgument
+from commpress.cli import harness, option_groups, terminal
+from commpress.errors import CommpressError
 from commpress.tiered_mem import FileLayer, engines, show_bytes
 from commpress.tiered_mem.engines import thread_priority
 
@@ -74,8 +74,6 @@ def looked_at(
 
 def run(options: argparse.Namespace) -> int:
     wanted = options.only.split(",") if options.only else list(SECTIONS)
-    if unknown := [name for name in wanted if name not in SECTIONS]:
-        raise InvalidArgument(f"--only has {unknown[0]!r}, expected some of {', '.join(SECTIONS)}")
     found = {}
     for title in wanted:
         if not options.report:
@@ -685,14 +683,20 @@ def room(layer: FileLayer, folder: int) -> Finding:
     return Finding(state, f"{show_bytes(free)} free of {show_bytes(layer.capacity(folder))}")
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], list[Finding]]] = {
-    "torch": lambda options: [*packages(), *kernels()],
-    "backends": lambda options: backends(),
-    "MPI": lambda options: mpi(),
-    "GPU": lambda options: gpu(),
-    "NUMA": lambda options: numa(),
-    "memory": lambda options: memory(),
-    "disks": disks,
-    "network": lambda options: network(),
-    "clocks": lambda options: clocks(),
-}
+SECTIONS: dict[str, Callable[[argparse.Namespace], list[Finding]]] = dict(
+    zip(
+        option_groups.SECTIONS,
+        (
+            lambda options: [*packages(), *kernels()],
+            lambda options: backends(),
+            lambda options: mpi(),
+            lambda options: gpu(),
+            lambda options: numa(),
+            lambda options: memory(),
+            disks,
+            lambda options: network(),
+            lambda options: clocks(),
+        ),
+        strict=True,
+    )
+)

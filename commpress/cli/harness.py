@@ -21,7 +21,6 @@ from commpress.cli.terminal import ProgressBar as ProgressBar
 from commpress.cli.terminal import Table as Table
 from commpress.cli.terminal import line as line
 from commpress.cli.terminal import render as render
-from commpress.errors import InvalidArgument
 
 T = TypeVar("T")
 Bars = Sequence[tuple[str, bool]]
@@ -53,20 +52,11 @@ def run(
 
 # ---------------------------------------------------------------- options
 
-add_options, add_sizes = option_groups.add_output, option_groups.add_sizes
-
-
-def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """From the smallest to the largest by a factor."""
-    if not 4 <= options.min_bytes <= options.max_bytes or options.factor < 2:
-        raise InvalidArgument(
-            f"expected 4 <= --min-bytes <= --max-bytes and --factor >= 2, got {options.min_bytes}, "
-            f"{options.max_bytes} and {options.factor}"
-        )
-    sizes = [options.min_bytes]
-    while sizes[-1] * options.factor <= options.max_bytes:
-        sizes.append(sizes[-1] * options.factor)
-    return tuple(sizes)
+add_options, add_sizes, sizes_of = (
+    option_groups.add_output,
+    option_groups.add_sizes,
+    option_groups.sizes_of,
+)
 
 
 # ---------------------------------------------------------------- interleaved timing

@@ -3,11 +3,13 @@
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from commpress.documents import read_json
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
 from commpress.units import parse_bytes, parse_count, parse_link, parse_nodes
 
@@ -15,6 +17,9 @@ T = TypeVar("T")
 
 PICTURES = (".png", ".svg", ".pdf")
 FILES = ("json", "plot", "out")  # options that name a file which is written at the end
+# of commpress doctor
+SECTIONS = ("torch", "backends", "MPI", "GPU", "NUMA", "memory", "disks", "network", "clocks")
+HEADS = 4  # of the small model that commands train
 
 
 def size(text: str) -> int:
@@ -52,26 +57,119 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
     return convert
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
+    says = f"a whole number of at least {least}" + (f" and at most {most}" if most < 10**18 else "")
+
     def convert(text: str) -> int:
-        if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, expected a whole number of at least {least}"
-            )
+        if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {says}")
         return int(text)
 
     return convert
 
 
+def shared_width(text: str) -> int:
+    """A width of the small model."""
+    width = at_least(1, 1 << 14)(text)
+    if width % HEADS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a width that {HEADS} heads share")
+    return width
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
 def positive(text: str) -> float:
     """A number above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+    if not 0 < (found := _number(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
     return found
+
+
+def from_(least: float) -> Callable[[str], float]:
+    """A number of at least ``least``."""
+
+    def convert(text: str) -> float:
+        if not least <= (found := _number(text)) < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected a number of at least {least:g}"
+            )
+        return found
+
+    return convert
+
+
+def share(text: str) -> float:
+    """A part of a whole."""
+    if not 0 < (found := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0 and up to 1")
+    return found
+
+
+def sections(text: str) -> str:
+    """Of what ``commpress doctor`` looks at."""
+    for name in text.split(","):
+        if name not in SECTIONS:
+            raise argparse.ArgumentTypeError(
+                f"got {name!r}, expected some of {', '.join(SECTIONS)}{meant(name, SECTIONS)}"
+            )
+    return text
+
+
+def byte_counts(text: str) -> list[int]:
+    """Bytes of each of '1MiB,4MiB'."""
+    return [size(part) for part in text.split(",")]
+
+
+def meant(word: str, known: Collection[str]) -> str:
+    close = get_close_matches(word, known, 1)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def readable(what: str) -> Callable[[str], str]:
+    """The name of a file that is there."""
+
+    def convert(text: str) -> str:
+        if os.path.isdir(text) or not os.access(text, os.R_OK):
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be read, expected {what}")
+        return text
+
+    return convert
+
+
+def word(name: str) -> Callable[[str], str]:
+    """The text itself, if the function of ``refusals`` takes it."""
+
+    def convert(text: str) -> str:
+        from commpress.cli import refusals
+
+        return checked(getattr(refusals, name))(text)
+
+    return convert
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The content of a model's config.json."""
+    content = read_json(path, 1 << 20, "the config.json of a model")
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise InvalidArgument(
+            f"{path} names no model_type, expected the config.json of a Hugging Face model"
+        )
+    return content
+
+
+def _parameters(text: str) -> None:
+    if parse_count(text) < 1000:
+        raise InvalidArgument(f"got {text!r}, expected at least 1000 parameters")
+
+
+def _factory(text: str) -> None:
+    if not re.fullmatch(r"[^:]+:[^:]+", text):
+        raise InvalidArgument(f"got {text!r}, expected module:function, such as mymodels:make_gpt")
 
 
 def folder(text: str) -> Path:
@@ -94,15 +192,27 @@ def _device(text: str) -> str:
     return text
 
 
-def counts(option: str, text: str) -> list[int]:
+def counts(text: str) -> list[int]:
     """Positive numbers of '1,2,4'."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
+    found = [
+        int(part) if re.fullmatch(r"\s*[0-9]{1,18}\s*", part) else 0 for part in text.split(",")
+    ]
     if min(found) < 1:
-        raise InvalidArgument(f"{option} is {text!r}, expected positive numbers such as 1,2,4,8")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected positive numbers such as 1,2,4,8")
     return found
+
+
+def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
+    """From the smallest to the largest by a factor."""
+    if not 4 <= options.min_bytes <= options.max_bytes or options.factor < 2:
+        raise InvalidArgument(
+            f"expected 4 <= --min-bytes <= --max-bytes and --factor >= 2, got {options.min_bytes}, "
+            f"{options.max_bytes} and {options.factor}"
+        )
+    sizes = [options.min_bytes]
+    while sizes[-1] * options.factor <= options.max_bytes:
+        sizes.append(sizes[-1] * options.factor)
+    return tuple(sizes)
 
 
 def add_output(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
@@ -122,12 +232,6 @@ def refuse_early(options: argparse.Namespace) -> None:
     measuring."""
     for name in FILES:
         check_file(name, getattr(options, name, None))
-    if getattr(options, "needs_model", False) and not (
-        options.parameters or options.model or options.config
-    ):
-        raise InvalidArgument(
-            "expected one of --parameters, --model and --config: what is to be trained?"
-        )
     path = getattr(options, "plot", None)
     if path is None:
         return
@@ -173,7 +277,7 @@ def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor:
 
 def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
     says = f"local processes (default {ranks}); a launcher's own number wins"
-    parser.add_argument("--ranks", type=at_least(1), default=ranks, metavar="N", help=says)
+    parser.add_argument("--ranks", type=at_least(2), default=ranks, metavar="N", help=says)
     parser.add_argument(
         "--threads",
         type=at_least(1),
@@ -192,9 +296,10 @@ def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, ba
         ("width", 384, "N", "of the model"),
         ("layers", 6, "N", "of the model"),
     ):
+        kind = shared_width if name == "width" else at_least(1)
         parser.add_argument(
             f"--{name}",
-            type=at_least(1),
+            type=kind,
             default=default,
             metavar=metavar,
             help=f"{what} (default {default})",
@@ -213,6 +318,7 @@ def add_measuring(
 def add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
+        type=word("topology"),
         default="auto",
         metavar="NODES",
         help=(
@@ -243,6 +349,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--links",
+        type=readable("what commpress probe wrote"),
         metavar="FILE",
         help="what commpress probe wrote, for --nodes, --link and --inside",
     )
@@ -267,7 +374,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--oversubscription",
-        type=positive,
+        type=from_(1),
         default=1.0,
         metavar="F",
         help="of a rack's uplink (default 1)",
@@ -291,27 +398,27 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cores",
-        type=float,
+        type=from_(0),
         default=0,
         metavar="N",
         help="of each node, for its ranks (default: enough)",
     )
     group.add_argument(
         "--machine-cores",
-        type=float,
+        type=from_(0),
         default=0,
         metavar="N",
         help="all nodes lie on one machine of N cores (namespaces)",
     )
     group.add_argument(
         "--message-us",
-        type=float,
+        type=from_(0),
         metavar="T",
         help="of a core for each message (default 60 over cpu, else 5)",
     )
     group.add_argument(
         "--byte-ns",
-        type=float,
+        type=from_(0),
         metavar="T",
         help="of a core for each byte sent or received (default 0.4, else 0)",
     )
@@ -321,16 +428,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--parameters",
-        type=checked(parse_count),
+        type=checked(_parameters),
         metavar="N",
         help="a transformer of about so many, as 110M",
     )
     group.add_argument(
         "--model",
+        type=checked(_factory),
         metavar="M:F",
         help="what calling F of the Python module M returns, a torch.nn.Module",
     )
-    group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
+    group.add_argument(
+        "--config",
+        type=checked(read_config),
+        metavar="FILE",
+        help="config.json of a Hugging Face model",
+    )
     group.add_argument(
         "--compute-ms",
         type=positive,
@@ -388,12 +501,14 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--pairs",
+        type=readable("what commpress probe --pairs --json wrote"),
         metavar="FILE",
         help="links of every two ranks: what commpress probe --pairs --json wrote",
     )
     add_batch(group)
     group.add_argument(
         "--dims",
+        type=word("dims"),
         default="",
         metavar="D=C,…",
         help="codecs, as dp=int4,ep=int8 (default: dp chosen)",

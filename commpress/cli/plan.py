@@ -9,12 +9,10 @@ from functools import partial
 import torch
 
 from commpress.cli import cluster_options, harness, plan_mesh, terminal
-from commpress.codecs import codec_named
+from commpress.cli.refusals import planned_codecs
 from commpress.errors import InvalidArgument
 from commpress.plan.candidates import (
     CHOSEN,
-    HOOK,
-    TIERS,
     WAYS,
     Candidate,
     Settings,
@@ -24,6 +22,7 @@ from commpress.plan.candidates import (
     recommended,
 )
 from commpress.plan.choice import Assignment, assign
+from commpress.units import TIERS
 
 LOCAL = "local"
 # within 100 columns
@@ -36,29 +35,17 @@ NAMES = re.compile(
 def run(options: argparse.Namespace) -> int:
     if options.mesh:
         return plan_mesh.run(options)
-    for name in ("pairs", "batch", "dims", "speeds"):
-        if getattr(options, name) not in (None, ""):
-            raise InvalidArgument(f"--{name} is for --mesh: add --mesh, or leave it out")
     allowed = [way.strip() for way in options.allow.split(",") if way.strip()]
     local = LOCAL in allowed
     allowed = [way for way in allowed if way != LOCAL]
     ways = options.ways.split(",") if options.ways else list(dict.fromkeys([*WAYS, *allowed]))
     able = [way for way in ways if options.ways or way in (*CHOSEN, *allowed)]
-    for way in ways:
-        if way not in HOOK and way != "plain":
-            codec_named(way)
-    if not options.compute_ms or options.compute_ms < 0:
-        raise InvalidArgument(
-            "--compute-ms is missing: what one rank takes for a step without communication"
-        )
-    codec_named(options.uniform)
     model, cluster = cluster_options.model_of(options), cluster_options.cluster_of(options)
-    if cluster.size < 2:
-        raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
+    planned_codecs(options)
     settings = Settings(
         1e-3 * options.compute_ms,
         options.bucket_mb,
-        cluster_options.memory_of(options.memory),
+        options.memory,
         cluster_options.rate_of(options.host_rate),
         cluster_options.rate_of(options.disk_rate),
     )

@@ -7,9 +7,11 @@ from functools import partial
 import numpy as np
 
 from commpress.cli import cluster_options, harness, terminal
+from commpress.cli.refusals import no_experts, planned_codecs
 from commpress.errors import InvalidArgument
 from commpress.plan.candidates import AT_ALL, CHOSEN, MARGIN
 from commpress.plan.costs import Costs
+from commpress.plan.grid import dims_of, speeds_of
 from commpress.plan.grids import (
     AXES,
     Grid,
@@ -48,13 +50,8 @@ SAYS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    if not options.compute_ms or options.compute_ms < 0:
-        raise InvalidArgument(
-            "--compute-ms is missing: what a rank takes for its share of a step, alone"
-        )
     model, links = cluster_options.model_of(options), links_of(options)
-    if links.size < 2:
-        raise InvalidArgument("one rank makes no grid: give --nodes or --pairs with at least two")
+    planned_codecs(options)
     fixed, speeds = dims_of(options.dims), speeds_of(options.speeds, links.size)
     batch = 4 * links.size if options.batch is None else options.batch
     work = MeshWork.of(
@@ -67,16 +64,8 @@ def run(options: argparse.Namespace) -> int:
         experts_per_token=options.experts_per_token,
     )
     if options.experts and not work.has_experts:
-        raise InvalidArgument(
-            f"--experts is {options.experts}, but no parameter of the model is named after "
-            "experts: give its --config, or leave --experts out"
-        )
-    memory = cluster_options.memory_of(options.memory)
-    if memory.keys() - {"device"}:
-        raise InvalidArgument(
-            f"--memory is {options.memory!r}: grids keep all on the device, expected device=SIZE"
-        )
-    limit = memory.get("device", np.inf)
+        no_experts(options)
+    limit = options.memory.get("device", np.inf)
     grids = every_grid(links.size, work)
     if not grids:
         raise InvalidArgument(
@@ -122,34 +111,6 @@ def links_of(options: argparse.Namespace) -> PairLinks:
         if options.pairs
         else PairLinks.of_cluster(cluster_options.cluster_of(options))
     )
-
-
-def dims_of(text: str) -> dict[str, str]:
-    found = {}
-    for part in text.split(",") if text else ():
-        name, equals, codec = part.strip().partition("=")
-        if name not in ("dp", "pp", "ep") or not equals:
-            raise InvalidArgument(
-                f"--dims is {text!r}, expected codecs of dp, pp and ep, such as "
-                "dp=int4,pp=int8,ep=int8"
-            )
-        found[name] = codec
-    MeshDims(**found)
-    return found
-
-
-def speeds_of(text: str | None, size: int) -> list[float] | None:
-    if not text:
-        return None
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if len(found) != size or min(found) <= 0:
-        raise InvalidArgument(
-            f"--speeds is {text!r}, expected {size} positive numbers, one for each rank"
-        )
-    return found
 
 
 def best_of(

@@ -29,7 +29,6 @@ from commpress.collectives.links import FIRST, BufferTrial, Link, Links, Stack
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.transport import Transport, part_of
 from commpress.collectives.two_level import Hierarchy, hierarchy_of
-from commpress.errors import InvalidArgument
 from commpress.kernels.devices import arithmetic, instead
 from commpress.plan.costs import ROWS, encoding
 from commpress.work import Steps, overlapped
@@ -47,9 +46,6 @@ REST, REPEATS = 4e-3, 3  # seconds of such a rest; such rows for each round
 
 
 def run(options: argparse.Namespace) -> int:
-    check_topology(options.topology)
-    if options.plot and not options.plot.endswith(".svg"):
-        raise InvalidArgument(f"--plot is {options.plot!r}, expected a name that ends in .svg")
     with harness.ProgressBar("probe", lines=4) as progress:
         found = ranks.on_ranks(measure_both, options, progress)
     if found is None:  # not rank 0 of a launcher
@@ -126,12 +122,6 @@ def draw(path: str, pairs: Sequence["Pair"], size: int) -> None:
     svg.matrix(
         path, "One pair of ranks at a time", [str(i) for i in range(size)], values, note=note
     )
-
-
-def check_topology(text: str) -> None:
-    """Before any process starts."""
-    if text != "auto":
-        Topology.parse(text)
 
 
 # ---------------------------------------------------------------- processors

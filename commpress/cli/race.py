@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import connections
-from commpress.cli.contenders import Choices, Racer, contender
+from commpress.cli.contenders import Choices, contender
 from commpress.cli.gpt import GPT, batch, standard_library
+from commpress.cli.racer import Racer
 from commpress.cli.training import HELD_OUT
-from commpress.errors import InvalidArgument
 
 # steps before the race, of a model that is thrown away: kernels, connections, PowerSGD's third step
 WARM = 4
@@ -38,28 +38,6 @@ class Course:
     paced: float = 0.0  # bits per second of each connection; 0: the network is what it is
     interface: str = ""  # that carries nothing else; without one bytes are counted on sockets
     choices: Choices = field(default_factory=Choices)
-
-    def check(self) -> None:
-        """Refuse what cannot be run before a process starts."""
-        if min(self.width, self.layers, self.length, self.batch) < 1 or self.steps < 0:
-            raise InvalidArgument(
-                "--width, --layers, --length, --batch and --steps must be at least 1"
-            )
-        if (
-            self.width % 4
-            or self.width > 1 << 14
-            or self.layers > 1 << 10
-            or max(self.length, self.batch) > 1 << 16
-        ):
-            raise InvalidArgument(
-                f"got --width {self.width}, --layers {self.layers}, --length {self.length} and "
-                f"--batch {self.batch}, expected a width that 4 heads share, and a model and "
-                "batches that one core trains"
-            )
-        if not 0 < self.seconds < float("inf"):
-            raise InvalidArgument(f"--seconds is {self.seconds:g}, expected more than 0")
-        if self.choices.exact_steps < 0 or self.choices.min_numel < 0:
-            raise InvalidArgument("--exact-steps and --min-numel must be at least 0")
 
     def sent_bytes(self) -> int | None:
         return (

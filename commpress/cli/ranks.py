@@ -21,25 +21,12 @@ import torch.distributed as dist
 
 from commpress.cli import option_groups
 from commpress.cli.hosts import Hosts
+from commpress.cli.refusals import launched
 from commpress.errors import CommpressError, InvalidArgument
-from commpress.integrations.trainers.launch import init_process_group, place
+from commpress.integrations.trainers.launch import init_process_group
 
 add_options = option_groups.add_ranks
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Report = Callable[..., None]
-
-
-def launched() -> bool:
-    """True if torchrun, mpirun or srun started this process as one of several."""
-    there = [name for name in _TORCHRUN if name in os.environ]
-    missing = [name for name in _TORCHRUN if name not in os.environ]
-    if missing and ("RANK" in there or "WORLD_SIZE" in there):
-        raise InvalidArgument(
-            f"{', '.join(there)} set but {', '.join(missing)} not: a launcher sets all four, "
-            "unset them for local ranks"
-        )
-    where = place()
-    return where is not None and (where.launcher == "torchrun" or where.size > 1)
 
 
 def on_ranks(function: Callable[..., Any], options: argparse.Namespace, report: Report) -> Any:

@@ -2,28 +2,29 @@
 ranks."""
 
 import argparse
-import re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from commpress.cli import cluster_options, harness
-from commpress.cli.option_groups import counts
+from commpress.cli.refusals import as_many, simulated_ways
 from commpress.codecs import codec_named
-from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.errors import InvalidArgument
 from commpress.plan.candidates import training
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
 from commpress.plan.expert_way import ExpertWay, hop_seconds
-from commpress.plan.grids import AXES, Grid, MeshWork
-from commpress.plan.local_ways import PREFIX, local_way, simulate_local
+from commpress.plan.grid import grid_of
+from commpress.plan.grids import MeshWork
+from commpress.plan.local_ways import simulate_local
 from commpress.plan.mesh_simulator import simulate_mesh
 from commpress.plan.model import Model
 from commpress.plan.pair_links import PairLinks
 from commpress.plan.simulator import Simulated, simulate_calls, simulate_step
-from commpress.plan.ways import RINGS, buffer_by, step_by, widest
+from commpress.plan.way_names import PREFIX, RINGS, local_way
+from commpress.plan.ways import buffer_by, step_by, widest
 from commpress.tiered_mem import parse_bytes
 
 HEAD = [
@@ -62,29 +63,10 @@ def run(options: argparse.Namespace) -> int:
     model = None
     if options.parameters or options.model or options.config:
         model = cluster_options.model_of(options)
-        if not options.compute_ms or options.compute_ms < 0:
-            raise InvalidArgument(
-                "a training step needs --compute-ms: what one rank takes for it without "
-                "communication"
-            )
-    for way in ways:
-        if way.startswith(PREFIX):
-            local_way(way)
-            if model is None:
-                raise InvalidArgument(
-                    f"{way} needs a model: give --parameters, --model or --config, and --compute-ms"
-                )
-        elif way not in RINGS and isinstance(codec_named(way), LowRankCodec) and model is None:
-            raise InvalidArgument(f"{way} needs shapes: give --parameters, --model or --config")
+    simulated_ways(options)
     cluster = cluster_options.cluster_of(options)
-    if cluster.size < 2:
-        raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
     numel = parse_bytes(options.bytes) // 4
-    clusters = (
-        [cluster]
-        if not options.scaling
-        else [scaled(cluster, n) for n in counts("--scaling", options.scaling)]
-    )
+    clusters = [cluster] if not options.scaling else [scaled(cluster, n) for n in options.scaling]
     costs, start = cluster_options.costs_of(options), perf_counter()
     rows = [
         row
@@ -100,10 +82,6 @@ def run(options: argparse.Namespace) -> int:
 def experts(options: argparse.Namespace) -> int:
     """Dispatch to experts and back in each codec, with what every token and node saves."""
     cluster = cluster_options.cluster_of(options)
-    if cluster.size < 2 or min(options.tokens, options.width) < 1:
-        raise InvalidArgument(
-            "experts need --nodes with at least two ranks, and --tokens and --width of at least 1"
-        )
     links, costs = PairLinks.of_cluster(cluster), cluster_options.costs_of(options)
     rows: list[dict[str, Any]] = []
     for codec in EXPERT_CODECS:
@@ -150,26 +128,15 @@ def experts(options: argparse.Namespace) -> int:
 
 def on_a_grid(options: argparse.Namespace, ways: list[str]) -> int:
     """A step on a grid of parallelism, its gradients averaged in each way."""
-    cluster, grid = cluster_options.cluster_of(options), grid_of(options.grid)
-    if grid.size != cluster.size:
-        raise InvalidArgument(
-            f"--grid {grid} has {grid.size} ranks and the nodes have {cluster.size}: they must be "
-            "as many"
-        )
-    if not options.compute_ms or options.compute_ms < 0:
-        raise InvalidArgument(
-            "a step on a grid needs --compute-ms: what a rank takes for its share of it, alone"
-        )
-    for way in ways:
-        if way.startswith(PREFIX) or (
-            way not in RINGS and isinstance(codec_named(way), WholeTensorCodec)
-        ):
-            raise InvalidArgument(
-                f"--ways has {way}, not simulated on a grid: name rings, or codecs of rows such "
-                "as int8"
-            )
-    work = MeshWork.of(
+    cluster, model, grid = (
+        cluster_options.cluster_of(options),
         cluster_options.model_of(options),
+        grid_of(options.grid),
+    )
+    as_many(grid, cluster.size)
+    simulated_ways(options)
+    work = MeshWork.of(
+        model,
         1e-3 * options.compute_ms,
         length=options.length,
         micro=options.micro,
@@ -212,20 +179,6 @@ def on_a_grid(options: argparse.Namespace, ways: list[str]) -> int:
         + ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in others.items())
     )
     return harness.deliver(options, [{"way": way, **asdict(step)} for way, step in steps.items()])
-
-
-def grid_of(text: str) -> Grid:
-    """The grid that 'pp2,dp4,tp4' names."""
-    parts = [
-        re.fullmatch(r"(pp|dp|ep|sp|tp)([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")
-    ]
-    found = {part[1]: int(part[2]) for part in parts if part}
-    if None in parts or len(found) < len(parts):
-        raise InvalidArgument(
-            f"--grid is {text!r}, expected ranks of {', '.join(AXES)}, each at most once, as "
-            "pp2,dp4,tp4"
-        )
-    return Grid(**found)
 
 
 def scaled(cluster: Cluster, nodes: int) -> Cluster:

@@ -15,7 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from commpress.cli import harness, option_groups
 from commpress.cli.connections import sent_bytes
 from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.errors import InvalidArgument
 
 add_options = option_groups.add_training
 HELD_OUT = 400_000  # bytes at the end of the text that nobody trains on
@@ -39,7 +38,7 @@ class Load:
 
 
 def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
-    load = Load(
+    return Load(
         options.rounds,
         options.steps,
         options.width,
@@ -48,11 +47,6 @@ def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
         options.batch,
         seed,
     )
-    if min(load.rounds, load.steps, load.batch, load.length, load.width, load.layers) < 1:
-        raise InvalidArgument(
-            "--rounds, --steps, --batch, --length, --width and --layers must be at least 1"
-        )
-    return load
 
 
 class Trainee:

@@ -1,19 +1,27 @@
-"""Codecs: rows of floats to rows of bytes of a size known in advance."""
+"""Codecs: rows of floats to rows of bytes of a size known in advance.
 
-from commpress.codecs.codec import Codec
-from commpress.codecs.family import (
-    BitsCodec,
-    BlockCodec,
-    CastCodec,
-    RandomKCodec,
-    SignCodec,
-    TernaryCodec,
-    TopKCodec,
-)
-from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
-from commpress.codecs.registry import codec_named, register_codec
-from commpress.codecs.sparse import SparseCodec
-from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
+Names are known without torch: the command line refuses a wrong one at once.
+"""
+
+from typing import TYPE_CHECKING
+
+from commpress.lazy import lazily
+
+if TYPE_CHECKING:
+    from commpress.codecs.codec import Codec
+    from commpress.codecs.family import (
+        BitsCodec,
+        BlockCodec,
+        CastCodec,
+        RandomKCodec,
+        SignCodec,
+        TernaryCodec,
+        TopKCodec,
+    )
+    from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
+    from commpress.codecs.registry import codec_named, register_codec
+    from commpress.codecs.sparse import SparseCodec
+    from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
 
 __all__ = [
     "BitsCodec",
@@ -36,3 +44,22 @@ __all__ = [
     "policy_of",
     "register_codec",
 ]
+__getattr__ = lazily(
+    __name__,
+    {
+        "codec": ("Codec",),
+        "family": (
+            "BitsCodec",
+            "BlockCodec",
+            "CastCodec",
+            "RandomKCodec",
+            "SignCodec",
+            "TernaryCodec",
+            "TopKCodec",
+        ),
+        "policy": ("ByName", "ByRole", "BySize", "Policy", "by_role", "policy_of"),
+        "registry": ("codec_named", "register_codec"),
+        "sparse": ("SparseCodec",),
+        "whole_tensors": ("LowRankCodec", "SketchCodec"),
+    },
+)

@@ -1,12 +1,13 @@
 """Registry of codecs by name: those of the family, patterns such as ``topk-64``, and codecs of
-users in plain torch."""
+users in plain torch.
+
+Loads no torch until a user's codec is registered: the command line looks names up first.
+"""
 
 import difflib
 import re
 from dataclasses import dataclass
 from typing import ClassVar
-
-import torch
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import NAMES, BitsCodec, RandomKCodec, TernaryCodec, TopKCodec
@@ -126,6 +127,8 @@ def _refuse_known(name: str) -> None:
 def _try(name: str, codec: PlainCodec) -> None:
     """See it code rows of several lengths, so that a mistake is found now and not in a thread of
     step 1."""
+    import torch
+
     for method in ("row_bytes", "encode", "decode"):
         if not callable(getattr(codec, method, None)):
             raise InvalidArgument(

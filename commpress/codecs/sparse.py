@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from commpress.codecs.codec import Codec
 from commpress.errors import InvalidArgument
 from commpress.kernels import registered
-from commpress.kernels.sparse_blocks import SparseBlocks
+
+if TYPE_CHECKING:
+    from commpress.kernels.sparse_blocks import SparseBlocks
 
 BLOCK = 4096
 
@@ -42,7 +44,10 @@ class SparseCodec:
             )
 
     @property
-    def arithmetic(self) -> SparseBlocks:
+    def arithmetic(self) -> "SparseBlocks":
+        # loads torch, which a name must not
+        from commpress.kernels.sparse_blocks import SparseBlocks
+
         return SparseBlocks(round(self.density * BLOCK), self.bits, BLOCK)
 
     @property
@@ -62,5 +67,5 @@ class SparseCodec:
 
 
 @cache
-def _kind_of(arithmetic: SparseBlocks) -> int:
+def _kind_of(arithmetic: "SparseBlocks") -> int:
     return registered.add(arithmetic)

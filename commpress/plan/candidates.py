@@ -50,7 +50,6 @@ LOCAL_WORTH = 0.25  # of the best step that keeps ranks alike, that local update
 # of a step without compression that compression must save: two predictions are each a few per cent
 # off
 AT_ALL = 0.06
-TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)

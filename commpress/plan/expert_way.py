@@ -25,8 +25,8 @@ from commpress.codecs import BlockCodec, Codec, codec_named
 from commpress.collectives.all_to_all.routes import Nodes
 from commpress.collectives.all_to_all.tokens import PacketForm
 from commpress.collectives.frame import HEADER
-from commpress.errors import InvalidArgument
 from commpress.plan.costs import Costs
+from commpress.plan.grid import check_experts
 from commpress.plan.pair_links import PairLinks
 
 BLOCK = 128  # elements of a token that share a scale
@@ -64,11 +64,7 @@ class ExpertWay:
     element: int = 4  # bytes of an activation
 
     def __post_init__(self) -> None:
-        if self.experts and (self.experts % len(self.ranks) or self.experts < self.k):
-            raise InvalidArgument(
-                f"experts is {self.experts}, expected a multiple of the {len(self.ranks)} ranks "
-                f"they are divided among, and at least the {self.k} that a token has"
-            )
+        check_experts(self.experts, len(self.ranks), self.k)
 
     @property
     def nodes(self) -> Nodes:

@@ -29,17 +29,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commpress.codecs import codec_named
-from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.channel import AT_ONCE
 from commpress.documents import Document
 from commpress.errors import InvalidArgument
 from commpress.plan.costs import Costs
 from commpress.plan.expert_way import ExpertWay, hop_seconds
+from commpress.plan.grid import AXES as AXES
+from commpress.plan.grid import Grid as Grid
+from commpress.plan.grid import MeshDims as MeshDims
 from commpress.plan.model import Model, Shape
 from commpress.plan.pair_links import PairLinks
 from commpress.plan.uneven import shares, stages
 
-AXES = ("pp", "dp", "ep", "sp", "tp")  # from the outermost: neighbours share tensors
 BUCKETS = float(25 << 20)  # bytes of gradients that travel together
 # copies of its largest parameter that AdamW makes where it is neither fused nor foreach
 TEMPORARIES = 3
@@ -48,27 +49,6 @@ FILE = Document("commpress mesh", 1, 1 << 20, "commpress plan --mesh")
 # elements that a block keeps for backward per token and width: on every rank of tp, and divided
 # among them
 KEPT = (5.0, 12.0)
-
-
-class Grid(NamedTuple):
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    sp: int = 1
-    tp: int = 1
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self))
-
-    def __str__(self) -> str:
-        return " ".join(f"{name}{n}" for name, n in zip(AXES, self, strict=True) if n > 1) or "dp1"
-
-    def groups(self, order: np.ndarray, *axes: str) -> np.ndarray:
-        """[groups, members]: ranks that differ in these axes alone."""
-        at = [AXES.index(axis) for axis in axes]
-        places = np.moveaxis(order.reshape(self), at, range(-len(at), 0))
-        return places.reshape(-1, int(np.prod([self[i] for i in at])))
 
 
 class Numel(NamedTuple):
@@ -190,24 +170,6 @@ class MeshWork:
         if self.batch % (replicas * self.micro):
             return f"a batch of {self.batch} is no multiple of {replicas} replicas × {self.micro}"
         return ""
-
-
-@dataclass(frozen=True)
-class MeshDims:
-    """Codecs of a mesh's dimensions, as ``compress(dims=)`` has them."""
-
-    dp: str = "none"
-    pp: str = "none"
-    # of tokens on their way to experts and back, as ``parallelise(codec=, combine_codec=)`` has it
-    ep: str = "none"
-
-    def __post_init__(self) -> None:
-        for name in (self.dp, self.pp, self.ep):
-            if isinstance(codec_named(name), WholeTensorCodec):
-                raise InvalidArgument(
-                    f"codec {name!r} takes whole tensors: expected one of rows on a mesh, such as "
-                    "int8"
-                )
 
 
 @dataclass(frozen=True)

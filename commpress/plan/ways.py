@@ -27,9 +27,9 @@ from commpress.plan.model import Model, ModelBucket
 from commpress.plan.network import SizedTransport
 from commpress.plan.ring import ring_allreduce
 from commpress.plan.simulator import Build, no_residual
+from commpress.plan.way_names import RINGS
 from commpress.work import Steps, overlapped
 
-RINGS = {"plain": 4, "bf16-ring": 2}  # bytes of an element
 MIN_NUMEL = 256  # as the DDP hook's: shorter tensors travel exactly
 
 

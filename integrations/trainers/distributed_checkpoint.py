@@ -69,7 +69,8 @@ def save_distributed(state: Saved, folder: str | Path, *, elastic: bool = False)
             f"elastic is True and a {type(state).__name__} has no elastic_state_dict: leave it out, "
             "and load at the same world size"
         )
-    part = state.elastic_state_dict() if elastic else state.state_dict()
+    saved: Any = state
+    part = saved.elastic_state_dict() if elastic else saved.state_dict()
     tensors: list[torch.Tensor] = []
     document = {"elastic": elastic, "state": _outlined(part, tensors)}
     outline = msgpack.packb(document, use_bin_type=True)

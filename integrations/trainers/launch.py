@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,59 +11,9 @@ from torch.distributed.constants import default_pg_timeout
 from commpress.collectives.transports import interface
 from commpress.collectives.transports.mpi import told_by_rank_0
 from commpress.errors import InvalidArgument
+from commpress.integrations.trainers.launcher import LaunchedRank, place
 
-
-class LaunchedRank(NamedTuple):
-    """Rank of this process, as a launcher says it."""
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-# In this order: mpirun inside a SLURM allocation leaves SLURM's variables of the first task to
-# every rank.
-_VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "MVAPICH": (
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def place(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Rank that a launcher gave this process, or None if none did."""
-    for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
-        if rank not in environment or size not in environment:
-            continue
-        try:
-            number, count = int(environment[rank]), int(environment[size])
-            local = int(environment.get(local_rank, 0))
-            per_node = re.match(r"\d+", environment.get(local_size, ""))  # SLURM writes 2(x3),1
-        except ValueError as error:
-            raise InvalidArgument(
-                f"the variables of {launcher} are not numbers ({error}): unset them or mend them"
-            ) from None
-        if not 0 <= number < count:
-            raise InvalidArgument(
-                f"{rank} is {number}, expected 0 to {count - 1} because {size} is {count}"
-            )
-        return LaunchedRank(launcher, number, count, local, int(per_node[0]) if per_node else 1)
-    return None
 
 
 def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRank:

@@ -265,13 +265,15 @@ import contextlib, io, json, sys
 sys.modules["torch"] = None  # importing it fails
 from commpress.cli import main
 said = {}
-for words, wrong in json.loads(sys.argv[1]).items():
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
+for line in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.redirect_stdout(io.StringIO()):
         try:
-            code = main([*words.split(), *wrong.split()])
+            code = main(line.split())
         except SystemExit as left:
             code = left.code
-    said[words] = [code, heard.getvalue()]
+        except ImportError as error:
+            code = str(error)
+    said[line] = [code, heard.getvalue() or "-"]
 print(json.dumps(said))
 """
 
@@ -313,26 +315,259 @@ EARLY = [
             "trained?"
         ),
     ),
+    ("demo --ways plain,sing", "argument --ways: got 'sing', expected some of no-network, plain"),
+    ("demo --ways plain,sing", "did you mean 'sign'?"),
+    ("demo --head-codec plain", "argument --head-codec: codec is 'plain', expected one of 'sign'"),
+    ("demo --width 30", "argument --width: got '30', expected a width that 4 heads share"),
+    (
+        "demo --layers 5000",
+        "argument --layers: got '5000', expected a whole number of at least 1 and at most 1024",
+    ),
+    ("demo --lr 1e-3,2e-3", "--lr has several rates: add --search to try them"),
+    (
+        "demo --out demo.txt",
+        "the picture's name is 'demo.txt', expected one that ends in .svg, .png, .pdf",
+    ),
+    ("demo --ranks 251", "--ranks is 251, expected at most 250 where each has a host of its own"),
+    ("doctor --only netwrk", "argument --only: got 'netwrk', expected some of torch, backends"),
+    ("doctor --only netwrk", "did you mean 'network'?"),
+    (
+        "probe --topology 2x",
+        "argument --topology: topology is '2x', expected nodes x ranks ('2x4')",
+    ),
+    (
+        "probe --topology 2x2 --ranks 3",
+        "--topology '2x2' has 4 ranks and --ranks is 3: they must be as many",
+    ),
+    ("probe --ranks 1", "argument --ranks: got '1', expected a whole number of at least 2"),
+    ("probe --plot p.png", "--plot"),
+    ("bench codec --codec sing", "argument --codec: got 'sing', expected some of sign, sign/row"),
+    (
+        "bench codec --threads 1,x",
+        "argument --threads: got '1,x', expected positive numbers such as 1,2,4,8",
+    ),
+    ("bench codec --check --threads 1", "--check needs the codec sign on 1 and 2 threads"),
+    ("bench allreduce --codec sing", "did you mean 'sign'?"),
+    (
+        "bench allreduce --codec powersgd-4",
+        "argument --codec: codec 'powersgd/4/2' compresses whole tensors",
+    ),
+    (
+        "bench allreduce --min-bytes 1MiB --max-bytes 1KiB",
+        "expected 4 <= --min-bytes <= --max-bytes",
+    ),
+    (
+        "bench alltoall --codec sign",
+        "argument --codec: codec is 'sign/rms/2048', expected int8, int4, fp8",
+    ),
+    ("bench alltoall --nodes 2y4", "argument --nodes: topology is '2y4', expected nodes x ranks"),
+    ("bench alltoall --nodes 2x4", "--nodes '2x4' has 8 ranks and --ranks is 4"),
+    (
+        "bench alltoall --mpi",
+        "--mpi needs ranks of an MPI job: mpirun -n 4 commpress bench alltoall --mpi",
+    ),
+    ("bench experts --k x", "argument --k: got 'x', expected positive numbers"),
+    ("bench experts --k 32", "--k is 32 and --experts 16"),
+    (
+        "bench experts --topology 2y",
+        "argument --topology: topology is '2y', expected nodes x ranks",
+    ),
+    (
+        "bench experts --states /nowhere.pt",
+        "argument --states: '/nowhere.pt' cannot be read, expected what examples/moe_gpt.py",
+    ),
+    (
+        "bench experts --share nan",
+        "argument --share: got 'nan', expected a number above 0 and up to 1",
+    ),
+    ("bench io --chunks 3MiB", "--chunks must be at least 1MiB and divide --size"),
+    ("bench io --chunks many", "argument --chunks: size is 'many', expected a number with KiB"),
+    ("bench io --size 0", "--chunks must be at least 1MiB and divide --size"),
+    ("bench io --engine spdk", "argument --engine: got 'spdk', expected 'auto' or one of io_uring"),
+    ("bench io --check --no-fio", "--check compares with fio"),
+    (
+        "bench train --ways powersgd",
+        "argument --ways: variant is 'powersgd', expected powersgdN or one of compute",
+    ),
+    (
+        "bench train --ways sign --check",
+        "--check compares sign and powersgd1, or auto and plain: name both in --ways",
+    ),
+    (
+        "bench train --bucket-mb plane=4",
+        "--bucket-mb has 'plane=4', expected a number or variant=number",
+    ),
+    ("bench train --width 30", "argument --width: got '30', expected a width that 4 heads share"),
+    (
+        "plan --parameters 1M --compute-ms 1 --ways sing",
+        "--ways has 'sing': codec is 'sing', expected one of 'sign'",
+    ),
+    ("plan --parameters 1M --compute-ms 1 --allow sing", "--allow has 'sing': codec is 'sing'"),
+    ("plan --parameters 1M --compute-ms 1 --uniform sing", "--uniform has 'sing': codec is 'sing'"),
+    (
+        "plan --parameters 1M --compute-ms 1 --memory gpu=1GiB",
+        "argument --memory: memory is 'gpu=1GiB', expected such as device=24GiB",
+    ),
+    (
+        "plan --parameters 1M --compute-ms 1 --model os:getcwd",
+        "expected one of --parameters, --model and --config",
+    ),
+    (
+        "plan --config /nowhere.json --compute-ms 1",
+        "argument --config: '/nowhere.json' cannot be read",
+    ),
+    ("plan --config /dev/null --compute-ms 1", "argument --config: /dev/null is no JSON"),
+    (
+        "plan --model mymodels --compute-ms 1",
+        "argument --model: got 'mymodels', expected module:function",
+    ),
+    ("plan --parameters 1M", "--compute-ms is missing"),
+    ("plan --parameters 0", "argument --parameters: got '0', expected at least 1000 parameters"),
+    (
+        "plan --parameters 1M --compute-ms 1 --nodes 1x1",
+        "a cluster of one rank sends nothing: give --nodes with at least two",
+    ),
+    (
+        "plan --parameters 1M --compute-ms 1 --link 1gbit --link 1gbit",
+        "--link is given 2 times, expected once, or once for each of 1 kinds",
+    ),
+    (
+        "plan --parameters 1M --compute-ms 1 --speeds 1,1",
+        "--speeds is for --mesh: add --mesh, or leave it out",
+    ),
+    (
+        "plan --parameters 1M --compute-ms 1 --links /nowhere.json",
+        "argument --links: '/nowhere.json' cannot be read, expected what commpress probe wrote",
+    ),
+    (
+        "plan --parameters 1M --compute-ms 1 --gradients /nowhere.pt",
+        "argument --gradients: '/nowhere.pt' cannot be read",
+    ),
+    (
+        "plan --parameters 1M --compute-ms 1 --cores -1",
+        "argument --cores: got '-1', expected a number of at least 0",
+    ),
+    (
+        "plan --parameters 1M --compute-ms 1 --oversubscription 0.5",
+        "argument --oversubscription: got '0.5', expected a number of at least 1",
+    ),
+    (
+        "plan --mesh --parameters 1M --compute-ms 1 --dims xp=int4",
+        "argument --dims: dims are 'xp=int4', expected codecs of dp, pp and ep",
+    ),
+    (
+        "plan --mesh --parameters 1M --compute-ms 1 --dims dp=sing",
+        "--dims has 'dp=sing': codec is 'sing'",
+    ),
+    (
+        "plan --mesh --parameters 1M --compute-ms 1 --speeds 1,1",
+        "--speeds is '1,1', expected 4 positive numbers, one for each rank",
+    ),
+    (
+        "plan --mesh --parameters 1M --compute-ms 1 --memory host=1GiB",
+        "--memory has host: grids keep all on the device",
+    ),
+    (
+        "plan --mesh --parameters 1M --compute-ms 1 --experts 3",
+        "--experts is 3, but no parameter of the model is named after experts",
+    ),
+    (
+        "simulate --ways powersgd-4",
+        "powersgd-4 needs shapes: give --parameters, --model or --config",
+    ),
+    ("simulate --ways local:int4", "local:int4 needs a model"),
+    (
+        "simulate --parameters 1M --compute-ms 1 --ways local:int4:x",
+        "--ways has 'local:int4:x': way is 'local:int4:x', expected local:CODEC",
+    ),
+    (
+        "simulate --parameters 1M --compute-ms 1 --ways local:sing",
+        "--ways has 'local:sing': codec is 'sing'",
+    ),
+    ("simulate --parameters 1M", "a training step needs --compute-ms"),
+    ("simulate --scaling 0", "argument --scaling: got '0', expected positive numbers"),
+    ("simulate --bytes 0", "--bytes is '0', expected at least 4"),
+    (
+        "simulate --parameters 1M --compute-ms 1 --grid xx",
+        "argument --grid: grid is 'xx', expected ranks of pp, dp, ep, sp, tp",
+    ),
+    (
+        "simulate --parameters 1M --compute-ms 1 --grid pp8",
+        "--grid pp8 has 8 ranks and the nodes have 4: they must be as many",
+    ),
+    (
+        "simulate --parameters 1M --compute-ms 1 --grid dp4 --ways powersgd-4",
+        "--ways has powersgd-4, not simulated on a grid",
+    ),
+    (
+        "simulate --experts-per-token 9 --experts 3",
+        "experts is 3, expected a multiple of the 4 ranks",
+    ),
+    ("chaos --delay 5ms -- true", "--rate and --delay are of links between hosts: add --hosts"),
+    ("chaos --faults cut --faults-per-hour 9000 -- true", "a link can be cut only between hosts"),
+    ("chaos --schedule /nowhere.txt", "--schedule /nowhere.txt: No such file or directory"),
+    ("chaos --calm nan", "argument --calm: got 'nan', expected a number of at least 0"),
+    ("from-deepspeed /nowhere.json", "/nowhere.json cannot be read: No such file or directory"),
 ]
 
 
-@pytest.mark.parametrize(("typed", "says"), EARLY)
-def test_these_too_are_refused_before_torch_is_imported(typed, says, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert status(typed.split()) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith(says)
+def without_torch(lines):
+    """The exit status and what is said of each of these lines, in a process of its own where torch
+    cannot be imported."""
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_these_too_are_refused_before_torch_is_imported():
+    found = {
+        typed: (code, said.splitlines()[-1])
+        for typed, (code, said) in without_torch([t for t, _ in EARLY]).items()
+    }
+    assert [
+        (typed, found[typed])
+        for typed, says in EARLY
+        if found[typed][0] != 2 or says not in found[typed][1]
+    ] == []
+    assert {
+        words for words in WRONG if not any(typed.startswith(words) for typed, _ in EARLY)
+    } == set()
+
+
+def test_codecs_of_users_are_known_before_torch_and_after_their_module(
+    tmp_path, monkeypatch, capsys
+):
+    """Without --model nobody can have registered one; with it names are looked up when its module
+    is imported."""
+    module = (
+        "import commpress, my_codec, torch\ncommpress.register_codec('cli-own', "
+        "my_codec.TwoBits())\n"
+    )
+    module += (
+        "make = lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))\n"
+    )
+    (tmp_path / "registers.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    given = ["--compute-ms", "1", "--device", "900GB/s", "--ways", "plain,cli-own"]
+    for command in ("plan", "simulate"):
+        assert status([command, *given, "--parameters", "1M", "--ways", "cli-mine"]) == 2
+        assert status([command, *given, "--model", "registers:make"]) == 0, capsys.readouterr().err
+        assert "cli-own" in capsys.readouterr().out
+        assert status([command, *given, "--model", "registers:make", "--ways", "cli-other"]) == 2
+        assert "--ways has 'cli-other'" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_refused_by_name_before_torch_is_imported():
     assert set(WRONG) == {command.words for command in REGISTERED}
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(WRONG)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 0, ran.stderr
-    for words, (code, said) in json.loads(ran.stdout).items():
+    for line, (code, said) in without_torch(
+        [f"{words} {wrong}" for words, wrong in WRONG.items()]
+    ).items():
+        words = next(words for words in WRONG if line == f"{words} {WRONG[words]}")
         last = said.splitlines()[-1]
         option, _, value = WRONG[words].rpartition(" ")
         assert code == 2, words

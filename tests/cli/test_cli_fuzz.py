@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from commpress.cli import chaos, cluster_options, commands, demo, main, parser, ranks
+from commpress.cli import chaos, cluster_options, commands, demo, main, option_groups, parser, ranks
 from commpress.errors import CommpressError
 from commpress.plan.costs import device_costs
 
@@ -223,7 +223,7 @@ def no_processes(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, reached)
     monkeypatch.setattr(
-        "commpress.cli.doctor.SECTIONS", {"torch": lambda _: [], "clocks": lambda _: []}
+        "commpress.cli.doctor.SECTIONS", dict.fromkeys(option_groups.SECTIONS, lambda _: [])
     )
     monkeypatch.setattr("commpress.cli.bench_codec.measure", reached)
     monkeypatch.setattr(cluster_options, "measure_costs", lambda: device_costs(1e11))

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import connections, demo, main, race, svg
-from commpress.cli.contenders import CONTENDERS, Choices, Racer
+from commpress.cli.contenders import CONTENDERS, Choices
 from commpress.cli.gpt import batch, standard_library
 from commpress.cli.hosts import Hosts, HostsUnavailable
 from commpress.cli.race import Course, Finish, Lane, RaceClock
+from commpress.cli.racer import Racer
 from commpress.cli.ranks import LocalRanks
 from commpress.errors import MissingPackage
 

@@ -42,6 +42,14 @@ LATE = {  # (importer, what it imports inside a function): why not at the top of
     ): "the commands' modules import this room, so it cannot import them back",
     ("commpress.cli.*", "commpress.cli.charts"): "matplotlib is optional",
     (
+        "commpress.cli.option_groups",
+        "commpress.cli.refusals",
+    ): "it loads numpy, which help does not need",
+    (
+        "commpress.codecs.sparse",
+        "commpress.kernels.sparse_blocks",
+    ): "names of codecs are known without torch",
+    (
         "commpress.cli.doctor",
         "commpress.cli.bench_codec",
     ): "kernels that cannot be imported are a finding",

@@ -19,8 +19,9 @@ from commpress.optim.outer import SparseLoCo
 from commpress.plan.candidates import WAYS, Settings, advised, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import device_costs
-from commpress.plan.local_ways import LocalWay, considered, local_way, simulate_local
+from commpress.plan.local_ways import considered, simulate_local
 from commpress.plan.model import Model, Shape, transformer
+from commpress.plan.way_names import LocalWay, local_way
 from commpress.schedules import Hidden
 from commpress.units import parse_link
 

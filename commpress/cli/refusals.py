@@ -1,0 +1,385 @@
+"""Meaning of the words of options, and options that do not go together. Loads no torch: wrong lines
+are refused at once.
+
+A function that is named after a command is called with all its options; ``option_groups.word``
+names the others, which are called with the text of one.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NoReturn, TypeVar
+
+from commpress.cli import fault_schedule, hosts, terminal
+from commpress.cli.contenders import names
+from commpress.cli.option_groups import meant, sizes_of
+from commpress.codecs.codec import Codec
+from commpress.codecs.family import NAMES, SignCodec
+from commpress.codecs.registry import codec_named
+from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
+from commpress.collectives.all_to_all.codecs_taken import check_codec
+from commpress.collectives.nodes import Topology
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.integrations.trainers.launcher import place
+from commpress.plan.grid import Grid, MeshDims, check_experts, dims_of, grid_of, speeds_of
+from commpress.plan.way_names import PREFIX, RINGS, local_way
+from commpress.tiered_mem.engines import NAMES as ENGINES
+from commpress.units import parse_bytes, parse_nodes, parse_rates
+
+CODECS: dict[str, Codec] = {
+    "sign": SignCodec(),
+    "sign/row": SignCodec(block=0),
+} | NAMES  # of bench codec
+T = TypeVar("T")
+AUTO = "auto"  # as codec="auto"
+COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})  # by bench train --check
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# ---------------------------------------------------------------- words of one option
+
+contenders, codec, nodes, dims = names, codec_named, Topology.parse, dims_of
+
+
+def grid(text: str) -> None:
+    if text:
+        grid_of(text)
+
+
+def topology(text: str) -> None:
+    if text != "auto":
+        nodes(text)
+
+
+def row_codec(text: str) -> None:
+    """A codec of rows of a flat buffer: those of whole tensors say that they are none."""
+    codec_named(text).row_bytes(8)
+
+
+def exchanged_codec(text: str) -> None:
+    check_codec(codec_named(text))
+
+
+def timed(text: str) -> None:
+    for name in text.split(","):
+        if name not in CODECS:
+            raise InvalidArgument(
+                f"got {name!r}, expected some of {', '.join(CODECS)}{meant(name, CODECS)}"
+            )
+
+
+def engine(text: str) -> None:
+    if text not in ("auto", *ENGINES):
+        raise InvalidArgument(
+            f"got {text!r}, expected 'auto' or one of {', '.join(ENGINES)}{meant(text, ENGINES)}"
+        )
+
+
+def variants_of(text: str) -> tuple[str, ...]:
+    """Those that ``commpress bench train`` runs."""
+    variants = tuple(dict.fromkeys(["compute", *text.split(",")]))
+    for name in variants:
+        check_variant(name)
+    return variants
+
+
+def check_variant(name: str) -> None:
+    known = tuple(dict.fromkeys(("compute", "plain", "hook", "bf16", AUTO, *NAMES)))
+    if name not in known and not re.fullmatch(r"powersgd[1-9][0-9]{0,3}", name):
+        raise InvalidArgument(
+            f"variant is {name!r}, expected powersgdN or one of "
+            f"{', '.join(known)}{meant(name, known)}"
+        )
+
+
+# ---------------------------------------------------------------- options together
+
+
+def demo(options: argparse.Namespace) -> None:
+    if options.network in ("auto", "hosts"):
+        _hosts(options.ranks)
+    if options.out:
+        terminal.check_picture(options.out, (".svg", ".png", ".pdf"))
+        if not options.out.endswith(".svg") and find_spec("matplotlib") is None:
+            raise MissingPackage(
+                f"{options.out} needs matplotlib (pip install 'commpress[demo]'); a name that "
+                "ends in .svg does not"
+            )
+    if options.lr and len(parse_rates(options.lr)) > 1 and not options.search:
+        raise InvalidArgument("--lr has several rates: add --search to try them")
+
+
+def _hosts(ranks: int) -> None:
+    if ranks > hosts.MOST:
+        raise InvalidArgument(
+            f"--ranks is {ranks}, expected at most {hosts.MOST} where each has a host of its own"
+        )
+
+
+def launched() -> bool:
+    """True if torchrun, mpirun or srun started this process as one of several."""
+    there = [name for name in _TORCHRUN if name in os.environ]
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if missing and ("RANK" in there or "WORLD_SIZE" in there):
+        raise InvalidArgument(
+            f"{', '.join(there)} set but {', '.join(missing)} not: a launcher sets all four, "
+            "unset them for local ranks"
+        )
+    where = place()
+    return where is not None and (where.launcher == "torchrun" or where.size > 1)
+
+
+def _on_nodes(options: argparse.Namespace, option: str) -> None:
+    """A launcher's ranks are counted when they meet."""
+    text = getattr(options, option)
+    if (
+        not launched()
+        and text not in (None, "auto")
+        and (size := nodes(text).size) != options.ranks
+    ):
+        raise InvalidArgument(
+            f"--{option} {text!r} has {size} ranks and --ranks is {options.ranks}: they must be "
+            "as many"
+        )
+
+
+def probe(options: argparse.Namespace) -> None:
+    _on_nodes(options, "topology")
+    if options.plot and not options.plot.endswith(".svg"):
+        raise InvalidArgument(f"--plot is {options.plot!r}, expected a name that ends in .svg")
+
+
+def chaos(options: argparse.Namespace) -> None:
+    faults_of(options)
+
+
+def faults_of(options: argparse.Namespace) -> list[fault_schedule.Fault]:
+    """The faults to make; refuses what cannot be run before anything is."""
+    if not sys.platform.startswith("linux"):
+        raise InvalidArgument(
+            f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}"
+        )
+    if (options.rate or options.delay) and not options.hosts:
+        raise InvalidArgument("--rate and --delay are of links between hosts: add --hosts")
+    if options.hosts:
+        _hosts(options.ranks + 1)  # one is the launcher's
+    if options.schedule:
+        faults = fault_schedule.read(options.schedule, options.ranks)
+    else:
+        kinds = [kind for kind in options.faults.split(",") if kind]
+        faults = list(
+            fault_schedule.drawn(
+                kinds,
+                options.faults_per_hour,
+                options.ranks,
+                options.seconds,
+                options.seed,
+                first=options.calm,
+            )
+        )
+    if not options.hosts and any(fault.kind == "cut" for fault in faults):
+        raise InvalidArgument("a link can be cut only between hosts: add --hosts, or leave cut out")
+    return faults
+
+
+def bench_codec(options: argparse.Namespace) -> None:
+    if options.check and not (
+        "sign" in (options.codec or "sign").split(",") and {1, 2} <= set(options.threads)
+    ):
+        raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
+
+
+def bench_allreduce(options: argparse.Namespace) -> None:
+    launched(), sizes_of(options)
+
+
+def bench_alltoall(options: argparse.Namespace) -> None:
+    if options.mpi and not launched():
+        raise InvalidArgument(
+            "--mpi needs ranks of an MPI job: mpirun -n 4 commpress bench alltoall --mpi"
+        )
+    _on_nodes(options, "nodes")
+    sizes_of(options)
+
+
+def bench_experts(options: argparse.Namespace) -> None:
+    _on_nodes(options, "topology")
+    if max(options.k) > options.experts:
+        raise InvalidArgument(
+            f"--k is {max(options.k)} and --experts {options.experts}: a token has at most all of "
+            "them"
+        )
+
+
+def bench_io(options: argparse.Namespace) -> None:
+    size, chunks = parse_bytes(options.size), options.chunks
+    if min(chunks) < 1 << 20 or not size or size % max(chunks):
+        raise InvalidArgument("--chunks must be at least 1MiB and divide --size")
+    if options.check and (options.no_fio or not shutil.which("fio")):
+        raise InvalidArgument("--check compares with fio: apt-get install fio")
+    if options.deepspeed and find_spec("deepspeed") is None:
+        raise MissingPackage("--deepspeed needs the package deepspeed, libaio-dev and a compiler")
+
+
+def bench_train(options: argparse.Namespace) -> None:
+    variants = variants_of(options.ways)
+    if options.check and not any(compared <= set(variants) for compared in COMPARED):
+        raise InvalidArgument(
+            "--check compares sign and powersgd1, or auto and plain: name both in --ways"
+        )
+    launched(), bucket_sizes(variants, options.bucket_mb)
+
+
+def bucket_sizes(variants: tuple[str, ...], words: list[str]) -> dict[str, float]:
+    """MB of the buckets from words like '25' and 'sign=4': of a variant, and under '' of all
+    others."""
+    sizes = {"": 25.0}
+    for word in words:
+        name, _, number = word.rpartition("=")
+        try:
+            sizes[name] = float(number)
+        except ValueError:
+            sizes[name] = 0.0
+        if not 0 < sizes[name] < float("inf") or name not in ("", *variants):
+            raise InvalidArgument(
+                f"--bucket-mb has {word!r}, expected a number or variant=number with a variant "
+                "that runs"
+            )
+        if name.startswith("powersgd"):
+            raise InvalidArgument(
+                "torch's PowerSGD hook needs all gradients in one bucket, so it has no --bucket-mb"
+            )
+    return sizes
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def plan(options: argparse.Namespace) -> None:
+    _model(options)
+    for name in () if options.mesh else ("pairs", "batch", "dims", "speeds"):
+        if getattr(options, name) not in (None, ""):
+            raise InvalidArgument(f"--{name} is for --mesh: add --mesh, or leave it out")
+    if not options.compute_ms:
+        raise InvalidArgument(
+            "--compute-ms is missing: what one rank takes for a step without communication"
+        )
+    if options.mesh and options.memory.keys() - {"device"}:
+        raise InvalidArgument(
+            f"--memory has {', '.join(options.memory)}: grids keep all on the device, expected "
+            "device=SIZE"
+        )
+    if options.mesh and options.experts and options.parameters:
+        no_experts(options)
+    if not (options.mesh and options.pairs):
+        size = _cluster(options)
+        if options.mesh and size:
+            speeds_of(options.speeds, size)
+    if not options.model:
+        planned_codecs(options)
+
+
+def no_experts(options: argparse.Namespace) -> NoReturn:
+    raise InvalidArgument(
+        f"--experts is {options.experts}, but no parameter of the model is named after experts: "
+        "give its --config, or leave --experts out"
+    )
+
+
+def planned_codecs(options: argparse.Namespace) -> None:
+    """The codecs that a plan is to choose from; with --model asked once its module, which may
+    register some, is imported."""
+    for option in ("ways", "allow", "uniform"):
+        for way in (word.strip() for word in (getattr(options, option) or "").split(",")):
+            if way and way not in RINGS and (option, way) != ("allow", "local"):
+                _found(option, way, codec_named)
+    _found("dims", options.dims, lambda text: MeshDims(**dims_of(text)))
+
+
+def _found(option: str, text: str, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--{option} has {text!r}: {error}") from None
+
+
+def simulate(options: argparse.Namespace) -> None:
+    trained = bool(options.parameters or options.model or options.config)
+    size = _cluster(options)
+    if options.grid:
+        _model(options)
+        as_many(grid_of(options.grid), size)
+        if not options.compute_ms:
+            raise InvalidArgument(
+                "a step on a grid needs --compute-ms: what a rank takes for its share of it, alone"
+            )
+    elif options.experts_per_token:
+        check_experts(options.experts, size, options.experts_per_token)
+        return
+    elif trained:
+        _model(options)
+        if not options.compute_ms:
+            raise InvalidArgument(
+                "a training step needs --compute-ms: what one rank takes for it without "
+                "communication"
+            )
+    if parse_bytes(options.bytes) < 4:
+        raise InvalidArgument(f"--bytes is {options.bytes!r}, expected at least 4: one float32")
+    if not options.model:
+        simulated_ways(options)
+
+
+def simulated_ways(options: argparse.Namespace) -> None:
+    """Ways that can be simulated; with --model asked once its module, which may register codecs, is
+    imported."""
+    trained = bool(options.parameters or options.model or options.config)
+    for way in options.ways.split(","):
+        local = _found("ways", way, local_way) if way.startswith(PREFIX) else None
+        found = None if local or way in RINGS else _found("ways", way, codec_named)
+        if options.grid and (local or isinstance(found, WholeTensorCodec)):
+            raise InvalidArgument(
+                f"--ways has {way}, not simulated on a grid: name rings, or codecs of rows such "
+                "as int8"
+            )
+        if local and not trained:
+            raise InvalidArgument(
+                f"{way} needs a model: give --parameters, --model or --config, and --compute-ms"
+            )
+        if isinstance(found, LowRankCodec) and not trained:
+            raise InvalidArgument(f"{way} needs shapes: give --parameters, --model or --config")
+
+
+def as_many(grid: Grid, ranks: int) -> None:
+    if ranks and grid.size != ranks:
+        raise InvalidArgument(
+            f"--grid {grid} has {grid.size} ranks and the nodes have {ranks}: they must be as many"
+        )
+
+
+def _model(options: argparse.Namespace) -> None:
+    if sum(bool(given) for given in (options.parameters, options.model, options.config)) != 1:
+        raise InvalidArgument(
+            "expected one of --parameters, --model and --config: what is to be trained?"
+        )
+
+
+def _cluster(options: argparse.Namespace) -> int:
+    """Ranks that the nodes have; 0 where a file says it, which is read later."""
+    if options.links:
+        return 0
+    kinds = parse_nodes(options.nodes)
+    if len(options.link or [""]) not in (1, len(kinds)):
+        raise InvalidArgument(
+            f"--link is given {len(options.link)} times, expected once, or once for each of "
+            f"{len(kinds)} kinds"
+        )
+    several(size := sum(count * ranks for count, ranks in kinds))
+    return size
+
+
+def several(ranks: int) -> None:
+    if ranks < 2:
+        raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
