@@ -21,13 +21,8 @@ import torch
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.codecs import Codec, LowRankCodec, SketchCodec, codec_named, policy_of
+from commpress.codecs import Codec, LowRankCodec, codec_named
 from commpress.codecs.family import NAMES
-from commpress.collectives.allreduce import Workspace
-from commpress.collectives.buckets import Span
-from commpress.collectives.sketch import keep, next_quanta, peaks_of, plan_sketches
-from commpress.feedback import ErrorFeedback
-from commpress.kernels.cpu import cells as cpu_cells
 from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.matrices import Matrix, stack
@@ -43,7 +38,6 @@ NAMED = (
     "topk-64",
     "topk-256",
     "randk-32",
-    "sketch-64",
     "powersgd-2",
     "powersgd-8",
 )
@@ -114,11 +108,7 @@ def measure() -> tuple[list[Line], dict[str, float]]:
             if isinstance(codec, LowRankCodec):
                 lines.append(_matrices(name, codec, found))
             else:
-                lines.append(
-                    _sketch(name, codec, found)
-                    if isinstance(codec, SketchCodec)
-                    else _rows(name, codec, found)
-                )
+                lines.append(_rows(name, codec, found))
         return lines, exponents(torch.cat([g.flatten() for g in found.values()]))
     finally:
         torch.set_num_threads(threads)
@@ -197,53 +187,6 @@ def _matrices(name: str, codec: LowRankCodec, found: dict[str, torch.Tensor]) ->
         True,
         False,
         True,
-    )
-
-
-def _sketch(name: str, codec: SketchCodec, found: dict[str, torch.Tensor]) -> Line:
-    """One rank's way into the cells of ``ROWS`` ranks, and the peeling of what it put there. The
-    quanta are known."""
-    x, spans, at = torch.cat([g.flatten() for g in found.values()]), [], 0
-    for key, g in found.items():
-        spans.append(Span(key, at, g.numel()))
-        at += g.numel()
-    (plan,) = plan_sketches(spans, policy_of(codec), ROWS, {})
-    old, new = (ErrorFeedback.zeros(plan.message.pieces) for _ in range(2))
-    workspace = Workspace()
-    kept, _ = keep(x, old, new, plan, workspace, 1.0)
-    plan.quanta.update(next_quanta(peaks_of(kept, plan), ROWS))
-    factors, told = plan.factors(), torch.empty(x.numel(), dtype=torch.float64)
-    table, bitmap, out = (
-        torch.zeros(plan.cells.pieces.numel),
-        torch.zeros(-(-x.numel() // 8), dtype=torch.uint8),
-        x.clone(),
-    )
-
-    def encode() -> None:
-        kept, _ = keep(x, old, new, plan, workspace, 1.0)
-        cpu_cells.to_quanta(kept, new.sent, plan.starts, factors)
-        table.zero_()
-        cpu_cells.add(kept, table, bitmap)
-
-    def decode() -> None:
-        cpu_cells.peel(table.double(), bitmap, told)
-        cpu_cells.scaled(told, plan.starts, factors, out)
-
-    encode_seconds, decode_seconds = _seconds(encode), _seconds(decode)
-    (head,) = (
-        slice(span.source, span.source + span.numel) for span in spans if span.name == "head.weight"
-    )
-    sent, gigabytes = plan.cells.pieces.row_bytes * ROWS + bitmap.numel(), 4e-9 * x.numel()
-    return Line(
-        name,
-        8 * sent / x.numel(),
-        _error(x, out),
-        _error(x[head], out[head]),
-        gigabytes / encode_seconds,
-        gigabytes / decode_seconds,
-        True,
-        False,
-        False,
     )
 
 

@@ -57,8 +57,6 @@ class Workspace:
     checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     encode_seconds: float = 0.0  # in kernels before a row leaves
     decode_seconds: float = 0.0  # in kernels after the last row came
-    # messages whose sketch could not be told apart, or not yet, and that went densely
-    dense_sketches: int = 0
     timeline: Timeline | None = None  # who watches
     # rows too are lent from flat buffers: of many lengths there are then few, each as long as the
     # longest
@@ -290,15 +288,12 @@ def reduce_bucket(
     *,
     messages: Sequence[Message],
     sequence: int,
-    reduce: Callable[..., Steps[Outcome]] | None = None,
     **call: Unpack[Call],
 ) -> Steps[list[Outcome]]:
-    """All messages of one bucket, pipelined; ``sequence`` numbers the first. ``reduce``: in place
-    of ``reduce_message``."""
-    one = reduce or reduce_message
+    """All messages of one bucket, pipelined; ``sequence`` numbers the first."""
     return overlapped(
         (
-            one(buffer, feedback, message=message, sequence=sequence + i, **call)
+            reduce_message(buffer, feedback, message=message, sequence=sequence + i, **call)
             for i, (message, feedback) in enumerate(zip(messages, feedbacks, strict=True))
         ),
         limit=ALONGSIDE,

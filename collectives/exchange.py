@@ -1,8 +1,8 @@
 """Exchanges: how tensors of one flat buffer cross a channel, in which messages, with which
 residuals, taking how many numbers.
 
-``Exchanges`` cuts each set of tensors once and keeps the result. Rows, matrices (PowerSGD) and
-sketches of one buffer travel side by side; with a topology in two levels, one after the other.
+``Exchanges`` cuts each set of tensors once and keeps the result. Rows and matrices (PowerSGD) of
+one buffer travel side by side; with a topology in two levels, one after the other.
 Residuals belong to tensors, whatever they travel with. ``scatter`` has the exchange of who divides
 state among the ranks.
 """
@@ -19,7 +19,6 @@ from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, reduce_bucket
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages, one_message
 from commpress.collectives.channel import Channel
-from commpress.collectives.ef21 import as_changes, reduce_changes
 from commpress.collectives.levels import Levels
 from commpress.collectives.powersgd import (
     Bases,
@@ -30,17 +29,6 @@ from commpress.collectives.powersgd import (
     matrices_of,
     plan_matrices,
     reduce_matrices,
-)
-from commpress.collectives.sketch import (
-    Quanta,
-    SketchPlan,
-    SketchRoute,
-    check_quanta,
-    load_quanta,
-    plan_sketches,
-    reduce_sketch,
-    reduce_sketch_route,
-    route_sketches,
 )
 from commpress.collectives.two_level import (
     Feedbacks,
@@ -54,7 +42,6 @@ from commpress.errors import check_counts
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
 
-Whole = MatrixPlan | SketchPlan  # tensors that are not cut into rows
 Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the buffer, and its shape
 
 
@@ -145,28 +132,19 @@ class FlatExchange(Exchange):
 
 
 class Reduce(Exchange):
-    """The mean in one level: rows, matrices and sketches side by side. ``changes``: they send
-    changes (EF21)."""
+    """The mean in one level: rows and matrices side by side."""
 
     def __init__(
         self,
         spans: list[Span],
         rows: list[Message],
-        whole: Sequence[Whole],
+        matrices: Sequence[MatrixPlan],
         feedbacks: list[ErrorFeedback | None],
-        *,
-        changes: bool = False,
     ) -> None:
-        self.spans, self.rows, self.whole, self.feedbacks, self.changes = (
-            spans,
-            rows,
-            whole,
-            feedbacks,
-            changes,
-        )
-        self.messages = [*rows, *(plan.message for plan in whole)]
-        self.sequences = len(rows) + sum(plan.MESSAGES for plan in whole)
-        self.waits = None if whole else 2 * len(rows)
+        self.spans, self.rows, self.matrices, self.feedbacks = spans, rows, matrices, feedbacks
+        self.messages = [*rows, *(plan.message for plan in matrices)]
+        self.sequences = len(rows) + sum(plan.MESSAGES for plan in matrices)
+        self.waits = None if matrices else 2 * len(rows)
 
     def steps(
         self,
@@ -185,44 +163,28 @@ class Reduce(Exchange):
             "gain": gain,
             "asks": asks,
         }
-        count, reduce = len(self.rows), reduce_changes if self.changes else None
+        count = len(self.rows)
         rows = reduce_bucket(
-            buffer,
-            self.feedbacks[:count],
-            messages=self.rows,
-            sequence=sequence,
-            reduce=reduce,
-            **options,
+            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, **options
         )
-        if not self.whole:
+        if not self.matrices:
             return (yield from rows)
         jobs: list[Steps[Any]] = []
         sequence += count
-        for plan, feedback in zip(self.whole, self.feedbacks[count:], strict=True):
+        for plan, feedback in zip(self.matrices, self.feedbacks[count:], strict=True):
             if feedback is not None:
                 feedback.join(plan.message.pieces, channel.rank)
-            reduce_whole: Any = reduce_matrices if isinstance(plan, MatrixPlan) else reduce_sketch
-            steps = reduce_whole(buffer, feedback, plan=plan, sequence=sequence, **options)
-            if self.changes:
-                steps = as_changes(
-                    steps,
-                    buffer,
-                    feedback,
-                    channel.workspace,
-                    pieces=plan.message.pieces,
-                    gain=gain,
-                )
-            jobs.append(steps)
+            jobs.append(reduce_matrices(buffer, feedback, plan=plan, sequence=sequence, **options))
             sequence += plan.MESSAGES
         jobs.append(rows)
         *others, first = yield from overlapped(jobs, limit=2)
         return [*first, *others]
 
     def compensated(self, buffer: torch.Tensor, gain: float) -> torch.Tensor:
-        """c = g·x + e: what the encoder is about to see; with changes g·x. Measuring only."""
+        """c = g·x + e, which the encoder is about to see. Measuring only."""
         c = buffer * gain
         for message, feedback in zip(self.messages, self.feedbacks, strict=True):
-            if feedback is not None and not self.changes:
+            if feedback is not None:
                 feedback.settle(message.pieces)
                 for start, numel, kept in message.pieces.residual_runs:
                     c[start : start + numel] += feedback.sent[kept : kept + numel]
@@ -234,11 +196,11 @@ class Reduce(Exchange):
 
 
 class ReduceInLevels(Exchange):
-    """The mean in two levels: sums inside a node, rows and sketches between nodes, each slice with
-    residuals of its own.
+    """The mean in two levels: sums inside a node, rows between nodes, each slice with residuals of
+    its own.
 
-    Factors of matrices travel the same way, exactly; what they leave behind is each rank's own, as
-    in one level. ``changes``: of nodes, each a worker of EF21; of matrices, of ranks.
+    Factors of matrices travel the same way, exactly; their residual is each rank's own, as in one
+    level.
     """
 
     def __init__(
@@ -246,20 +208,12 @@ class ReduceInLevels(Exchange):
         spans: list[Span],
         routes: list[Route],
         feedbacks: Sequence[Feedbacks],
-        sketches: Sequence[tuple[SketchRoute, Feedbacks]] = (),
         matrices: Sequence[tuple[MatrixPlan, ErrorFeedback | None]] = (),
-        *,
-        changes: bool = False,
     ) -> None:
-        self.spans, self.routes, self.feedbacks, self.changes = spans, routes, feedbacks, changes
-        self.sketches, self.matrices = sketches, matrices
-        self.messages = [way.message for way in (*routes, *(plan.route for plan, _ in sketches))]
-        self.messages += [plan.message for plan, _ in matrices]
-        self.sequences = (
-            len(routes)
-            + sum(s.MESSAGES for s, _ in sketches)
-            + sum(m.MESSAGES for m, _ in matrices)
-        )
+        self.spans, self.routes, self.feedbacks = spans, routes, feedbacks
+        self.matrices = matrices
+        self.messages = [way.message for way in routes] + [plan.message for plan, _ in matrices]
+        self.sequences = len(routes) + sum(m.MESSAGES for m, _ in matrices)
         self.waits = None
         self._factors: dict[Message, Route] = {}
 
@@ -284,22 +238,8 @@ class ReduceInLevels(Exchange):
             sequence=sequence,
             key=key,
             gain=gain,
-            changes=self.changes,
         )
         sequence += len(self.routes)
-        for sketch, slices in self.sketches:
-            outcomes += yield from reduce_sketch_route(
-                buffer,
-                slices,
-                plan=sketch,
-                hierarchy=hierarchy,
-                workspace=workspace,
-                sequence=sequence,
-                key=key,
-                gain=gain,
-                changes=self.changes,
-            )
-            sequence += sketch.MESSAGES
 
         def mean(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
             if message not in self._factors:
@@ -318,7 +258,7 @@ class ReduceInLevels(Exchange):
             return all(outcome.finite for outcome in done)
 
         for plan, feedback in self.matrices:
-            steps = reduce_matrices(
+            outcome = yield from reduce_matrices(
                 buffer,
                 feedback,
                 plan=plan,
@@ -329,20 +269,12 @@ class ReduceInLevels(Exchange):
                 gain=gain,
                 mean=mean,
             )
-            if self.changes:
-                steps = as_changes(
-                    steps, buffer, feedback, workspace, pieces=plan.message.pieces, gain=gain
-                )
-            outcomes.append((yield from steps))
+            outcomes.append(outcome)
             sequence += plan.MESSAGES
         return outcomes
 
     def forget(self, workspace: Workspace) -> None:
-        for way in (
-            *self.routes,
-            *(plan.route for plan, _ in self.sketches),
-            *self._factors.values(),
-        ):
+        for way in (*self.routes, *self._factors.values()):
             for message in way.between.values():
                 workspace.forget(message)
         for plan, _ in self.matrices:
@@ -352,9 +284,8 @@ class ReduceInLevels(Exchange):
 class Exchanges:
     """All exchanges of one object, and what they leave behind.
 
-    ``feedback``: what compression leaves out is sent later. ``ef21``: instead, changes are sent
-    (``collectives.ef21``). ``levels``: of the channel, where it has a topology. ``residuals``: a
-    store that others use too.
+    ``feedback``: what compression leaves out is sent later. ``levels``: of the channel, where it
+    has a topology. ``residuals``: a store that others use too.
     """
 
     def __init__(
@@ -365,16 +296,14 @@ class Exchanges:
         *,
         levels: Levels | None = None,
         feedback: bool = True,
-        ef21: bool = False,
         seed: int = 0,
         residuals: ResidualStore | None = None,
     ) -> None:
         check_counts(seed=seed)
         self.policy, self.size, self.workspace, self.levels = policy, size, workspace, levels
         self.feedback, self.seed = feedback, seed
-        self.residuals = ResidualStore(ef21=ef21) if residuals is None else residuals
+        self.residuals = ResidualStore() if residuals is None else residuals
         self.bases: Bases = {}  # of low-rank codecs
-        self.quanta: Quanta = {}  # of sketches
         self._exact = policy_of("none")
         self._known: dict[tuple[bool, tuple[object, ...]], Exchange] = {}
 
@@ -423,13 +352,11 @@ class Exchanges:
             self._known.pop(key).forget(self.workspace)
 
     def reform(self, size: int, *, levels: Levels | None = None) -> None:
-        """Cut everything anew for so many ranks; ``residuals`` were handed over. Quanta follow from
-        the next mean."""
+        """Cut everything anew for so many ranks; ``residuals`` were handed over."""
         self.size, self.levels = size, levels
         for exchange in self._known.values():
             exchange.forget(self.workspace)
         self._known.clear()
-        self.quanta.clear()
 
     def pay(self, name: str, out: torch.Tensor, rank: int) -> None:
         """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean
@@ -447,11 +374,7 @@ class Exchanges:
         device: torch.device,
     ) -> Exchange:
         """Codecs of whole tensors take theirs out; the rest goes in rows."""
-        attach, changes, matrices = (
-            self.residuals.attach,
-            self.residuals.ef21,
-            matrices_of(spans, shapes, policy),
-        )
+        attach, matrices = self.residuals.attach, matrices_of(spans, shapes, policy)
         plans = (
             [plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)]
             if matrices
@@ -461,48 +384,32 @@ class Exchanges:
         def kept(message: Message) -> ErrorFeedback | None:
             return attach(message.keys, message.pieces, device) if self.feedback else None
 
-        def without(*plans: Whole | SketchRoute) -> list[Span]:
-            taken = {name for plan in plans for name in plan.names}
-            return [span for span in spans if span.name not in taken]
-
+        taken = {name for plan in plans for name in plan.names}
+        rest = [span for span in spans if span.name not in taken]
         if self.levels is not None:
             hierarchy = self.levels.hierarchy
-            sketches = route_sketches(spans, policy, hierarchy, self.quanta)
-            ways = routes(
-                without(*plans, *sketches), RowsOnly(policy), hierarchy, feedback=self.feedback
-            )
+            ways = routes(rest, RowsOnly(policy), hierarchy, feedback=self.feedback)
             slices = [
                 {i: attach(m.keys, m.pieces, device) for i, m in way.between.items()}
                 for way in ways
             ]
-            sketched = [
-                (sketch, {i: kept(m) for i, m in sketch.route.between.items()})
-                for sketch in sketches
-            ]
             in_ranks = [(plan, kept(plan.message)) for plan in plans]
-            return ReduceInLevels(spans, ways, slices, sketched, in_ranks, changes=changes)
-        whole: list[Whole] = [*plans, *plan_sketches(spans, policy, self.size, self.quanta)]
-        rows = messages(without(*whole), RowsOnly(policy), self.size, feedback=self.feedback)
+            return ReduceInLevels(spans, ways, slices, in_ranks)
+        rows = messages(rest, RowsOnly(policy), self.size, feedback=self.feedback)
         feedbacks = [attach(m.keys, m.pieces, device) for m in rows] + [
-            kept(plan.message) for plan in whole
+            kept(plan.message) for plan in plans
         ]
-        return Reduce(spans, rows, whole, feedbacks, changes=changes)
+        return Reduce(spans, rows, plans, feedbacks)
 
     # ------------------------------------------------------------ checkpoints
 
     def choices(self) -> dict[str, Any]:
-        """State that codecs have learnt besides residuals: bases of matrices, quanta of
-        sketches."""
-        return {
-            "bases": {name: basis.clone() for name, basis in self.bases.items()},
-            "quanta": dict(self.quanta),
-        }
+        """State that codecs have learnt besides residuals: bases of matrices."""
+        return {"bases": {name: basis.clone() for name, basis in self.bases.items()}}
 
     def check_choices(self, state: dict[str, Any]) -> None:
         """Raise ``StateMismatch`` unless ``load_choices`` can take them."""
         check_bases(self.bases, state.get("bases", {}))
-        check_quanta(state.get("quanta", {}))
 
     def load_choices(self, state: dict[str, Any]) -> None:
         load_bases(self.bases, state.get("bases", {}))
-        load_quanta(self.quanta, state.get("quanta", {}))

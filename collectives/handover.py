@@ -7,7 +7,6 @@
     R' = R − (1/P)·Σ eⱼ − sⱼ         of ranks j that died: lost once, and counted
     j leaves and says so             its part of R goes over to what the others sent, a range of
                                      every piece to each; R' = R
-    EF21                             v ← mean of hᵢ of who stays, hₙ ← v of who is new, s ← 0
 
 Note: nothing changes before all has come. Ranks say what they have and send the parts of rows that
 change hands; whoever calls this (``group.reform``) asks whether every rank has come as far, and
@@ -27,9 +26,7 @@ import msgpack
 import numpy as np
 import torch
 
-from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import Workspace, reduce_message
-from commpress.collectives.buckets import one_message
+from commpress.collectives.allreduce import Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.frame import FLAT, Frame, pack_rows, stamp_rows, verify_rows
@@ -180,18 +177,11 @@ class Handover:
                 for place, numel in pieces.items()
                 if place[0] == name
             }
-            if store.ef21:
-                kept[name] = yield from self._averaged(
-                    store, mine, stays=me.rank != NEW, staying=len(stayed)
-                )
-            else:
-                kept[name] = {
-                    key: (store.of(key, numel)[0], row) for key, (numel, row) in mine.items()
-                }
+            kept[name] = {key: (store.of(key, numel)[0], row) for key, (numel, row) in mine.items()}
 
         def commit() -> None:
             for name, store in stores.items():
-                for sent, *_ in kept[name].values() if not store.ef21 else ():
+                for sent, *_ in kept[name].values():
                     sent.mul_(change.size / before)
                 store.become(kept[name])
             self.rank, self.size, self.taken = change.rank, change.size, True
@@ -218,17 +208,15 @@ class Handover:
         """These ranks are about to leave: the others owe from now on what they do; collective over
         all of them.
 
-        Each that stays adds a range of every piece to what it sent. Estimates of EF21 are worth
-        nothing to others.
+        Each that stays adds a range of every piece to what it sent.
         """
-        owing = {name: store for name, store in stores.items() if not store.ef21}
         stay = [rank for rank in range(self.channel.size) if rank not in ranks]
         leaves = self.rank in ranks
-        me = _Said(self.rank, self.size, _pieces(owing) if leaves else {}, {}, {})
+        me = _Said(self.rank, self.size, _pieces(stores) if leaves else {}, {}, {})
         every = yield from self._told(me)
         whole: dict[Place, torch.Tensor] = {}
         for place, numel in me.pieces.items():
-            sent, reduced, *_ = owing[place[0]].of(place[1:], numel)
+            sent, reduced = stores[place[0]].of(place[1:], numel)
             whole[place] = sent[:numel].clone()
             add_reduced(whole[place], reduced, self.rank, self.size)
         parts = {
@@ -241,14 +229,14 @@ class Handover:
 
         def commit() -> None:
             if leaves:
-                for store in owing.values():
+                for store in stores.values():
                     store.load({})
             for rank, rest in came.items() if not leaves else ():
                 flat = rest.view(torch.float32)
                 for (name, parameter, offset), numel in every[rank].pieces.items():
                     at = slice_of(stay.index(self.rank), len(stay), numel)
                     part, flat = flat[: at.stop - at.start], flat[at.stop - at.start :]
-                    owing[name].add(
+                    stores[name].add(
                         (parameter, offset), at.start, part, numel, width_of(numel, self.size)
                     )
             self._left.update(ranks)
@@ -276,8 +264,7 @@ class Handover:
         if proposed is not None and proposed[0] == top:
             proposed[1]()
         elif self.settled == top - 1:
-            # estimates are averaged anew
-            workspace.settle(taken=taken and not any(store.ef21 for store in stores.values()))
+            workspace.settle(taken=taken)
             self.settled, self.taken = top, taken
         elif self.settled in (top, NEW):
             workspace.settle(taken=False)
@@ -299,36 +286,6 @@ class Handover:
 
         self._proposed = before + 1, settle
         return settle
-
-    def _averaged(
-        self,
-        store: ResidualStore,
-        pieces: Mapping[Key, tuple[int, torch.Tensor]],
-        *,
-        stays: bool,
-        staying: int,
-    ) -> Steps[dict[Key, Residual]]:
-        """EF21: v := the exact mean of the estimates of who stays, of which nothing is left to pass
-        on."""
-        if not pieces:
-            return {}
-        flat = _flat(store.of(key, numel)[0] for key, (numel, _) in pieces.items())
-        message = one_message(flat.numel(), EXACT, self.channel.size, name="estimates")
-        yield from reduce_message(
-            flat,
-            None,
-            message=message,
-            transport=self.channel.transport,
-            workspace=Workspace(),
-            sequence=self.channel.take(),
-        )
-        flat *= -self.channel.size / staying
-        kept: dict[Key, Residual] = {}
-        for (key, (numel, row)), known in zip(
-            pieces.items(), flat.split([n for n, _ in pieces.values()]), strict=True
-        ):
-            kept[key] = (store.of(key, numel)[0] if stays else -known, row.zero_(), known.clone())
-        return kept
 
     # ------------------------------------------------------------ messages
 

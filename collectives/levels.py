@@ -72,7 +72,7 @@ class Levels:
     def pay(self, store: ResidualStore, name: str, out: torch.Tensor) -> None:
         """As ``ResidualStore.pay``: add what is owed of a parameter to its gradient on this rank,
         and owe nothing any more."""
-        for sent, reduced in [] if store.ef21 else self._add(store, {name: out}):
+        for sent, reduced in self._add(store, {name: out}):
             sent.zero_()
             reduced.zero_()
 
@@ -96,12 +96,9 @@ class Levels:
                 added.append(own[key])
         return added
 
-    def share(self, totals: dict[Key, torch.Tensor], *, ef21: bool = False) -> Residuals:
+    def share(self, totals: dict[Key, torch.Tensor]) -> Residuals:
         """The residuals with which the nodes together owe ``totals``: each node's sent one, and
-        nothing reduced.
-
-        With EF21 the estimates of whose mean all know −``totals``.
-        """
+        nothing reduced."""
         pieces: dict[str, dict[int, torch.Tensor]] = {}
         for (name, offset), total in totals.items():
             pieces.setdefault(name, {})[offset] = total
@@ -114,7 +111,7 @@ class Levels:
             {name: len(vector) for name, vector in whole.items()}
         ):
             total = whole[key[0]][start : start + length]
-            shared[key] = (weight * total, torch.zeros(width), *([-total] if ef21 else []))
+            shared[key] = (weight * total, torch.zeros(width))
         return shared
 
     def _slices(self, numels: dict[str, int]) -> list[tuple[Key, int, int, int, int]]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from commpress.codecs import Codec, codec_named
 from commpress.codecs.family import EXACT
-from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec, WholeTensorCodec
+from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
 from commpress.collectives import two_level
 from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.frame import HEADER
@@ -246,11 +246,10 @@ def hierarchical_seconds(numel: int, codec: str | Codec, links: Links) -> float:
     row = _row(codec, numel, rows, workers=count)
     # of matrices, factors
     floats = (row if isinstance(codec, LowRankCodec) else _row(EXACT, numel, rows)) - HEADER
-    back_row = HEADER + floats if isinstance(codec, SketchCodec) else row
     sums = max(
         len(n) * (len(n) - 1) * (HEADER + share(slices, len(n)) * count * floats) for n in nodes
     )
-    back = max(len(n) * (len(n) - 1) * share(slices, len(n)) * count * back_row for n in nodes)
+    back = max(len(n) * (len(n) - 1) * share(slices, len(n)) * count * row for n in nodes)
     out = slices * (count - 1) * row
     phases = [
         _phase(links, sums, 0),

@@ -23,7 +23,7 @@ from commpress.work import Steps
 
 _FORMAT = 1
 Residuals = dict[Key, Residual]
-_TENSORS = ("sent", "reduced", "known")
+_TENSORS = ("sent", "reduced")
 
 
 class Ranked(Protocol):
@@ -38,10 +38,10 @@ def exact_state(
 ) -> dict[str, Any]:
     """``nodes``: the topology, if it decides who has which residual."""
     residuals = {
-        _text(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=False)}
+        _text(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=True)}
         for key, kept in store.every().items()
     }
-    state = _head("exact", transport, step) | {"residuals": residuals, "ef21": store.ef21}
+    state = _head("exact", transport, step) | {"residuals": residuals}
     return state | ({"nodes": nodes} if nodes else {})
 
 
@@ -57,8 +57,7 @@ def elastic_state(
     store: ResidualStore, transport: Transport, step: int, sequence: int
 ) -> Steps[dict[str, Any]]:
     """This rank's row of R of every piece."""
-    state = yield from elastic_of(flat_parts(store, transport), transport, step, sequence)
-    return state | {"ef21": store.ef21}
+    return (yield from elastic_of(flat_parts(store, transport), transport, step, sequence))
 
 
 def elastic_of(
@@ -96,13 +95,11 @@ def residuals_of(
     *,
     share: Callable[[dict[Key, torch.Tensor]], Residuals] | None = None,
     nodes: str = "",
-    ef21: bool = False,
 ) -> tuple[int, Residuals]:
     """The step and this rank's residuals, from its exact state, or all elastic or exact ones at
     whatever world size.
 
-    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``;
-    ``ef21``: who loads keeps estimates, not residuals.
+    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``.
     """
     if not states or any(
         s.get("format") != _FORMAT or s.get("kind") not in ("exact", "elastic") for s in states
@@ -118,11 +115,10 @@ def residuals_of(
         raise StateMismatch(
             "got states of different kinds or world sizes: pass those of one checkpoint"
         )
-    if first.get("ef21", False) != ef21:
-        kept = ("residuals", "estimates (error_feedback='ef21')")
+    if first.get("ef21"):
         raise StateMismatch(
-            f"the state holds {kept[not ef21]}, this run keeps {kept[ef21]}: pass the "
-            "error_feedback= of the run that saved it"
+            "the state holds estimates of EF21 (error_feedback='ef21'), which commpress no longer "
+            "has: go on from the model and optimizer alone, with residuals of zero"
         )
     if first["kind"] == "exact" and len(states) > 1:
         states = [

@@ -5,10 +5,6 @@ compressed.
     y = Q(scale·S + e)   z = Σ y / divisor + s   o = Q(z)                         (``average_rows`` between nodes)
     o to the node's other ranks             still encoded: the same bits for all  (all-gather inside)
 
-Where owners of a slice find its mean in another way (``mean``), the mean goes to the node's other
-ranks as float32: with EF21 y and o are changes, and owners keep what is known of their slices, v ←
-v + o; a sketch tells sums apart (``sketch``).
-
 A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one
 row per node. In a node every rank owns the same number of slices, rounded up, and reduces each with
 the owners of that slice in the other nodes. So in a smaller node a rank owns several slices, or its
@@ -22,7 +18,7 @@ of the quotient, as in the flat all-reduce.
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -33,7 +29,6 @@ import torch
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, average_rows, check_buffer, exchange
 from commpress.collectives.buckets import Message, Span, messages
-from commpress.collectives.ef21 import reduce_changes
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport, part_of
@@ -66,7 +61,6 @@ ALONGSIDE = 3  # messages under way at once: to their owners, between nodes, on 
 
 Feedbacks = Mapping[int, ErrorFeedback | None]  # of one message, by slice
 # puts the mean of a slice in its place; called as ``reduce_message``
-SliceMean = Callable[..., Steps[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -258,20 +252,12 @@ def reduce_routes(
     *,
     plan: Sequence[Route],
     sequence: int,
-    changes: bool = False,
     **call: Unpack[LevelsCall],
 ) -> Steps[list[Outcome]]:
     """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome
-    for each slice.
-
-    ``changes``: ``feedbacks`` hold estimates, of what all know of these messages.
-    """
-
-    def mean(route: Route) -> SliceMean | None:
-        return reduce_changes if changes and route.message.pieces.residual_numel else None
-
+    for each slice."""
     jobs = (
-        reduce_route(buffer, feedback, route=route, sequence=sequence + i, mean=mean(route), **call)
+        reduce_route(buffer, feedback, route=route, sequence=sequence + i, **call)
         for i, (route, feedback) in enumerate(zip(plan, feedbacks, strict=True))
     )
     every = yield from overlapped(jobs, limit=ALONGSIDE)
@@ -288,14 +274,8 @@ def reduce_route(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
-    mean: SliceMean | None = None,
-    numbers: int = 1,
 ) -> Steps[list[Outcome]]:
-    """One message: sum inside, average the own slices between nodes, gather inside, decode.
-
-    ``mean``: of a slice between nodes, in place of rows. ``numbers``: how many sequence numbers it
-    takes, from ``sequence`` on.
-    """
+    """One message: sum inside, average the own slices between nodes, gather inside, decode."""
     inside, message, flag = (
         hierarchy.inside,
         route.message,
@@ -314,27 +294,21 @@ def reduce_route(
                     "transport": hierarchy.between[index],
                     "workspace": workspace,
                     "key": key,
-                    "sequence": sequence * hierarchy.slices + numbers * index,
+                    "sequence": sequence * hierarchy.slices + index,
                     "divisor": hierarchy.divisor,
                 },
             )
         )
     scale = hierarchy.scale
-    if mean is not None:
-        outcomes = yield from _abreast(
-            [mean(total, f, gain=gain, scale=scale, **o) for f, o in jobs]
-        )
-        back, reply, lent, gain = route.inside, sums[:1], [sums], 1.0  # the means themselves
-    else:
-        averaged = yield from _abreast(
-            [average_rows(total, f, gain=gain, scale=scale, **o) for f, o in jobs]
-        )
-        workspace.give_rows(sums)
-        outcomes, back = [outcome for _, outcome in averaged], message.mean
-        size = HEADER + back.row_bytes
-        reply, lent = _side_by_side(
-            [rows for rows, _ in averaged], size, hierarchy, workspace, buffer.device
-        )
+    averaged = yield from _abreast(
+        [average_rows(total, f, gain=gain, scale=scale, **o) for f, o in jobs]
+    )
+    workspace.give_rows(sums)
+    outcomes, back = [outcome for _, outcome in averaged], message.mean
+    size = HEADER + back.row_bytes
+    reply, lent = _side_by_side(
+        [rows for rows, _ in averaged], size, hierarchy, workspace, buffer.device
+    )
     outcomes = outcomes or [Outcome(message, True, None, None, workspace)]
     flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))
     every = workspace.rows(reply.shape[1], inside.size, buffer.device)
@@ -413,8 +387,7 @@ def _abreast(jobs: Sequence[Steps[T]]) -> Steps[list[T]]:
     Note: the same waits on every rank. A wait blocks the thread, and with it what other messages
     would send next. Where every rank goes through the same phases of the same messages in the same
     order, whoever is waited for has sent before it waits itself. So a rank of several slices must
-    not wait more often than one of a single slice, and buckets go one by one. Jobs that may take
-    longer than two waits, such as sketches, are messages that travel alone.
+    not wait more often than one of a single slice, and buckets go one by one.
     """
     results: dict[int, T] = {}
     for turn in count():

@@ -7,10 +7,6 @@ Note: the lazy residual. Where a row has one scale, the tensor holds the compens
 ``sent_scale`` the scale s of its row; the residual is c − s·sgn(c), formed when c is next read. So
 encoding stays one pass over memory although the scale is a sum over the row. ``settle`` makes such
 a residual plain.
-
-Note: EF21 keeps its estimates in the same place: ``sent`` is then minus what the others know of
-this rank's gradient, and ``known`` what all know of the mean. R = mean(sent) + reduced is then
-−known, so a checkpoint of R holds the estimates too.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -39,7 +35,7 @@ from commpress.kernels.pieces import (
 )
 
 Key = tuple[str, int]  # parameter name, offset of the piece in it
-Residual = tuple[torch.Tensor, ...]  # sent, reduced and, with EF21, known
+Residual = tuple[torch.Tensor, torch.Tensor]  # sent, reduced
 
 
 @dataclass
@@ -51,7 +47,6 @@ class ErrorFeedback:
     reduced: torch.Tensor
     sent_scale: torch.Tensor | None = None  # [pieces · rows], lazy scales
     reduced_scale: torch.Tensor | None = None  # [pieces]
-    known: torch.Tensor | None = None  # [pieces.residual_numel], the same on every rank; EF21 only
     joined: bool = False  # see ``join``
 
     @property
@@ -65,7 +60,7 @@ class ErrorFeedback:
 
     @property
     def nbytes(self) -> int:
-        every = (self.sent, self.reduced, self.sent_scale, self.reduced_scale, self.known)
+        every = (self.sent, self.reduced, self.sent_scale, self.reduced_scale)
         return sum(tensor.nbytes for tensor in every if tensor is not None)
 
     def floats(self) -> torch.Tensor:
@@ -90,9 +85,7 @@ class ErrorFeedback:
         }
 
     @classmethod
-    def zeros(
-        cls, pieces: Pieces, device: torch.device | str = "cpu", *, ef21: bool = False
-    ) -> "ErrorFeedback":
+    def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu") -> "ErrorFeedback":
         def new(numel: int) -> torch.Tensor:
             # NumPy asks for huge pages, torch does not: a tenth of the encoder's time
             if torch.device(device).type == "cpu":
@@ -106,8 +99,6 @@ class ErrorFeedback:
             count = len(pieces.table)
             feedback.sent_scale = new(count * pieces.rows)
             feedback.reduced_scale = new(count)
-        if ef21:
-            feedback.known = new(pieces.residual_numel)
         return feedback
 
     def settle(self, pieces: Pieces) -> None:
@@ -122,7 +113,7 @@ class ErrorFeedback:
     def take(self, other: "ErrorFeedback") -> None:
         """Become ``other``, which becomes what this was: a residual is committed by exchanging
         references."""
-        for name in ("sent", "reduced", "sent_scale", "reduced_scale", "known"):
+        for name in ("sent", "reduced", "sent_scale", "reduced_scale"):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
@@ -237,17 +228,10 @@ def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: floa
     own += size * reduced[: own.numel()]
 
 
-def check_feedback(value: object, *, ef21: bool = False) -> None:
-    """``ef21``: whether who asks knows estimates too. Any string is true, and would be taken for a
-    residual."""
-    if isinstance(value, bool) or (ef21 and value == "ef21"):
-        return
-    expected = (
-        "True, False or 'ef21'"
-        if ef21
-        else "True or False; EF21 is an option of commpress.compress(ddp, ...) only"
-    )
-    raise InvalidArgument(f"error_feedback is {value!r}, expected {expected}")
+def check_feedback(value: object) -> None:
+    """Refuse a string, which would count as true."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"error_feedback is {value!r}, expected True or False")
 
 
 @dataclass
@@ -284,19 +268,8 @@ class _Place:
         line = self.pieces.table[self.index]
         return self.feedback.reduced[line[SHARD] : line[SHARD] + line[WIDTH]]
 
-    def known(self) -> torch.Tensor | None:
-        line = self.pieces.table[self.index]
-        return (
-            None
-            if self.feedback.known is None
-            else self.feedback.known[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
-        )
-
     def every(self) -> "Residual":
-        known = self.known()
-        return (
-            (self.sent(), self.reduced()) if known is None else (self.sent(), self.reduced(), known)
-        )
+        return self.sent(), self.reduced()
 
 
 class ResidualStore:
@@ -311,8 +284,8 @@ class ResidualStore:
     (``CodedFeedback``).
     """
 
-    def __init__(self, *, ef21: bool = False, kind: int | None = None, block: int = 0) -> None:
-        self.ef21, self.kind, self.block = ef21, kind, block
+    def __init__(self, *, kind: int | None = None, block: int = 0) -> None:
+        self.kind, self.block = kind, block
         self._places: dict[Key, _Place] = {}
         self._loaded: dict[Key, Residual] = {}
         self._codes: dict[Key, torch.Tensor] = {}  # loaded as they were kept
@@ -323,7 +296,7 @@ class ResidualStore:
         if not pieces.residual_numel:
             return None
         if self.kind is None:
-            feedback = ErrorFeedback.zeros(pieces, device, ef21=self.ef21)
+            feedback = ErrorFeedback.zeros(pieces, device)
         else:
             feedback = CodedFeedback.of(pieces, self.kind, self.block, device)
         for i, key in enumerate(keys):
@@ -356,7 +329,7 @@ class ResidualStore:
         return [(key, kept[0], kept[1]) for key, kept in self.every().items()]
 
     def every(self) -> dict[Key, Residual]:
-        """As ``places``, with what EF21 knows."""
+        """As ``places``, by key."""
         self.settle()
         every = self._loaded | {key: place.every() for key, place in self._places.items()}
         return {key: every[key] for key in sorted(every)}
@@ -397,9 +370,8 @@ class ResidualStore:
         """Add this rank's part of what is owed of parameter ``name`` to ``out``, laid out like it.
 
         Its mean over the ranks is all of it: R = mean(sent) + the reduced residuals side by side.
-        With EF21 nothing is owed, only known.
         """
-        for (whose, offset), sent, reduced in [] if self.ef21 else self.places():
+        for (whose, offset), sent, reduced in self.places():
             if whose == name:
                 part = out[offset : offset + sent.numel()]
                 part += sent
@@ -409,8 +381,7 @@ class ResidualStore:
         """``owed``, of a gradient whose exact mean will carry it: nothing of this parameter is owed
         any more."""
         self.owed(name, out, rank, size)
-        if not self.ef21:
-            self.clear((name,))
+        self.clear((name,))
 
     def clear(self, names: Container[str]) -> None:
         """Owe nothing of these parameters."""
@@ -459,11 +430,11 @@ class ResidualStore:
     def add(self, key: Key, first: int, more: torch.Tensor, numel: int, width: int) -> None:
         """Add to what was sent of a piece, from element ``first`` on; it may not be known so
         far."""
-        sent, reduced, *known = self.of(key, numel)
+        sent, reduced = self.of(key, numel)
         sent[first : first + more.numel()] += more.to(sent.device)
         self._written(key, sent)
         if key not in self._places:
-            self._loaded[key] = (sent, reduced if reduced.numel() else torch.zeros(width), *known)
+            self._loaded[key] = (sent, reduced if reduced.numel() else torch.zeros(width))
 
     def become(self, residuals: Mapping[Key, Residual]) -> None:
         """Owe this and nothing else, of pieces that are cut anew: each waits for a message that
@@ -474,7 +445,7 @@ class ResidualStore:
 
     def move_to(self, other: "ResidualStore") -> None:
         """The other store owes it from now on."""
-        other.load({key: tuple(r.clone() for r in every) for key, every in self.every().items()})
+        other.load({key: (sent.clone(), reduced.clone()) for key, sent, reduced in self.places()})
         self.load({})
 
     def check(self, residuals: Mapping[Key, Residual]) -> None:
@@ -498,25 +469,13 @@ class ResidualStore:
                 self._fill(key, place, *self._loaded.pop(key))
 
     @classmethod
-    def _fill(
-        cls,
-        key: Key,
-        place: _Place,
-        sent: torch.Tensor,
-        reduced: torch.Tensor,
-        *known: torch.Tensor,
-    ) -> None:
+    def _fill(cls, key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
         cls._check(key, place, sent, reduced)
         place.put(sent)
         place.reduced().copy_(reduced)
-        if (mine := place.known()) is not None:
-            # of R alone: sent is R on every rank, reduced zero
-            mine.copy_(known[0] if known else -sent)
 
     @staticmethod
-    def _check(
-        key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor, *known: torch.Tensor
-    ) -> None:
+    def _check(key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
         for name, mine, theirs in (
             ("sent", place.sent(), sent),
             ("reduced", place.reduced(), reduced),

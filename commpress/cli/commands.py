@@ -197,12 +197,9 @@ def demo(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--error-feedback",
-        choices=("kept", "ef21", "none"),
+        choices=("kept", "none"),
         default="kept",
-        help=(
-            "what compression leaves out: kept and sent later (default), ef21: changes sent "
-            "instead, or none"
-        ),
+        help="what compression leaves out: kept and sent later (default), or none",
     )
     group.add_argument(
         "--min-numel",

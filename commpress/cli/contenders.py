@@ -3,7 +3,6 @@ for it. Loads no torch."""
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from commpress.codecs.registry import codec_named
 from commpress.errors import InvalidArgument
@@ -71,7 +70,7 @@ class Choices:
     """Options of the ways that compress gradients by a codec."""
 
     head_codec: str = "int8"  # of the output layer, whose gradients are the spikiest
-    error_feedback: bool | Literal["ef21"] = True
+    error_feedback: bool = True
     exact_steps: int = 0
     min_numel: int = 256
 

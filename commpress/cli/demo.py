@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import mean, stdev
-from typing import Any, Literal
+from typing import Any
 
 from commpress.cli import contenders, harness, race, terminal
 from commpress.cli.contenders import FLOOR, Choices, contender
@@ -23,7 +23,7 @@ from commpress.units import parse_rates
 
 QUICK = 10.0  # seconds of each way with --quick
 FEWEST = 20  # steps of a way, below which losses say nothing
-FEEDBACK: dict[str, bool | Literal["ef21"]] = {"kept": True, "ef21": "ef21", "none": False}
+FEEDBACK = {"kept": True, "none": False}
 SEARCHED = "2.5e-4,5e-4,1e-3,2e-3,4e-3"  # peaks of the learning rate
 PEERS = ("#000000", "#8a8a8a", "#1f77b4", "#9467bd", "#17becf")  # of others; ours are warm
 OURS = ("#2ca02c", "#ff7f0e", "#d62728", "#b8860b", "#e377c2")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
     from commpress.codecs.registry import codec_named, register_codec
     from commpress.codecs.sparse import SparseCodec
-    from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
+    from commpress.codecs.whole_tensors import LowRankCodec
 
 __all__ = [
     "BitsCodec",
@@ -35,7 +35,6 @@ __all__ = [
     "Policy",
     "RandomKCodec",
     "SignCodec",
-    "SketchCodec",
     "SparseCodec",
     "TernaryCodec",
     "TopKCodec",
@@ -60,6 +59,6 @@ __getattr__ = lazily(
         "policy": ("ByName", "ByRole", "BySize", "Policy", "by_role", "policy_of"),
         "registry": ("codec_named", "register_codec"),
         "sparse": ("SparseCodec",),
-        "whole_tensors": ("LowRankCodec", "SketchCodec"),
+        "whole_tensors": ("LowRankCodec",),
     },
 )

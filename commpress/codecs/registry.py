@@ -12,7 +12,7 @@ from typing import ClassVar
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import NAMES, BitsCodec, RandomKCodec, TernaryCodec, TopKCodec
 from commpress.codecs.sparse import SparseCodec
-from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.errors import InvalidArgument
 from commpress.kernels import registered
 from commpress.kernels.reference import CHUNK
@@ -25,7 +25,6 @@ EXAMPLES = (  # of names that are patterns
     "topk-64",
     "topk-64+bits2",
     "randk-32",
-    "sketch-64",
     "powersgd-4",
 )
 REGISTERED: dict[str, Codec] = {}
@@ -57,13 +56,13 @@ def codec_named(codec: str | Codec) -> Codec:
 
 
 def _numbered(name: str) -> Codec | None:
-    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64
-    likewise, powersgd-4 (rank 4); topk-64+bits2: values in two bits."""
+    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 likewise,
+    powersgd-4 (rank 4); topk-64+bits2: values in two bits."""
     if name == "terngrad":
         return TernaryCodec(clip=2.5)
     if sparse := re.fullmatch(r"topk-([1-9]\d{0,3})\+bits(\d)", name):
         return SparseCodec(1 / int(sparse[1]), int(sparse[2]))
-    match = re.fullmatch(r"(bits|shift|topk-|randk-|sketch-|powersgd-)([1-9]\d{0,3})", name)
+    match = re.fullmatch(r"(bits|shift|topk-|randk-|powersgd-)([1-9]\d{0,3})", name)
     if not match:
         return None
     number = int(match[2])
@@ -71,8 +70,8 @@ def _numbered(name: str) -> Codec | None:
         return BitsCodec(number)
     if match[1] == "shift":
         return BitsCodec(number, shifted=True)
-    if match[1] in ("topk-", "sketch-"):
-        return TopKCodec(1 / number) if match[1] == "topk-" else SketchCodec(1 / number)
+    if match[1] == "topk-":
+        return TopKCodec(1 / number)
     return RandomKCodec(number) if match[1] == "randk-" else LowRankCodec(number)
 
 

@@ -1,5 +1,4 @@
-"""Codecs of whole tensors: PowerSGD and summable sketches. ``collectives.powersgd`` and
-``collectives.sketch`` send them."""
+"""Codecs of whole tensors: PowerSGD, which ``collectives.powersgd`` sends."""
 
 import math
 from abc import ABC, abstractmethod
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 from commpress.codecs.codec import Codec
-from commpress.codecs.family import TopKCodec
 from commpress.errors import InvalidArgument
 
 
@@ -102,47 +100,3 @@ class LowRankCodec(WholeTensorCodec):
     @property
     def spec(self) -> str:
         return f"powersgd/{self.rank}/{self.min_rate:g}"
-
-
-@dataclass(frozen=True)
-class SketchCodec(WholeTensorCodec):
-    """Every rank keeps a share ``density`` of each block's elements, the largest; what all kept
-    together is added up exactly.
-
-    ``cells``: of the table, per element that all ranks together keep if they keep different ones.
-    ``TopKCodec`` leaves something out twice, on the way to the owner of a row and on the way back;
-    this one does so once.
-    """
-
-    density: float = 1 / 64
-    cells: float = 1.5
-    lossless: ClassVar[bool] = False
-    feedback: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not self.cells >= 1.25:
-            raise InvalidArgument(
-                f"cells is {self.cells!r}, expected at least 1.25 per kept element: with fewer "
-                "they cannot be told apart"
-            )
-        TopKCodec(self.density)
-
-    @property
-    def kept(self) -> TopKCodec:
-        """Codec of the elements that one rank keeps."""
-        return TopKCodec(self.density)
-
-    def takes(self, shape: Sequence[int]) -> bool:
-        return 0 not in shape
-
-    def table(self, numel: int, ranks: int) -> int:
-        """Cells for the sum of ``numel`` elements."""
-        union = numel * (1 - (1 - self.density) ** ranks)  # if ranks keep different elements
-        return 3 * math.ceil((self.cells * union + 48) / 3)
-
-    def bits(self, shape: Sequence[int], ranks: int) -> float:
-        return 1.0 + 32.0 * self.table(math.prod(shape), ranks) / math.prod(shape)
-
-    @property
-    def spec(self) -> str:
-        return f"sketch/{1 / self.density:g}/{self.cells:g}"

@@ -27,7 +27,6 @@ from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
-from commpress.collectives.ef21 import check_codec
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.links import Links
@@ -73,7 +72,7 @@ BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a
 class HookOptions(TypedDict, total=False):
     """Keyword options of ``compress`` beside its own; ``CompressedState`` explains them."""
 
-    error_feedback: bool | Literal["ef21"]
+    error_feedback: bool
     on_nonfinite: Literal["skip", "propagate", "raise"]
     agree_over: AgreeOver | None
     grad_scaler: torch.amp.GradScaler | None
@@ -204,9 +203,8 @@ class CompressedState:
     - ``codec``, ``min_numel``, ``exclude``: what travels how; see ``compress``.
     - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to
       match. Without it, parameters are numbered in the order in which DDP first brings them.
-    - ``error_feedback``: True keeps what compression leaves out and sends it later; "ef21" sends
-      changes of the gradient instead (``collectives.ef21``); False forgets, which does not
-      converge.
+    - ``error_feedback``: True keeps what compression leaves out and sends it later; False forgets,
+      which does not converge.
     - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks,
       warns and counts; "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient
       on all ranks. No residual changes.
@@ -242,7 +240,7 @@ class CompressedState:
         exclude: tuple[str, ...] = (),
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        error_feedback: bool | Literal["ef21"] = True,
+        error_feedback: bool = True,
         on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
         agree_over: AgreeOver | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -302,8 +300,6 @@ class CompressedState:
         self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
         policy = policy_of("none" if self._trial else codec, **self._limits)
         usual = min(sum(self.names.numels.values()) or BUCKET, BUCKET)
-        if error_feedback == "ef21":
-            check_codec(policy.choose("", BUCKET))
         if topology is not None and self._trial is not None:
             for way in self._trial.ways[1:]:
                 self._check_stays(policy_of(way, **self._limits))
@@ -326,8 +322,7 @@ class CompressedState:
             self.channel.size,
             self.channel.workspace,
             levels=self.channel.levels,
-            feedback=bool(error_feedback),
-            ef21=error_feedback == "ef21",
+            feedback=error_feedback,
             seed=seed,
         )
         self._plain = Plain(self._plain_group(), self.counters)
@@ -353,14 +348,10 @@ class CompressedState:
     def _check(self, *, named: bool) -> None:
         """Refuse what makes no sense together, the same on every rank."""
         o, agree_over = self.options, self._given["agree_over"]
-        codec, trial, ef21 = (
-            o["codec"],
-            trial_of(o["codec"], o.get("allow")) is not None,
-            o["error_feedback"] == "ef21",
-        )
+        codec, trial = o["codec"], trial_of(o["codec"], o.get("allow")) is not None
         plain = self._uncompressed
         check_on_nonfinite(o["on_nonfinite"])
-        check_feedback(o["error_feedback"], ef21=True)
+        check_feedback(o["error_feedback"])
         check_exclude(o["exclude"])
         if o["exclude"] and not named:
             raise InvalidArgument(
@@ -373,11 +364,6 @@ class CompressedState:
                 "CompressedState"
             )
         check_alarm(o.get("alarm"), o, trial=trial, plain=plain, agrees=agree_over)
-        if ef21 and (trial or o["replan_every"]):
-            raise InvalidArgument(
-                "error_feedback='ef21' needs a codec that stays: name one, such as 'topk-16', "
-                "without replan_every, or leave error_feedback out"
-            )
         if agree_over and (trial or (plain and isinstance(codec, Planned))):
             raise InvalidArgument(
                 f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which "
@@ -861,9 +847,7 @@ class CompressedState:
             parts = levels.parts(self.residuals, lossy) | {
                 key: part for key, part in flat.items() if key[0] in whole
             }
-            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence)) | {
-                "ef21": self.residuals.ef21
-            }
+            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence))
         return state | self._saved_choices()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -948,20 +932,16 @@ class CompressedState:
         ):
             states = tuple(state["elastic"] for state in states)
         if levels is None:
-            step, residuals = residuals_of(states, self.transport, ef21=self.residuals.ef21)
+            step, residuals = residuals_of(states, self.transport)
         else:
             whole = states[0].get("bases", {}).keys()
 
             def share(totals: dict[Key, torch.Tensor]) -> Residuals:
                 flat = {key: total for key, total in totals.items() if key[0] in whole}
                 rows = {key: total for key, total in totals.items() if key not in flat}
-                return levels.share(rows, ef21=self.residuals.ef21) | spread(
-                    flat, self.channel.size
-                )
+                return levels.share(rows) | spread(flat, self.channel.size)
 
-            step, residuals = residuals_of(
-                states, self.transport, share=share, nodes=str(levels), ef21=self.residuals.ef21
-            )
+            step, residuals = residuals_of(states, self.transport, share=share, nodes=str(levels))
         if numels := self.names.numels:
             rows = {
                 key: kept

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy, codec_named
 from commpress.codecs.family import EXACT
-from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec, travels_whole
+from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over
@@ -83,7 +83,7 @@ def compress_fsdp(
       at least 8 bits. ``weights=Difference("int4")`` sends changes of weights.
     - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec,
       between nodes with ``codec``; ``hadamard`` rotates blocks of 64 before the second, which
-      spreads outliers. Codecs of whole tensors (PowerSGD, sketches) take exact sums of nodes:
+      spreads outliers. PowerSGD takes exact sums of nodes:
       ``inside="none"`` for what they compress.
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the
       whole model on each rank; with ``inside="none"`` and ``topology``, of a node's share of it.
@@ -311,11 +311,6 @@ class ShardedState(Divided):
                         f"and {why}: choose a codec of rows such as 'int4'"
                     )
             codec = None if gradients is None else gradients.choose(name, shape.numel())
-            if isinstance(codec, SketchCodec) and self.device.type != "cpu":
-                raise InvalidArgument(
-                    f"codec is {codec.spec!r} for {name!r}, which is on {self.device}: the sketch "
-                    "has CPU kernels only, use 'topk-64' there"
-                )
             if not self.kept_in.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
                     f"residuals is {self.kept_in.spec!r}, and gradients of {name!r} have a codec "

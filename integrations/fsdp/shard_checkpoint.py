@@ -138,19 +138,12 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
                 stride=parameter.stride(),
             )
     choices = _choices(state)
-    sketched = [name for whole in _whole(state) for name in whole.sketched]
-    # 0: none yet
-    quanta = {
-        name: torch.tensor(choices["quanta"].get(name, 0.0), dtype=torch.float64)
-        for name in sketched
-    }
     return {
         "format": _FORMAT,
         "kind": "elastic",
         "step": state.step,
         "residuals": result,
         "bases": choices["bases"],
-        "quanta": quanta,
     }
 
 
@@ -202,26 +195,24 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
                         torch.zeros_like(reduced),
                     )
         reducer.calls = saved["step"]
-    quanta = {name: float(quantum) for name, quantum in saved["quanta"].items() if quantum > 0}
-    _load_choices(state, {"bases": saved["bases"], "quanta": quanta})
+    _load_choices(state, {"bases": saved["bases"]})
     state.residuals.load(residuals)
     state.step = saved["step"]
     state.forget_weights()
 
 
 def _check_whole(state: Any, cure: str) -> None:
-    """Columns of tensor parallelism have a basis and quanta each, for shards that another mesh cuts
-    otherwise."""
+    """Columns of tensor parallelism have a basis each, for shards that another mesh cuts otherwise."""
     if _whole(state) and column_mesh(state.param_groups) is not None:
         raise StateMismatch(
-            f"PowerSGD and sketches have no elastic form under tensor parallelism: {cure}, or "
-            "choose a codec of rows"
+            f"PowerSGD has no elastic form under tensor parallelism: {cure}, or choose a codec of "
+            "rows"
         )
 
 
 def _choices(state: Any) -> dict[str, dict[str, Any]]:
-    """Choices of codecs of whole tensors: bases and quanta, by parameter."""
-    result: dict[str, dict[str, Any]] = {"bases": {}, "quanta": {}}
+    """Choices of codecs of whole tensors: bases, by parameter."""
+    result: dict[str, dict[str, Any]] = {"bases": {}}
     for whole in _whole(state):
         for kind, found in whole.exchanges.choices().items():
             result[kind] |= found
@@ -231,10 +222,7 @@ def _choices(state: Any) -> dict[str, dict[str, Any]]:
 def _load_choices(state: Any, saved: dict[str, Any]) -> None:
     for whole in _whole(state):
         whole.exchanges.load_choices(
-            {
-                kind: {n: v for n, v in saved[kind].items() if n in whole.names}
-                for kind in ("bases", "quanta")
-            }
+            {"bases": {n: v for n, v in saved["bases"].items() if n in whole.names}}
         )
 
 

@@ -1,4 +1,4 @@
-"""Parameters whose codec is of whole tensors (PowerSGD, sketches): averaged whole on every rank,
+"""Parameters whose codec is of whole tensors (PowerSGD): averaged whole on every rank,
 which keeps its slices.
 
 Over a channel of two levels nodes send exact sums of their ranks, as under DDP with a topology.
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from commpress.codecs import Policy
-from commpress.codecs.whole_tensors import SketchCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
@@ -52,16 +51,6 @@ class WholeParameters:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(part.name for part in self.parts)
-
-    @property
-    def sketched(self) -> tuple[str, ...]:
-        """Names of those that travel as sketches."""
-        choose = self.exchanges.policy.choose
-        return tuple(
-            part.name
-            for part in self.parts
-            if isinstance(choose(part.name, part.numel), SketchCodec)
-        )
 
     @property
     def numel(self) -> int:

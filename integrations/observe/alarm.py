@@ -305,10 +305,10 @@ def check_alarm(
         )
     if wanted.then == WARN:
         return
-    if options["error_feedback"] == "ef21" or options["replan_every"]:
+    if options["replan_every"]:
         raise InvalidArgument(
-            f"alarm has then={wanted.then!r} with error_feedback='ef21' or replan_every, which "
-            "need or choose a codec themselves: use Alarm('warn')"
+            f"alarm has then={wanted.then!r} with replan_every, which chooses codecs itself: use "
+            "Alarm('warn')"
         )
     if wanted.then == NONE and agrees:
         raise InvalidArgument(

@@ -10,7 +10,7 @@ from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.buckets import Message, Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import Deal
-from commpress.kernels.pieces import KIND, NUMEL, RESIDUAL, SOURCE
+from commpress.kernels.pieces import KIND, NUMEL, RESIDUAL
 from commpress.kernels.reference import CASTS, FP32
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.totals import Totals
@@ -31,8 +31,6 @@ class Counters(Totals):
     wire_bytes: int = 0
     # of wire_bytes, those that left the node; counted where there is a topology
     between_bytes: int = 0
-    # messages of 'sketch-…' that travelled densely: the first ones, and where ranks kept too much
-    dense_sketches: int = 0
     compressed_elements: int = 0
     exact_elements: int = 0
     # of exact_elements, those that no codec knows (float64, complex, sparse), averaged as torch
@@ -71,7 +69,6 @@ class Counters(Totals):
         self.wire_seconds = sum(channel.waited for channel in every)
         self.encode_seconds = sum(channel.workspace.encode_seconds for channel in every)
         self.decode_seconds = sum(channel.workspace.decode_seconds for channel in every)
-        self.dense_sketches = sum(channel.workspace.dense_sketches for channel in every)
 
     def step(
         self, finite: bool, sent_bytes: int, between_bytes: int, waited: float, workspace: Workspace
@@ -83,7 +80,6 @@ class Counters(Totals):
             workspace.encode_seconds,
             workspace.decode_seconds,
         )
-        self.dense_sketches = workspace.dense_sketches
 
     @classmethod
     def together(cls, every: Sequence["Counters"]) -> "Counters":
@@ -139,11 +135,6 @@ class Counters(Totals):
                 if self.plain_elements
                 else ""
             )
-            + (
-                f", {self.dense_sketches} of {self.messages} messages dense for want of cells"
-                if self.dense_sketches
-                else ""
-            )
             + (f"; chosen: {self.choice}" if self.choice else "")
         )
 
@@ -153,8 +144,6 @@ def relative_errors(
 ) -> dict[str, float]:
     """‖residual‖ / ‖compensated‖ per parameter, from what the encoder saw and what it proposes to
     keep.
-
-    With EF21 ‖x − h‖ / ‖x‖: how far from the gradient the others are who have heard this step.
     """
     left: dict[str, float] = {}
     for outcome in outcomes:
@@ -164,8 +153,6 @@ def relative_errors(
         for (name, _), line in zip(outcome.message.keys, outcome.message.pieces.table, strict=True):
             if line[RESIDUAL] >= 0:
                 part = outcome.proposed.sent[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
-                if outcome.proposed.known is not None:
-                    part = part + before[line[SOURCE] : line[SOURCE] + line[NUMEL]]
                 left[name] = left.get(name, 0.0) + float(part.square().sum())
     norms = {s.name: float(before[s.source : s.source + s.numel].square().sum()) for s in spans}
     return {

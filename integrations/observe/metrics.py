@@ -365,8 +365,6 @@ def owed(state: Any, group: Callable[[str], str]) -> dict[str, float]:
     """‖sent residual‖ by group, of this rank. Between steps only: lazy residuals are settled."""
     squares: dict[str, float] = {}
     for store in stores_of(state):
-        if store.ef21:  # estimates: nothing is owed
-            continue
         for (name, _), sent, _ in store.places():
             squares[group(name)] = squares.get(group(name), 0.0) + float(sent.square().sum())
     return {name: value**0.5 for name, value in squares.items()}

@@ -9,7 +9,7 @@ row as a tensor of its own, and rows are cut at multiples of ``ALIGN`` from the 
 beginning: every element is treated as in the whole parameter.
 
 Note: one codec per bucket. A row may begin and end inside a parameter, so what travels differently
-lies in other buckets. Codecs of whole tensors (PowerSGD, sketches) give every rank the mean of the
+lies in other buckets. PowerSGD gives every rank the mean of the
 whole bucket, of which it takes its row.
 
 Note: DTensors. A parameter is what this rank has of it. Places are those of the largest shards,
@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from commpress.codecs import Codec
 from commpress.codecs.family import EXACT, CastCodec
 from commpress.codecs.policy import Policy, Same
-from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec, WholeTensorCodec
+from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Exchanges, Reduce
@@ -310,19 +310,13 @@ def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weight
                 f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of "
                 "whole tensors, and weights are not averaged: choose a codec of rows such as 'int8'"
             )
-        codec = gradients.choose(name, numel)
-        if isinstance(codec, SketchCodec) and parameter.device.type != "cpu":
-            raise InvalidArgument(
-                f"codec is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: the "
-                "sketch has CPU kernels only, use 'topk-64' there"
-            )
 
 
 def reduction_bytes(bucket: FlatGroup) -> int:
     """Sent by one rank to its peers for the mean gradients of a bucket."""
     if bucket.exchange is None:
         return bytes_of(bucket.reduce_plan)
-    return sum(plan.sent_bytes(bucket.ranks) for plan in bucket.exchange.whole)
+    return sum(plan.sent_bytes(bucket.ranks) for plan in bucket.exchange.matrices)
 
 
 def bytes_of(plan: Sequence[Deal]) -> int:

@@ -73,7 +73,7 @@ class Partitioned(Divided, Wrapper):
       up.
     - ``codec``, ``weights``: codecs (or policies) of gradients and of weights. Gradients then have
       error feedback; weights travel as differences from what all ranks hold, so what one step
-      leaves out is part of the next. PowerSGD and sketches are for gradients.
+      leaves out is part of the next. PowerSGD is for gradients.
     - ``min_numel``: tensors of fewer elements travel exactly.
     - ``bucket_mb``: megabytes of parameters that travel together.
     - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before
@@ -480,10 +480,7 @@ class Partitioned(Divided, Wrapper):
 
     def bytes_per_pass(self) -> dict[str, int]:
         """Sent by this rank to its peers: ``gradients`` in one reduction, ``weights`` in one step.
-        Headers included.
-
-        Of a sketch, what it sends when it can be told apart.
-        """
+        Headers included."""
         return {
             "gradients": sum(map(reduction_bytes, self.buckets)),
             "weights": sum(bytes_of(bucket.gather_plan) for bucket in self.buckets),

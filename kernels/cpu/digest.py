@@ -10,7 +10,7 @@ import llvmlite.binding
 _HERE = Path(__file__).parent
 FOLDER = _HERE / "bitcode"
 LLVM = f"{llvmlite.__version__}-{'.'.join(map(str, llvmlite.binding.llvm_version_info))}"
-FAMILIES = ("row_loops", "adam_loops", "lamb_loops", "low_rank_loops", "cell_loops", "openmp_loops")
+FAMILIES = ("row_loops", "adam_loops", "lamb_loops", "low_rank_loops", "openmp_loops")
 # What ``sources`` import, and who compiles.
 _BESIDE = (
     "build.py",

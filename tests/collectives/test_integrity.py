@@ -309,7 +309,6 @@ def dispatched(**options):
 PATHS = {
     "hook": partial(hook, codec="sign"),
     "hook, PowerSGD": partial(hook, codec="powersgd-2"),
-    "hook, sketch": partial(hook, codec="sketch-8"),
     "hook, two levels": partial(hook, codec="int8", topology=Topology(((0, 1), (2,)))),
     "FSDP2": sharded,
     "hybrid sharding": replicated,

@@ -269,11 +269,7 @@ REFUSED = [
         "alarm is given with codec='auto' or a topology",
     ),
     ({"codec": "none", "alarm": "warn"}, "there is no compression to look at"),
-    (
-        {"codec": "topk-8", "error_feedback": "ef21", "alarm": "int8"},
-        "then='int8' with error_feedback='ef21'",
-    ),
-    ({"codec": "int4", "replan_every": 5, "alarm": "int8"}, "or replan_every"),
+    ({"codec": "int4", "replan_every": 5, "alarm": "int8"}, "with replan_every"),
     ({"codec": "int4", "alarm": "loud"}, "loud"),
     ({"codec": "int4", "alarm": 3}, "alarm is 3, expected 'warn'"),
 ]

@@ -109,7 +109,7 @@ def lose_the_last(codec, after, options, ddp, accumulate):
 KINDS = [
     ("int4", {}, {}, 1),
     ("sign", {"exact_steps": 1}, {"static_graph": True}, 1),
-    ("int8", {"error_feedback": "ef21"}, {}, 2),
+    ("int8", {}, {}, 2),
     ("powersgd-2", {}, {"gradient_as_bucket_view": True}, 1),
 ]
 
@@ -158,7 +158,7 @@ def grow(codec, options):
 
 @pytest.mark.parametrize(
     ("codec", "options"),
-    [("int4", {}), ("powersgd-2", {}), ("sketch-8", {}), ("topk-16", {"error_feedback": "ef21"})],
+    [("int4", {}), ("powersgd-2", {}), ("topk-16", {})],
     ids=str,
 )
 def test_a_newcomer_trains_with_the_others(pool, codec, options):

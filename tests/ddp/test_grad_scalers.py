@@ -71,7 +71,6 @@ ONE_BIT = {
 WAYS = {
     "hook sign": hooked("sign"),
     "hook topk": hooked("topk-64"),
-    "hook ef21": hooked("sign", error_feedback="ef21"),
     "Partitioned": alone(
         lambda p, **options: commpress.Partitioned(p, torch.optim.AdamW, codec="sign", **options)
     ),

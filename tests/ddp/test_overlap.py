@@ -67,7 +67,7 @@ def train(name, overlapped, accumulate=1, poisoned=(), options=None, bucket_mb=0
         ("zero-one", "sign"),
         ("lamb", "sign"),
         ("onebit", "powersgd-2"),
-        ("zero-one", "sketch-8"),
+        ("zero-one", "powersgd-2"),
     ],
 )
 def test_overlapped_rounds_give_the_same_bits(pool, name, codec):

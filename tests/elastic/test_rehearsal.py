@@ -56,7 +56,7 @@ def owed_of(owner) -> float:
 KINDS = {
     "sign": {"codec": "sign"},
     "low-rank": {"codec": "powersgd-2"},
-    "ef21": {"codec": "topk-4", "error_feedback": "ef21"},
+    "topk": {"codec": "topk-4"},
 }
 
 

@@ -11,7 +11,7 @@ import commpress
 from tiny_models import LENGTH, VOCABULARY, gpt2
 from variants import first
 
-CODEC = commpress.ByName({"ln_|bias": "none", "mlp.c_fc": "sketch-8"}, "powersgd-2")
+CODEC = commpress.ByName({"ln_|bias": "none", "mlp.c_fc": "powersgd-1"}, "powersgd-2")
 
 
 def train(model, steps=3):

@@ -49,7 +49,7 @@ WHOLE = {  # codecs of whole tensors
     f"{name}-{codec}": lambda p, make=make, codec=codec, **options: make(p, codec=codec, **options)
     for name, make in OPTIMIZERS.items()
     if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
-    for codec in ("powersgd-4", "sketch-8")
+    for codec in ("powersgd-4",)
 }
 LAMBS = {name for name in (*OPTIMIZERS, *WHOLE) if "Lamb" in name}
 

@@ -14,7 +14,7 @@ from variants import few, first
 
 EXACT = {"codec": "none", "weights": "none"}
 WITH_MATRICES = commpress.ByName(
-    {"up.weight": "sketch-4", "head": "none", "norm": "none"}, "powersgd-2"
+    {"up.weight": "powersgd-1", "head": "none", "norm": "none"}, "powersgd-2"
 )
 
 
@@ -134,7 +134,7 @@ def test_the_backend_commpress_gives_the_bits_and_bytes_of_gloo(pool, size):
     "plan",
     [
         Plan(codec="int4", weights=commpress.Difference("int4")),
-        Plan(codec=commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2")),
+        Plan(codec=commpress.ByName({"up.weight": "powersgd-1", "norm": "none"}, "powersgd-2")),
     ],
     ids=str,
 )
@@ -266,7 +266,6 @@ def overflowing(gradients: Any, overlap: bool, bad: bool) -> tuple[Any, ...]:
         after = session.state.state_dict()
         for kind in ("residuals", "bases"):
             same = same and all(torch.equal(after[kind][k], v) for k, v in before[kind].items())
-        same = same and after["quanta"] == before["quanta"]
     session.step(2)
     session.step(3)
     skipped = session.state.gradients.skipped_buckets

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import commpress
 from fsdp_twin import Plan, Session, Trained, carried
 
-WHOLE = commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2")
+WHOLE = commpress.ByName({"up.weight": "powersgd-1", "norm": "none"}, "powersgd-2")
 
 
 def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:

@@ -18,8 +18,9 @@ from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import FP32, INT8, SIGN_L1
 
-SKETCH = (
-    "from commpress.kernels.cpu import cells as s; x = torch.arange(-5.0, 6); t = torch.zeros(33); "
+HALVES = (
+    "from commpress.kernels.cpu import adam as s; from commpress.kernels.adam import Segments; "
+    "x, out = torch.arange(-5.0, 6), torch.zeros(11); "
 )
 
 
@@ -135,31 +136,33 @@ def test_nowhere_to_write_is_said_once(monkeypatch, caplog):
 
 
 def test_machine_code_is_kept_and_made_again_where_it_was_damaged(cache):
-    code = compiled.machine_code("cell_loops", "cell_loops.peaks.0")
+    code = compiled.machine_code("adam_loops", "adam_loops.square_sums.0")
     (kept,) = (path for path in cache.iterdir() if path.suffix == ".o")
     whole = kept.read_bytes()
     assert whole.endswith(code)
     kept.write_bytes(whole[:-100] + bytes(100))
-    assert compiled.machine_code("cell_loops", "cell_loops.peaks.0") == code
+    assert compiled.machine_code("adam_loops", "adam_loops.square_sums.0") == code
     assert kept.read_bytes() == whole
 
 
 def test_its_name_says_sources_tools_and_processor(cache, monkeypatch):
-    compiled.machine_code("cell_loops", "cell_loops.peaks.0")
+    compiled.machine_code("adam_loops", "adam_loops.square_sums.0")
     (kept,) = (path.name for path in cache.iterdir() if path.suffix == ".o")
     assert digest.digest() in kept
     assert digest.LLVM in kept
     other = compiled._host()._replace(name="another processor")
     monkeypatch.setattr(compiled, "_host", lambda: other)
-    compiled.machine_code("cell_loops", "cell_loops.peaks.0")
+    compiled.machine_code("adam_loops", "adam_loops.square_sums.0")
     assert len([path for path in cache.iterdir() if path.suffix == ".o"]) == 2
 
 
 @pytest.mark.slow
 def test_processes_that_race_for_the_cache_get_the_same_code(cache):
-    code = SKETCH + "s.add(x, t, torch.zeros(2, dtype=torch.uint8)); print(t.tolist())"
+    code = (
+        HALVES + "s.scaled(Segments([x], [x], [(0, 11)]), out, gain=0.5); print(out.tolist())"
+    )
     (first, *rest) = [said(process) for process in [python(code) for _ in range(3)]]
-    assert "1.0" in first[0]
+    assert "2.5" in first[0]
     assert all(answer == first for answer in rest)
     assert all(path.suffix in (".o", ".bc", ".lock") for path in cache.iterdir())  # no drafts
     assert all(object_cache.load(path.name) for path in cache.iterdir() if path.suffix != ".lock")
@@ -211,14 +214,14 @@ def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
     ],
 )
 def test_a_kernel_refuses_what_it_was_not_compiled_for(x, message):
-    starts, out = np.array([0, 10]), np.zeros(1, np.float32)
+    out, table = np.zeros(1, np.float32), np.zeros((1, 1), np.int64)
     with pytest.raises(TypeError, match=message):
-        compiled.Kernels("cell_loops").peaks(x, starts, out)
+        compiled.Kernels("low_rank_loops").fold(x, out, out, 0, table, table, 0, 0)
 
 
 def test_a_kernel_takes_as_many_arguments_as_it_declares():
-    with pytest.raises(TypeError, match="peaks"):
-        compiled.Kernels("cell_loops").peaks(torch.zeros(10))
+    with pytest.raises(TypeError, match="fold"):
+        compiled.Kernels("low_rank_loops").fold(torch.zeros(10))
 
 
 def test_the_smaller_kernel_for_signs_and_casts_gives_the_same_bytes(monkeypatch):
