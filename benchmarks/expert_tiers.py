@@ -8,7 +8,7 @@ step did, in tensors of the size of an expert's weights, eight under way: the fl
   floor                        milliseconds, median of the store alone
   of floor                     step over floor, median of the rounds
 
-  python benchmarks expert_tiers --check                   exit status 1 if a step is longer than 1.3 floors
+  python benchmarks expert_tiers --check   exit status 1 if a step is longer than 1.3 floors
   python benchmarks expert_tiers --experts 16 --resident 4 --width 256
 """
 

@@ -39,13 +39,18 @@ DOCUMENT = """\
 # Faults
 
 Errors of the survivors. Written by `{command}`: three ranks over the backend "commpress", with a
-timeout of {timeout:g} s. Rank 2 is killed or stopped before the call, or makes a wrong call. Each cell has the exception of
-ranks 0 and 1, the rank that it names, and the seconds until both have raised. After every case both destroyed the group and
-all-reduced over a new one of two. [`group.reform()`](backend_groups.md) goes on with the old one instead.
+timeout of {timeout:g} s. Rank 2 is killed or stopped before the call, or makes a wrong call. Each \
+cell has the exception of
+ranks 0 and 1, the rank that it names, and the seconds until both have raised. After every case \
+both destroyed the group and
+all-reduced over a new one of two. [`group.reform()`](backend_groups.md) goes on with the old one \
+instead.
 
 - "Repeated" calls have been made 40 times before.
-- A receive from any source may first hear that the two other ranks disagree. It names the rank that is blamed.
-- A send to a rank in another call is an error only at the timeout, because the receive might still come.
+- A receive from any source may first hear that the two other ranks disagree. It names the rank \
+that is blamed.
+- A send to a rank in another call is an error only at the timeout, because the receive might \
+still come.
 - A barrier has no shape and no dtype. Only a compressed call has a codec.
 - `tests/process_group/test_group_faults.py` has ranks that are lost while data is under way.
 

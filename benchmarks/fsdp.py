@@ -103,10 +103,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=int, default=5, metavar="K", help="of each variant with --train (default 5)"
     )
     ranks.add_options(parser)
+    shares = ", ".join(f"{100 * b:.0f} % ({v})" for v, b in BARS.items())
     harness.add_options(
         parser,
-        check=f"bytes are at most {', '.join(f'{100 * b:.0f} % ({v})' for v, b in BARS.items())} of bf16 and the fastest is "
-        f"{FASTER} times faster than plain (with --train: losses within the spread of plain)",
+        check=f"bytes are at most {shares} of bf16 and the fastest is {FASTER} times faster than "
+        "plain (with --train: losses within the spread of plain)",
     )
 
 

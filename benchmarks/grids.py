@@ -7,10 +7,11 @@ link, two ranks on each, numbered across the hosts. Measures every pair of ranks
 steps on each: blocks whose computing is slept, with rings of tensor parallelism, torch's 1F1B, and
 commpress.compress(model, mesh=..., dims=...) on the mesh that the plan prints. Nothing is fitted to
 the steps. Starting eight processes for each grid takes most of the ten minutes.
-  step ms     predicted, measured (the slowest rank's, median), and how far off
-  MB          by which the rank with most grows at its peak, predicted and measured; without what a process loads once, and
-              with tensors in pages of their own, so that the allocator keeps none that are free
-  as numbered a step on the same grid with ranks in their own order, predicted
+  step ms      predicted, measured (the slowest rank's, median), and how far off
+  MB           by which the rank with most grows at its peak, predicted and measured; without what a
+               process loads once, and with tensors in pages of their own, so that the allocator
+               keeps none that are free
+  as numbered  a step on the same grid with ranks in their own order, predicted
 
   python benchmarks grids --check
   python benchmarks grids --rates 1gbit,200mbit --dims dp=int4,pp=int8

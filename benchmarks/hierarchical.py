@@ -12,7 +12,7 @@ ranks share a node is what the launcher says, or --topology. One line per size a
   choice, loss          which of flat and levels the file of --links makes collectives take, and
                         what that costs against the faster of the two
 
-  python benchmarks hierarchical --topology 2x2 --codec none,sign                  4 local processes, as if on two nodes
+  python benchmarks hierarchical --topology 2x2 --codec none,sign   4 processes, as if on two nodes
   torchrun --nnodes 2 --nproc-per-node 8 ... benchmarks hierarchical --links links.json --check
 """
 

@@ -14,7 +14,7 @@ arrives. Their rate is searched for each.
            both have
   bytes    of one rank against float32 all-reduces at every step
 
-  python benchmarks local_loss --json local.json --processes 2 --check     about 45 runs of some minutes
+  python benchmarks local_loss --json local.json --processes 2 --check  about 45 runs of minutes
   python benchmarks local_loss --json local.json --every 30 --codecs int4 --seeds 1
 """
 

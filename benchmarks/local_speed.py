@@ -2,26 +2,28 @@
 
 A GPT of 10.8 M parameters, one rank a host, rounds of H steps. Two devices:
   cpu       each host computes the model, forward and backward
-  60ms      a faster device stood in: so much time a step, slept block by block inside backward, so that DDP may overlap;
-            gradients are recorded, the optimizer is real
+  60ms      a faster device stood in: so much time a step, slept block by block inside backward, so
+            that DDP may overlap; gradients are recorded, the optimizer is real
 Ways:
-  local:CODEC        LocalUpdates, all stand still for the exchange; local:CODEC:overlap computes on meanwhile;
-                     bits2/1024 is BitsCodec(2, block=1024), of fewer bytes than bits2, whose blocks are of 512
+  local:CODEC        LocalUpdates, all stand still for the exchange; local:CODEC:overlap computes on
+                     meanwhile; bits2/1024 is BitsCodec(2, block=1024), of fewer bytes than bits2,
+                     whose blocks are of 512
   plain, CODEC       DistributedDataParallel, by itself or with compress(ddp, CODEC)
   zero-one           ZeroOneAdam late in a run: one bit, one synchronisation in 16 steps
-Columns: milliseconds of a step of the slowest rank; speed relative to computing alone right before and after; bytes that left
-the interface and came in (of all but loopback, headers included, mean over the ranks) per rank and round of H steps; those that
-a formula allows: of two phases 2(K-1)/K times 2.25 bits for bits2/1024, of sparse messages (K-1) times 0.25 bits, of each
-parameter.
+Columns: milliseconds of a step of the slowest rank; speed relative to computing alone right before
+and after; bytes that left the interface and came in (of all but loopback, headers included, mean
+over the ranks) per rank and round of H steps; those that a formula allows: of two phases 2(K-1)/K
+times 2.25 bits for bits2/1024, of sparse messages (K-1) times 0.25 bits, of each parameter.
 
 Every host runs the same command, as for any benchmark. --link names the link in the table: shape it
 with tc, or run hosts as network namespaces. The --json file takes the rows of all links and
 devices, is written after each way, and a way that it has is not measured again: the command can be
 stopped at any time and goes on.
 
-  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks local_speed --link
-  100mbit --json speed.json python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device
-  5ms --ways local:bits2/1024,sign
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks local_speed \\
+      --link 100mbit --json speed.json
+  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms \\
+      --ways local:bits2/1024,sign
 """
 
 import argparse

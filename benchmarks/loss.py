@@ -2,23 +2,29 @@
 
 What a step does to the loss does not depend on the network, and what it costs does not depend on
 the loss. So both are measured where each is measured best, and multiplied:
-  losses   each variant trains one GPT from equal weights on equal batches until the mean loss of its last 160 windows
-           reaches --target, at most --train steps, once with each learning rate of --lr, which falls in a line to a tenth;
-           the rate that needs the fewest steps counts, for each variant its own.
+  losses   each variant trains one GPT from equal weights on equal batches until the mean loss of
+           its last 160 windows reaches --target, at most --train steps, once with each learning
+           rate of --lr, which falls in a line to a tenth; the rate that needs the fewest steps
+           counts, for each variant its own.
            --seeds N: as often, with other weights and batches; means count.
-           --losses FILE keeps the curves: those that are in it are not trained again, whatever network is there
-  times    steps of every kind that the curves have take turns over the network that is there; medians of the slowest
-           rank's. A compressed step here sends as many bytes as in the run of the curve, or the bench stops.
+           --losses FILE keeps the curves: those that are in it are not trained again, whatever
+           network is there
+  times    steps of every kind that the curves have take turns over the network that is there;
+           medians of the slowest rank's. A compressed step here sends as many bytes as in the run
+           of the curve, or the bench stops.
            --times FILE: those of an earlier --json file instead, for another target or other curves
 Seconds to the target are the sum of the times of the steps up to it, whatever their kinds.
   plain, bf16, powersgdN   torch's hooks with AdamW; PowerSGD's first two steps are plain ones
-  onebit, zero-one         commpress, overlapped with backward. onebit-int8-12: twelve exact rounds, and these in int8 with
-                           error feedback; or bf16, int4, log3; if not named, float32 and --warmup rounds. 0/1 Adam has more
-                           exact rounds later, and local steps once the rate falls; zero-one-int8-12-every has none of these
-  deepspeed-onebit-12, deepspeed-zero-one   of DeepSpeed 0.19.6 under DDP; on CPU with NumPy in place of CuPy
+  onebit, zero-one         commpress, overlapped with backward. onebit-int8-12: twelve exact rounds,
+                           and these in int8 with error feedback; or bf16, int4, log3; if not named,
+                           float32 and --warmup rounds. 0/1 Adam has more exact rounds later, and
+                           local steps once the rate falls; zero-one-int8-12-every has none of these
+  deepspeed-onebit-12,
+  deepspeed-zero-one       of DeepSpeed 0.19.6 under DDP; on CPU with NumPy in place of CuPy
 
-  python benchmarks loss --losses curves.json --lr 5e-4,1e-3 --no-times torchrun --nnodes 4
-  --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks loss --losses curves.json
+  python benchmarks loss --losses curves.json --lr 5e-4,1e-3 --no-times
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks loss \\
+      --losses curves.json
 """
 
 import argparse

@@ -4,7 +4,8 @@ four bits, by rate of the link
 Makes two hosts on this machine (needs root or namespaces of users), and for every rate runs both
 stages of a GPT under torch's Schedule1F1B with each codec for activations and gradients. One line
 per rate and codec:
-  edge ms     from an activation of a micro-batch here to the same there: encoding, the link, decoding, an answer of 8 bytes
+  edge ms     from an activation of a micro-batch here to the same there: encoding, the link,
+              decoding, an answer of 8 bytes
   x exact     how many times longer float32 takes
   step ms     of the pipeline; medians of the slower rank's
   of fast     that step against the same codec's on an unshaped link

@@ -4,7 +4,7 @@ mixing bytes.
 Bytes  0  magic "cp"                          Bytes 32  elements of the buffer, u64
        2  version, u8                               40  sequence number of the collective, u32
        3  operation, u8                             44  label: CRC of what is being reduced, u32
-       4  flags, u8                              48  length of the message that goes the other way, u64
+       4  flags, u8                              48  length of the message the other way, u64
        5  1 if the payload bears a checksum, u8  56  checksum of bytes 0–55 with flags as 0, u32
        6  world size, u16                        60  checksum of flags and payload (xxh3), u32
        8  codec, 24 ASCII bytes

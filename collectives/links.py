@@ -5,9 +5,10 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
     {"format": "commpress links", "version": 1, "nodes": [[0, 1], [2, 3]],
      "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
      "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7, "burst": 14e3},
-     "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2, "ring_byte": 4e-10,
-                 "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3, "ring_message": 2e-4, "reduce_core": 8e-4,
-                 "ring_busy": 3e-4, "first": 3e-5, "uneven": 1.25},
+     "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2,
+                 "ring_byte": 4e-10, "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3,
+                 "ring_message": 2e-4, "reduce_core": 8e-4, "ring_busy": 3e-4, "first": 3e-5,
+                 "uneven": 1.25},
      "trials":  {"none": [[1024, 2e-3, 3e-3], [4096, 2e-3, 3e-3]], "sign": [[1024, 2e-3, 3e-3]]}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the

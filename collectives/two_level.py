@@ -1,9 +1,9 @@
 """The hierarchical all-reduce: sums inside a node travel as float32, what crosses between nodes is
 compressed.
 
-    S = sum over the node's ranks of x      each rank its slices of it            (all-to-all inside, float32)
-    y = Q(scale·S + e)   z = Σ y / divisor + s   o = Q(z)                         (``average_rows`` between nodes)
-    o to the node's other ranks             still encoded: the same bits for all  (all-gather inside)
+    S = sum over the node's ranks of x  each rank its slices, float32    (all-to-all inside)
+    y = Q(scale·S + e)                  z = Σ y / divisor + s  o = Q(z)  (``average_rows`` between)
+    o to the node's other ranks         encoded, the same bits for all   (all-gather inside)
 
 A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one
 row per node. In a node every rank owns the same number of slices, rounded up, and reduces each with

@@ -1,24 +1,25 @@
 """Errors, as a tree.
 
 CommpressError
-├── InvalidArgument     a value the caller passed cannot work                     (also a ValueError)
-├── StateMismatch       a loaded state does not belong to this model or codec     (also a ValueError)
-├── MissingPackage      an optional package is needed; the message names it       (also an ImportError)
-├── NonFiniteGradient   a rank produced NaN or infinity and the policy is "raise" (also an ArithmeticError)
-├── CommunicationError  the ranks could not finish a collective                   (also a RuntimeError)
+├── InvalidArgument     a value the caller passed cannot work                  (ValueError)
+├── StateMismatch       a loaded state does not belong to this model or codec  (ValueError)
+├── MissingPackage      an optional package is needed; the message names it    (ImportError)
+├── NonFiniteGradient   a rank has NaN or infinity and the policy is "raise"   (ArithmeticError)
+├── CommunicationError  the ranks could not finish a collective                (RuntimeError)
 │   ├── Mismatch        a peer is doing something else: codec, size or order differ
 │   ├── Corrupted       bytes changed between a peer and this rank
 │   ├── PeerFailure     a peer died or stayed silent beyond the timeout
 │   ├── NoQuorum        too few ranks are left to go on: elsewhere others may
 │   └── Excluded        the others went on without this rank, which may join them again
-└── StorageError        a tiered store could not do what was asked                (also a RuntimeError)
+└── StorageError        a tiered store could not do what was asked             (RuntimeError)
     ├── Damaged         committed bytes are missing or do not match their checksum
     ├── DirectoryRefused  a directory is in use, foreign, or not a store
     ├── DiskFull        no room left on a disk or in its budget
     ├── OverBudget      everything in a memory tier is in use
     └── DiskFailure     the operating system reported an error for a file
 
-Every message says what came, what was expected and what to do.
+In parentheses: Python's error that each of these is, too. Every message says what came, what was
+expected and what to do.
 """
 
 from collections.abc import Callable, Mapping

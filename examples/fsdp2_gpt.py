@@ -1,8 +1,9 @@
 """Train a GPT sharded by FSDP2 with gradients and weights in eight bits, and save what compression
 left behind.
 
-torchrun --nproc-per-node 2 examples/fsdp2_gpt.py torchrun --nnodes 2 --nproc-per-node 8
---rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/fsdp2_gpt.py --codec int4
+torchrun --nproc-per-node 2 examples/fsdp2_gpt.py
+torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+    examples/fsdp2_gpt.py --codec int4
 """
 
 import argparse

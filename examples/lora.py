@@ -1,7 +1,8 @@
 """Fine-tune the low-rank adapters (LoRA) of a causal language model over a slow network.
 
-    torchrun --nproc-per-node 2 examples/lora.py                                a tiny GPT-2 with random weights
-    torchrun --nnodes 2 --nproc-per-node 1 ... examples/lora.py --model FOLDER  one that transformers can load
+    torchrun --nproc-per-node 2 examples/lora.py                  a tiny GPT-2 with random weights
+    torchrun --nnodes 2 --nproc-per-node 1 ... examples/lora.py \\
+        --model FOLDER                                            one that transformers can load
 
 Only the adapters have gradients, so a step sends little; many of them are small, which is why
 min_numel is lower here.

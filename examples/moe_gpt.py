@@ -1,10 +1,14 @@
 """Train a small GPT whose layers have 8 experts each, divided among the ranks, on the source of
 Python's standard library.
 
-torchrun --nproc-per-node 4 examples/moe_gpt.py                       # two "nodes" of two ranks, tokens travel exactly
-torchrun --nproc-per-node 4 examples/moe_gpt.py --codec int8          # a quarter of the bytes
-torchrun --nproc-per-node 4 examples/moe_gpt.py --lsh 0.5             # means of similar tokens, at most half as many
-torchrun --nproc-per-node 4 examples/moe_gpt.py --copies 4 --plot load.svg      # copies of hot experts, and a picture
+    # two "nodes" of two ranks, tokens travel exactly
+    torchrun --nproc-per-node 4 examples/moe_gpt.py
+    # a quarter of the bytes
+    torchrun --nproc-per-node 4 examples/moe_gpt.py --codec int8
+    # means of similar tokens, at most half as many
+    torchrun --nproc-per-node 4 examples/moe_gpt.py --lsh 0.5
+    # copies of hot experts, and a picture
+    torchrun --nproc-per-node 4 examples/moe_gpt.py --copies 4 --plot load.svg
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """The step of an optimizer on disk, beside its reads and writes alone, the optimizer in memory, and
 a forward and backward.
 
-python examples/offloaded_speed.py --folder /nvme/speed --million 200
-python examples/offloaded_speed.py --folder /nvme/speed --million 200 --batch 256  # updates beside forward and backward
+    python examples/offloaded_speed.py --folder /nvme/speed --million 200
+    # updates beside forward and backward
+    python examples/offloaded_speed.py --folder /nvme/speed --million 200 --batch 256
 """
 
 import argparse

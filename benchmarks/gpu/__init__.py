@@ -10,7 +10,8 @@ most 9 minutes on an H100 or H200; part 2 has what is larger.
   python benchmarks gpu --part 2
   python benchmarks gpu --twin                every line, small, on the processor in place of a card
   python benchmarks gpu --steps kernels,ddp   only these
-  python benchmarks gpu --results build/gpu/results.jsonl --docs docs/gpu.md  enter what has run into a page, run nothing
+  python benchmarks gpu --results build/gpu/results.jsonl --docs docs/gpu.md
+                                              enter what has run into a page, run nothing
 """
 
 import argparse

@@ -98,8 +98,7 @@ def demo(parser: argparse.ArgumentParser) -> None:
       commpress demo --ways plain,sign --steps 500 --network loopback --error-feedback none
                                                       what is lost if what a bit leaves out is
                                                       thrown away
-      commpress demo --search                         how the learning rates were found: half an
-                                                      hour
+      commpress demo --search                         how learning rates were found: half an hour
     """
     add = parser.add_argument
     ways = "no-network,plain,bf16,torch-powersgd4,diloco,int8,sign,zero-one,powersgd-4,local"
@@ -261,8 +260,8 @@ def probe(parser: argparse.ArgumentParser) -> None:
     node is what the launcher says, or --topology. The file tells collectives whether the
     hierarchical all-reduce pays at a size; docs/hierarchy.md describes it.
 
-      commpress probe --ranks 4 --topology 2x2                                       4 local processes, as if on two nodes
-      commpress probe --ranks 4 --pairs --plot pairs.svg                             every pair, and a picture of it
+      commpress probe --ranks 4 --topology 2x2            4 local processes, as if on two nodes
+      commpress probe --ranks 4 --pairs --plot pairs.svg  every pair, and a picture of it
       torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
     """
     option_groups.add_topology(parser)
@@ -307,34 +306,37 @@ def plan(parser: argparse.ArgumentParser) -> None:
     lets it choose what may change the loss, too. Local updates must save a quarter of a step to be
     advised. Of the ways that a file can name it writes the best one:
 
-      state = commpress.compress(ddp, plan="plan.json")          DDP; "plain" in the file means: torch's own all-reduce
+      state = commpress.compress(ddp, plan="plan.json")  DDP; "plain" in the file means: torch's
+                                                         own all-reduce
       Trainer(..., callbacks=[commpress.hf.Compress(plan="plan.json")])
-      dist.init_process_group("commpress")                         with COMMPRESS_GROUP_OPTIONS=plan.json
+      dist.init_process_group("commpress")               with COMMPRESS_GROUP_OPTIONS=plan.json
 
     --compute-ms is the step of one rank without communication, as "compute" of commpress bench
     train says it. With --gradients (a file that torch.save made of {parameter name: gradient})
     every layer gets a codec of its own: the fewest bytes at an error no larger than --uniform would
     make on these gradients.
 
-      commpress plan --parameters 110M --nodes 4x1 --link 1gbit,100us --compute-ms 300 commpress
-      plan --model mymodels:make_gpt --nodes 8x8 --link 25gbit,10us --device 900GB/s --compute-ms
-      250 commpress plan --config config.json --links links.json --compute-ms 800 --out plan.json
-      --plot plan.png commpress plan --parameters 1.5B --nodes 4x1 --compute-ms 900 --memory
-      device=24GiB,host=64GiB commpress plan --model mymodels:make_gpt --gradients grads.pt --nodes
-      4x1 --compute-ms 300
+      commpress plan --parameters 110M --nodes 4x1 --link 1gbit,100us --compute-ms 300
+      commpress plan --model mymodels:make_gpt --nodes 8x8 --link 25gbit,10us \\
+          --device 900GB/s --compute-ms 250
+      commpress plan --config config.json --links links.json --compute-ms 800 \\
+          --out plan.json --plot plan.png
+      commpress plan --parameters 1.5B --nodes 4x1 --compute-ms 900 \\
+          --memory device=24GiB,host=64GiB
+      commpress plan --model mymodels:make_gpt --gradients grads.pt --nodes 4x1 --compute-ms 300
 
     A coarser way must be 3 % faster than a finer one to be chosen. Predictions are as good as the
-    description of the machines:
-    docs/planning.md compares them with measurements.
+    description of the machines: docs/planning.md compares them with measurements.
 
     With --mesh it lists every grid of data, tensor, pipeline, sequence and expert parallelism
     instead, with the order of ranks that keeps the heaviest traffic on the fastest links, and
     prints the mesh to copy (docs/grids.md). --pairs takes what commpress probe --pairs --json
     measured.
 
-      commpress plan --mesh --parameters 1.5B --nodes 4x2 --link 10gbit,20us --compute-ms 900
-      --memory device=24GiB commpress plan --mesh --config config.json --pairs pairs.json
-      --compute-ms 300 --dims dp=int4,pp=int8
+      commpress plan --mesh --parameters 1.5B --nodes 4x2 --link 10gbit,20us \\
+          --compute-ms 900 --memory device=24GiB
+      commpress plan --mesh --config config.json --pairs pairs.json \\
+          --compute-ms 300 --dims dp=int4,pp=int8
     """
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
@@ -406,20 +408,26 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     reduce:
       plain, bf16-ring   the ring of a library, float32 and bfloat16
       sign, int8, ...    commpress with that codec; powersgd-4 in a training step
-      local:CODEC:H:N    local updates in rounds of H steps (default 30), N of them under way (default 0): means of a step
-    With --layered every codec is also run in two levels: exact sums inside a node, compressed between
-    nodes ("sign/2").
+      local:CODEC:H:N    local updates in rounds of H steps (default 30), N of them under way
+                         (default 0): means of a step
+    With --layered every codec is also run in two levels: exact sums inside a node, compressed
+    between nodes ("sign/2").
 
-      commpress simulate --nodes 4x1 --link 1gbit,100us --bytes 32MiB commpress simulate --nodes 8x8
-      --link 25gbit,10us --device 900GB/s --parameters 340M --compute-ms 250 --layered commpress
-      simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s --scaling 1,8,64,512 --plot
-      scaling.png commpress simulate --nodes 4x8,4x8 --link 200gbit,3us --link 25gbit,10us --foreign
-      25gbit --device 2TB/s commpress simulate --nodes 4x1 --link 100mbit,20ms --parameters 11M
-      --compute-ms 60 --ways plain,sign,local:bits2:30:10 commpress simulate --nodes 4x2 --link
-      1gbit,100us --experts-per-token 8 --experts 64 --tokens 4096 --width 1024 commpress simulate
-      --nodes 8x1 --straggler 1.5 --rack 4 --oversubscription 4 --parameters 110M --compute-ms 300
-      commpress simulate --nodes 4x8 --link 25gbit,5us --device 2TB/s --config config.json
-      --compute-ms 900 --grid pp2,dp4,tp4
+      commpress simulate --nodes 4x1 --link 1gbit,100us --bytes 32MiB
+      commpress simulate --nodes 8x8 --link 25gbit,10us --device 900GB/s --parameters 340M \\
+          --compute-ms 250 --layered
+      commpress simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s \\
+          --scaling 1,8,64,512 --plot scaling.png
+      commpress simulate --nodes 4x8,4x8 --link 200gbit,3us --link 25gbit,10us \\
+          --foreign 25gbit --device 2TB/s
+      commpress simulate --nodes 4x1 --link 100mbit,20ms --parameters 11M --compute-ms 60 \\
+          --ways plain,sign,local:bits2:30:10
+      commpress simulate --nodes 4x2 --link 1gbit,100us --experts-per-token 8 --experts 64 \\
+          --tokens 4096 --width 1024
+      commpress simulate --nodes 8x1 --straggler 1.5 --rack 4 --oversubscription 4 \\
+          --parameters 110M --compute-ms 300
+      commpress simulate --nodes 4x8 --link 25gbit,5us --device 2TB/s --config config.json \\
+          --compute-ms 900 --grid pp2,dp4,tp4
 
     With --grid: a step under data, tensor, pipeline, sequence and expert parallelism, gradients
     averaged by each of the ways. With --experts-per-token: a layer's dispatch to experts and back
@@ -484,21 +492,23 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     the file named in COMMPRESS_EVENTS. Without a COMMAND it is a small model whose computing is
     slept, so that starting Python again does not take the survivors' cores into the figures.
 
-      commpress chaos                                                       two minutes of the small model
-      commpress chaos --seconds 3600 --faults kill,stop -- python train.py  an hour, 125 faults
+      commpress chaos
+          two minutes of the small model
+      commpress chaos --seconds 3600 --faults kill,stop -- python train.py
+          an hour, 125 faults
       commpress chaos --hosts --rate 1gbit --faults kill,cut -- python train.py
-                                                                            each rank on a host of its own
-      commpress chaos --schedule faults.txt --check -- python train.py      the same faults each time, for CI
+          each rank on a host of its own
+      commpress chaos --schedule faults.txt --check -- python train.py
+          the same faults each time, for CI
 
     A line of a schedule: SECONDS kill|stop|slow|cut RANK|launcher [for SECONDS] [all|half|bulk]
 
-      20 kill 1                  # SIGKILL; started again --restart-after seconds later, to join the
-                                 others
-      40 stop 0 for 5            # SIGSTOP, then SIGCONT
-      60 slow 2 for 10           # runs a fifth of the time
-      80 cut 3 for 8 bulk        # with --hosts: packets over 600 bytes are lost; half: every second
-                                 one; all
-      99 kill launcher           # the process that holds the store, as torchrun's agent does
+      20 kill 1            # SIGKILL; started again --restart-after seconds later, to join others
+      40 stop 0 for 5      # SIGSTOP, then SIGCONT
+      60 slow 2 for 10     # runs a fifth of the time
+      80 cut 3 for 8 bulk  # with --hosts: packets over 600 bytes are lost; half: every second one;
+                             all
+      99 kill launcher     # the process that holds the store, as torchrun's agent does
 
     Goodput: committed steps per second, as a share of those before the first fault. Participation:
     ranks that took part in a step. Pause: what survivors waited longer than usual for the next
@@ -618,13 +628,14 @@ def bench_codec(parser: argparse.ArgumentParser) -> None:
     """speed of codecs on this processor, and a check of their bytes
 
     Every codec at every number of threads:
-      encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook does, and in place
+      encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook
+                 does, and in place
       decode     bytes to float32
       mean       the mean of 4 ranks' rows
-      serve      the same mean, plus residual, encoded again: what an owner does with the rows it received
-    in GB/s of float32. A copy of the same floats is timed between the repetitions; "of copy" compares
-    bytes moved per second:
-    encode moves 12 + bits/8 bytes per element, a copy 8.
+      serve      the same mean, plus residual, encoded again: what an owner does with the rows it
+                 received
+    in GB/s of float32. A copy of the same floats is timed between the repetitions; "of copy"
+    compares bytes moved per second: encode moves 12 + bits/8 bytes per element, a copy 8.
 
       commpress bench codec                            all codecs on 1 and 2 threads, about a minute
       commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
@@ -653,11 +664,12 @@ def bench_allreduce(parser: argparse.ArgumentParser) -> None:
 
     Averages of float32. The columns of nccl-tests come first. Both all-reduces run alternately, so
     that other traffic slows both.
-      us, algbw, busbw   of the compressed one: microseconds, and GB/s as if it were an all-reduce of
-                         float32: algbw = size / time, busbw = algbw * 2(n-1)/n
+      us, algbw, busbw   of the compressed one: microseconds, and GB/s as if it were an all-reduce
+                         of float32: algbw = size / time, busbw = algbw * 2(n-1)/n
       #wrong             elements whose bits differ between ranks
       wire               bytes one rank sent, headers included; ratio: against a float32 ring
-      error              of one all-reduce against the exact mean, relative; kept: the residuals after all
+      error              of one all-reduce against the exact mean, relative; kept: the
+                         residuals after all
       fp32 us, faster    time of torch's all_reduce, and how many times longer it takes
     It runs what the DDP hook runs: the same messages, kernels, transport and error feedback.
 
@@ -698,10 +710,13 @@ def bench_alltoall(parser: argparse.ArgumentParser) -> None:
     the slowest rank's.
       size, block          bytes that one rank sends in all, and to each rank
       flat, inside-first,
-      between-first        time of each route; the last two need --nodes. With --codec, encoding and decoding included
-      rival                time of torch's all_to_all_single on float32; with --mpi of MPI's blocking Alltoall on the same bytes
+      between-first        time of each route; the last two need --nodes. With --codec, encoding and
+                           decoding included
+      rival                time of torch's all_to_all_single on float32; with --mpi of MPI's
+                           blocking Alltoall on the same bytes
       flat x               how many times longer the rival takes than flat
-      nodes x              how many times longer flat takes than the faster route by way of nodes: above 1 they pay
+      nodes x              how many times longer flat takes than the faster route by way of nodes:
+                           above 1 they pay
       messages             that leave rank 0 for other nodes, flat and by the first way of nodes
     Every result is compared with the rival's, bit for bit if nothing is compressed.
 
@@ -741,20 +756,27 @@ def bench_experts(parser: argparse.ArgumentParser) -> None:
 
     Tokens go to k experts each and come back as sums, experts doing nothing; all ways run
     interleaved. One line per k:
-      torch f32, torch bf16   milliseconds, medians of the slowest rank's: copies sorted by rank, all_to_all_single
-                              of counts, there and back, gates and sums
-      flat, nodes             ExpertExchange with routing, dispatch and combine; once to every rank, once to every node
-      int8, lsh, auto         by way of nodes: int8 out and back; means of similar tokens; the codec that it measured
+      torch f32, torch bf16   milliseconds, medians of the slowest rank's: copies sorted by rank,
+                              all_to_all_single of counts, there and back, gates and sums
+      flat, nodes             ExpertExchange with routing, dispatch and combine; once to every rank,
+                              once to every node
+      int8, lsh, auto         by way of nodes: int8 out and back; means of similar tokens; the codec
+                              that it measured
       x nodes, x int8, ...    how many times longer torch takes in float32
       took                    the codec that auto took
-      node B, formula         bytes that left nodes in one call, by way of nodes; as a share of Σ tokens · other nodes
-      wrong, lsh error        elements that differ from torch's beyond rounding; what LSH measures where experts add tanh(x)
-    Tokens lie around 64 centres and choose at random, or are those that a trained layer saw (--states).
+      node B, formula         bytes that left nodes in one call, by way of nodes; as a share of
+                              Σ tokens · other nodes
+      wrong, lsh error        elements that differ from torch's beyond rounding; what LSH measures
+                              where experts add tanh(x)
+    Tokens lie around 64 centres and choose at random, or are those that a trained layer saw
+    (--states).
 
-      commpress bench experts --topology 2x2 --check torchrun --nproc-per-node 1 examples/moe_gpt.py
-      --topology 1x1 --width 1024 --layers 1 --experts 16 --states states.pt commpress bench experts
-      --topology 2x2 --states states.pt torchrun --nnodes 2 --nproc-per-node 2 ... -m commpress
-      bench experts --topology auto --slow --check
+      commpress bench experts --topology 2x2 --check
+      torchrun --nproc-per-node 1 examples/moe_gpt.py --topology 1x1 --width 1024 --layers 1 \\
+          --experts 16 --states states.pt
+      commpress bench experts --topology 2x2 --states states.pt
+      torchrun --nnodes 2 --nproc-per-node 2 ... -m commpress bench experts --topology auto \\
+          --slow --check
     """
     option_groups.add_topology(parser)
     parser.add_argument(
@@ -815,13 +837,12 @@ def bench_io(parser: argparse.ArgumentParser) -> None:
     tensors have, and so at a greater depth. All use the same stretch of a file, interleaved;
     medians.
 
-      commpress bench io                                     in the current directory, about a
-                                                             minute
-      commpress bench io --directory /nvme/tmp --size 2GiB   elsewhere, more bytes
-      commpress bench io --engine io_uring --check           exit status 1 if the store is below 95
-                                                             % of fio
-      commpress bench io --deepspeed                         DeepSpeed's aio handle interleaved with
-                                                             all this, as it comes
+      commpress bench io                                    in the current directory, one minute
+      commpress bench io --directory /nvme/tmp --size 2GiB  elsewhere, more bytes
+      commpress bench io --engine io_uring --check          exit status 1 if the store is below
+                                                            95 % of fio
+      commpress bench io --deepspeed                        DeepSpeed's aio handle interleaved with
+                                                            all this, as it comes
     """
     parser.add_argument(
         "--directory",
@@ -880,8 +901,9 @@ def bench_train(parser: argparse.ArgumentParser) -> None:
     "exposed" is what a step takes longer than compute: communication and compression that backward
     does not hide.
 
-      commpress bench train                                                  4 local processes: loopback, faster than networks
-      torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python commpress bench train --check
+      commpress bench train                 4 local processes: loopback, faster than networks
+      torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python \\
+          commpress bench train --check
       commpress bench train --ways compute,plain,int8,sign --bucket-mb 25 sign=4
     """
     usual = "compute,plain,bf16,powersgd1,sign"

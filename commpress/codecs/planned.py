@@ -4,8 +4,8 @@ JSON of at most 4 MiB, written by ``commpress plan`` and read by the hook, the b
 trainers:
 
     {"format": "commpress plan", "version": 1, "codec": "int8", "min_numel": 256, "topology": null,
-    "bucket_mb": 25.0,
-     "rules": {"head.weight": "bits6"}, "why": "int8 takes 210 ms a step, plain 480 ms"}
+     "bucket_mb": 25.0, "rules": {"head.weight": "bits6"},
+     "why": "int8 takes 210 ms a step, plain 480 ms"}
 
 ``codec`` is that of every parameter without a rule; "plain" means: do not compress. Nothing in a
 file is ever evaluated: codecs are names that ``codec_named`` knows.

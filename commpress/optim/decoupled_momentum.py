@@ -1,8 +1,9 @@
 """DeMo (arXiv 2411.19870): decoupled momentum. Ranks keep momentum apart, and tell each other its
 fastest components alone.
 
-    δᵢ ← β·δᵢ + γ·gᵢ        qᵢ = the k largest of each chunk of DCT(δᵢ)        δᵢ ← δᵢ − IDCT(qᵢ)        qᵢ to everybody
-    x ← (1 − γ·λ)·x − γ·sign(IDCT(q̄))        q̄: of each coefficient the mean over the ranks that sent it
+    δᵢ ← β·δᵢ + γ·gᵢ    qᵢ = the k largest of each chunk of DCT(δᵢ)    δᵢ ← δᵢ − IDCT(qᵢ)
+    qᵢ to everybody     q̄: of each coefficient the mean over the ranks that sent it
+    x ← (1 − γ·λ)·x − γ·sign(IDCT(q̄))
 
 Every rank decodes what all sent, adds it in the order of ranks, and transforms it back in float64,
 of which one sign is used: so parameters stay the same in every bit, which checksums hold every now

@@ -716,7 +716,8 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def digest(self) -> str:
         """Hash of the shared weights: the same on every rank, with ``Gossip`` after ``drain``."""
-        return f"{checksum_of(b''.join(f.digest().to_bytes(8, 'little') for f in self.fragments)):016x}"
+        digests = b"".join(f.digest().to_bytes(8, "little") for f in self.fragments)
+        return f"{checksum_of(digests):016x}"
 
     def report(self) -> str:
         """Figures of the run so far, for people."""

@@ -1,10 +1,11 @@
 """1-bit Adam: exact steps until the variance is known, then momentum in one bit under a frozen
 variance.
 
-    exact       ḡ = mean g_i           m ← β1·m + (1 − β1)·ḡ        v ← β2·v + (1 − β2)·ḡ²       (torch's Adam)
+    exact       ḡ = mean g_i      m ← β1·m + (1 − β1)·ḡ      v ← β2·v + (1 − β2)·ḡ²  (torch's Adam)
                 x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · m/(√v̂ + ε)
-    compressed  p_i = (β1·m + (1 − β1)·g_i)/s        p ← mean of p_i, one bit both ways, error feedback both ways
-                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · p        m ← s·p
+    compressed  p_i = (β1·m + (1 − β1)·g_i)/s
+                p ← mean of p_i, one bit both ways, error feedback both ways
+                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · p      m ← s·p
 
 ``tensor_states`` says what s is, which tensors freeze and which wake up. Others go on with Adam's
 steps, on gradients in eight bits.

@@ -1,7 +1,8 @@
 """1-bit LAMB: exact LAMB steps until the variance is known, then momentum in one bit; layers keep
 rates of their own.
 
-    exact       w = m/(√v + ε) + λx      c = clip(‖x‖ / ‖w‖)         x ← x − γ·c·w           c̄ ← β_c·c̄ + (1 − β_c)·c
+    exact       w = m/(√v + ε) + λx      c = clip(‖x‖ / ‖w‖)
+                x ← x − γ·c·w      c̄ ← β_c·c̄ + (1 − β_c)·c
     compressed  p as in ``OneBitAdam``
       live        a ← β_c·a + (1 − β_c)·p      c = clip(‖x‖ / ‖a + λx‖)      x ← x − γ·c·(p + λx)
       frozen      ĝ = (s·p − β1·m)/(1 − β1)      ṽ ← β2·ṽ + (1 − β2)·ĝ²

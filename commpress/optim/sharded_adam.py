@@ -3,9 +3,10 @@ owners in one bit.
 
 A compressed step of a frozen tensor (``tensor_states``):
 
-    to the owner  what is new in the momentum, (1 − β1)·g_i/s + e_i, in one bit; e_i keeps the rest  (all-to-all)
+    to the owner  what is new in the momentum, (1 − β1)·g_i/s + e_i, in one bit  (all-to-all)
+                  e_i keeps the rest
     at the owner  m ← β1·m + s·mean        w ← Adam's step from m and the frozen v
-    to everybody  w − x in one bit, x ← x + what arrived                                             (all-gather)
+    to everybody  w − x in one bit, x ← x + what arrived                         (all-gather)
 
 Live tensors send gradients in eight bits, and their owner takes Adam's step; exact steps send
 gradients to the owner and w to everybody as they are.

@@ -1,9 +1,10 @@
 """0/1 Adam with its state partitioned over the ranks (ZeRO-1): nothing leaves in most steps, and no
 rank has it all.
 
-    exact       as ``ShardedOneBitAdam``, at steps of the variance schedule
-    local  q_i ← β1·q_i + (1 − β1)·g_i      u_i ← (1 − γλ)·u_i + γ'·q_i      A ← (1 − γλ)·A + γ'·β1ⁿ  (n-th step)
-    sync   to the owner u_i/s in one bit;  u = A·m + s·mean      w ← D·w − u/s      m ← u/Γ
+    exact  as ``ShardedOneBitAdam``, at steps of the variance schedule
+    local  q_i ← β1·q_i + (1 − β1)·g_i      u_i ← (1 − γλ)·u_i + γ'·q_i
+           A ← (1 − γλ)·A + γ'·β1ⁿ          at the n-th step
+    sync   to the owner u_i/s in one bit    u = A·m + s·mean      w ← D·w − u/s      m ← u/Γ
            to everybody w − x in one bit
 
 Γ, D and γ' are those of ``windows``; q and u begin a window at zero, A at zero. What s is, how

@@ -39,8 +39,8 @@ class StoredFragment(Fragment):
     ) -> None:
         if isinstance(outer, TorchOuter):
             raise InvalidArgument(
-                "store is a TieredStore and outer makes an optimizer of torch, whose state stays in "
-                "memory: use commpress.Nesterov() or SlowMo(), or store='host'"
+                "store is a TieredStore and outer makes an optimizer of torch, whose state stays "
+                "in memory: use commpress.Nesterov() or SlowMo(), or store='host'"
             )
         super().__init__(number, locals_, outer, host=True)
         self.store, self._prefix = store, f"{prefix}/{number:04d}"

@@ -1,9 +1,10 @@
 """States of tensors, frozen or live, and what everything is divided by.
 
-    live      g travels, eight bits or more an element; m, v and the step are Adam's own
-    frozen  v stands still, and in one bit travels        p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·s
-            m ← s·mean p,  where √v̂ < low within ±c·√v̂   s = max(√v̂, low) + ε             low² = φ·mean v̂ (of the
-                                                                                     tensor, or of all if that is 0)
+    live    g travels, eight bits or more an element; m, v and the step are Adam's own
+    frozen  v stands still, and in one bit travels
+            p = (β1·m + (1 − β1)·g')/s      g' = g within ±κ·s      s = max(√v̂, low) + ε
+            m ← s·mean p, where √v̂ < low within ±c·√v̂
+            low² = φ·mean v̂ (of the tensor, or of all if that is 0)
 
 Why: all that enters m in exact steps enters v too, so |m| ≤ c·√v with c² = (1 − β1)² / ((1 − β2)(1
 − β1²/β2)), and no step of Adam is longer than some 7.3 learning rates at the usual betas. The noise

@@ -1,7 +1,8 @@
 """0/1 Adam: the variance is updated ever more rarely, and most steps need no communication at all.
 
-    exact  mean gradients, as Adam; at steps of the variance schedule, or at the first one after the window they fell in
-    local  m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u/s               (nothing is sent)
+    exact  mean gradients, as Adam; at steps of the variance schedule, or at the first one after the
+           window they fell in
+    local  m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u/s  (nothing is sent)
     sync   d ← mean of u/s, one bit both ways      a ← D·a − d      x ← a      m ← s·d/Γ      u ← 0
 
 a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what

@@ -5,9 +5,11 @@ Of k choices among E experts that gates like alike, a node with e of them is met
 e, k) / C(E, k). So of T tokens on a rank p·T cross to that node, once each, to the member that
 deals them out to its mates:
 
-    routing    8 + 4k bytes a token      forward
-    dispatch  token + 4k of gates  forward; in backward the gradient of what is combined goes that way, without gates
-    combine   token                forward; in backward the gradients of tokens and gates come that way
+    routing   8 + 4k bytes a token  forward
+    dispatch  token + 4k of gates   forward; in backward the gradient of what is combined goes that
+                                    way, without gates
+    combine   token                 forward; in backward the gradients of tokens and gates come that
+                                    way
 
 with ``PacketForm``'s sizes and a header for each message, between nodes and then inside them.
 """

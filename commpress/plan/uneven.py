@@ -3,8 +3,10 @@ parameters.
 
 All three make the last rank finish as early as can be, exactly:
 
-    shares  x_i whole, Σ x_i = total, x_i ≤ most_i     minimise max_i fixed_i + x_i / speed_i     (a batch, parameters)
-    stages  layers in order, one range for each stage  minimise max_j fixed_j + Σ cost / speed_j  (a pipeline)
+    shares  x_i whole, Σ x_i = total, x_i ≤ most_i     minimise max_i fixed_i + x_i / speed_i
+            (a batch, parameters)
+    stages  layers in order, one range for each stage  minimise max_j fixed_j + Σ cost / speed_j
+            (a pipeline)
 """
 
 from collections.abc import Sequence

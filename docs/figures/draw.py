@@ -14,7 +14,10 @@ OURS, THEIRS = "#3f51b5", "#9e9e9e"
 PEERS = ("plain", "bf16 hook", "PowerSGD", "torch", "FSDP2", "AdamW", "DeepSpeed", "fio", "without")
 # pixels: a bar's height, the longest bar, room for its value, a letter
 LINE, BAR, VALUE, LETTER = 20, 120, 78, 6.8
-STYLE = "text{font:12px sans-serif;fill:#222}.t{font-weight:bold}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+STYLE = (
+    "text{font:12px sans-serif;fill:#222}.t{font-weight:bold}"
+    "@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+)
 
 
 def svg(figure: dict) -> str:

@@ -79,22 +79,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--k", type=int, default=200, help="elements that move in a step")
+    parser.add_argument("--k", type=int, default=3000, help="elements that move in a step")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as its help shows")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    truth, model = torch.randn(100, 100) / 10, torch.nn.Linear(100, 100, bias=False)
-    optimizer = SketchedSGD(model.parameters(), 0.05, k=options.k, columns=400)
+    truth, model = torch.randn(300, 300) / 10, torch.nn.Linear(300, 300, bias=False)
+    optimizer = SketchedSGD(model.parameters(), 0.003, momentum=0.5, k=options.k, columns=2000)
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
     for step in range(options.steps):
-        x = torch.randn(64, 100, generator=draw)
+        x = torch.randn(64, 300, generator=draw)
         loss = (model(x) - x @ truth.T).square().sum(dim=1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0 and step % 50 in (0, 49):
+        if dist.get_rank() == 0 and (step == 0 or step % 50 == 49):
             share = 100 * optimizer.sent / model.weight.numel()
             print(f"step {step + 1}: loss {loss.item():.3f}, {share:.0f} % of the floats sent")
     dist.destroy_process_group()

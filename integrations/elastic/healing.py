@@ -1,7 +1,7 @@
 """Healing: ranks that are new, or a step behind, become like those that are not, in every bit.
 
-    1  everybody tells how long its document is, and a hash of it         (donors; the others tell zeros)
-    2  the first donor sends the document to all                          (which tensors there are, and all that is no tensor)
+    1  everybody tells how long its document is, and a hash of it; who is no donor tells zeros
+    2  the first donor sends the document to all: which tensors there are, and all that is no tensor
     3  everybody tells its hash of every tensor: who has the first donor's bits may give it
     4  slices, each from one donor, several donors side by side, to all who need them
     5  who was healed compares hashes, and only then loads

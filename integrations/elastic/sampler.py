@@ -2,7 +2,8 @@
 comes and goes.
 
     stream = π₀ π₁ π₂ …          πₑ: a permutation of all samples, drawn from seed and epoch
-    a step of P ranks, b samples each, reads stream[p : p + P·b], rank r the r-th b of them; once committed, p ← p + P·b
+    a step of P ranks, b samples each, reads stream[p : p + P·b], rank r the r-th b of them
+    once committed, p ← p + P·b
 
 What was read is one number, p. Samples that were read ahead, or in a step that was not committed,
 lie behind it and are read again, by whoever is there then.

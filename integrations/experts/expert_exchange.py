@@ -69,9 +69,10 @@ class ExpertExchange(Divided, TokenSwitch):
     """Dispatch tokens to experts on other ranks and combine what they return, differentiably.
 
         exchange = commpress.ExpertExchange(num_experts=8)
-        routing = exchange.create_routing(topk_idx, layout="expert_major")       # int64[tokens, k]
-        rows, gates, _ = exchange.dispatch(routing, tokens, topk_weights)        # rows of this rank's experts
-        tokens = exchange.combine(routing, gates[:, None] * experts(rows, routing.handle.rows.counts))
+        routing = exchange.create_routing(topk_idx, layout="expert_major")  # int64[tokens, k]
+        rows, gates, _ = exchange.dispatch(routing, tokens, topk_weights)   # of this rank's experts
+        results = gates[:, None] * experts(rows, routing.handle.rows.counts)
+        tokens = exchange.combine(routing, results)
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other
     groups: it makes a new one. All ranks make the same calls in the same order, also one that has

@@ -1,9 +1,11 @@
 """Experts whose weights, gradients and moments lie in a tiered store, and are in memory only for
 their turns.
 
-    forward   read experts that have tokens | compute             others leave for them, as ``TierPlan`` says
+    forward   read experts that have tokens | compute
+              others leave for them, as ``TierPlan`` says
     backward  read those again that have left | compute | gradient to the store
-    update    read weights, gradients and moments | step          of experts that have a gradient; others are left alone
+    update    read weights, gradients and moments | step
+              of experts that have a gradient; others are left alone
 
 Weights are used where the store has them, without a copy. Note: saved tensors. What autograd saves
 of weights in forward, such as a transposed view, would be other bytes by the time of backward; so

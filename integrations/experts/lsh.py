@@ -1,7 +1,8 @@
 """Hashing of tokens: of those that are alike and go to one expert only the mean travels, and each
 adds its own difference.
 
-    y = E(c) + (x − c)  c: the mean of the tokens that share x's expert and hashes  (LSH-MoE, 2411.08446)
+    y = E(c) + (x − c)      (LSH-MoE, 2411.08446)
+    c: the mean of the tokens that share x's expert and hashes
 
 A hash is the vertex of a cross-polytope that is nearest to the token, turned at random: which of
 ``dims`` coordinates is largest in magnitude, and its sign. Turning is two Walsh-Hadamard transforms

@@ -202,7 +202,7 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
 
 
 def _check_whole(state: Any, cure: str) -> None:
-    """Columns of tensor parallelism have a basis each, for shards that another mesh cuts otherwise."""
+    """Columns of tensor parallelism have a basis each, of shards that are cut by the mesh."""
     if _whole(state) and column_mesh(state.param_groups) is not None:
         raise StateMismatch(
             f"PowerSGD has no elastic form under tensor parallelism: {cure}, or choose a codec of "

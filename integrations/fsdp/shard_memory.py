@@ -1,10 +1,12 @@
 """Memory that compression takes on each rank of a sharded model, by formula: torch shards
 parameters, not what is kept here.
 
-residuals  b · n      n: elements that a rank quantises, with the codec's error feedback
-         one hop    the whole model; two hops with an exact one inside a node of L ranks: the whole model / L
-         b          4, or what the codec of ``residuals=`` takes, 1.04 for "shift8"
-weights  as they came in forward, in their codec; 0 with ``regather=True``; whole copies with ``Difference``
+    residuals  b · n    n: elements that a rank quantises, with the codec's error feedback
+               one hop  the whole model; two hops with an exact one inside a node of L ranks: the
+                        whole model / L
+               b        4, or what the codec of ``residuals=`` takes, 1.04 for "shift8"
+    weights    as they came in forward, in their codec; 0 with ``regather=True``; whole copies with
+               ``Difference``
 """
 
 from collections import Counter

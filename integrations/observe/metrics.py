@@ -150,8 +150,8 @@ class Metrics:
     - ``elastic``: the loop that ``commpress.elastic`` returned.
     - ``every``: steps from one sample to the next.
     - ``norms_every``: steps between measurements of ``owed``; 0 never.
-    - ``group_by``: parameter name → group; by default the first number in it and what stands before:
-      "blocks.0".
+    - ``group_by``: parameter name → group; by default the first number in it and what stands
+      before: "blocks.0".
     """
 
     def __init__(

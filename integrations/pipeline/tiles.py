@@ -1,8 +1,8 @@
 """Tiles of activations in 3 or 4 bits: a rotation spreads each tile's outlier, and tokens of many
 values get the fourth bit.
 
-    x of a tile: its largest element changes places with the first, then y = H x  (TAH-Quant, 2506.01352)
-    y ≈ lo + code · step                                                           lo, step in bf16
+    x of a tile: its largest element changes places with the first, then y = H x
+    y ≈ lo + code · step      lo, step in bf16      (TAH-Quant, 2506.01352)
 
 The first row and column of H are constant, so an outlier in the first place moves all of y by the
 same amount, which ``lo`` takes up: what is left for the codes to span is what the tile is without

@@ -1,8 +1,11 @@
 """Ring attention: keys and values of each rank go round, and each rank attends to them block by
 block with an online softmax.
 
-    s = q kᵀ/√d ; m ← max(m, s) ; l ← l·e^(m − m′) + Σ e^(s − m′) ; o ← o·e^(m − m′) + e^(s − m′) v       for every block
-    backward, with D = Σ do·o :  p = e^(s − lse) ;  ds = p (do vᵀ − D)/√d ;  dq += ds k ;  dk, dv go to the rank that has k, v
+    forward, for every block:    s = q kᵀ/√d      m ← max(m, s)
+                                 l ← l·e^(m − m′) + Σ e^(s − m′)
+                                 o ← o·e^(m − m′) + e^(s − m′) v
+    backward, with D = Σ do·o:   p = e^(s − lse)      ds = p (do vᵀ − D)/√d      dq += ds k
+                                 dk, dv go to the rank that has k, v
 
 Keys and values are encoded once, where they are, and passed on as bytes: no hop adds an error, and
 their own rank attends to what the others see. With a causal mask blocks stop at the last rank, for

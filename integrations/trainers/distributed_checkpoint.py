@@ -1,8 +1,10 @@
 """States of commpress in ``torch.distributed.checkpoint``: every rank's part under its own names,
 in parallel.
 
-    commpress.save_distributed(optimizer, "checkpoint/optimizer")                the same world size, bit for bit
-    commpress.save_distributed(optimizer, "checkpoint/optimizer", elastic=True)  any world size
+    # the same world size, bit for bit
+    commpress.save_distributed(optimizer, "checkpoint/optimizer")
+    # any world size
+    commpress.save_distributed(optimizer, "checkpoint/optimizer", elastic=True)
     commpress.load_distributed(optimizer, "checkpoint/optimizer")
 
 Tensors are saved as tensors; what holds them together is one msgpack document per rank, itself a
@@ -66,8 +68,8 @@ def save_distributed(state: Saved, folder: str | Path, *, elastic: bool = False)
     over the default group. ``elastic`` states fit any world size, others continue bit for bit."""
     if elastic and not hasattr(state, "elastic_state_dict"):
         raise InvalidArgument(
-            f"elastic is True and a {type(state).__name__} has no elastic_state_dict: leave it out, "
-            "and load at the same world size"
+            f"elastic is True and a {type(state).__name__} has no elastic_state_dict: leave it "
+            "out, and load at the same world size"
         )
     saved: Any = state
     part = saved.elastic_state_dict() if elastic else saved.state_dict()

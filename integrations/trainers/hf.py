@@ -1,11 +1,12 @@
 """Hugging Face: a Trainer callback and an Accelerate handler.
 
-Trainer(..., callbacks=[Compress(codec="int8")])                                            gradients, any optimizer
-Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])  momentum
-Trainer(..., callbacks=[LocalTraining()])                                                   changes of the weights
-Trainer(..., callbacks=[DividedExperts()])                                                  experts of each rank
-DistributedCompression(codec="int8").attach(accelerator)                                    gradients, Accelerate
-accelerator.prepare(model, LocalUpdates(optimizer), loader)                                 changes, Accelerate
+Trainer(..., callbacks=[Compress(codec="int8")])                     gradients, any optimizer
+Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}),
+        callbacks=[Compress()])                                      momentum
+Trainer(..., callbacks=[LocalTraining()])                            changes of the weights
+Trainer(..., callbacks=[DividedExperts()])                           experts of each rank
+DistributedCompression(codec="int8").attach(accelerator)             gradients, Accelerate
+accelerator.prepare(model, LocalUpdates(optimizer), loader)          changes, Accelerate
 """
 
 import logging

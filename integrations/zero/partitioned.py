@@ -1,9 +1,11 @@
 """ZeRO stages 1 and 2: every rank keeps the optimizer's state, and in stage 2 the gradients, of 1/P
 of the parameters.
 
-backward  bucket full → its rows to their owners, which average them          (reduce-scatter, compressed if asked)
-step      one clip factor and one verdict for all ranks; update the own shards
-          updated shards to everybody                                          (all-gather, compressed if asked)
+    backward  bucket full → its rows to their owners, which average them  (reduce-scatter)
+    step      one clip factor and one verdict for all ranks; update the own shards
+              updated shards to everybody                                 (all-gather)
+
+Both collectives are compressed if asked.
 """
 
 import zlib

@@ -1,7 +1,7 @@
 """A model whose parameters live in a store and are in memory only while a block computes with them
 (ZeRO-3, Infinity).
 
-    forward   fetch block | compute | release            the next block is read from the disk meanwhile
+    forward   fetch block | compute | release  the next block is read from the disk meanwhile
     backward  fetch block | compute | gradients to the optimizer's store | release
 
 Over several ranks each one's store has a row of every group; rows are gathered when a block is

@@ -99,11 +99,14 @@ def test_help_and_version_load_no_torch():
 import contextlib, io, sys
 from commpress.cli import main
 from commpress.cli.commands import COMMANDS
-for words in [["--version"], ["--help"], ["bench", "--help"], *([*c.words.split(), "--help"] for c in COMMANDS)]:
+every = [["--version"], ["--help"], ["bench", "--help"]]
+every += [[*c.words.split(), "--help"] for c in COMMANDS]
+for words in every:
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
         main(words)
     assert said.getvalue(), words
-loaded = {name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "rich", "matplotlib", "numba", "llvmlite"}
+heavy = {"torch", "numpy", "rich", "matplotlib", "numba", "llvmlite"}
+loaded = {name.split(".")[0] for name in sys.modules} & heavy
 ours = {name for name in sys.modules if name.startswith("commpress.")}
 print(sorted(loaded), sorted(ours & {c.runs for c in COMMANDS}))
 """
@@ -266,7 +269,8 @@ sys.modules["torch"] = None  # importing it fails
 from commpress.cli import main
 said = {}
 for line in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.redirect_stdout(io.StringIO()):
+    heard, out = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(heard), contextlib.redirect_stdout(out):
         try:
             code = main(line.split())
         except SystemExit as left:

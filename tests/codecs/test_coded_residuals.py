@@ -96,7 +96,7 @@ def test_in_bf16_every_step_is_that_of_float_residuals_which_somebody_rounds_aft
 
 
 @pytest.mark.parametrize(("kept_in", "lost"), [("none", 0.0), ("shift8", 0.0), ("int8", 1.0)])
-def test_small_gradients_beside_large_residuals_are_owed_in_the_mean_unless_these_round_to_the_nearest(
+def test_small_gradients_beside_large_residuals_are_owed_in_the_mean_unless_rounded_to_nearest(
     kept_in, lost
 ):
     world = World("topk-8", kept_in)

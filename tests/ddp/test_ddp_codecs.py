@@ -1,4 +1,4 @@
-"""PowerSGD and top-k under DDP: ranks alike, buckets of no matter, checkpoints exact and elastic."""
+"""PowerSGD and top-k under DDP: ranks alike, buckets of no matter, states exact and elastic."""
 
 import numpy as np
 import pytest

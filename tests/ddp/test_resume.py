@@ -329,7 +329,8 @@ def loaded_from(plan, states):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 2), (2, 1)])
 def test_the_exact_states_of_all_ranks_go_on_at_any_size(pool, before, after):
-    """At another size as the elastic ones, of which they hold all; at the same size each rank takes its own."""
+    """At another size as the elastic ones, of which they hold all; at the same size each rank takes
+    its own."""
     plan = Plan("sign", steps=4, state=EVERYTHING)
     exact, elastic = zip(*pool.run(both_kinds, plan, size=before), strict=True)
     wanted = pool.run(loaded_from, plan, list(elastic), size=after)

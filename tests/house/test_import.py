@@ -30,7 +30,8 @@ import json, os, sys, threading, time
 import torch, torch.distributed
 
 def observe():
-    tasks = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else threading.active_count()
+    threads = "/proc/self/task"
+    tasks = len(os.listdir(threads)) if os.path.exists(threads) else threading.active_count()
     return {
         "modules": sorted({name.split(".")[0] for name in sys.modules}),
         "backends": list(torch.distributed.Backend.backend_list),
@@ -41,7 +42,8 @@ def observe():
 before, start = observe(), time.process_time()
 import commpress
 seconds, after = time.process_time() - start, observe()
-print(json.dumps({"before": before, "after": after, "seconds": seconds, "file": commpress.__file__}))
+found = {"before": before, "after": after, "seconds": seconds, "file": commpress.__file__}
+print(json.dumps(found))
 """
 
 
@@ -131,8 +133,10 @@ def test_a_short_name_says_which_package_is_missing(tmp_path, statement):
 
 LIGHT = """
 import sys
-import commpress.collectives, commpress.kernels, commpress.integrations.trainers, commpress.integrations.zero
-print(*(name for name in sys.modules if name.startswith("commpress.") or name in ("torch", "numpy", "llvmlite")))
+import commpress.collectives, commpress.kernels
+import commpress.integrations.trainers, commpress.integrations.zero
+heavy = ("torch", "numpy", "llvmlite")
+print(*(name for name in sys.modules if name.startswith("commpress.") or name in heavy))
 """
 
 

@@ -66,8 +66,8 @@ def test_the_wheel_says_what_it_is(wheel):
 
 WITHOUT_NUMBA = """
 import sys
-optional = ("numba", "prometheus_client", "matplotlib", "transformers", "accelerate", "lightning", "peft", "sklearn", "mpi4py",
-            "cupy", "libaio", "aiofiles", "safetensors")
+optional = ("numba", "prometheus_client", "matplotlib", "transformers", "accelerate", "lightning",
+            "peft", "sklearn", "mpi4py", "cupy", "libaio", "aiofiles", "safetensors")
 for name in optional:
     sys.modules[name] = None  # importing it is an error
 import torch, commpress

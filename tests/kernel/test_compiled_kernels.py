@@ -158,9 +158,7 @@ def test_its_name_says_sources_tools_and_processor(cache, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_that_race_for_the_cache_get_the_same_code(cache):
-    code = (
-        HALVES + "s.scaled(Segments([x], [x], [(0, 11)]), out, gain=0.5); print(out.tolist())"
-    )
+    code = HALVES + "s.scaled(Segments([x], [x], [(0, 11)]), out, gain=0.5); print(out.tolist())"
     (first, *rest) = [said(process) for process in [python(code) for _ in range(3)]]
     assert "2.5" in first[0]
     assert all(answer == first for answer in rest)

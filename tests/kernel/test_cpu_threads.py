@@ -143,7 +143,8 @@ from commpress.kernels.cpu import threads as cpu_threads
 from test_cpu_threads import split
 cpu_threads._PARALLEL_NUMEL = 10
 torch.set_num_threads(4)
-assert split(lambda start, stop: threading.get_native_id(), 5, 1000) == [threading.get_native_id()] * 4
+own = threading.get_native_id
+assert split(lambda start, stop: own(), 5, 1000) == [own()] * 4
 """
     folder = os.path.dirname(__file__)
     command = [

@@ -323,8 +323,12 @@ def test_headers_that_cannot_be_read_are_bad_requests(endpoint, capfd):
 
 
 REQUEST = (
-    b"GET /metrics?name[]=commpress_steps HTTP/1.1\r\nHost: [::1]:9400\r\nAccept: application/openmetrics-text; version=1.0.0; "
-    b"escaping=underscores, text/plain;version=0.0.4;q=0.5\r\nAccept-Encoding: gzip;q=1\r\nContent-Length: 0\r\n\r\n"
+    b"GET /metrics?name[]=commpress_steps HTTP/1.1\r\n"
+    b"Host: [::1]:9400\r\n"
+    b"Accept: application/openmetrics-text; version=1.0.0; escaping=underscores, "
+    b"text/plain;version=0.0.4;q=0.5\r\n"
+    b"Accept-Encoding: gzip;q=1\r\n"
+    b"Content-Length: 0\r\n\r\n"
 )
 
 

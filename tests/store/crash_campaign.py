@@ -1,8 +1,11 @@
 """Kill a tiered store at every place and see that no committed tensor is lost or silently wrong.
 
-  python tests/store/crash_campaign.py --enumerate         fail the n-th operation, for every n and every kind of failure
-  python tests/store/crash_campaign.py --kills 1000        kill -9 a process at random times, reopen, compare, go on
-  ... --kills 1000 --seconds 500 --directory D       so long, in a directory where a later run goes on
+  python tests/store/crash_campaign.py --enumerate   fail the n-th operation, for every n and every
+                                                     kind of failure
+  python tests/store/crash_campaign.py --kills 1000  kill -9 a process at random times, reopen,
+                                                     compare, go on
+  ... --kills 1000 --seconds 500 --directory D       so long, in a directory where a later
+                                                     run goes on
 
 After each, the store must hold exactly the state of the last commit that returned, or of the one
 that was under way.

@@ -2,8 +2,10 @@
 
 Run it on a machine that does nothing else.
 
-  python tests/store/store_footprint.py memory --host 256MiB --tensors 4GiB  peak resident memory above the start
-  python tests/store/store_footprint.py overlap --seconds 20                 how much a busy core slows while the store streams
+  python tests/store/store_footprint.py memory --host 256MiB --tensors 4GiB
+      peak resident memory above the start
+  python tests/store/store_footprint.py overlap --seconds 20
+      how much a busy core slows while the store streams
 """
 
 import argparse

@@ -278,7 +278,8 @@ every = [torch.zeros_like(total) for _ in range(place.size)]
 dist.all_gather(every, total)
 assert len({float(t) for t in every}) == 1 and state.counters.ratio > 5
 # one message, so that lines of different ranks do not mix
-sys.stdout.write(f"{place.launcher} {place.rank} of {place.size}, {place.local_rank} of {place.local_size}\\n")
+where = f"{place.local_rank} of {place.local_size}"
+sys.stdout.write(f"{place.launcher} {place.rank} of {place.size}, {where}\\n")
 sys.stdout.flush()
 dist.destroy_process_group()
 """

@@ -15,11 +15,13 @@ from pathlib import Path
 from commpress.integrations.zero.streamed_group import return_large_blocks
 
 def anonymous():
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("RssAnon"))
     return int(line.split()[1]) >> 10
 
 assert return_large_blocks() is {fixed}
-torch.ones(30 << 18)  # mapped, and unmapped here: from now on glibc would take its like from the heap
+# mapped, and unmapped here: from now on glibc would take its like from the heap
+torch.ones(30 << 18)
 begin, kept = anonymous(), []
 for _ in range(20):
     one = torch.ones(20 << 18)  # 20 MiB
