@@ -11,7 +11,7 @@ PART   ?= 1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test slow gpu mutants demo lint types docs wheel check clean
+.PHONY: help venv test quick slow gpu mutants weigh demo lint types docs wheel check clean
 .NOTPARALLEL:
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile every module anew
 
@@ -31,6 +31,9 @@ $(VENV)/installed: pyproject.toml
 test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0 WORKERS=8
 	@$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
 
+quick: venv ## run the tests that need no other process, few variants of each: a minute or two
+	@$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal --quick $(ARGS)
+
 slow: venv ## run the tests that take long
 	@$(BIN)/pytest -m slow $(ARGS)
 
@@ -39,6 +42,9 @@ gpu: ## all that needs a GPU, nothing is installed; make gpu PART=2, or ARGS=--t
 
 mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each
 	@$(BIN)/python tests/mutants.py $(ARGS)
+
+weigh: venv ## tokens and lines of each room, options of each public call; make weigh ARGS=FOLDER beside another checkout
+	@$(BIN)/python tests/weigh.py $(ARGS)
 
 demo: venv ## train a GPT over a slow network in ten ways, each for the same time; make demo ARGS=--quick
 	@$(BIN)/commpress demo $(ARGS)

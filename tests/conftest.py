@@ -4,6 +4,7 @@ import gc
 import os
 import socket
 import sys
+from collections import Counter
 
 import sources
 
@@ -26,6 +27,34 @@ from ranks import Ranks
 from scripts import Scripts
 from small_store import open_store
 from soaking import Soak
+
+
+PROCESSES = {"job", "mortal", "pool", "scripts", "soak"}  # fixtures that start some
+QUICK_ROOMS = ("codecs", "collectives", "elastic", "kernel", "local_updates", "optim", "plan")
+QUICK_ROOMS += ("process_group", "store", "transports", "zero", "ddp", "experts", "observe")
+QUICK_VARIANTS = 2
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick", action="store_true", help="tests without processes, few variants of each"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """With ``--quick`` keep what needs no process, and the first variants of each test."""
+    if not config.getoption("quick"):
+        return
+    kept, variants = [], Counter()
+    for item in items:
+        test = item.path, getattr(item, "originalname", item.name)
+        room = item.path.parent.name
+        if room in QUICK_ROOMS and not PROCESSES & set(item.fixturenames):
+            variants[test] += 1
+            if variants[test] <= QUICK_VARIANTS:
+                kept.append(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 def pytest_collection_finish():

@@ -158,7 +158,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> tuple[bool, list[Any]]:
-    """Whether the states are elastic, and those of ``ranks``."""
+    """Read states of ``ranks``, and whether they are elastic."""
     wanted = {name: each for name, each in sizes.items() if int(_NAME.fullmatch(name)[1]) in ranks}  # type: ignore[index]
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in wanted.values())
     there = sum(file.stat().st_size for file in reader.folder.glob("*.distcp"))
