@@ -28,7 +28,6 @@ from scripts import Scripts
 from small_store import open_store
 from soaking import Soak
 
-
 PROCESSES = {"job", "mortal", "pool", "scripts", "soak"}  # fixtures that start some
 QUICK_ROOMS = ("codecs", "collectives", "elastic", "kernel", "local_updates", "optim", "plan")
 QUICK_ROOMS += ("process_group", "store", "transports", "zero", "ddp", "experts", "observe")

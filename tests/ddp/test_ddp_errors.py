@@ -150,15 +150,15 @@ def test_a_second_hook_is_refused_with_the_first_by_name(pool, first, second, ho
     [
         (
             lambda: commpress.OneBitAdam([], exact_step=3),
-            r"OneBitAdam got exact_step=3.*did you mean exact_codec=\?",
+            r"OneBitAdam got exact_step=3.*did you mean exact_steps=\?",
         ),
         (
             lambda: commpress.ZeroOneAdam([], max_gradnorm=1.0),
             r"got max_gradnorm=1\.0.*did you mean max_grad_norm=\?",
         ),
         (
-            lambda: commpress.ShardedOneBitAdam([], warmup_step=1),
-            r"^ShardedOneBitAdam got warmup_step=1.*mean exact_steps=\?",
+            lambda: commpress.ShardedOneBitAdam([], exact_stepz=1),
+            r"^ShardedOneBitAdam got exact_stepz=1.*mean exact_steps=\?",
         ),
         (
             lambda: commpress.ZeroOneAdam([], xyz=1),

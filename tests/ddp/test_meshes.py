@@ -614,7 +614,8 @@ def own_shards(kind, cut, folder):
     store = None
     if kind == "local":
         inner = torch.optim.AdamW(params.values(), lr=1e-2, foreach=False)
-        optimizer = commpress.LocalUpdates(inner, every=3, mesh=mesh)
+        among = {"mesh": mesh} if cut else {"process_group": mesh["dp"].get_group()}
+        optimizer = commpress.LocalUpdates(inner, every=3, **among)
     else:
         store = commpress.TieredStore.open(
             f"{folder}/{cut}-{dist.get_rank()}", host="1MiB", engine="threads"

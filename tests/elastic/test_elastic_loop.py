@@ -901,7 +901,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path,
         ({"data": DataLoader(DATA, 2)}, "ElasticSampler"),
         ({"state": {"commpress": MODEL}}, "commpress"),
         ({"data": DataLoader(DATA, 4, sampler=ElasticSampler(DATA, 6))}, "same"),
-        ({"group": None}, "not initialised"),
+        ({"process_group": None}, "not initialised"),
         ({"state": {"optimizer": torch.optim.SGD(MODEL.parameters())}}, "no module"),
     ],
 )
@@ -912,7 +912,7 @@ def test_what_cannot_work_is_refused(options, named):
         "state": {"model": MODEL},
         "data": Run().loader,
         "epochs": 1,
-        "group": rank,
+        "process_group": rank,
     }
     with pytest.raises(InvalidArgument, match=named):
         Elastic(**usual | options)

@@ -64,7 +64,7 @@ def partitioned(dtype, options, **more):
     inner = commpress.Partitioned(
         net.parameters(), torch.optim.AdamW, process_group=inside, **ADAM, **more
     )
-    local = trained(net, inner, dist.get_rank() // 2, {"group": between, **options})
+    local = trained(net, inner, dist.get_rank() // 2, {"process_group": between, **options})
     inner.close()
     return values(net), [sum(f.numel for f in local.fragments), local.digest()]
 
@@ -82,7 +82,7 @@ def streamed(dtype, options, folder):
         inner = commpress.Offloaded(
             net.parameters(), torch.optim.AdamW, store=store, chunk_mb=0.004, **ADAM
         )
-        local = trained(net, inner, dist.get_rank() // 2, {"group": between, **options})
+        local = trained(net, inner, dist.get_rank() // 2, {"process_group": between, **options})
         full = [value.clone() for value in whole.state_dict().values()]
         whole.close()
     return full, [sum(f.numel for f in local.fragments), local.digest()]
@@ -97,7 +97,7 @@ def sharded(dtype, options):
         net,
         torch.optim.AdamW(net.parameters(), **ADAM),
         dist.get_rank() // 2,
-        {"group": mesh["replicate"].get_group(), **options},
+        {"process_group": mesh["replicate"].get_group(), **options},
     )
     return [p.full_tensor().detach() for p in net.parameters()], [
         sum(f.numel for f in local.fragments),
@@ -109,7 +109,7 @@ def one_bit(dtype, options):
     inside, between = groups()
     net = model(dtype)
     inner = commpress.OneBitAdam(net.parameters(), lr=1e-2, exact_steps=100, process_group=inside)
-    local = trained(net, inner, dist.get_rank() // 2, {"group": between, **options})
+    local = trained(net, inner, dist.get_rank() // 2, {"process_group": between, **options})
     return values(net), [sum(f.numel for f in local.fragments), local.digest()]
 
 

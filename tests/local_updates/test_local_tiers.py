@@ -233,7 +233,7 @@ def test_memory_is_what_the_documentation_says(
         else Ranks(size, **options)
     )
     local, numel = ranks.local[0], 8 * 250 * 80
-    outside = [*local.inner, *ranks.parameters[0], local.channel.inner, local.keep]
+    outside = [*local.inner, *ranks.parameters[0], local.channel.inner, local.store]
     Watched.count = lambda: nbytes(local, without=outside)
     for step in range(4 * fragments + 1):
         ranks.step(noise(size, step))
@@ -242,7 +242,7 @@ def test_memory_is_what_the_documentation_says(
     messages = (2 + 1 / size) * b / fragments
     if stored:
         during = (4 + (4 + 4 / size) * lossy) / fragments + proposed + messages
-        arena = local.keep.usage().host_capacity  # of which Θ and momentum are views
+        arena = local.store.usage().host_capacity  # of which Θ and momentum are views
         assert (max(Watched.peaks) - arena) / numel == pytest.approx(during, rel=0.05)
         assert nbytes(local, without=outside) < 0.05 * numel
     else:

@@ -628,7 +628,7 @@ def under_loss_scales(codec, stage):
         accumulate=2,
         decay=1.0,
     )
-    plan = replace(plan, partitioned={"bucket_mb": 0.004, "gradients": codec, "stage": stage})
+    plan = replace(plan, partitioned={"bucket_mb": 0.004, "codec": codec, "stage": stage})
     found = [
         with_partitioned(replace(plan, scale=scale, bad=bad))
         for scale, bad in ((0.0, ()), (64.0, ()), (64.0, (2,)))

@@ -399,7 +399,7 @@ def refusals(shape):
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
 def test_what_cannot_be_done_with_shards_is_refused_with_the_cure(pool, shape):
     for said in pool.run(refusals, shape, size=shape[0] * shape[1]):
-        assert "process_group=mesh['dp'].get_group()" in said["group"]
+        assert "by the whole mesh: mesh=mesh" in said["group"]
         assert "mesh=mesh" in said["agree"]
         assert "use stage=2" in said["scaler"].lower()
         assert said["clip"].startswith("max_grad_norm is 1.0 and agree_over is given")
