@@ -152,7 +152,9 @@ def sharded(options):
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
     local = commpress.LocalUpdates(
-        torch.optim.AdamW(net.parameters(), lr=1e-2), group=mesh["replicate"].get_group(), **options
+        torch.optim.AdamW(net.parameters(), lr=1e-2),
+        process_group=mesh["replicate"].get_group(),
+        **options,
     )
     node = dist.get_rank() // 2
     for step in range(9):
