@@ -427,7 +427,7 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
 
     def slowly():
         if threading.current_thread().name == "slow":
-            time.sleep(3 * agreements.SILENCE)
+            time.sleep(1.5 * agreements.SILENCE)
         collect()
 
     monkeypatch.setattr(agreements.gc, "collect", slowly)
