@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import commpress
 from commpress.cli import gpt, harness, ranks
 from commpress.cli.hosts import Hosts, parse_rate
-from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
+from commpress.integrations.pipeline import decode_into, edge_codec, encoded
 
 CODECS = ("none", "bf16", "int4", "tah4")
 HEAD = ["link", "codec", "edge ms", "x exact", "step ms", "of fast", "MB", "x fewer"]

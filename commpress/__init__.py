@@ -17,7 +17,6 @@ _HOMES = {
     "elastic": "commpress.integrations.elastic.loop",
     "ElasticSampler": "commpress.integrations.elastic.sampler",
     "ExpertExchange": "commpress.integrations.experts.expert_exchange",
-    "LSH": "commpress.integrations.experts.lsh",
     "Snapshots": "commpress.integrations.elastic.snapshots",
     "init_process_group": "commpress.integrations.trainers.launch",
     "Partitioned": "commpress.integrations.zero.partitioned",
@@ -44,8 +43,6 @@ _HOMES = {
     "ByName": "commpress.codecs",
     "by_role": "commpress.codecs",
     "register_codec": "commpress.codecs",
-    "DeMo": "commpress.optim",
-    "Masha": "commpress.optim",
     "OneBitAdam": "commpress.optim",
     "ZeroOneAdam": "commpress.optim",
     "OneBitLamb": "commpress.optim",
@@ -113,7 +110,6 @@ if TYPE_CHECKING:
     from commpress.integrations.elastic.snapshots import Snapshots
     from commpress.integrations.experts.dispatch import AllToAll
     from commpress.integrations.experts.expert_exchange import ExpertExchange
-    from commpress.integrations.experts.lsh import LSH
     from commpress.integrations.fsdp.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
     from commpress.integrations.fsdp.fsdp2 import compress_fsdp
     from commpress.integrations.fsdp.hsdp import compress_hsdp
@@ -136,8 +132,6 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import (
-        DeMo,
-        Masha,
         OneBitAdam,
         OneBitLamb,
         ShardedOneBitAdam,
@@ -158,7 +152,6 @@ __all__ = [
     "elastic",
     "ElasticSampler",
     "ExpertExchange",
-    "LSH",
     "Snapshots",
     "init_process_group",
     "compress_fsdp",
@@ -181,8 +174,6 @@ __all__ = [
     "ByName",
     "by_role",
     "register_codec",
-    "DeMo",
-    "Masha",
     "OneBitAdam",
     "Partitioned",
     "Offloaded",

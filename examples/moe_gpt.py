@@ -5,8 +5,6 @@ Python's standard library.
     torchrun --nproc-per-node 4 examples/moe_gpt.py
     # a quarter of the bytes
     torchrun --nproc-per-node 4 examples/moe_gpt.py --codec int8
-    # means of similar tokens, at most half as many
-    torchrun --nproc-per-node 4 examples/moe_gpt.py --lsh 0.5
     # copies of hot experts, and a picture
     torchrun --nproc-per-node 4 examples/moe_gpt.py --copies 4 --plot load.svg
 """
@@ -83,9 +81,6 @@ def main() -> None:
         help="of tokens and of what comes back: none, bf16, int8, int4 or fp8",
     )
     parser.add_argument(
-        "--lsh", type=float, help="send means of similar tokens, at most this share of all"
-    )
-    parser.add_argument(
         "--topology",
         help="nodes and ranks of each, as 1x4 (default two nodes, one if ranks are odd)",
     )
@@ -129,9 +124,8 @@ def main() -> None:
     topology = options.topology or (f"1x{size}" if size % 2 else f"2x{size // 2}")
     exchange = {"codec": options.codec, "combine_codec": options.codec, "topology": topology}
     for i in range(options.layers):
-        lsh = None if options.lsh is None else commpress.LSH(share=options.lsh, bound=float("inf"))
         model.blocks[i] = RoutedBlock(
-            width, 4, options.experts, lsh=lsh, capacity=options.capacity, **exchange
+            width, 4, options.experts, capacity=options.capacity, **exchange
         )
     layers = commpress.moe.parallelise(model)  # DDP leaves the experts alone
     ddp = DistributedDataParallel(model)
@@ -194,15 +188,7 @@ def main() -> None:
         if options.states:
             last = model.blocks[-1].routed
             torch.save({"tokens": last.seen, "gate": last.gate.weight.detach()}, options.states)
-        errors = [
-            f"{layer.exchange.lsh.error:.2f}" for layer in layers if layer.exchange.lsh is not None
-        ]
         print(f"rank 0 sent {inside:.1f} MB inside its node and {between:.1f} MB to others")
-        print(
-            f"relative errors of LSH, by layer: {', '.join(errors)}"
-            if errors
-            else "tokens were not replaced by means"
-        )
         print(f"held-out loss {losses.item() / dist.get_world_size():.4f}")
     dist.destroy_process_group()
 

@@ -13,12 +13,12 @@ BLOCK = 64
 
 
 @cache
-def hadamard(device: torch.device, size: int = BLOCK) -> torch.Tensor:
-    """Orthonormal and symmetric: its own inverse. ``size``: a power of two."""
+def hadamard(device: torch.device) -> torch.Tensor:
+    """Orthonormal and symmetric: its own inverse."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
-    while len(matrix) < size:
+    while len(matrix) < BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / size**0.5
+    return matrix / BLOCK**0.5
 
 
 def rotate(buffer: torch.Tensor, tables: Sequence[Pieces]) -> None:

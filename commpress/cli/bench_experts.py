@@ -19,22 +19,19 @@ HEAD = [
     "flat",
     "nodes",
     "int8",
-    "lsh",
     "auto",
     "x nodes",
     "x int8",
-    "x lsh",
     "x auto",
     "took",
     "node B",
     "formula",
     "wrong",
-    "lsh error",
 ]
-WIDTHS = [3, 7, 10, 11, 8, 8, 8, 8, 8, 8, 7, 7, 7, 13, 10, 8, 6, 10]
-WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "lsh", "auto")
+WIDTHS = [3, 7, 10, 11, 8, 8, 8, 8, 8, 7, 7, 13, 10, 8, 6]
+WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "auto")
 # times faster than torch's float32 copies, with 8 experts a token
-BARS = {"nodes": 2.0, "int8": 2.5, "lsh": 3.0}
+BARS = {"nodes": 2.0, "int8": 2.5}
 EXACT = ("torch f32", "flat", "nodes")
 SLOWER = 0.95  # of the speed of the fastest of these: what "auto" may at most lose
 
@@ -47,7 +44,6 @@ class ExpertTimes:
     node_bytes: int
     formula_bytes: int
     wrong: int
-    lsh_error: float
     took: str  # the codec that "auto" took, and whether tokens went straight to their ranks
 
     def gain(self, way: str) -> float:
@@ -94,13 +90,11 @@ def drawn(
 def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> ExpertTimes:
     tokens, chosen, gates = drawn(rank, k, options)
     width = tokens.shape[1]
-    lsh = commpress.LSH(options.share, bound=1e9)
     exchange = partial(commpress.ExpertExchange, options.experts, topology=options.topology)
     exchanges = {
         "flat": exchange(topology=None),
         "nodes": exchange(),
         "int8": exchange(codec="int8", combine_codec="int8"),
-        "lsh": exchange(lsh=lsh),
         "auto": exchange(codec="auto", combine_codec="auto"),
     }
     owner = exchanges["flat"].placement.owner
@@ -108,9 +102,7 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     calls: dict[str, Callable[[], torch.Tensor]] = {
         name: partial(_there_and_back, each, tokens, chosen, gates)
         for name, each in exchanges.items()
-        if name != "lsh"
     }
-    calls["lsh"] = partial(exchanges["lsh"], tokens, chosen, gates, lambda rows, _: rows)
     for name, dtype in (("torch f32", torch.float32), ("torch bf16", torch.bfloat16)):
         calls[name] = partial(_by_torch, tokens, ranks_of, gates, dtype, size)
     found = {name: call() for name, call in calls.items()}
@@ -120,7 +112,6 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     median = harness.medians(
         {name: partial(harness.together, call) for name, call in calls.items()}, options.rounds
     )
-    exchanges["lsh"](tokens, chosen, gates, lambda rows, _: rows + torch.tanh(rows))
     home = torch.tensor([exchanges["nodes"].carrier.nodes.home[r] for r in range(size)])
     met = torch.zeros(options.tokens, int(home.max()) + 1).scatter_(1, home[ranks_of], 1)
     met[:, home[rank]] = 0
@@ -128,14 +119,14 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     formula = int(met.sum()) * (8 * width + 8 * k + 8)
     close = [
         torch.isclose(found[name], found["torch f32"], rtol=1e-4, atol=1e-5)
-        for name in ("flat", "nodes", "lsh")
+        for name in ("flat", "nodes")
     ]
     totals = torch.tensor([sent, formula, sum(int((~each).sum()) for each in close)])
     dist.all_reduce(totals)
     node_bytes, formula_bytes, wrong = totals.tolist()
     measurement = exchanges["auto"].measurement
     took = "" if measurement is None else measurement.chosen + " straight" * measurement.straight
-    return ExpertTimes(k, options.tokens, median, node_bytes, formula_bytes, wrong, lsh.error, took)
+    return ExpertTimes(k, options.tokens, median, node_bytes, formula_bytes, wrong, took)
 
 
 def _there_and_back(
@@ -176,7 +167,7 @@ def _by_torch(
 
 def cells(m: ExpertTimes) -> list[str]:
     times = [f"{1e3 * m.seconds[way]:.1f}" for way in WAYS]
-    gains = [f"{m.gain(way):.2f}" for way in ("nodes", "int8", "lsh", "auto")]
+    gains = [f"{m.gain(way):.2f}" for way in ("nodes", "int8", "auto")]
     share = f"{m.node_bytes / m.formula_bytes:.4f}" if m.formula_bytes else "-"
     return [
         str(m.k),
@@ -187,7 +178,6 @@ def cells(m: ExpertTimes) -> list[str]:
         str(m.node_bytes),
         share,
         str(m.wrong),
-        f"{m.lsh_error:.3f}",
     ]
 
 

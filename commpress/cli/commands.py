@@ -760,14 +760,12 @@ def bench_experts(parser: argparse.ArgumentParser) -> None:
                               all_to_all_single of counts, there and back, gates and sums
       flat, nodes             ExpertExchange with routing, dispatch and combine; once to every rank,
                               once to every node
-      int8, lsh, auto         by way of nodes: int8 out and back; means of similar tokens; the codec
-                              that it measured
+      int8, auto              by way of nodes: int8 out and back; the codec that it measured
       x nodes, x int8, ...    how many times longer torch takes in float32
       took                    the codec that auto took
       node B, formula         bytes that left nodes in one call, by way of nodes; as a share of
                               Σ tokens · other nodes
-      wrong, lsh error        elements that differ from torch's beyond rounding; what LSH measures
-                              where experts add tanh(x)
+      wrong                   elements that differ from torch's beyond rounding
     Tokens lie around 64 centres and choose at random, or are those that a trained layer saw
     (--states).
 
@@ -796,13 +794,6 @@ def bench_experts(parser: argparse.ArgumentParser) -> None:
         type=readable("what examples/moe_gpt.py --states FILE saved"),
         metavar="FILE",
         help="tokens and a gate that examples/moe_gpt.py saved",
-    )
-    parser.add_argument(
-        "--share",
-        type=option_groups.share,
-        default=0.2,
-        metavar="S",
-        help="of tokens that LSH sends (default 0.2)",
     )
     parser.add_argument(
         "--rounds", type=at_least(1), default=5, metavar="N", help="timed (default 5)"

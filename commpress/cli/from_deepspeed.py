@@ -94,7 +94,7 @@ INSTEAD = {
     "torch_autocast": "torch.autocast",
     "amp": "torch.autocast",
     "elasticity": "commpress.elastic",
-    "curriculum_learning": "examples/length_curriculum.py",
+    "curriculum_learning": "examples/gallery/length_curriculum.py",
 }
 
 

@@ -103,13 +103,6 @@ def from_(least: float) -> Callable[[str], float]:
     return convert
 
 
-def share(text: str) -> float:
-    """A part of a whole."""
-    if not 0 < (found := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0 and up to 1")
-    return found
-
-
 def sections(text: str) -> str:
     """Of what ``commpress doctor`` looks at."""
     for name in text.split(","):

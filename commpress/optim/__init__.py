@@ -1,8 +1,6 @@
 """Optimizers that compress what they send: momentum, accumulated steps or differences instead of
 gradients."""
 
-from commpress.optim.decoupled_momentum import DeMo
-from commpress.optim.masha import Masha
 from commpress.optim.onebit_adam import OneBitAdam
 from commpress.optim.onebit_lamb import OneBitLamb
 from commpress.optim.sharded_adam import ShardedOneBitAdam
@@ -10,8 +8,6 @@ from commpress.optim.sharded_zero_one import ShardedZeroOneAdam
 from commpress.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "DeMo",
-    "Masha",
     "OneBitAdam",
     "OneBitLamb",
     "ShardedOneBitAdam",

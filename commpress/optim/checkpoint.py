@@ -236,12 +236,13 @@ def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) ->
         )
 
 
-def other_dtype(name: str, parameter: torch.Tensor, *, was: str) -> StateMismatch:
+def other_dtype(name: str, parameter: torch.Tensor) -> StateMismatch:
     """The error for a parameter whose float32 master one side has and the other has not."""
     return StateMismatch(
-        f"parameter {name!r} is {parameter.dtype}, and was {was} when the state was saved: give it "
-        "that dtype before its optimizer is made. peft turns half-precision adapters into float32 "
-        "where it makes or loads them, unless autocast_adapter_dtype=False is given"
+        f"parameter {name!r} is {parameter.dtype}, and was in half precision when the state was "
+        "saved: give it that dtype before its optimizer is made. peft turns half-precision "
+        "adapters into float32 where it makes or loads them, unless autocast_adapter_dtype=False "
+        "is given"
     )
 
 
@@ -399,7 +400,7 @@ def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bo
         for key, value in saved.items():
             into = own[i].get(key)
             if into is None and key == "master":
-                raise other_dtype(flat.names[i], flat.parameters[i], was="in half precision")
+                raise other_dtype(flat.names[i], flat.parameters[i])
             if into is not None and not is_cut(value):
                 into = local(into)
             if into is None or (torch.is_tensor(value) and value.shape != into.shape):

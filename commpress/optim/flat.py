@@ -24,7 +24,7 @@ class Flat:
         self.parameters, self.names = list(parameters), list(names)
         self.device = parameters[0].device
         for p, name in zip(parameters, names, strict=True):
-            check_parameter(name, p, cut=True)
+            check_parameter(name, p)
             if p.device != self.device:
                 raise InvalidArgument(
                     f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: all "

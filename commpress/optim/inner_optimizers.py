@@ -14,7 +14,6 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.transports.factory import initialized
 from commpress.errors import InvalidArgument
 from commpress.optim.local_weights import LocalWeights, WeightHolder
-from commpress.optim.masha import Masha
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.sharded import ShardedOptimizer
 from commpress.optim.windows import WindowedOptimizer
@@ -169,7 +168,7 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", exact_step
     """Raise ``InvalidArgument`` for what cannot train locally, before anything communicates."""
     for optimizer in optimizers:
         what = type(optimizer).__name__
-        if isinstance(optimizer, WindowedOptimizer | Masha):
+        if isinstance(optimizer, WindowedOptimizer):
             raise InvalidArgument(
                 f"inner is {what}, which goes apart from its ranks and comes back by itself: use "
                 "OneBitAdam within a node, or an optimizer of torch"

@@ -19,7 +19,7 @@ class LocalWeights:
     def __init__(
         self, name: str, parameter: torch.Tensor, source: torch.Tensor | None = None
     ) -> None:
-        check_parameter(name, parameter, cut=True)
+        check_parameter(name, parameter)
         self.name, self.parameter = name, parameter
         self.source = source = parameter if source is None else source
         here = local_part(source)

@@ -23,24 +23,15 @@ def named_parameters(groups: Iterable[dict[str, Any]]) -> tuple[list[torch.Tenso
     return parameters, names
 
 
-def check_parameter(name: str, parameter: torch.Tensor, *, cut: bool = False) -> None:
-    """Raise ``InvalidArgument`` for what has no plain numbers in memory; ``cut``: DTensors are
-    welcome."""
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raise ``InvalidArgument`` for what has no plain numbers in memory; DTensors are welcome."""
     if is_lazy(parameter):
         raise InvalidArgument(
             f"parameter {name!r} has no shape yet: run the model once on a sample before you "
             "construct the optimizer"
         )
     if hasattr(parameter, "to_local"):
-        if cut:
-            return
-        raise InvalidArgument(
-            f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
-            "parallelism): this optimizer needs whole parameters. With fully_shard use torch's own "
-            "optimizer and commpress.compress_fsdp(model); with tensor parallelism "
-            "commpress.OneBitAdam or another that takes DTensors (docs/meshes.md); or leave the "
-            "model whole"
-        )
+        return
     wrapped: bool = is_traceable_wrapper_subclass(parameter)
     if wrapped:
         raise InvalidArgument(

@@ -2,6 +2,5 @@
 
 from commpress.integrations.experts.dispatch import AllToAll
 from commpress.integrations.experts.expert_exchange import ExpertExchange
-from commpress.integrations.experts.lsh import LSH
 
-__all__ = ["LSH", "AllToAll", "ExpertExchange"]
+__all__ = ["AllToAll", "ExpertExchange"]

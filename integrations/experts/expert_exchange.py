@@ -39,7 +39,6 @@ from commpress.integrations.experts.dispatch import device_of
 from commpress.integrations.experts.expert_copies import ExpertCopies
 from commpress.integrations.experts.expert_counters import ExpertCounters
 from commpress.integrations.experts.expert_rows import ExpertRows, within_capacity
-from commpress.integrations.experts.lsh import LSH
 from commpress.torch_private import Routing, TokenSwitch
 from commpress.work import Steps
 
@@ -96,8 +95,6 @@ class ExpertExchange(Divided, TokenSwitch):
       get rows of copies behind those of their own, and see to it that copies are the same:
       ``commpress.moe.Experts`` does.
     - ``pad``: rows of each expert are filled up with zeros to a multiple of it ("expert_major").
-    - ``lsh``: of similar tokens only the mean travels, where the whole layer is one call
-      (``exchange(…)``); see ``LSH``.
     - ``tensor_group``: ranks that have the same tokens, as under tensor parallelism. Each sends its
       share of them, and what comes back is gathered among them: every token travels once, and not
       once for each of these ranks.
@@ -124,7 +121,6 @@ class ExpertExchange(Divided, TokenSwitch):
         copies: Mapping[int, int] | None = None,
         capacity: float | None = None,
         pad: int = 1,
-        lsh: LSH | None = None,
         tensor_group: dist.ProcessGroup | Transport | None = None,
         on_lost: Literal["refuse", "mask"] = "refuse",
         process_group: dist.ProcessGroup | None = None,
@@ -171,7 +167,7 @@ class ExpertExchange(Divided, TokenSwitch):
             pad,
             deduplicate,
         )
-        self.lsh, self.on_lost = lsh, on_lost
+        self.on_lost = on_lost
         self.channel = (
             Channel.among(process_group, timeout=timeout)
             if transport is None
@@ -234,24 +230,6 @@ class ExpertExchange(Divided, TokenSwitch):
                 topk_idx.masked_fill(lost, -1),
                 redistributed(topk_weights, lost),
             )
-        if self.lsh is None or not self.lsh.starts():
-            return self._layer(tokens, topk_idx, topk_weights, experts, chunks, routed)
-        clusters = self.lsh.cluster(tokens, topk_idx)
-        centroids = clusters.centroids(tokens)
-        gates = torch.ones(len(centroids), 1, device=tokens.device)
-        made = self._layer(centroids, clusters.topk_idx, gates, experts, chunks, routed)
-        self.lsh.error = clusters.error(made.detach(), centroids.detach(), tokens.detach())
-        return clusters.expand(made, centroids, tokens, topk_weights).to(tokens.dtype)
-
-    def _layer(
-        self,
-        tokens: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        experts: Experts,
-        chunks: int,
-        routed: Callable[[list[int]], None] | None,
-    ) -> torch.Tensor:
         if chunks > 1 and not self._measures:
             self._overlaps = True
             return in_chunks(self, tokens, topk_idx, topk_weights, experts, chunks)
@@ -410,16 +388,18 @@ class ExpertExchange(Divided, TokenSwitch):
         share = TokenShare(
             len(asked), self._tensor.rank, self._tensor.size, zlib.crc32(asked.tobytes())
         )
-        said = [self.counters.load, *([] if self.lsh is None else [self.lsh.told])]
         routing = partial(
-            route_tokens, wanted[share.own], self.placement, self.carrier, said=said, note=note
+            route_tokens,
+            wanted[share.own],
+            self.placement,
+            self.carrier,
+            said=[self.counters.load],
+            note=note,
         )
         routes = yield from routing(
             deduplicate=self.deduplicate,
             sequence=self.channel.take(NUMBERS) if sequence is None else sequence,
         )
-        if self.lsh is not None:
-            self.lsh.hear(routes.said[:, 1].tolist())
         rows = ExpertRows.of(routes, self.placement, self.channel.rank, layout, self.pad)
         if per_expert_token_counts is not None:
             if per_expert_token_counts.dim() != 1 or len(per_expert_token_counts) < len(
@@ -585,7 +565,6 @@ class ExpertExchange(Divided, TokenSwitch):
             self.combine_codec.spec,
             self.gradient_codec.spec,
             self.combine_gradient_codec.spec,
-            repr(self.lsh),
             self.on_lost,
             self._measures,
             self.copies.holders,

@@ -82,7 +82,6 @@ HELP = {
     "expert_between_bytes": "Bytes this rank sent for experts to other nodes.",
     "expert_tokens": "Tokens that came to an expert of this rank since the last sample.",
     "imbalance": "Choices that went to the fullest rank, relative to the mean.",
-    "expert_error": "Relative error of sending means of similar tokens to experts.",
     "owed_norm": "Norm of what compression has left behind on this rank, by group of parameters.",
 }
 

@@ -47,8 +47,8 @@ class StepMetrics:
     Of experts: choices of this rank's tokens, those ``dropped`` beyond a capacity, copies that did
     not have to cross to other nodes (``duplicated``), and bytes sent inside the node and between
     nodes, which ``wire_bytes`` does not have in it. ``expert_tokens`` came to each expert here, by
-    its number; ``imbalance`` is the fullest rank's share relative to the mean, ``expert_errors``
-    that of means of similar tokens (``LSH``), both by exchange, as last measured.
+    its number; ``imbalance`` is the fullest rank's share relative to the mean, by exchange, as last
+    measured.
 
     Of ``commpress.elastic``: ``faults``, ranks ``lost`` and ``joined``, ``pause_seconds`` in which
     the group was formed anew; the ``ranks`` that there are, and of the whole run ``participation``
@@ -97,7 +97,6 @@ class StepMetrics:
     bits: dict[str, float] = field(default_factory=dict)
     expert_tokens: dict[str, float] = field(default_factory=dict)
     imbalance: dict[str, float] = field(default_factory=dict)
-    expert_errors: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -111,7 +110,6 @@ class StepMetrics:
             "bits": self.bits,
             "expert_tokens": self.expert_tokens,
             "imbalance": self.imbalance,
-            "expert_error": self.expert_errors,
         }
 
     def scalars(self) -> dict[str, float]:
@@ -136,7 +134,6 @@ NO_SCALARS = (
     "bits",
     "expert_tokens",
     "imbalance",
-    "expert_errors",
 )
 Sink = Callable[[StepMetrics], object]
 TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:28]  # logical_bytes … alarms: what adds up
@@ -232,9 +229,6 @@ class Metrics:
             bits=bits(self.state, self.group_by),
             expert_tokens={name: tokens - self._came.get(name, 0) for name, tokens in came.items()},
             imbalance={name: each.counters.imbalance for name, each in self.experts.items()},
-            expert_errors={
-                name: each.lsh.error for name, each in self.experts.items() if each.lsh is not None
-            },
         )
         self._seen, self._came, self._since, self._at = totals, came, 0, now
         self.last = sample

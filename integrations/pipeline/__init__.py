@@ -1,7 +1,15 @@
 """Edges of pipelines: what stages of ``torch.distributed.pipelining`` send each other,
-compressed."""
+compressed; and ``encoded`` tensors for edges of your own."""
 
+from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
 from commpress.integrations.pipeline.edges import PipelineEdges, compress_pipeline
 from commpress.integrations.pipeline.tiles import TileCodec
 
-__all__ = ["PipelineEdges", "TileCodec", "compress_pipeline"]
+__all__ = [
+    "PipelineEdges",
+    "TileCodec",
+    "compress_pipeline",
+    "decode_into",
+    "edge_codec",
+    "encoded",
+]

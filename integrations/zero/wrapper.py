@@ -140,7 +140,7 @@ def trainable(
 
 
 def _check(name: str, parameter: torch.Tensor, streamed: bool) -> None:
-    check_parameter(name, parameter, cut=True)
+    check_parameter(name, parameter)
     if is_streamed(parameter) and not streamed:
         raise InvalidArgument(
             f"parameter {name!r} is streamed, its values lie in a store: train it with "

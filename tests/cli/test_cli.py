@@ -380,10 +380,6 @@ EARLY = [
         "bench experts --states /nowhere.pt",
         "argument --states: '/nowhere.pt' cannot be read, expected what examples/moe_gpt.py",
     ),
-    (
-        "bench experts --share nan",
-        "argument --share: got 'nan', expected a number above 0 and up to 1",
-    ),
     ("bench io --chunks 3MiB", "--chunks must be at least 1MiB and divide --size"),
     ("bench io --chunks many", "argument --chunks: size is 'many', expected a number with KiB"),
     ("bench io --size 0", "--chunks must be at least 1MiB and divide --size"),

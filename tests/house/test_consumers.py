@@ -1,80 +1,16 @@
-"""Examples of what trains on commpress: each learns, and its ranks stay alike."""
+"""Reinforcement learning on uneven ranks, as an example has it: it learns, and ranks stay alike."""
 
 import runpy
-from itertools import pairwise
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import sources
-
-STAGES, COUNT = 4, 8
+from gallery import alike, flat
 
 
 def example(name):
     return runpy.run_path(str(sources.ROOT / "examples" / f"{name}.py"))
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def alike(tensor):
-    """Every rank has these bits."""
-    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, tensor)
-    return all(torch.equal(every[0], other) for other in every)
-
-
-def curriculum(steps):
-    torch.set_num_threads(1)
-    losses, model, owed = example("length_curriculum")["train"](steps)
-    return losses, owed, alike(flat(model))
-
-
-def test_a_curriculum_of_lengths_owes_no_more_when_it_ends_than_in_its_middle(pool):
-    names = example("length_curriculum")
-    lengths = [names["length_of"](step, 30) for step in range(30)]
-    assert (lengths[0], lengths[-1]) == (8, 64)
-    assert lengths == sorted(lengths)
-    for losses, owed, same in pool.run(curriculum, 30, size=2):
-        assert same
-        assert losses[-1] < losses[0] - 0.3
-        assert max(owed[20:]) < 3 * max(owed[5:15]), "rows that no sequence reaches do not pile up"
-
-
-def adversarial(radius):
-    torch.set_num_threads(1)
-    names = example("adversarial_lamb")
-    losses, model = names["train"](80, radius=radius)
-    return losses, names["worst"](model, 0.3), alike(flat(model))
-
-
-def test_adversarial_noise_makes_large_batches_of_lamb_robust(pool):
-    clean, noisy = (pool.run(adversarial, radius, size=2) for radius in (0.0, 0.3))
-    for losses, _, same in clean + noisy:
-        assert same
-        assert losses[-1] < 0.6 * losses[0]
-    assert noisy[0][1] < clean[0][1], "the loss under noise"
-
-
-def pissa(same, codec):
-    torch.set_num_threads(1)
-    names = example("hd_pissa")
-    losses, model, updates = names["train"](60, codec, same=same)
-    return losses, [names["directions"](update) for update in updates], alike(flat(model))
-
-
-def test_different_adapters_on_every_rank_reach_more_directions_than_the_same(pool):
-    for (apart, wide, equal), (together, narrow, also_equal) in zip(
-        pool.run(pissa, False, "int8", size=3), pool.run(pissa, True, "int8", size=3), strict=True
-    ):
-        assert equal
-        assert also_equal
-        assert apart[-1] < 0.9 * apart[0]
-        assert apart[-1] < together[-1]
-        assert min(wide) > max(narrow)
 
 
 def carts(speeds):
@@ -109,36 +45,3 @@ def weighted(_):
 
 def test_weights_of_uneven_ranks_make_the_gradient_of_all_environments(pool):
     assert pool.run(weighted, None, size=2) == [True, True]
-
-
-def skipping(skip, codec):
-    torch.set_num_threads(1)
-    return example("skip_pipe")["train"](41, skip=skip, codec=codec)
-
-
-@pytest.mark.parametrize("skip", [0.25, 0.5])
-def test_routes_use_every_stage_as_often_one_micro_batch_at_a_time_and_take_less_time(skip):
-    names = example("skip_pipe")
-    whole, found = names["routes"](6, 12, 0.0), names["routes"](6, 12, skip)
-    assert names["length"](whole) == 12 + 6 - 1
-    assert names["length"](found) < names["length"](whole)
-    taken = [place for way in found for place in way]
-    assert len(set(taken)) == len(taken)
-    uses = [sum(stage == s for stage, _ in taken) for s in range(1, 5)]
-    assert max(uses) - min(uses) <= 1
-    assert all((way[0][0], way[-1][0]) == (0, 5) for way in found)
-    assert all(a < b for way in found for (_, a), (_, b) in pairwise(way))
-    assert len({tuple(stage for stage, _ in way) for way in found}) > 2, (
-        "ways differ in what they leave out, or in order"
-    )
-
-
-def test_a_pipeline_that_skips_stages_learns_what_the_whole_one_does(pool):
-    exact, skipped = (
-        pool.run(skipping, 0.0, "none", size=STAGES),
-        pool.run(skipping, 0.5, "int8", size=STAGES),
-    )
-    for losses in exact + skipped:
-        assert losses[-1] < 0.8 * losses[0]
-    assert skipped[0] == skipped[3]
-    assert skipped[0][-1] < 1.5 * exact[0][-1]

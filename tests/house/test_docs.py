@@ -128,7 +128,7 @@ def test_every_paper_that_sources_name_is_on_the_page_of_papers():
     }
     number = re.compile(r"(?i)arxiv\D{1,12}(\d{4}\.\d{4,5})")
     named = {(path.name, paper) for path, text in texts.items() for paper in number.findall(text)}
-    assert named, "DeMo and MASHA name theirs"
+    assert named, "files of the gallery name theirs"
     assert {(file, paper) for file, paper in named if paper not in listed} == set()
 
 

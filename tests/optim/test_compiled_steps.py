@@ -17,8 +17,6 @@ MAKERS = {
     "OneBitLamb": lambda p, _: commpress.OneBitLamb(p, lr=0.01, exact_steps=2),
     "ShardedOneBitAdam": lambda p, _: commpress.ShardedOneBitAdam(p, lr=0.01, exact_steps=2),
     "ShardedZeroOneAdam": lambda p, _: commpress.ShardedZeroOneAdam(p, lr=0.01),
-    "DeMo": lambda p, _: commpress.DeMo(p, lr=0.01),
-    "Masha": lambda p, _: commpress.Masha(p, lr=0.01),
     "LocalUpdates": lambda p, _: commpress.LocalUpdates(torch.optim.SGD(p, lr=0.01), every=2),
     "Partitioned": lambda p, _: commpress.Partitioned(
         p, torch.optim.AdamW, lr=0.01, max_grad_norm=0.1
@@ -44,8 +42,6 @@ def trained(name, what, folder):
             return loss
 
         def train(x):
-            if name == "Masha":
-                return step(lambda: loss_of(x))
             loss_of(x)
             return step()
 

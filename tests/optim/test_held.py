@@ -180,8 +180,6 @@ def test_others_refuse_them_on_one_rank_as_on_many():
     mark_held(parameter, (0,), (0,), 0)
     refusing = {
         "OneBitLamb": lambda: commpress.OneBitLamb([parameter], transport=Loopback(1).transport(0)),
-        "DeMo": lambda: commpress.DeMo([parameter], transport=Loopback(1).transport(0)),
-        "Masha": lambda: commpress.Masha([parameter], transport=Loopback(1).transport(0)),
         "Partitioned": lambda: commpress.Partitioned([parameter], torch.optim.AdamW),
     }
     for name, make in refusing.items():

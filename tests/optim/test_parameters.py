@@ -11,7 +11,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 import commpress
 from commpress.errors import InvalidArgument
 from commpress.optim import ShardedOneBitAdam, ShardedZeroOneAdam
-from ranks import caught
 from small_store import open_store
 
 MAKERS = {
@@ -21,8 +20,6 @@ MAKERS = {
     "ShardedOneBitAdam": lambda p: ShardedOneBitAdam(p, exact_steps=1),
     "ShardedZeroOneAdam": ShardedZeroOneAdam,
     "Partitioned": lambda p: commpress.Partitioned(p, torch.optim.AdamW),
-    "DeMo": commpress.DeMo,
-    "Masha": commpress.Masha,
 }
 REFUSED = {
     "complex": (lambda: torch.ones(4, dtype=torch.complex64), "complex64, expected.*view_as_real"),
@@ -95,26 +92,3 @@ def test_dtensors_are_refused_with_the_cure_and_offloaded_takes_them(
             assert "is a DTensor" in text
             assert "compress_fsdp" in text
         assert torch.equal(weights, values - 1)
-
-
-def constructed_on_a_mesh():
-    """Of tensor parallelism, with all that other optimizers ask for: the ranks that have the same
-    shard."""
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-    cut = torch.nn.Parameter(distribute_tensor(torch.zeros(12, 32), mesh["tp"], [Shard(0)]))
-    commpress.OneBitAdam(
-        [cut], exact_steps=2, process_group=mesh["dp"].get_group(), agree_over=mesh
-    )
-    return [
-        str(caught(make, [("w", cut)], process_group=mesh["dp"].get_group()))
-        for make in (commpress.DeMo, commpress.Masha)
-    ]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_optimizers_of_whole_tensors_refuse_dtensors_with_the_cure(pool, size):
-    for said in pool.run(constructed_on_a_mesh, size=size):
-        for text in said:
-            assert text.startswith("parameter 'w' is a DTensor")
-            assert "this optimizer needs whole parameters" in text
-            assert "with tensor parallelism commpress.OneBitAdam" in text

@@ -1,8 +1,10 @@
 """A curriculum of sequence lengths: short sequences first, as many tokens in every step, gradients
 in one bit.
 
-    torchrun --nproc-per-node 2 examples/length_curriculum.py
-    torchrun --nproc-per-node 2 examples/length_curriculum.py --constant  full length from the start
+    torchrun --nproc-per-node 2 examples/gallery/length_curriculum.py
+    torchrun --nproc-per-node 2 examples/gallery/length_curriculum.py --constant
+
+``--constant``: full length from the start.
 
 Positions that no sequence reaches yet have gradients of zero. Their rows of the compressed gradient
 owe what one bit could not say, and that must not grow while nobody uses them: "owed" is the norm of

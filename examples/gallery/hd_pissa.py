@@ -1,9 +1,10 @@
 """Different adapters on every rank (HD-PiSSA): each takes its own singular vectors of the weights,
 the updates are added up.
 
-    torchrun --nproc-per-node 4 examples/hd_pissa.py
-    torchrun --nproc-per-node 4 examples/hd_pissa.py --same          the first singular vectors on
-                                                                     every rank, as PiSSA
+    torchrun --nproc-per-node 4 examples/gallery/hd_pissa.py
+    torchrun --nproc-per-node 4 examples/gallery/hd_pissa.py --same
+
+``--same``: the first singular vectors on every rank, as PiSSA.
 
 Of W = U S Vᵀ rank k has A, B from the components k·r … (k + 1)·r. Each finds the steps of its A and
 B from its own data, the factors are gathered, encoded, and every rank adds all ΔB A + B ΔA to W: an
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commpress
-from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
+from commpress.integrations.pipeline import decode_into, edge_codec, encoded
 
 WIDTH, R, ROWS = 48, 2, 64
 

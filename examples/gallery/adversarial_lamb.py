@@ -1,8 +1,8 @@
 """Large batches with adversarial noise (ScaLA): 1-bit LAMB on embeddings that are moved a little to
 where the loss is worse.
 
-    torchrun --nproc-per-node 2 examples/adversarial_lamb.py
-    torchrun --nproc-per-node 2 examples/adversarial_lamb.py --radius 0          LAMB alone
+    torchrun --nproc-per-node 2 examples/gallery/adversarial_lamb.py
+    torchrun --nproc-per-node 2 examples/gallery/adversarial_lamb.py --radius 0          LAMB alone
 
 After a quarter of the steps every batch is seen twice: δ takes one step uphill in a ball around
 each sample's embeddings, and the model learns from the noisy loss beside the clean one. Each rank

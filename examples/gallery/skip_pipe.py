@@ -1,9 +1,10 @@
 """A pipeline whose micro-batches leave stages out and take them in another order (SkipPipe), one
 stage on each rank.
 
-    torchrun --nproc-per-node 4 examples/skip_pipe.py
-    torchrun --nproc-per-node 4 examples/skip_pipe.py --skip 0  every micro-batch through all
-                                                                stages, in order
+    torchrun --nproc-per-node 4 examples/gallery/skip_pipe.py
+    torchrun --nproc-per-node 4 examples/gallery/skip_pipe.py --skip 0
+
+``--skip 0``: every micro-batch through all stages, in order.
 
 ``routes`` gives every micro-batch a way that leaves out a share of the stages between first and
 last, each as often as the others, in the order that ends first. Stages are residual blocks. The
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commpress
-from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
+from commpress.integrations.pipeline import decode_into, edge_codec, encoded
 
 WIDTH, ROWS, COUNT = 16, 32, 8
 
