@@ -137,8 +137,8 @@ class DeMo(torch.optim.Optimizer):
         return loss
 
     def split(self):
-        """The rest of each parameter's momentum, and the components that leave it, in bytes. A missing
-        gradient is zero."""
+        """The rest of each parameter's momentum, and the bytes of what leaves it. A missing gradient
+        is zero."""
         left, message = [], []
         for group, p in self.each():
             transform, delta = self.transforms[p], self.state[p]["delta"] * self.decay
