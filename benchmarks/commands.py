@@ -25,6 +25,7 @@ import plan
 import powersgd
 import scaling
 import simulate
+import weight_bytes
 from commpress import cli
 
 DESCRIPTION = """\
@@ -59,6 +60,7 @@ BENCHMARKS = {
     "powersgd": powersgd,
     "scaling": scaling,
     "simulate": simulate,
+    "weight_bytes": weight_bytes,
 }
 
 

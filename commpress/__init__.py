@@ -79,7 +79,7 @@ _HOMES = {
     "CommpressError": "commpress.errors",
 }
 
-_MODULES = ("hf", "lightning", "moe")
+_MODULES = ("hf", "lightning", "moe", "weights")
 
 if TYPE_CHECKING:
     from commpress.codecs import (

@@ -17,6 +17,10 @@ DESCRIPTION = (
     "Train over slow networks: gradients travel in few bits, and what those leave out is sent "
     "later."
 )
+ROOMS = {
+    "bench": "Measure; --check for CI, --json for programs, --plot for people.",
+    "weights": "New versions of a model at its readers; docs/weights.md has the rest.",
+}
 LAUNCHED = """\
 'commpress probe' and all benchmarks but codec and io start local processes, or run on several
 machines under a launcher:
@@ -40,10 +44,7 @@ def parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         room, _, name = command.words.rpartition(" ")
         if room not in rooms:
-            about = (
-                "Measure; --check for CI, --json for programs, --plot for "
-                f"people.\n\n{overview(room)}"
-            )
+            about = f"{ROOMS[room]}\n\n{overview(room)}"
             home = rooms[""].add_parser(
                 room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
             )

@@ -31,6 +31,7 @@ from commpress.units import parse_bytes, parse_link, parse_memory, parse_rates
 
 SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
 COME = "Come from elsewhere"
+WEIGHTS = "Weights at their readers"
 Options = Callable[[argparse.ArgumentParser], None]
 
 
@@ -915,6 +916,113 @@ def bench_train(parser: argparse.ArgumentParser) -> None:
         check="sign exposes at most half of what powersgd1 does and its step is at most 1.3 of "
         "compute, if both run; "
         "auto is as fast as plain within 2 % and as the fastest within 5 %",
+    )
+
+
+# ---------------------------------------------------------------- weights at their readers
+
+
+@command("weights serve", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+def weights_serve(parser: argparse.ArgumentParser) -> None:
+    """let readers have the versions in a folder over HTTP
+
+    The folder is one that a commpress.weights.Publisher writes to, or a copy of one. Readers take
+    Receiver("http://HOST:PORT"). Except on this machine, both sides need the same
+    COMMPRESS_RUN_KEY: it is never sent, and nothing is encrypted.
+
+      commpress weights serve /shared/run1                                          to this machine, port 9500
+      COMMPRESS_RUN_KEY_FILE=key commpress weights serve /shared/run1 --host 0.0.0.0
+    """
+    parser.set_defaults(action="serve")
+    parser.add_argument("folder", metavar="FOLDER", help="of published versions")
+    parser.add_argument(
+        "--port",
+        type=at_least(0),
+        default=9500,
+        metavar="N",
+        help="default 9500; 0 takes a free one",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1)"
+    )
+
+
+@command("weights pull", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+def weights_pull(parser: argparse.ArgumentParser) -> None:
+    """copy new versions into a folder
+
+    The copy is published weights itself: readers and further copies may take it as their source, so
+    a slow link is crossed once for all of them. It may be interrupted at any byte and goes on when
+    it is called again.
+
+      commpress weights pull http://trainer:9500 /data/run1                         once
+      commpress weights pull http://trainer:9500 /data/run1 --serve 9500            on and on, and for others to read
+      commpress weights pull http://trainer:9500 /data/run1 --safetensors model.safetensors
+    """
+    parser.set_defaults(action="pull")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a folder, http://HOST:PORT or a URL of fsspec"
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="of the copy")
+    parser.add_argument("--follow", action="store_true", help="go on with every new version")
+    parser.add_argument(
+        "--serve", type=at_least(0), metavar="N", help="follow, and serve the copy at this port"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="address to serve on (default 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--safetensors", metavar="FILE", help="write the newest version as one file, too"
+    )
+    parser.add_argument(
+        "--limit",
+        type=checked(parse_bytes),
+        default="64GiB",
+        metavar="SIZE",
+        help="of its weights in memory (default 64GiB)",
+    )
+
+
+@command("weights verify", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+def weights_verify(parser: argparse.ArgumentParser) -> None:
+    """read every byte of every version, and rebuild its weights
+
+    Ends with exit status 2 and a sentence where anything is missing, changed or does not follow.
+
+      commpress weights verify /shared/run1
+      commpress weights verify http://trainer:9500
+    """
+    parser.set_defaults(action="verify")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a folder, http://HOST:PORT or a URL of fsspec"
+    )
+    parser.add_argument(
+        "--json",
+        type=checked(option_groups.check_json),
+        metavar="FILE",
+        help="what was found, for programs",
+    )
+
+
+@command("weights stat", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+def weights_stat(parser: argparse.ArgumentParser) -> None:
+    """bytes and density of every version
+
+    "changed" is the share of numbers in which any bit differs from the version before, "anchor" the
+    bytes of all weights, where readers can begin.
+
+      commpress weights stat /shared/run1
+      commpress weights stat http://trainer:9500 --json versions.json
+    """
+    parser.set_defaults(action="stat")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a folder, http://HOST:PORT or a URL of fsspec"
+    )
+    parser.add_argument(
+        "--json",
+        type=checked(option_groups.check_json),
+        metavar="FILE",
+        help="the same for programs",
     )
 
 

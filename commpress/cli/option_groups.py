@@ -252,6 +252,10 @@ def check_file(name: str, path: str | None) -> None:
         )
 
 
+def check_json(path: str) -> None:
+    check_file("json", path)
+
+
 def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
     parser.add_argument(
         "--min-bytes", type=size, default=least, metavar="SIZE", help=f"default {least}"

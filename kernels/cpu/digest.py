@@ -10,12 +10,20 @@ import llvmlite.binding
 _HERE = Path(__file__).parent
 FOLDER = _HERE / "bitcode"
 LLVM = f"{llvmlite.__version__}-{'.'.join(map(str, llvmlite.binding.llvm_version_info))}"
-FAMILIES = ("row_loops", "adam_loops", "lamb_loops", "low_rank_loops", "openmp_loops")
+FAMILIES = (
+    "row_loops",
+    "adam_loops",
+    "lamb_loops",
+    "low_rank_loops",
+    "openmp_loops",
+    "exact_loops",
+)
 # What ``sources`` import, and who compiles.
 _BESIDE = (
     "build.py",
     "compiled.py",
     "kinds.py",
+    "../exact_format.py",
     "../matrices.py",
     "../pieces.py",
     "../reference.py",

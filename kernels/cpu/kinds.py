@@ -34,5 +34,6 @@ FLOATS, DOUBLES, INTEGERS, OCTETS = (
     Kind(dtype, 1) for dtype in ("float32", "float64", "int64", "uint8")
 )
 HALVES = Kind("uint16", 1)  # bfloat16, as patterns
+WORDS, SIGNED_WORDS = Kind("uint32", 1), Kind("int32", 1)
 TABLE, DIVISORS = Kind("int64", 2), Kind("float32", 2)
 MAYBE_FLOATS = (FLOATS, NOTHING)

@@ -45,6 +45,11 @@ COMMANDS = [
     ("plan",),
     ("chaos",),
     ("from-deepspeed",),
+    ("weights",),
+    ("weights", "serve"),
+    ("weights", "pull"),
+    ("weights", "verify"),
+    ("weights", "stat"),
 ]
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16"]
 
@@ -88,7 +93,7 @@ def test_help_teaches(command, capsys):
         commpress(*command, "--help")
     assert left.value.code == 0
     said = capsys.readouterr().out
-    if command != ("bench",):
+    if command not in (("bench",), ("weights",)):
         examples = re.findall(rf"^  .*{' '.join(('commpress', *command))}.*$", said, re.M)
         assert len(examples) >= 2, said
 
@@ -262,6 +267,10 @@ WRONG = {  # an argument that cannot work, for every command
     "bench io": "--directory /nowhere",
     "bench train": "--steps 0",
     "from-deepspeed": "/nowhere.json",
+    "weights serve": "--port -1",
+    "weights pull": "--serve -1",
+    "weights verify": "--json /nowhere/all.json",
+    "weights stat": "--json /nowhere/all.json",
 }
 WITHOUT_TORCH = """
 import contextlib, io, json, sys

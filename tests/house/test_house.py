@@ -32,8 +32,9 @@ TWINS = {
     "low_rank.py": {"kernels", "kernels/cpu"},
     "row_codec.py": {"kernels/cpu", "kernels/cuda"},
 }
-# ``commpress.lazy.short_name``
-SHORT = ("commpress/hf.py", "commpress/lightning.py", "commpress/moe.py")
+SHORT = (  # ``commpress.lazy.short_name``
+    "commpress/hf.py", "commpress/lightning.py", "commpress/moe.py", "commpress/weights.py",
+)  # fmt: skip
 LATE = {  # (importer, what it imports inside a function): why not at the top of the file
     ("commpress.lazy", "commpress.errors"): "a room loads nothing before a name is asked for",
     (
@@ -73,8 +74,8 @@ WALL_CLOCK = {
         "people read them; programs read the monotonic clock beside it"
     ),
 }
-# hf.Compress and lightning.Compress: what each trainer's users expect to find
-CALLBACKS = {"Compress", "LocalTraining"}
+# hf.Compress, weights.Receiver, …: names that users expect
+CALLBACKS = {"Compress", "LocalTraining", "Receiver"}
 
 
 def imports(module: str) -> set[tuple[str, str]]:

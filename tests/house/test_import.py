@@ -76,6 +76,7 @@ ROOMS = [
             "integrations.observe",
             "integrations.process_group",
             "integrations.trainers",
+            "integrations.weights",
             "integrations.zero",
             "kernels",
             "optim",
@@ -98,6 +99,7 @@ SHORT = {
     "hf": "commpress.integrations.trainers.hf",
     "lightning": "commpress.integrations.trainers.lightning",
     "moe": "commpress.integrations.experts.moe",
+    "weights": "commpress.integrations.weights",
 }
 
 

@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "commpress.hf": ("commpress.integrations", *LEAVES),
     "commpress.lightning": ("commpress.integrations", *LEAVES),
     "commpress.moe": ("commpress.integrations", *LEAVES),
+    "commpress.weights": ("commpress.integrations", *LEAVES),
     "commpress.cli": ("commpress",),
     "commpress.__main__": ("commpress.cli",),
 }
@@ -89,6 +90,7 @@ HOMES = {
     "mpi4py": ("commpress.collectives.transports.mpi_job",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.checksum",),
+    "fsspec": ("commpress.integrations.weights.places",),
     "prometheus_client": ("commpress.integrations.observe.endpoint",),
     "deepspeed": ("commpress.cli.bench_io",),
     "aiofiles": ("commpress.tiered_mem.engines*",),

@@ -1,0 +1,256 @@
+"""bytes of new versions of weights: differences as commpress.weights sends them, beside other codes
+
+Trains a GPT (10.9 M parameters) on the source of Python's standard library for a while, then goes
+on from there at rates of fine-tuning, weights in bfloat16 with masters in float32, and codes the
+step from one version to the next:
+  changed        share of the weights in which any bit differs
+  bound          bits per weight of a code that knows the shares of places and of differences
+  difference     commpress.weights: Golomb-Rice gaps, differences in units in the last place
+  XOR + zstd     old ^ new, by zstd at level 1 (zlib at level 1 where no module of zstd is
+                 installed)
+  index + value  four bytes for a place, two for the new value
+  gaps + zstd    gaps as 16 bits, new values, both by zstd
+  dense          all weights with their exponents coded; bfloat16 itself has 16 bits
+  fewer          times fewer bytes than bfloat16, and than XOR + zstd
+
+  python benchmarks weight_bytes
+  python benchmarks weight_bytes --check --json weight_bytes.json
+"""
+
+import argparse
+import copy
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+import numpy as np
+import torch
+
+from commpress.cli import harness
+from commpress.cli.gpt import GPT, batch, standard_library
+from commpress.cli.option_groups import at_least
+from commpress.kernels import exact_format as law
+from commpress.kernels.cpu import exact
+
+RATES, STEPS = (1e-6, 5e-6, 2e-5, 1e-4), (1, 4, 16)
+SETTLE = 10  # steps at a new rate before the first version: Adam's moments begin at zero
+HEAD = (
+    "rate",
+    "steps",
+    "changed",
+    "bound",
+    "difference",
+    "XOR + {}",
+    "index + value",
+    "gaps + {}",
+    "dense",
+    "fewer than bf16",
+    "than XOR + {}",
+)
+
+
+@dataclass
+class Line:
+    rate: float
+    steps: int
+    changed: float
+    one_unit: float  # share of the changed that moved by one unit in the last place
+    bound: float  # this and what follows: bits per weight
+    difference: float
+    xor: float
+    index_value: float
+    gaps: float
+    dense: float
+
+    def cells(self) -> list[str]:
+        bits = (self.bound, self.difference, self.xor, self.index_value, self.gaps, self.dense)
+        return [
+            f"{self.rate:g}",
+            str(self.steps),
+            f"{100 * self.changed:.2f} %",
+            *(f"{each:.3f}" for each in bits),
+            f"{16 / self.difference:.1f}",
+            f"{self.xor / self.difference:.2f}",
+        ]
+
+
+def compressor() -> tuple[str, Callable[[bytes], bytes]]:
+    """A name, and a call at level 1."""
+    for module in ("compression.zstd", "zstandard"):
+        try:
+            zstd = import_module(module)
+        except ImportError:
+            continue
+        return "zstd", partial(zstd.compress, level=1)
+    return "zlib", partial(zlib.compress, level=1)
+
+
+def patterns(model: torch.nn.Module) -> np.ndarray:
+    """All weights as bfloat16, one behind the other."""
+    flat = torch.cat(
+        [p.detach().bfloat16().view(torch.int16).flatten() for p in model.parameters()]
+    )
+    return flat.numpy().view(np.uint16)
+
+
+def trained(steps: int, size: dict[str, int], tell: Callable[[str], None]) -> GPT:
+    torch.manual_seed(0)
+    model, text, draws = GPT(**size), standard_library(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = (
+                1e-3 * min(1, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            )
+        loss = _step(model, optimizer, text, draws)
+        if step % 50 == 49:
+            tell(f"step {step + 1} of {steps}: loss {loss:.3f}")
+    return model
+
+
+def _step(
+    model: GPT, optimizer: torch.optim.Optimizer, text: torch.Tensor, draws: torch.Generator
+) -> float:
+    optimizer.zero_grad()
+    loss = model(*batch(text, 8, model.positions.num_embeddings, draws))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def measure(
+    steps: int, size: dict[str, int], tell: Callable[[str], None] = lambda _: None
+) -> list[Line]:
+    start, text, lines = trained(steps, size, tell), standard_library(), []
+    for rate in RATES:
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
+        draws = torch.Generator().manual_seed(2)
+        old = patterns(model)
+        for step in range(1, SETTLE + max(STEPS) + 1):
+            _step(model, optimizer, text, draws)
+            if step == SETTLE:
+                old = patterns(model)
+            elif step - SETTLE in STEPS:
+                lines.append(line(rate, step - SETTLE, old, patterns(model)))
+                tell(" ".join(lines[-1].cells()))
+    return lines
+
+
+def line(rate: float, steps: int, old: np.ndarray, new: np.ndarray) -> Line:
+    _, compress = compressor()
+    at = np.flatnonzero(old != new)
+    gaps, moves = np.diff(at, prepend=-1) - 1, (new[at] - old[at]).view(np.int16).astype(np.int64)
+    blocks = [slice(i, i + law.BLOCK) for i in range(0, len(new), law.BLOCK)]
+
+    def bits(nbytes: int) -> float:
+        return 8 * nbytes / len(new)
+
+    short = np.minimum(gaps, 65535).astype(np.uint16).tobytes()  # longer ones are rare: not counted
+    share = len(at) / len(new)
+    return Line(
+        rate,
+        steps,
+        share,
+        float((np.abs(moves) == 1).mean()),
+        _entropy(np.array([share, 1 - share])) + share * _of(moves),
+        bits(sum(len(exact.encode(old[b], new[b], law.BFLOAT16)) for b in blocks)),
+        bits(len(compress((old ^ new).tobytes()))),
+        bits(6 * len(at)),
+        bits(len(compress(short)) + len(compress(new[at].tobytes()))),
+        bits(sum(len(exact.encode(None, new[b], law.BFLOAT16)) for b in blocks)),
+    )
+
+
+def _of(values: np.ndarray) -> float:
+    _, counts = np.unique(values, return_counts=True)
+    return _entropy(counts / counts.sum())
+
+
+def _entropy(shares: np.ndarray) -> float:
+    return float(-(shares[shares > 0] * np.log2(shares[shares > 0])).sum())
+
+
+def markdown(lines: list[Line]) -> str:
+    name, _ = compressor()
+    rows = ["| " + " | ".join(HEAD).format(*[name] * 3) + " |", "|" + " --- |" * len(HEAD)]
+    return "\n".join(rows + ["| " + " | ".join(line.cells()) + " |" for line in lines])
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps",
+        type=at_least(1),
+        default=400,
+        metavar="N",
+        help="of training before (default 400)",
+    )
+    parser.add_argument(
+        "--width", type=at_least(1), default=384, metavar="N", help="of the model (default 384)"
+    )
+    parser.add_argument(
+        "--layers", type=at_least(1), default=6, metavar="N", help="of the model (default 6)"
+    )
+    harness.add_options(
+        parser,
+        check=(
+            "differences take 1.8 times fewer bytes than XOR + zstd at 1e-6 and 5e-6, and never "
+            "more than the best by 2 %"
+        ),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    lines = measure(
+        options.steps,
+        {"width": options.width, "layers": options.layers},
+        tell=lambda text: print(text, flush=True),
+    )
+    print(markdown(lines))
+    return harness.deliver(options, lines, judge=judge, draw=draw, compressor=compressor()[0])
+
+
+def judge(lines: list[Line]) -> list[tuple[str, bool]]:
+    name, _ = compressor()
+    bars = []
+    for each in lines:
+        where = f"at {each.rate:g}, {each.steps} steps"
+        if each.rate <= 5e-6:
+            found = each.xor / each.difference
+            bars.append(
+                (
+                    f"{found:.2f} times fewer bytes than XOR + {name} {where}, at least 1.8",
+                    found >= 1.8,
+                )
+            )
+        best = min(each.xor, each.index_value, each.gaps, each.dense, 16.0)
+        bars.append(
+            (
+                f"{each.difference / best:.2f} of the best of the others {where}, at most 1.02",
+                each.difference <= 1.02 * best,
+            )
+        )
+    return bars
+
+
+def draw(path: str, lines: list[Line]) -> None:
+    from commpress.cli import charts
+
+    with charts.chart(path, "A new version of a model: bits per weight", size=(8, 5)) as (panel,):
+        lines = sorted(lines, key=lambda line: line.changed)
+        names = ("bound", "difference", "xor", "gaps", "index_value", "dense")
+        for i, name in enumerate(names):
+            panel.plot(
+                [100 * line.changed for line in lines],
+                [getattr(line, name) for line in lines],
+                "o-",
+                color=charts.COLOURS[i % len(charts.COLOURS)],
+                label=name.replace("_", " + "),
+            )
+        panel.set(
+            xscale="log", yscale="log", xlabel="weights that changed, %", ylabel="bits per weight"
+        )

@@ -1,0 +1,22 @@
+"""Weights of a model at its readers: new versions as exact differences."""
+
+from typing import TYPE_CHECKING
+
+from commpress.lazy import lazily
+
+if TYPE_CHECKING:
+    from commpress.integrations.weights.http_server import WeightServer
+    from commpress.integrations.weights.mirror import Verified, pull, stat, verify
+    from commpress.integrations.weights.publisher import Publisher, Report
+    from commpress.integrations.weights.receiver import Receiver
+
+__all__ = ["Publisher", "Receiver", "Report", "Verified", "WeightServer", "pull", "stat", "verify"]
+__getattr__ = lazily(
+    __name__,
+    {
+        "http_server": ["WeightServer"],
+        "mirror": ["Verified", "pull", "stat", "verify"],
+        "publisher": ["Publisher", "Report"],
+        "receiver": ["Receiver"],
+    },
+)

@@ -1,0 +1,204 @@
+"""Weights of a model as ranks hold them: boxes of tensors, and who publishes which of them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.integrations.weights.adapter import checksum_of
+from commpress.integrations.weights.weight_layout import (
+    NUMBERS,
+    DescribedTensor,
+    WeightLayout,
+    WeightPiece,
+    WeightStream,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+Source = torch.nn.Module | Tensors | Iterable[tuple[str, torch.Tensor]] | Callable[[], Tensors]
+UNDIVIDED = 1 << 16  # elements of a box that one of its holders takes alone
+
+
+class Box(NamedTuple):
+    """A rank's part of a tensor."""
+
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def tensors_of(source: Source) -> Callable[[], Tensors]:
+    """A call that gives the tensors as they are then; parameters and persistent buffers of a
+    module."""
+    if isinstance(source, torch.nn.Module):
+        return lambda: {
+            k: v
+            for k, v in source.state_dict(keep_vars=True).items()
+            if isinstance(v, torch.Tensor)
+        }
+    if callable(source):
+        return source
+    given = dict(source)
+    if bad := [name for name, value in given.items() if not isinstance(value, torch.Tensor)]:
+        raise InvalidArgument(
+            f"{bad[0]!r} is a {type(given[bad[0]]).__name__}, expected names with tensors, or a "
+            "module"
+        )
+    return lambda: given
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def box_of(name: str, tensor: torch.Tensor) -> Box:
+    """The place of that part in the whole."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box(shape, (0,) * len(shape), shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise InvalidArgument(
+            f"{name!r} is placed {tensor.placements}: sums that are still open are no weights"
+        )
+    if tensor.device_mesh.get_coordinate() is None or not tensor.to_local().numel():
+        return Box(shape, (0,) * len(shape), (0,) * len(shape))
+    (chunk,) = tensor.__create_chunk_list__()
+    box = Box(shape, tuple(chunk.offsets), tuple(chunk.sizes))
+    if box.size != tuple(tensor.to_local().shape):
+        raise InvalidArgument(f"{name!r} is placed {tensor.placements}, which is no box: gather it")
+    return box
+
+
+class RankGather:
+    """Bytes of every rank at every rank; alone without a group."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.rank, self.size, self._group = 0, 1, None
+        if dist.is_available() and dist.is_initialized():
+            world = process_group or dist.group.WORLD
+            ranks = dist.get_process_group_ranks(world)
+            if len(ranks) > 1:  # over the CPU, for another thread than training's
+                alone = process_group is not None  # others of the world need not come
+                self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=alone)
+                self.rank, self.size = dist.get_rank(world), len(ranks)
+
+    def __call__(self, content: bytes) -> list[bytes]:
+        if self._group is None:
+            return [content]
+        own = torch.tensor([len(content)])
+        sizes = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(sizes, own, group=self._group)
+        row = torch.zeros(max(int(size) for size in sizes) + 1, dtype=torch.uint8)
+        row[: len(content)] = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)[:-1]
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self._group)
+        return [bytes(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
+
+    def together(self, call: Callable[[], Any]) -> list[Any]:
+        """Plain data that ``call`` returned on every rank; a rank's error is raised on all."""
+        outcome, error = None, None
+        try:
+            outcome = call()
+        except Exception as caught:
+            error = caught
+        packed = msgpack.packb([outcome, repr(error) if error else ""])
+        every = [msgpack.unpackb(each) for each in self(packed)]
+        if error is not None:
+            raise error
+        for rank, (_, message) in enumerate(every):
+            if message:
+                raise StateMismatch(f"rank {rank} could not publish: {message}")
+        return [outcome for outcome, _ in every]
+
+    def first(self, call: Callable[[], Any]) -> Any:
+        """As ``together``, of rank 0 alone."""
+        return self.together(lambda: None if self.rank else call())[0]
+
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None) -> WeightLayout:
+    """The layout that all ranks find in what they hold: each element of a tensor belongs to one of
+    its holders."""
+
+    def table() -> list[Any]:
+        first: dict[int, str] = {}
+        rows: list[list[Any]] = []
+        for name, tensor in tensors.items():
+            key = id(tensor)
+            if key in first:
+                rows.append([name, first[key]])
+                continue
+            first[key] = name
+            box = box_of(name, tensor)
+            whole = not isinstance(tensor, DTensor) and gather.size > 1
+            content = local(tensor).contiguous().view(-1) if whole else tensor.new_empty(0)
+            hashed = checksum_of(content.cpu().view(torch.uint8).numpy().data) if whole else 0
+            rows.append([name, _published(name, tensor.dtype, dtype), *map(list, box), hashed])
+        return rows
+
+    tables = gather.together(table)
+    described: dict[str, DescribedTensor] = {}
+    tied: dict[str, str] = {}
+    holders: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+    for rank, rows in enumerate(tables):
+        for name, *rest in rows:
+            if len(rest) == 1:
+                tied[name] = rest[0]
+                continue
+            kind, shape, begin, size, hashed = rest
+            found = described.setdefault(name, DescribedTensor(name, kind, tuple(shape)))
+            if found != (name, kind, tuple(shape)):
+                raise InvalidArgument(
+                    f"{name!r} is {kind} of {shape} on rank {rank}, elsewhere {found.dtype} of "
+                    f"{list(found.shape)}: tensors that differ by rank need names of their own"
+                )
+            box = Box(tuple(shape), tuple(begin), tuple(size))
+            holders.setdefault(name, {}).setdefault(box, []).append((rank, hashed))
+    load = [0] * gather.size
+    parts: list[dict[str, list[WeightPiece]]] = [{} for _ in range(gather.size)]
+    for number, (name, boxes) in enumerate(holders.items()):
+        for box, ranks in boxes.items():
+            if len({hashed for _, hashed in ranks}) > 1:
+                raise InvalidArgument(
+                    f"{name!r} has other values on rank {ranks[-1][0]} than on rank {ranks[0][0]}: "
+                    "experts of one rank need names of their own, and replicas the same weights"
+                )
+            for rank, first, last in _shares(box, [rank for rank, _ in ranks], load):
+                load[rank] += last - first
+                piece = WeightPiece(number, box.begin, box.size, first, last)
+                parts[rank].setdefault(described[name].dtype, []).append(piece)
+    streams = [[WeightStream(kind, tuple(part[kind])) for kind in sorted(part)] for part in parts]
+    layout = WeightLayout(list(described.values()), tied, streams)
+    try:
+        return WeightLayout.unpack(msgpack.unpackb(layout.packed))
+    except ValueError as error:
+        raise InvalidArgument(
+            f"the ranks of this group do not hold the whole model once ({error}): publish from all "
+            "of them"
+        ) from error
+
+
+def _shares(box: Box, ranks: Sequence[int], load: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(rank, first, last) of a box that all of ``ranks`` hold."""
+    numel = torch.Size(box.size).numel()
+    if numel <= UNDIVIDED or len(ranks) == 1:
+        return [(min(ranks, key=lambda rank: load[rank]), 0, numel)] if numel else []
+    cuts = [numel * i // len(ranks) for i in range(len(ranks) + 1)]
+    return [(rank, *cuts[i : i + 2]) for i, rank in enumerate(ranks)]  # type: ignore[misc]
+
+
+def _published(name: str, own: torch.dtype, wanted: torch.dtype | None) -> str:
+    found = wanted if wanted is not None and own.is_floating_point else own
+    kind = str(found).removeprefix("torch.")
+    if kind not in NUMBERS:
+        raise InvalidArgument(f"{name!r} is {found}, expected one of {', '.join(NUMBERS)}")
+    return kind

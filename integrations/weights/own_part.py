@@ -1,0 +1,162 @@
+"""One rank's part of published weights: its copy of the last version, block by block."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from commpress.errors import StateMismatch
+from commpress.integrations.weights import adapter
+from commpress.integrations.weights.held_weights import Tensors, local
+from commpress.integrations.weights.replay import Rebuilder, seed_of
+from commpress.integrations.weights.weight_layout import (
+    NUMBERS,
+    BlockRun,
+    NumberType,
+    WeightLayout,
+    give,
+    rows_meet,
+    take,
+)
+
+
+class _Block(NamedTuple):
+    """A block of the part, with its copy: the numbers of the last version."""
+
+    stream: int
+    number: int
+    runs: list[BlockRun]
+    copy: np.ndarray
+
+
+class Scanned(NamedTuple):
+    """Codes and hashes of the new version's blocks, and the numbers that changed."""
+
+    codes: list[bytes]
+    hashes: list[int]
+    changed: int
+
+
+class OwnPart:
+    """The streams of one rank in a layout. ``tensors`` gives what the rank holds, when asked."""
+
+    def __init__(self, layout: WeightLayout, rank: int, tensors: Callable[[], Tensors]) -> None:
+        self._layout, self._rank, self._tensors = layout, rank, tensors
+        self._streams, self._blocks = layout.parts[rank], list[_Block]()
+        for s, stream in enumerate(self._streams):
+            numbers = stream.numbers
+            copy = np.zeros(stream.numel * numbers.words, numbers.unsigned)
+            parts = np.split(copy, range(adapter.BLOCK, len(copy), adapter.BLOCK))
+            blocks = zip(stream.blocks(), parts, strict=True) if len(copy) else ()
+            self._blocks += [_Block(s, b, runs, part) for b, (runs, part) in enumerate(blocks)]
+        self._pool = ThreadPoolExecutor(torch.get_num_threads(), "commpress-scan")
+        self._scratch = threading.local()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def by_stream(self, values: Sequence[int]) -> list[np.ndarray]:
+        """Numbers of all blocks, those of each stream by themselves."""
+        found: list[list[int]] = [[] for _ in self._streams]
+        for block, value in zip(self._blocks, values, strict=True):
+            found[block.stream].append(value)
+        return [np.array(each, np.uint64) for each in found]
+
+    def scan(self, *, first: bool) -> Scanned:
+        """Compare what the rank holds with its copy; the first version is the copy from then on."""
+        tensors = self._current()
+
+        def one(block: _Block) -> tuple[bytes, int, int]:
+            numbers = self._numbers(block)
+            new = self._patterns(numbers, block.runs, tensors)
+            if first:
+                block.copy[:] = new
+            code = adapter.encode(block.copy, new, numbers.kind)
+            seed = seed_of(self._rank, block.stream, block.number)
+            changed = len(new) if first else _changed(code, len(new))
+            return code, adapter.checksum_of(new.data.cast("B"), seed), changed
+
+        found = list(self._pool.map(one, self._blocks))
+        changed = sum(each for _, _, each in found)
+        return Scanned([code for code, _, _ in found], [each for _, each, _ in found], changed)
+
+    def advance(self, codes: Sequence[bytes]) -> None:
+        """The copy becomes the version that the codes lead to."""
+        for block, code in zip(self._blocks, codes, strict=True):
+            adapter.decode(code, block.copy, self._numbers(block).kind)
+
+    def anchor_codes(self, codes: Sequence[bytes]) -> Iterator[bytes]:
+        """Codes of that version by itself. Training may go on changing what the rank holds."""
+        for block, code in zip(self._blocks, codes, strict=True):
+            content, kind = block.copy.copy(), self._numbers(block).kind
+            adapter.decode(code, content, kind)
+            yield adapter.encode(None, content, kind)
+
+    def fill(self, earlier: Rebuilder) -> None:
+        """The copy becomes a version whose ranks held other parts.
+
+        Tensor by tensor, so that no rank has more than one of them whole.
+        """
+        theirs: dict[str, list[tuple[int, int, int, BlockRun]]] = {}
+        for part, s, b, runs in earlier.layout.blocks():
+            for run in runs:
+                name = earlier.layout.tensors[run.piece.tensor].name
+                theirs.setdefault(name, []).append((part, s, b, run))
+        ours: dict[int, list[tuple[_Block, BlockRun]]] = {}
+        for block in self._blocks:
+            for run in block.runs:
+                ours.setdefault(run.piece.tensor, []).append((block, run))
+        for number, wanted in sorted(ours.items()):
+            described = self._layout.tensors[number]
+            numbers = NUMBERS[described.dtype]
+            whole = torch.zeros(described.shape, dtype=numbers.dtype)
+            for part, s, b, run in theirs[described.name]:
+                if any(rows_meet(whole, run, own) for _, own in wanted):
+                    give(earlier.block(part, s, b), [run], {run.piece.tensor: whole})
+            for block, run in wanted:
+                values = torch.empty(run.last - run.first, dtype=numbers.dtype)
+                take({number: whole}, [run._replace(at=0)], values)
+                at = run.at * numbers.words
+                block.copy[at : at + len(values) * numbers.words] = numbers.patterns(values)
+
+    def _numbers(self, block: _Block) -> NumberType:
+        return self._streams[block.stream].numbers
+
+    def _current(self) -> dict[int, torch.Tensor]:
+        """This rank's values of every tensor that it publishes, flat, by the tensor's number."""
+        tensors, found = self._tensors(), {}
+        for number in {run.piece.tensor for block in self._blocks for run in block.runs}:
+            described = self._layout.tensors[number]
+            tensor = tensors.get(described.name)
+            if tensor is None or tuple(tensor.shape) != described.shape:
+                what = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+                raise StateMismatch(
+                    f"{described.name!r} is {what}, published before with {described.shape}: make "
+                    "a new Publisher for another model"
+                )
+            found[number] = local(tensor).contiguous().view(-1)
+        return found
+
+    def _patterns(
+        self, numbers: NumberType, runs: Sequence[BlockRun], tensors: Mapping[int, torch.Tensor]
+    ) -> np.ndarray:
+        """A block as it is published: the memory of the tensor itself, where that will do."""
+        parts = [tensors[run.piece.tensor][run.first : run.last] for run in runs]
+        if len(parts) == 1 and parts[0].is_cpu and parts[0].dtype == numbers.dtype:
+            return numbers.patterns(parts[0])
+        rooms = self._scratch.__dict__  # a fresh room each time would cost more than the copy
+        if (room := rooms.get(str(numbers.dtype))) is None:
+            room = rooms[str(numbers.dtype)] = torch.empty(numbers.block, dtype=numbers.dtype)
+        for run, part in zip(runs, parts, strict=True):
+            room[run.at : run.at + len(part)].copy_(part)
+        return numbers.patterns(room[: runs[-1].at + len(parts[-1])])
+
+
+def _changed(code: bytes, numel: int) -> int:
+    """The numbers that a code changes."""
+    if code[0] == adapter.SPARSE:
+        return int(adapter.SPARSE_HEAD.unpack_from(code)[3])
+    return 0 if code[0] == adapter.SAME else numel

@@ -1,0 +1,289 @@
+"""Publish versions of a model: each rank compares its shard with its copy of the last version."""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from commpress.errors import Damaged, InvalidArgument, StateMismatch
+from commpress.integrations.weights import held_weights, replay, version_log
+from commpress.integrations.weights import weight_records as records
+from commpress.integrations.weights.own_part import OwnPart, Scanned
+from commpress.integrations.weights.places import WeightPlace, writable_place
+from commpress.integrations.weights.weight_layout import WeightLayout
+
+log = logging.getLogger("commpress")
+_DENSE = 0.5  # of the weights' own bytes: from here on differences hardly pay
+
+
+@dataclass(frozen=True)
+class Report:
+    """One version; ``density`` is the share of numbers that changed."""
+
+    version: int
+    bytes: int  # of its differences
+    anchor_bytes: int  # of all weights, beside them so that readers can begin here; 0 if not
+    dense_bytes: int  # of the weights as they are
+    density: float
+    seconds: float  # until the version could be had
+    scan_seconds: float  # of them, those in which training stood still
+
+
+class Publisher:
+    """``publisher = Publisher(model, to="/shared/run1")``, then ``publisher.publish()`` after an
+    optimizer step.
+
+    - ``weights``: a module (its parameters and persistent buffers), names with tensors, or a
+      function that gives them, such as adapters alone or weights with adapters merged in. DTensors
+      of any placement are published shard by shard: no rank ever holds the whole.
+    - ``to``: a folder that all ranks see, or a URL of fsspec. If it holds a run of the same model,
+      that run goes on.
+    - ``dtype``: publish floats in another type, as ``torch.bfloat16`` of masters in float32.
+    - ``anchor_every``: versions between two that readers can begin with; by default a new one is
+      written when the differences since the last weigh as much as it does.
+    - ``keep``: anchors that are kept; older versions are removed.
+    - ``process_group``: the ranks that hold the model together; the default group if there is one.
+
+    Collective: all ranks of the group construct it and call ``publish``. A rank keeps a copy of its
+    own shard.
+    """
+
+    def __init__(
+        self,
+        weights: held_weights.Source,
+        to: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        anchor_every: int | None = None,
+        keep: int = 2,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("anchor_every", anchor_every), ("keep", keep)):
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and not whole:
+                raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 1")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InvalidArgument(f"dtype is {dtype!r}, expected floats such as torch.bfloat16")
+        tensors = held_weights.tensors_of(weights)
+        self._anchor_every, self._keep = anchor_every, keep
+        self._pending: Future[Report] | None = None
+        self._report: Report | None = None
+        self._failure: Exception | None = None
+        self._anchor_bytes, self._anchor_layout = 0, ""  # of the last anchor
+        self._since, self._count = 0, 0  # bytes of differences and versions since then
+        self._gather = held_weights.RankGather(process_group)
+        try:
+            self._place = self._same_place(to)
+            self._layout = held_weights.layout_over(self._gather, tensors(), dtype)
+            self._part = OwnPart(self._layout, self._gather.rank, tensors)
+            epoch, run, versions = self._gather.first(lambda: version_log.claim(self._place))
+            self._versions = [(version, base, anchored) for version, base, anchored in versions]
+            self._held = replay.HeldVersion(run, epoch)
+            if versions:
+                self._gather.together(self._take_over)
+        except BaseException:
+            self._gather.close()
+            raise
+        self._background = ThreadPoolExecutor(1, "commpress-publish")
+
+    # ---------------------------------------------------------------- publishing
+
+    @property
+    def version(self) -> int:
+        """The last version that can be had; 0 before the first."""
+        return self._held.version
+
+    def publish(self, version: int | None = None, *, wait: bool = True) -> Report | None:
+        """Publish the weights as they are now, as the next version or as ``version``, a larger
+        number than the last.
+
+        With ``wait=False`` this returns when the weights were compared with the last version: they
+        may change again. The rest is done in the background, and ``wait()`` or the next call raises
+        what goes wrong there.
+        """
+        self.wait()
+        if self._failure is not None:
+            raise StateMismatch(
+                f"an earlier version could not be published ({self._failure}): make a new "
+                "Publisher, which goes on with the last one that was"
+            ) from self._failure
+        started = monotonic()
+        scanned: Scanned | Exception
+        try:
+            scanned = self._part.scan(first=not self._held.version)
+        except Exception as error:  # of this rank: the others learn of it where all meet
+            scanned = error
+        spent = monotonic() - started
+        self._pending = self._background.submit(self._finish, version, scanned, started, spent)
+        return self.wait() if wait else None
+
+    def wait(self) -> Report | None:
+        """The report of the last version, which can be had now; None before the first."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            try:
+                self._report = pending.result()
+            except Exception as error:
+                self._failure = error
+                raise
+        return self._report
+
+    def close(self) -> None:
+        """Wait for the version that is under way, and end the threads."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self._part.close()
+            self._gather.close()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- in the background
+
+    def _finish(
+        self, asked: int | None, scanned: Scanned | Exception, started: float, spent: float
+    ) -> Report:
+        """Payload first, then the record, then the head; copies advance after that."""
+        base, numel = self._held, self._layout.numel
+        version = self._number(asked, scanned)
+        assert isinstance(scanned, Scanned)
+        files = self._written(version, scanned.codes, anchor=False) if base.version else []
+        nbytes, anchors = sum(file.nbytes for file in files), []
+        if anchor := not base.version or self._anchor_due(nbytes):
+            anchors = self._written(version, self._part.anchor_codes(scanned.codes), anchor=True)
+        own = [[each.tobytes() for each in self._part.by_stream(scanned.hashes)], scanned.changed]
+        every = self._gather.together(lambda: own)
+        hashes = [[np.frombuffer(each, np.uint64) for each in part] for part, _ in every]
+        record = records.VersionRecord(
+            base.run,
+            base.epoch,
+            version,
+            base.version,
+            base.digest,
+            self._layout.name,
+            hashes,
+            sum(changed for _, changed in every),
+            files,
+            anchors,
+        )
+        versions = version_log.kept([*self._versions, (version, base.version, anchor)], self._keep)
+        self._gather.first(lambda: version_log.commit(self._place, self._layout, record, versions))
+        self._part.advance(scanned.codes)
+        self._held, self._versions = replay.held_by(record), versions
+        self._since, self._count = (0, 0) if anchor else (self._since + nbytes, self._count + 1)
+        if anchor:
+            self._anchor_bytes, self._anchor_layout = record.anchor_nbytes, record.layout
+        if not self._gather.rank:
+            version_log.tidy(self._place, versions, base.epoch)
+        dense, density = self._layout.nbytes, record.changed / max(numel, 1)
+        if nbytes > _DENSE * dense and not self._gather.rank:
+            log.warning(
+                "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
+                "rates of fine-tuning, not of training from scratch",
+                version,
+                100 * nbytes / dense,
+            )
+        seconds = monotonic() - started
+        return Report(version, nbytes, record.anchor_nbytes, dense, density, seconds, spent)
+
+    def _number(self, asked: int | None, scanned: Scanned | Exception) -> int:
+        """The version's, on which all ranks agree; the first error of a scan is raised on all."""
+        last = self._held.version
+
+        def check() -> int:
+            if isinstance(scanned, Exception):
+                raise scanned
+            if asked is not None and (isinstance(asked, bool) or not last < asked < 1 << 48):
+                expected = f"expected a whole number above {last}, the last one"
+                raise InvalidArgument(f"version is {asked!r}, {expected}")
+            return last + 1 if asked is None else asked
+
+        numbers = set(self._gather.together(check))
+        if len(numbers) > 1:
+            raise InvalidArgument(f"ranks publish versions {sorted(numbers)}, expected one of them")
+        return int(numbers.pop())
+
+    def _anchor_due(self, nbytes: int) -> bool:
+        if self._anchor_layout != self._layout.name:
+            return True
+        if self._anchor_every is not None:
+            return self._count + 1 >= self._anchor_every
+        return self._since + nbytes >= self._anchor_bytes
+
+    def _written(
+        self, version: int, codes: Iterable[bytes], *, anchor: bool
+    ) -> list[records.PayloadFile]:
+        """Write this rank's file; those of all ranks."""
+        rank, sizes = self._gather.rank, list[int]()
+        name = records.payload_name(version, rank, self._held.epoch, anchor=anchor)
+
+        def counted() -> Iterator[bytes]:
+            for code in codes:
+                sizes.append(len(code))
+                yield code
+
+        def write() -> list[Any]:
+            summed = replay.Summed(counted())
+            self._place.write(name, summed)
+            parts = [each.astype(np.int64) for each in self._part.by_stream(sizes)]
+            return records.PayloadFile(name, summed.nbytes, summed.checksum, parts).pack()
+
+        return [records.PayloadFile.unpack(packed) for packed in self._gather.together(write)]
+
+    # ------------------------------------------------------------- where an earlier publisher ended
+
+    def _same_place(self, to: str | os.PathLike[str]) -> WeightPlace:
+        """One that all ranks see."""
+        place, gather = writable_place(to), self._gather
+        if gather.size > 1:
+            probe = gather.first(lambda: f"probe-{uuid4().hex}")
+            gather.first(lambda: place.replace(probe, b""))
+            seen = gather.together(lambda: probe in place.names())
+            gather.first(lambda: place.remove(probe))
+            if not all(seen):
+                raise InvalidArgument(
+                    f"to is {os.fspath(to)!r}, and rank {seen.index(False)} does not see there "
+                    "what rank 0 writes: name a folder that all ranks share, or an object store"
+                )
+        return place
+
+    def _take_over(self) -> None:
+        """The copy becomes the last version, wherever its ranks had it."""
+        place, held = self._place, self._held
+        head = records.HeadRecord(held.run, held.epoch, self._versions)
+        anchor, later = head.route(head.newest, 0)
+        found = [replay.read_version(place, version) for version in (anchor, *later)]
+        layout = replay.read_layout(place, found[-1])
+        if layout.model != self._layout.model:
+            where = _difference(layout, self._layout)
+            raise StateMismatch(f"{place} holds another model, {where}: name another folder")
+        if len({record.layout for record in found}) > 1:
+            raise Damaged(f"{place} has versions of two layouts without an anchor between")
+        self._part.fill(replay.Rebuilder(place, layout, found, anchor=True))
+        self._held = replay.held_by(found[-1])._replace(epoch=held.epoch)
+        self._anchor_bytes, self._anchor_layout = found[0].anchor_nbytes, found[0].layout
+        self._since, self._count = sum(record.nbytes for record in found[1:]), len(later)
+
+
+def _difference(theirs: WeightLayout, ours: WeightLayout) -> str:
+    """The first tensor in which two models differ."""
+    one, two = ({tensor.name: tensor for tensor in layout.tensors} for layout in (theirs, ours))
+    for name in sorted(one.keys() | two.keys()):
+        pair = [one.get(name), two.get(name)]
+        if pair[0] != pair[1]:
+            said = [f"{t.dtype} of {list(t.shape)}" if t else "absent" for t in pair]
+            return f"{name!r} is {said[0]} there and {said[1]} here"
+    return "with other tied names"

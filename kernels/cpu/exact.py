@@ -1,0 +1,129 @@
+"""The fast path of the exact block code: the bytes of ``exact_format``, by loops of LLVM."""
+
+import threading
+
+import numpy as np
+
+from commpress.errors import Damaged
+from commpress.kernels import exact_format as law
+from commpress.kernels.cpu.compiled import Kernels
+
+loops = Kernels("exact_loops")
+
+_SPARE = 128  # bytes behind a code that the loops may write
+
+
+class _Scratch(threading.local):
+    """Room of one thread: a fresh allocation of this size takes longer than the work."""
+
+    def __init__(self) -> None:
+        self.gaps = np.empty(law.BLOCK, np.uint32)
+        self.differences = np.empty(law.BLOCK, np.int32)
+        self.logs = np.empty(33, np.int64)
+        self.code = np.empty(0, np.uint8)
+
+    def room(self, size: int) -> np.ndarray:
+        if len(self.code) < size:
+            self.code = np.empty(size, np.uint8)
+        return self.code[:size]
+
+
+_scratch = _Scratch()
+
+
+def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> bytes:
+    """The code of ``new``, which ``decode`` makes of it and ``old``; without ``old``, of its own.
+    Unsigned integers."""
+    _check(new)
+    best: bytes | None = None
+    limit = 1 + new.nbytes
+    if old is not None:
+        count = loops.scan(old, new, _scratch.gaps, _scratch.differences)
+        if not count:
+            return bytes([law.SAME])
+        best = _packed(count, limit)
+    if kind != law.PLAIN and 5 * (limit if best is None else len(best)) > 3 * new.nbytes:
+        whole = law.whole_groups(new)
+        room = _scratch.room(law.exponent_bytes(len(whole), kind) + len(whole))
+        size = loops.split(
+            whole, law.window(whole if kind == law.BFLOAT16 else whole >> np.uint32(16)), room
+        )
+        if 0 < size < (limit if best is None else len(best)):
+            best = room[:size].tobytes()
+    return bytes([law.RAW]) + new.tobytes() if best is None else best
+
+
+def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) -> None:
+    """``target``, the block before, becomes the new one. Damaged where the code is none of
+    such a block: nothing is changed, but an exponent form may leave ``target`` half written.
+    """
+    _check(target)
+    content = np.frombuffer(code, np.uint8)
+    form = int(content[0]) if len(content) else -1
+    if form == law.SPARSE:
+        count = loops.unpack(
+            content, len(target), 8 * target.itemsize, _scratch.gaps, _scratch.differences
+        )
+        if count > 0:
+            loops.add(target, _scratch.gaps, _scratch.differences, count)
+            return
+    elif form == law.EXPONENTS and kind != law.PLAIN and target.itemsize == 2 * kind:
+        if _joined(content, target, kind):
+            return
+    elif form == law.RAW and len(content) == 1 + target.nbytes:
+        target.view(np.uint8)[:] = content[1:]
+        return
+    elif form == law.SAME and len(content) == 1:
+        return
+    raise Damaged(
+        f"the code of a block of {len(target):,} numbers is damaged: {len(content):,} bytes of "
+        f"form {form}"
+    )
+
+
+def fold(first: bytes, second: bytes, numel: int, dtype: np.dtype, kind: int = law.PLAIN) -> bytes:
+    """One code in place of two, the second of which follows the first."""
+    if first[0] == law.SAME or second[0] in (law.EXPONENTS, law.RAW):
+        return second
+    if second[0] == law.SAME:
+        return first
+    sums = np.zeros(numel, dtype)
+    for code in (first, second):
+        decode(code, sums, kind)
+    if first[0] != law.SPARSE:
+        return encode(None, sums, kind)
+    count = loops.scan(np.zeros(numel, dtype), sums, _scratch.gaps, _scratch.differences)
+    packed = _packed(count, 64 * count + 64) if count else bytes([law.SAME])
+    assert packed is not None
+    return packed
+
+
+def _packed(count: int, limit: int) -> bytes | None:
+    """The sparse form of what a scan has found, where it is shorter than ``limit``."""
+    room = _scratch.room(limit + _SPARE)
+    size = loops.pack(_scratch.gaps, _scratch.differences, count, _scratch.logs, room)
+    return room[:size].tobytes() if 0 < size < limit else None
+
+
+def _joined(content: np.ndarray, target: np.ndarray, kind: int) -> bool:
+    end = law.exponent_bytes(len(target), kind)
+    if len(content) < end or law.EXPONENT_HEAD.unpack_from(content.data)[2] != len(content) - end:
+        return False
+    whole = (
+        np.empty(len(target) + -len(target) % law.GROUP, target.dtype)
+        if len(target) % law.GROUP
+        else target
+    )
+    if loops.join(content, whole):
+        return False
+    if whole is not target:
+        target[:] = whole[: len(target)]
+    return True
+
+
+def _check(block: np.ndarray) -> None:
+    if block.dtype not in (np.uint8, np.uint16, np.uint32) or not 0 < len(block) <= law.BLOCK:
+        raise ValueError(
+            f"a block is {len(block)} numbers of {block.dtype}, expected 1 to {law.BLOCK} of "
+            "uint8, uint16 or uint32"
+        )

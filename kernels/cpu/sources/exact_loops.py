@@ -1,0 +1,420 @@
+"""The loops of ``exact``: 64 numbers as one vector where all are looked at, and a window of 57 bits
+where bits are read."""
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from commpress.kernels.cpu.kinds import HALVES, I64, INTEGERS, OCTETS, SIGNED_WORDS, WORDS
+from commpress.kernels.cpu.sources.decorators import bare
+from commpress.kernels.cpu.sources.kernel import kernel
+from commpress.kernels.exact_format import (
+    EXPONENT_HEAD,
+    EXPONENTS,
+    GAP_BITS,
+    GROUP,
+    HIT,
+    LONGEST,
+    PLANES,
+    SPARSE,
+    SPARSE_HEAD,
+    WINDOW,
+)
+
+_I8, _I16, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(64)
+_ONE = np.uint64(1)
+_HEAD, _HEAD_OF_EXPONENTS = SPARSE_HEAD.size, EXPONENT_HEAD.size
+_ESCAPED = np.uint64(1 << LONGEST)
+_ROOM = 32  # bytes that one number may need, and more
+
+
+def _vector(element):
+    return ir.VectorType(element, GROUP)
+
+
+def _all(element, value):
+    return ir.Constant(_vector(element), [value] * GROUP)
+
+
+def _place(context, builder, kind, array, at, to):
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), to.as_pointer())
+
+
+def _load(context, builder, kind, array, at, to):
+    return builder.load(_place(context, builder, kind, array, at, to), align=1)
+
+
+def _store(context, builder, kind, array, at, value):
+    builder.store(value, _place(context, builder, kind, array, at, value.type), align=1)
+
+
+@intrinsic
+def _differing(typing, old, new, at):
+    """Bit i is 1 where old[at + i] is not new[at + i]; 64 numbers."""
+
+    def generate(context, builder, signature, args):
+        wide = _vector(context.get_data_type(signature.args[0].dtype))
+        sides = [
+            _load(context, builder, signature.args[i], args[i], args[2], wide) for i in range(2)
+        ]
+        return builder.bitcast(builder.icmp_signed("!=", *sides), _I64)
+
+    return types.uint64(old, new, types.intp), generate
+
+
+@intrinsic
+def _word(typing, array, at):
+    """Eight bytes, the first one lowest."""
+
+    def generate(context, builder, signature, args):
+        return _load(context, builder, signature.args[0], args[0], args[1], _I64)
+
+    return types.uint64(array, types.intp), generate
+
+
+@intrinsic
+def _put_word(typing, array, at, word):
+    def generate(context, builder, signature, args):
+        _store(context, builder, signature.args[0], args[0], args[1], args[2])
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, types.uint64), generate
+
+
+def _counting(name):
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
+        return builder.call(
+            builder.module.declare_intrinsic(f"llvm.{name}.i64", (), kind),
+            [args[0], ir.IntType(1)(0)],
+        )
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def _zeros(typing, word):
+    """Zeros below the lowest one; 64 of no bits."""
+    return _counting("cttz")
+
+
+@intrinsic
+def _zeros_above(typing, word):
+    return _counting("ctlz")
+
+
+@bare
+def _log2(value):
+    return 63 - _zeros_above(np.uint64(value))
+
+
+# ---------------------------------------------------------------- sparse
+
+
+@kernel(old=HALVES, new=HALVES, gaps=WORDS, differences=SIGNED_WORDS)
+@kernel(old=OCTETS, new=OCTETS, gaps=WORDS, differences=SIGNED_WORDS)
+@kernel(old=WORDS, new=WORDS, gaps=WORDS, differences=SIGNED_WORDS)
+@bare
+def scan(old, new, gaps, differences):
+    """Gaps and differences of the numbers that changed; their count."""
+    numel, half = new.size, np.int64(1) << (8 * new.itemsize - 1)
+    whole, count, last = numel // GROUP * GROUP, 0, -1
+    for first in range(0, numel, GROUP):
+        if first < whole:
+            mask = _differing(old, new, first)
+        else:
+            mask = np.uint64(0)
+            for i in range(first, numel):
+                mask |= np.uint64(old[i] != new[i]) << np.uint64(i - first)
+        while mask:
+            at = first + _zeros(mask)
+            mask &= mask - _ONE
+            gaps[count] = np.uint32(at - last - 1)
+            d = (np.int64(new[at]) - np.int64(old[at])) & (2 * half - 1)
+            differences[count] = np.int32(d - ((d & half) << 1))
+            last = at
+            count += 1
+    return count
+
+
+@kernel(gaps=WORDS, differences=SIGNED_WORDS, count=I64, logs=INTEGERS, out=OCTETS)
+@bare
+def pack(gaps, differences, count, logs, out):
+    """out := the sparse form, with zeros behind it; its bytes, or −1 where it may not fit."""
+    total = 0
+    for log in range(33):
+        logs[log] = 0
+    for j in range(count):
+        total += gaps[j]
+        logs[_log2(abs(np.int64(differences[j])))] += 1
+    k, m, least = 0, 0, -1
+    while count << k < total * 69 // 100:
+        k += 1
+    for order in range(32):
+        bits = 0
+        for log in range(33):
+            bits += logs[log] * (order + 1 + 2 * max(log - order, 0))
+        if least < 0 or bits < least:
+            m, least = order, bits
+    out[0], out[1], out[2] = SPARSE, k, m
+    for i in range(4):
+        out[3 + i] = np.uint8(count >> (8 * i) & 255)
+    at, end, held, fill = _HEAD, out.size - _ROOM, np.uint64(0), np.int64(0)
+    low, first = np.uint64((1 << k) - 1), np.uint64(1 << m)
+    for j in range(count):
+        if at > end:
+            return -1
+        gap = np.uint64(gaps[j])
+        quotient = gap >> np.uint64(k)
+        if quotient < np.uint64(LONGEST):
+            word = (_ONE | (gap & low) << _ONE) << quotient
+            length = np.int64(quotient) + 1 + k
+        else:
+            word = _ESCAPED | gap << np.uint64(LONGEST + 1)
+            length = np.int64(LONGEST + 1 + GAP_BITS)
+        held |= word << np.uint64(fill)
+        fill += length
+        _put_word(out, at, held)
+        at += fill >> 3
+        held >>= np.uint64(fill & ~7)
+        fill &= 7
+        d = np.int64(differences[j])
+        value = np.uint64(abs(d) - 1) + first
+        log = _log2(value)
+        zeros = log - m
+        held |= (np.uint64(d < 0) | np.uint64(2) << np.uint64(zeros)) << np.uint64(fill)
+        fill += 2 + zeros
+        if fill + log > 63:
+            _put_word(out, at, held)
+            at += fill >> 3
+            held >>= np.uint64(fill & ~7)
+            fill &= 7
+        held |= (value & ((_ONE << np.uint64(log)) - _ONE)) << np.uint64(fill)
+        fill += log
+        _put_word(out, at, held)
+        at += fill >> 3
+        held >>= np.uint64(fill & ~7)
+        fill &= 7
+    if fill:
+        _put_word(out, at, held)
+        at += 1
+    return at
+
+
+@bare
+def _bits_from(code, bit):
+    """At least 57 bits of a code, the first one lowest; behind its end there are zeros."""
+    at = bit >> 3
+    if at + 8 <= code.size:
+        word = _word(code, at)
+    else:
+        word = np.uint64(0)
+        for i in range(at, code.size):
+            word |= np.uint64(code[i]) << np.uint64(8 * (i - at))
+    return word >> np.uint64(bit & 7)
+
+
+@kernel(code=OCTETS, numel=I64, width=I64, gaps=WORDS, differences=SIGNED_WORDS)
+@bare
+def unpack(code, numel, width, gaps, differences):
+    """Gaps and differences of a sparse form and their count, or −1 where it is none of ``numel``
+    numbers of ``width`` bits."""
+    if code.size < _HEAD:
+        return -1
+    k, m = np.int64(code[1]), np.int64(code[2])
+    count = (
+        np.int64(code[3])
+        | np.int64(code[4]) << 8
+        | np.int64(code[5]) << 16
+        | np.int64(code[6]) << 24
+    )
+    if (
+        k > GAP_BITS
+        or m > 31
+        or count < 1
+        or count > numel
+        or count > gaps.size
+        or count > differences.size
+    ):
+        return -1
+    bit, at, most = np.int64(8 * _HEAD), np.int64(-1), np.int64(1) << (width - 1)
+    for j in range(count):
+        word = _bits_from(code, bit)
+        quotient = _zeros(word)
+        if quotient < LONGEST:
+            rest = word >> np.uint64(quotient + 1) & ((_ONE << np.uint64(k)) - _ONE)
+            gap = quotient << k | np.int64(rest)
+            used = quotient + 1 + k
+        elif quotient == LONGEST:
+            gap = np.int64(word >> np.uint64(LONGEST + 1) & np.uint64((1 << GAP_BITS) - 1))
+            used = np.int64(LONGEST + 1 + GAP_BITS)
+        else:
+            return -1
+        bit += used
+        at += 1 + gap
+        if at >= numel:
+            return -1
+        word = _bits_from(code, bit)
+        negative = word & _ONE
+        zeros = _zeros(word >> _ONE)
+        log = m + zeros
+        if zeros > 32 or log > 32:
+            return -1
+        bit += 2 + zeros
+        rest = word >> np.uint64(2 + zeros) if 2 + zeros + log <= 57 else _bits_from(code, bit)
+        bit += log
+        value = _ONE << np.uint64(log) | (rest & ((_ONE << np.uint64(log)) - _ONE))
+        size = np.int64(value) - (np.int64(1) << m) + 1
+        if size > most:
+            return -1
+        gaps[j] = np.uint32(gap)
+        differences[j] = np.int32(-size if negative else size)
+    return count if (bit + 7) >> 3 == code.size else -1
+
+
+@kernel(target=(OCTETS, HALVES, WORDS), gaps=WORDS, differences=SIGNED_WORDS, count=I64)
+@bare
+def add(target, gaps, differences, count):
+    """Add differences to a block; ``unpack`` has seen to it that they lie inside."""
+    at = np.int64(-1)
+    mask = (np.int64(2) << (8 * target.itemsize - 1)) - 1
+    for j in range(count):
+        at += 1 + np.int64(gaps[j])
+        target[at] = (np.int64(target[at]) + differences[j]) & mask
+
+
+# ---------------------------------------------------------------- exponents
+
+
+def _tops(builder, words):
+    """The upper 16 bits of each number."""
+    if words.type.element == _I16:
+        return words
+    return builder.trunc(builder.lshr(words, _all(words.type.element, 16)), _vector(_I16))
+
+
+@intrinsic
+def _split(typing, values, at, base, out, low, half, plane):
+    """Store bytes, halves and planes of 64 numbers; bit i is 1 where the exponent of the i-th is
+    escaped."""
+
+    def generate(context, builder, signature, args):
+        kinds, element = signature.args, context.get_data_type(signature.args[0].dtype)
+        words = _load(context, builder, kinds[0], args[0], args[1], _vector(element))
+        tops = _tops(builder, words)
+        sign = builder.and_(builder.lshr(tops, _all(_I16, 8)), _all(_I16, 128))
+        lows = builder.trunc(builder.or_(builder.and_(tops, _all(_I16, 127)), sign), _vector(_I8))
+        _store(context, builder, kinds[3], args[3], args[4], lows)
+        if element != _I16:
+            _store(
+                context, builder, kinds[3], args[3], args[5], builder.trunc(words, _vector(_I16))
+            )
+        bases = builder.insert_element(
+            ir.Constant(_vector(_I8), ir.Undefined), builder.trunc(args[2], _I8), ir.IntType(32)(0)
+        )
+        bases = builder.shuffle_vector(bases, bases, _all(ir.IntType(32), 0))
+        codes = builder.sub(builder.trunc(builder.lshr(tops, _all(_I16, 7)), _vector(_I8)), bases)
+        escaped = builder.icmp_unsigned(">=", codes, _all(_I8, WINDOW))
+        codes = builder.select(escaped, _all(_I8, HIT), codes)
+        for j in range(3):
+            bits = builder.icmp_unsigned("!=", builder.and_(codes, _all(_I8, 1 << j)), _all(_I8, 0))
+            _store(
+                context,
+                builder,
+                kinds[3],
+                args[3],
+                builder.add(args[6], _I64(8 * j)),
+                builder.bitcast(bits, _I64),
+            )
+        return builder.bitcast(escaped, _I64)
+
+    return types.uint64(values, *[types.intp] * 2, out, *[types.intp] * 3), generate
+
+
+@intrinsic
+def _join(typing, code, low, half, plane, base, target, at):
+    """Store 64 numbers, exponents that are escaped as 7; bit i is 1 where the i-th is one of
+    these."""
+
+    def generate(context, builder, signature, args):
+        kinds, element = signature.args, context.get_data_type(signature.args[5].dtype)
+        lows = builder.zext(
+            _load(context, builder, kinds[0], args[0], args[1], _vector(_I8)), _vector(_I16)
+        )
+        codes, every = _all(_I8, 0), None
+        for j in range(3):
+            word = _load(
+                context, builder, kinds[0], args[0], builder.add(args[3], _I64(8 * j)), _I64
+            )
+            every = word if every is None else builder.and_(every, word)
+            bits = builder.zext(builder.bitcast(word, _vector(ir.IntType(1))), _vector(_I8))
+            codes = builder.or_(codes, builder.shl(bits, _all(_I8, j)))
+        bases = builder.insert_element(
+            ir.Constant(_vector(_I8), ir.Undefined), builder.trunc(args[4], _I8), ir.IntType(32)(0)
+        )
+        bases = builder.shuffle_vector(bases, bases, _all(ir.IntType(32), 0))
+        exponents = builder.shl(
+            builder.zext(builder.add(codes, bases), _vector(_I16)), _all(_I16, 7)
+        )
+        signs = builder.shl(builder.and_(lows, _all(_I16, 128)), _all(_I16, 8))
+        words = builder.or_(builder.or_(exponents, signs), builder.and_(lows, _all(_I16, 127)))
+        if element != _I16:
+            halves = builder.zext(
+                _load(context, builder, kinds[0], args[0], args[2], _vector(_I16)), _vector(element)
+            )
+            words = builder.or_(
+                builder.shl(builder.zext(words, _vector(element)), _all(element, 16)), halves
+            )
+        _store(context, builder, kinds[5], args[5], args[6], words)
+        return every
+
+    return types.uint64(code, *[types.intp] * 4, target, types.intp), generate
+
+
+@kernel(values=(HALVES, WORDS), base=I64, out=OCTETS)
+@bare
+def split(values, base, out):
+    """out := the exponent form of whole groups; its bytes, or −1 where it does not fit."""
+    numel, shift = values.size, np.uint64(8 * values.itemsize - 9)
+    half = _HEAD_OF_EXPONENTS + numel
+    plane = half + numel * (values.itemsize - 2)
+    end = plane + numel // GROUP * PLANES
+    at = end
+    for first in range(0, numel, GROUP):
+        if at + GROUP > out.size:
+            return -1
+        mask = _split(values, first, base, out, _HEAD_OF_EXPONENTS + first, half + 2 * first, plane)
+        plane += PLANES
+        while mask:
+            out[at] = np.uint64(values[first + _zeros(mask)]) >> shift & np.uint64(255)
+            mask &= mask - _ONE
+            at += 1
+    out[0], out[1] = EXPONENTS, base
+    for i in range(4):
+        out[2 + i] = np.uint8((at - end) >> (8 * i) & 255)
+    return at
+
+
+@kernel(code=OCTETS, target=(HALVES, WORDS))
+@bare
+def join(code, target):
+    """target := whole groups, from a form whose length fits; 0, or −1 where its escapes are not as
+    many as it says."""
+    numel, shift = target.size, np.uint64(8 * target.itemsize - 9)
+    keep, base = ~(np.uint64(255) << shift), np.int64(code[1])
+    half = _HEAD_OF_EXPONENTS + numel
+    plane = half + numel * (target.itemsize - 2)
+    at = plane + numel // GROUP * PLANES
+    for first in range(0, numel, GROUP):
+        mask = _join(code, _HEAD_OF_EXPONENTS + first, half + 2 * first, plane, base, target, first)
+        plane += PLANES
+        while mask:
+            i = first + _zeros(mask)
+            mask &= mask - _ONE
+            if at >= code.size:
+                return -1
+            target[i] = np.uint64(target[i]) & keep | np.uint64(code[at]) << shift
+            at += 1
+    return 0 if at == code.size else -1

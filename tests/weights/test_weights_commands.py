@@ -1,0 +1,119 @@
+"""The commands on published weights, at toy size."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import weight_bytes
+from commpress.cli import main, weight_copies
+from commpress.weights import Publisher, Receiver, WeightServer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    weights = {"w": torch.arange(5000, dtype=torch.int32), "v": torch.zeros(3).bfloat16()}
+    with Publisher(weights, tmp_path / "run") as publisher:
+        for _ in range(3):
+            publisher.publish()
+            weights["w"][::50] += 1
+    return tmp_path / "run"
+
+
+def test_a_folder_is_described_verified_and_copied(folder, tmp_path, capsys):
+    server, copy = WeightServer(folder), str(tmp_path / "copy")
+    assert main(["weights", "stat", server.url, "--json", str(tmp_path / "stat.json")]) == 0
+    assert [each["version"] for each in json.loads((tmp_path / "stat.json").read_text())] == [
+        1,
+        2,
+        3,
+    ]
+    assert "2.00 %" in capsys.readouterr().out
+    assert main(["weights", "verify", str(folder)]) == 0
+    assert "3 versions, all of them whole" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                "weights",
+                "pull",
+                server.url,
+                copy,
+                "--safetensors",
+                str(tmp_path / "all.safetensors"),
+            ]
+        )
+        == 0
+    )
+    server.close()
+    reader = Receiver(copy)
+    reader.prepare()
+    reader.install()
+    saved = load_file(tmp_path / "all.safetensors")
+    assert saved.keys() == reader.weights.keys()
+    assert all(torch.equal(saved[name], value) for name, value in reader.weights.items())
+    next((tmp_path / "copy").glob("*.anchor")).write_bytes(b"rubbish")
+    assert main(["weights", "verify", copy]) == 2
+    assert "is not the file that was published" in capsys.readouterr().err
+
+
+def test_nothing_published_is_said(tmp_path, capsys):
+    assert main(["weights", "verify", str(tmp_path)]) == 1
+    assert main(["weights", "pull", str(tmp_path), str(tmp_path / "copy")]) == 1
+    assert main(["weights", "stat", str(tmp_path)]) == 2
+    assert main(["weights", "serve", str(tmp_path / "none")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_a_copy_is_followed_and_served(folder, tmp_path, capfd):
+    """A chain of two: the second reads from the first."""
+    command = [
+        sys.executable,
+        "-m",
+        "commpress",
+        "weights",
+        "pull",
+        str(folder),
+        str(tmp_path / "one"),
+        "--serve",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
+        try:
+            url = relay.stdout.readline().split()[-1]
+            assert "version 3" in "".join(relay.stdout.readline() for _ in range(3))
+            assert main(["weights", "pull", url, str(tmp_path / "two")]) == 0
+        finally:
+            relay.terminate()
+    assert "has version 3" in capfd.readouterr().out
+
+
+def test_serving_says_who_reads(folder, capsys, monkeypatch):
+    looks = iter(range(100))
+    urls = []
+
+    def look(seconds):
+        if next(looks) == 0:
+            urls.append(capsys.readouterr().out.split()[-1])
+            reading = threading.Thread(target=lambda: Receiver(urls[0]).prepare())
+            reading.start()
+            reading.join()
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(weight_copies.time, "sleep", look)
+    assert main(["weights", "serve", str(folder), "--port", "0"]) == 130
+    assert "127.0.0.1 reads version 3" in capsys.readouterr().out
+
+
+def test_the_benchmark_counts_what_codes_take():
+    lines = weight_bytes.measure(5, {"width": 32, "layers": 1, "length": 16})
+    assert len(lines) == 12
+    for line in lines:
+        assert 0.7 * line.bound < line.difference  # places next to each other may cluster
+        assert line.index_value == pytest.approx(48 * line.changed)
+    assert weight_bytes.markdown(lines).count("\n") == 13
+    assert len(weight_bytes.judge(lines)) == 18

@@ -1,0 +1,215 @@
+"""Versions over HTTP: whoever has the key reads, nobody else reads or is believed, and nobody stops
+the others."""
+
+import http.client
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+
+from commpress.errors import CommunicationError, Corrupted, InvalidArgument
+from commpress.integrations.weights import http_place, http_server
+from commpress.weights import Publisher, Receiver, WeightServer, pull, verify
+
+KEY, OTHER = b"k" * 40, b"o" * 40
+
+
+@pytest.fixture
+def folder(tmp_path):
+    weights = {"w": torch.arange(50_000, dtype=torch.int32), "v": torch.zeros(3)}
+    with Publisher(weights, tmp_path / "run") as publisher:
+        for _ in range(3):
+            publisher.publish()
+            weights["w"] += 1
+    (tmp_path / "secret").write_text("not for anybody")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def server(folder):
+    serving = WeightServer(folder, key=KEY)
+    yield serving
+    serving.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(http_place, "PAUSE", 0.01)
+
+
+def asked(server, name, headers=None):
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
+    try:
+        connection.request("GET", name, headers={"Range": "bytes=0-99"} | (headers or {}))
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_a_reader_with_the_key_gets_every_version(server):
+    reader = Receiver(server.url, key=KEY)
+    assert reader.prepare() == 3
+    reader.install()
+    assert torch.equal(reader.weights["w"], torch.arange(2, 50_002, dtype=torch.int32))
+    assert len(verify(server.url, key=KEY)) == 3
+    assert server.readers["127.0.0.1"][0] == 3
+    assert server.sent_bytes > 0
+
+
+def test_a_stranger_reads_nothing(server, tmp_path):
+    for name in (
+        "/head",
+        "/v000000000000001",
+        "/",
+        "/../secret",
+        "//etc/passwd",
+        "/%2e%2e/secret",
+        "/head?x",
+        "/nothing",
+    ):
+        status, body = asked(server, name)
+        assert (status in (400, 401), body) == (True, b"")
+    with pytest.raises(InvalidArgument, match="asks for the key of the run"):
+        Receiver(server.url).prepare()
+    for call in (
+        lambda: Receiver(server.url, key=OTHER).prepare(),
+        lambda: pull(server.url, tmp_path / "x", key=OTHER),
+    ):
+        with pytest.raises(InvalidArgument, match="has another key of the run"):
+            call()
+
+
+def test_what_was_heard_cannot_be_said_again(server):
+    """A request is good once, for one range, on one connection."""
+    place = http_place.HttpPlace(server.url, KEY)
+    heard = []
+    connection = place._connection
+    request = connection.request
+    connection.request = lambda *a, **k: (heard.append(k["headers"]), request(*a, **k))
+    place.read("head", 0, 100)
+    said = next(headers for headers in heard if "Authorization" in headers)
+    assert asked(server, "/head", said) == (401, b"")
+    fresh = http_place.HttpPlace(server.url, KEY)
+    fresh.read("head", 0, 100)
+    fresh._connection.request("GET", "/head", headers=said)
+    response = fresh._connection.getresponse()
+    assert (response.status, response.read()) == (401, b"")
+
+
+class Impostor(BaseHTTPRequestHandler):
+    """Answers with what it found in the folder, and cannot prove a key."""
+
+    folder, proof = None, "0" * 64
+
+    def do_GET(self):
+        path = self.folder / self.path[1:]
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        body = path.read_bytes()[first : last + 1] if path.exists() else b""
+        self.send_response(206 if body else 404)
+        self.send_header(
+            "Content-Range",
+            f"bytes {first}-{first + len(body) - 1}/{path.stat().st_size if body else 0}",
+        )
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header(http_place.CHALLENGE, "00" * 16)
+        self.send_header(http_place.PROOF_HEADER, self.proof)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("proof", ["0" * 64, "", "zz", "é" * 3])
+def test_a_server_without_the_key_is_not_believed(folder, proof):
+    handler = type("Handler", (Impostor,), {"folder": folder, "proof": proof})
+    with HTTPServer(("127.0.0.1", 0), handler) as impostor:
+        threading.Thread(target=impostor.serve_forever, args=(0.05,), daemon=True).start()
+        reader = Receiver(f"http://127.0.0.1:{impostor.server_port}", key=KEY)
+        with pytest.raises((Corrupted, CommunicationError)):
+            reader.prepare()
+        assert reader.version == 0
+        impostor.shutdown()
+
+
+def test_a_server_without_a_key_serves_this_machine_only(folder):
+    with pytest.raises(InvalidArgument, match="set COMMPRESS_RUN_KEY to the same secret"):
+        WeightServer(folder, host="0.0.0.0")
+    serving = WeightServer(folder)
+    assert Receiver(serving.url).prepare() == 3
+    with pytest.raises(Corrupted, match="does not prove that it has the key"):
+        Receiver(serving.url, key=KEY).prepare()
+    serving.close()
+    with pytest.raises(InvalidArgument, match="does not let this process listen"):
+        WeightServer(folder, host="203.0.113.1", key=KEY)
+
+
+def test_an_answer_of_a_wrong_size_is_refused(folder):
+    class Larger(Impostor):
+        def do_GET(self):
+            self.headers.replace_header("Range", "bytes=0-9999999")
+            super().do_GET()
+
+    handler = type("Handler", (Larger,), {"folder": folder})
+    with HTTPServer(("127.0.0.1", 0), handler) as impostor:
+        threading.Thread(target=impostor.serve_forever, args=(0.05,), daemon=True).start()
+        with pytest.raises(CommunicationError, match="expected 206"):
+            http_place.HttpPlace(f"http://127.0.0.1:{impostor.server_port}", None).read(
+                "head", 0, 10
+            )
+        impostor.shutdown()
+
+
+def test_strangers_that_hold_all_connections_make_room_for_readers(server, monkeypatch):
+    monkeypatch.setattr(http_server, "AT_ONCE", 8)
+    idle = [socket.create_connection((server.host, server.port)) for _ in range(20)]
+    for connection in idle[::2]:
+        connection.sendall(b"GET /head HTTP/1.1\r\nX-Slow: ")
+    reader = Receiver(server.url, key=KEY)
+    assert reader.prepare() == 3
+    for connection in idle:
+        connection.close()
+
+
+def test_a_stranger_that_says_nothing_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr(http_server, "STRANGER_SECONDS", 0.2)
+    with socket.create_connection((server.host, server.port)) as connection:
+        connection.settimeout(20)
+        assert connection.recv(1) == b""
+
+
+def test_a_connection_that_breaks_is_made_again(server):
+    reader = Receiver(server.url, key=KEY)
+    assert reader.prepare(1) == 1
+    reader.install()
+    server._server.cut(before=float("inf"), strangers=False, most=100)
+    time.sleep(0.05)
+    assert reader.prepare() == 3
+    server.close()
+    with pytest.raises(CommunicationError, match="in 4 tries"):
+        reader.prepare()
+
+
+def test_rubbish_is_answered_or_ended(server):
+    lines = [
+        b"\x00" * 100,
+        b"GET " + b"a" * 70_000,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PUT /head HTTP/1.1\r\n\r\n",
+    ]
+    lines += [
+        b"GET /head HTTP/1.1\r\n" + b"X: y\r\n" * 500 + b"\r\n",
+        b"GET /head HTTP/1.1\r\nRange: bytes=9-" + b"9" * 30 + b"\r\n\r\n",
+    ]
+    for line in lines:
+        with socket.create_connection((server.host, server.port)) as connection:
+            connection.settimeout(20)
+            connection.sendall(line + b"\r\n\r\n")
+            answer = connection.recv(100)
+            assert b" 200 " not in answer
+            assert b" 206 " not in answer
+    assert Receiver(server.url, key=KEY).prepare() == 3
