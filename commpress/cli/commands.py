@@ -930,7 +930,7 @@ def weights_serve(parser: argparse.ArgumentParser) -> None:
     Receiver("http://HOST:PORT"). Except on this machine, both sides need the same
     COMMPRESS_RUN_KEY: it is never sent, and nothing is encrypted.
 
-      commpress weights serve /shared/run1                                          to this machine, port 9500
+      commpress weights serve /shared/run1        to this machine, port 9500
       COMMPRESS_RUN_KEY_FILE=key commpress weights serve /shared/run1 --host 0.0.0.0
     """
     parser.set_defaults(action="serve")
@@ -955,8 +955,8 @@ def weights_pull(parser: argparse.ArgumentParser) -> None:
     a slow link is crossed once for all of them. It may be interrupted at any byte and goes on when
     it is called again.
 
-      commpress weights pull http://trainer:9500 /data/run1                         once
-      commpress weights pull http://trainer:9500 /data/run1 --serve 9500            on and on, and for others to read
+      commpress weights pull http://trainer:9500 /data/run1                  once
+      commpress weights pull http://trainer:9500 /data/run1 --serve 9500     on and on, for others too
       commpress weights pull http://trainer:9500 /data/run1 --safetensors model.safetensors
     """
     parser.set_defaults(action="pull")

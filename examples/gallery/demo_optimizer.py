@@ -137,7 +137,7 @@ class DeMo(torch.optim.Optimizer):
         return loss
 
     def split(self):
-        """The rest of each parameter's momentum, and the bytes of what leaves it. A missing gradient
+        """The rest of each parameter's momentum, and the bytes of what leaves. A missing gradient
         is zero."""
         left, message = [], []
         for group, p in self.each():
