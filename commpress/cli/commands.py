@@ -955,8 +955,8 @@ def weights_pull(parser: argparse.ArgumentParser) -> None:
     a slow link is crossed once for all of them. It may be interrupted at any byte and goes on when
     it is called again.
 
-      commpress weights pull http://trainer:9500 /data/run1                  once
-      commpress weights pull http://trainer:9500 /data/run1 --serve 9500     on and on, for others too
+      commpress weights pull http://trainer:9500 /data/run1                once
+      commpress weights pull http://trainer:9500 /data/run1 --serve 9500   and for others, on and on
       commpress weights pull http://trainer:9500 /data/run1 --safetensors model.safetensors
     """
     parser.set_defaults(action="pull")
