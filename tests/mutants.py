@@ -186,6 +186,20 @@ MUTANTS = [
         "tests/store/test_store_crash.py",
     ),
     Mutant(
+        "differences from other weights are applied",
+        "integrations/weights/replay.py",
+        "    if record.base_digest != held.digest:",
+        "    if False:",
+        "tests/weights/test_receiving.py",
+    ),
+    Mutant(
+        "a block is not compared with its hash",
+        "integrations/weights/replay.py",
+        "                if found != int(record.hashes[part][stream][block]):",
+        "                if False:",
+        "tests/weights/test_receiving.py",
+    ),
+    Mutant(
         "a round is taken although one of its exchanges was not finite",
         "collectives/round.py",
         "            self.finite &= finite",

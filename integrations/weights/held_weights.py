@@ -126,26 +126,8 @@ class RankGather:
 
 
 def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None) -> WeightLayout:
-    """The layout that all ranks find in what they hold: each element of a tensor belongs to one of
-    its holders."""
-
-    def table() -> list[Any]:
-        first: dict[int, str] = {}
-        rows: list[list[Any]] = []
-        for name, tensor in tensors.items():
-            key = id(tensor)
-            if key in first:
-                rows.append([name, first[key]])
-                continue
-            first[key] = name
-            box = box_of(name, tensor)
-            whole = not isinstance(tensor, DTensor) and gather.size > 1
-            content = local(tensor).contiguous().view(-1) if whole else tensor.new_empty(0)
-            hashed = checksum_of(content.cpu().view(torch.uint8).numpy().data) if whole else 0
-            rows.append([name, _published(name, tensor.dtype, dtype), *map(list, box), hashed])
-        return rows
-
-    tables = gather.together(table)
+    """The layout that all ranks find in what they hold: each element has one of its holders."""
+    tables = gather.together(lambda: _table(tensors, dtype, alone=gather.size == 1))
     described: dict[str, DescribedTensor] = {}
     tied: dict[str, str] = {}
     holders: dict[str, dict[Box, list[tuple[int, int]]]] = {}
@@ -155,24 +137,25 @@ def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None)
                 tied[name] = rest[0]
                 continue
             kind, shape, begin, size, hashed = rest
-            found = described.setdefault(name, DescribedTensor(name, kind, tuple(shape)))
-            if found != (name, kind, tuple(shape)):
+            box = Box(tuple(shape), tuple(begin), tuple(size))
+            own = DescribedTensor(name, kind, box.shape)
+            if (found := described.setdefault(name, own)) != own:
                 raise InvalidArgument(
                     f"{name!r} is {kind} of {shape} on rank {rank}, elsewhere {found.dtype} of "
                     f"{list(found.shape)}: tensors that differ by rank need names of their own"
                 )
-            box = Box(tuple(shape), tuple(begin), tuple(size))
             holders.setdefault(name, {}).setdefault(box, []).append((rank, hashed))
     load = [0] * gather.size
-    parts: list[dict[str, list[WeightPiece]]] = [{} for _ in range(gather.size)]
+    parts: list[dict[str, list[WeightPiece]]] = [{} for _ in load]
     for number, (name, boxes) in enumerate(holders.items()):
-        for box, ranks in boxes.items():
-            if len({hashed for _, hashed in ranks}) > 1:
+        for box, found_on in boxes.items():
+            ranks = [rank for rank, _ in found_on]
+            if len({hashed for _, hashed in found_on}) > 1:
                 raise InvalidArgument(
-                    f"{name!r} has other values on rank {ranks[-1][0]} than on rank {ranks[0][0]}: "
+                    f"{name!r} has other values on rank {ranks[-1]} than on rank {ranks[0]}: "
                     "experts of one rank need names of their own, and replicas the same weights"
                 )
-            for rank, first, last in _shares(box, [rank for rank, _ in ranks], load):
+            for rank, first, last in _shares(box, ranks, load):
                 load[rank] += last - first
                 piece = WeightPiece(number, box.begin, box.size, first, last)
                 parts[rank].setdefault(described[name].dtype, []).append(piece)
@@ -181,10 +164,27 @@ def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None)
     try:
         return WeightLayout.unpack(msgpack.unpackb(layout.packed))
     except ValueError as error:
+        cure = "publish from all ranks that hold a part"
         raise InvalidArgument(
-            f"the ranks of this group do not hold the whole model once ({error}): publish from all "
-            "of them"
+            f"this group does not hold the model once ({error}): {cure}"
         ) from error
+
+
+def _table(tensors: Tensors, dtype: torch.dtype | None, *, alone: bool) -> list[list[Any]]:
+    """For each name its type, its box and a hash of what others may hold too, or the name it is
+    tied to."""
+    first: dict[int, str] = {}
+    rows: list[list[Any]] = []
+    for name, tensor in tensors.items():
+        if first.setdefault(id(tensor), name) != name:
+            rows.append([name, first[id(tensor)]])
+            continue
+        box, hashed = box_of(name, tensor), 0
+        if not alone and not isinstance(tensor, DTensor):
+            content = local(tensor).contiguous().view(-1).cpu().view(torch.uint8)
+            hashed = checksum_of(content.numpy().data)
+        rows.append([name, _published(name, tensor.dtype, dtype), *map(list, box), hashed])
+    return rows
 
 
 def _shares(box: Box, ranks: Sequence[int], load: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -7,33 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from commpress.errors import Damaged, StateMismatch
+from commpress.integrations.weights import replay
+from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.adapter import SafetensorsWriter
 from commpress.integrations.weights.http_place import reading_place
 from commpress.integrations.weights.places import FolderPlace, ReadablePlace
 from commpress.integrations.weights.receiver import Receiver
-from commpress.integrations.weights.replay import (
-    AHEAD,
-    HeldVersion,
-    Rebuilder,
-    Summed,
-    check_follows,
-    check_run,
-    held_by,
-    read_head,
-    read_layout,
-    read_version,
-    up_to_date,
-)
 from commpress.integrations.weights.version_log import tidy
 from commpress.integrations.weights.weight_layout import WeightLayout
-from commpress.integrations.weights.weight_records import (
-    HEAD_NAME,
-    HeadRecord,
-    PayloadFile,
-    VersionRecord,
-    pack_layout,
-    version_name,
-)
 
 Told = Callable[[str], None]
 
@@ -64,16 +45,16 @@ def verify(
 
     Damaged or StateMismatch where anything is not as published.
     """
-    place, found, held = reading_place(source, key), list[Verified](), HeldVersion()
-    chain: list[VersionRecord] = []  # from an anchor on, in one layout
+    place, found, held = reading_place(source, key), list[Verified](), replay.HeldVersion()
+    chain: list[records.VersionRecord] = []  # from an anchor on, in one layout
     last: WeightLayout | None = None
     for record, layout in _versions(place):
         follows = held.version > 0 and record.base == held.version
         if follows:
-            check_follows(held, record)
+            replay.check_follows(held, record)
         elif not record.anchors:
             what = f"version {record.version} follows from {record.base}, which is not there"
-            raise Damaged(what, file=version_name(record.version))
+            raise Damaged(what, file=records.version_name(record.version))
         for file in (record.differences if follows else []) + record.anchors:
             for _ in _copied(place, file):
                 pass
@@ -82,44 +63,44 @@ def verify(
         if record.anchors:
             _rebuild(place, last, chain)
             chain = [record]
-        held, last = held_by(record), layout
+        held, last = replay.held_by(record), layout
         found.append(_described(record, layout))
         tell(f"version {record.version}: {record.nbytes + record.anchor_nbytes:,} bytes")
     _rebuild(place, last, chain)
     return found
 
 
-def _versions(place: ReadablePlace) -> Iterator[tuple[VersionRecord, WeightLayout]]:
-    head = read_head(place)
+def _versions(place: ReadablePlace) -> Iterator[tuple[records.VersionRecord, WeightLayout]]:
+    head = replay.read_head(place)
     layouts: dict[str, WeightLayout] = {}
     for version, _, _ in head.versions if head else []:
-        record = read_version(place, version)
+        record = replay.read_version(place, version)
         if record.layout not in layouts:
-            layouts[record.layout] = read_layout(place, record)
+            layouts[record.layout] = replay.read_layout(place, record)
         record.check_layout(layouts[record.layout])
         yield record, layouts[record.layout]
 
 
 def _rebuild(
-    place: ReadablePlace, layout: WeightLayout | None, records: list[VersionRecord]
+    place: ReadablePlace, layout: WeightLayout | None, chain: list[records.VersionRecord]
 ) -> None:
-    if layout is not None and records:
-        rebuilder = Rebuilder(place, layout, records, anchor=True, every=True)
+    if layout is not None and chain:
+        rebuilder = replay.Rebuilder(place, layout, chain, anchor=True, every=True)
         for part, s, b, _ in layout.blocks():
             rebuilder.block(part, s, b)
 
 
-def _copied(place: ReadablePlace, file: PayloadFile) -> Iterator[bytes]:
+def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
     """The chunks of a file; Damaged at its end, if it is not the one that was published."""
 
     def parts() -> Iterator[bytes]:
-        for first in range(0, file.nbytes, AHEAD):
+        for first in range(0, file.nbytes, replay.AHEAD):
             try:
-                yield place.read(file.name, first, min(AHEAD, file.nbytes - first))
+                yield place.read(file.name, first, min(replay.AHEAD, file.nbytes - first))
             except FileNotFoundError as error:
                 raise Damaged(f"{file.name} is not there", file=file.name) from error
 
-    summed = Summed(parts())
+    summed = replay.Summed(parts())
     yield from summed
     if (summed.nbytes, summed.checksum) != (file.nbytes, file.checksum):
         raise Damaged(
@@ -128,7 +109,7 @@ def _copied(place: ReadablePlace, file: PayloadFile) -> Iterator[bytes]:
         )
 
 
-def _described(record: VersionRecord, layout: WeightLayout) -> Verified:
+def _described(record: records.VersionRecord, layout: WeightLayout) -> Verified:
     return Verified(
         record.version,
         record.base,
@@ -159,49 +140,51 @@ def pull(
     stays, and the next call goes on.
     """
     place, copy = reading_place(source, key), FolderPlace(folder, make=True)
-    return up_to_date(place, lambda head: _pull(place, copy, head, tell) if head else 0)
+    return replay.up_to_date(place, lambda head: _pull(place, copy, head, tell) if head else 0)
 
 
-def _pull(place: ReadablePlace, copy: FolderPlace, head: HeadRecord, tell: Told) -> int:
-    own = read_head(copy)
-    held, had = HeldVersion(), own.versions if own else []
+def _pull(place: ReadablePlace, copy: FolderPlace, head: records.HeadRecord, tell: Told) -> int:
+    own = replay.read_head(copy)
+    held, had = replay.HeldVersion(), own.versions if own else []
     if own is not None:
-        held = held_by(read_version(copy, own.newest))
-        check_run(held, head.run, head.epoch)
+        held = replay.held_by(replay.read_version(copy, own.newest))
+        replay.check_run(held, head.run, head.epoch)
         if head.newest < own.newest:
             what = f"the copy in {copy} has version {own.newest} already"
             raise StateMismatch(f"{place} ends with version {head.newest}, {what}")
     anchor, later = head.route(head.newest, held.version)
     kept = {version for version, _, _ in head.versions}
     for version in ([anchor] if anchor else []) + later:
-        record = read_version(place, version)
+        record = replay.read_version(place, version)
         if version == anchor:  # nothing leads there from what the copy has
-            check_run(held, record.run, record.epoch)
+            replay.check_run(held, record.run, record.epoch)
             had = []
         else:
-            check_follows(held, record)
+            replay.check_follows(held, record)
         _copy(place, copy, record, whole=version != anchor)
-        held = held_by(record)
+        held = replay.held_by(record)
         had = [each for each in had if each[0] in kept]
         had.append((version, record.base, bool(record.anchors)))
-        copy.replace(HEAD_NAME, HeadRecord(record.run, record.epoch, had).pack())
+        copy.replace(records.HEAD_NAME, records.HeadRecord(record.run, record.epoch, had).pack())
         tell(f"version {version}: {record.nbytes + record.anchor_nbytes:,} bytes")
     tidy(copy, had, head.epoch)
     return head.newest
 
 
-def _copy(place: ReadablePlace, copy: FolderPlace, record: VersionRecord, *, whole: bool) -> None:
+def _copy(
+    place: ReadablePlace, copy: FolderPlace, record: records.VersionRecord, *, whole: bool
+) -> None:
     """One version: files that are there and whole are not fetched again."""
     names = copy.names()
     if record.layout not in names:
-        copy.replace(record.layout, pack_layout(read_layout(place, record)))
+        copy.replace(record.layout, records.pack_layout(replay.read_layout(place, record)))
     for file in (record.differences if whole else []) + record.anchors:
         try:
             for _ in _copied(copy, file):
                 pass
         except Damaged:
             copy.write(file.name, _copied(place, file))
-    name = version_name(record.version)
+    name = records.version_name(record.version)
     if name not in names:
         copy.create(name, record.pack())
 

@@ -12,20 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commpress.errors import Damaged, InvalidArgument, StateMismatch
+from commpress.integrations.weights import replay
 from commpress.integrations.weights.held_weights import Source, box_of, local, tensors_of
 from commpress.integrations.weights.http_place import reading_place
 from commpress.integrations.weights.places import ReadablePlace
-from commpress.integrations.weights.replay import (
-    HeldVersion,
-    Rebuilder,
-    check_follows,
-    check_run,
-    held_by,
-    read_head,
-    read_layout,
-    read_version,
-    up_to_date,
-)
 from commpress.integrations.weights.weight_layout import (
     NUMBERS,
     WeightLayout,
@@ -40,7 +30,7 @@ Mapped = Mapping[str, str | Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 class _Prepared(NamedTuple):
-    held: HeldVersion
+    held: replay.HeldVersion
     layout: WeightLayout
     tensors: dict[str, torch.Tensor]
 
@@ -67,7 +57,7 @@ class Receiver:
         self._place: ReadablePlace = reading_place(source, key)
         self._limit = parse_bytes(limit)
         self._live, self._spare = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        self._held, self._layout = HeldVersion(), WeightLayout([], {}, [])
+        self._held, self._layout = replay.HeldVersion(), WeightLayout([], {}, [])
         self._prepared: _Prepared | None = None
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), "commpress-receive")
         self.seconds = 0.0  # of the last prepare
@@ -87,7 +77,7 @@ class Receiver:
 
     def newest(self) -> int:
         """The newest version that can be had; 0 if there is none."""
-        head = self._seen(read_head(self._place))
+        head = self._seen(replay.read_head(self._place))
         return head.newest if head else 0
 
     def prepare(self, version: int | None = None) -> int | None:
@@ -99,7 +89,9 @@ class Receiver:
         missing or changed.
         """
         started = monotonic()
-        target = up_to_date(self._place, lambda head: self._prepare(self._seen(head), version))
+        target = replay.up_to_date(
+            self._place, lambda head: self._prepare(self._seen(head), version)
+        )
         self.seconds = monotonic() - started
         return target
 
@@ -128,7 +120,7 @@ class Receiver:
     def _seen(self, head: HeadRecord | None) -> HeadRecord | None:
         """The head, unless it is that of another run or of an older copy of this one."""
         if head is not None:
-            check_run(self._held, head.run, head.epoch)
+            replay.check_run(self._held, head.run, head.epoch)
             if head.newest < self.version:
                 raise StateMismatch(
                     f"{self._place} ends with version {head.newest}, version {self.version} is "
@@ -138,7 +130,7 @@ class Receiver:
 
     def _same(self, head: HeadRecord) -> None:
         """The version that is held is the one that is there, not another of its number."""
-        record = read_version(self._place, head.newest)
+        record = replay.read_version(self._place, head.newest)
         if record.digest != self._held.digest:
             raise StateMismatch(
                 f"version {record.version} there has digest {record.digest:016x}, the one held "
@@ -150,21 +142,21 @@ class Receiver:
         in one pass over memory."""
         self._prepared = None  # its tensors are the spare ones
         versions = ([anchor] if anchor else []) + later
-        records = [read_version(self._place, version) for version in versions]
+        records = [replay.read_version(self._place, version) for version in versions]
         held = self._held
         if anchor:
-            check_run(held, records[0].run, records[0].epoch)
-            held = held_by(records[0])
+            replay.check_run(held, records[0].run, records[0].epoch)
+            held = replay.held_by(records[0])
         for record in records[bool(anchor) :]:
-            check_follows(held, record)
-            held = held_by(record)
+            replay.check_follows(held, record)
+            held = replay.held_by(record)
         before, layout, first = self._live, self._layout, bool(anchor)
         for _, group in groupby(records, key=lambda record: record.layout):
             alike = list(group)
-            layout = self._checked(read_layout(self._place, alike[-1]))
+            layout = self._checked(replay.read_layout(self._place, alike[-1]))
             if before is self._spare or self._spare.keys() != {t.name for t in layout.tensors}:
                 self._spare = self._room(layout)
-            rebuilder = Rebuilder(self._place, layout, alike, anchor=first)
+            rebuilder = replay.Rebuilder(self._place, layout, alike, anchor=first)
             self._fill(rebuilder, {} if first else before)
             before, first = self._spare, False
         return _Prepared(held, layout, before)
@@ -183,7 +175,7 @@ class Receiver:
     def _room(self, layout: WeightLayout) -> dict[str, torch.Tensor]:
         return {t.name: torch.zeros(t.shape, dtype=NUMBERS[t.dtype].dtype) for t in layout.tensors}
 
-    def _fill(self, rebuilder: Rebuilder, before: Mapping[str, torch.Tensor]) -> None:
+    def _fill(self, rebuilder: replay.Rebuilder, before: Mapping[str, torch.Tensor]) -> None:
         layout = rebuilder.layout
         old = {i: before[t.name] for i, t in enumerate(layout.tensors) if before}
         new = {i: self._spare[t.name] for i, t in enumerate(layout.tensors)}

@@ -33,33 +33,48 @@ def _vector(element):
     return ir.VectorType(element, GROUP)
 
 
+_BYTES, _HALVES = _vector(_I8), _vector(_I16)
+
+
+class _Emitted:
+    """Code that the intrinsics below emit, on the arrays among their arguments."""
+
+    def __init__(self, context, builder, signature, args):
+        self.context, self.builder, self.kinds, self.args = context, builder, signature.args, args
+
+    def element(self, array):
+        return self.context.get_data_type(self.kinds[array].dtype)
+
+    def place(self, array, at, to):
+        kind, value = self.kinds[array], self.args[array]
+        data = self.context.make_array(kind)(self.context, self.builder, value).data
+        return self.builder.bitcast(self.builder.gep(data, [at]), to.as_pointer())
+
+    def load(self, array, at, to):
+        return self.builder.load(self.place(array, at, to), align=1)
+
+    def store(self, array, at, value):
+        self.builder.store(value, self.place(array, at, value.type), align=1)
+
+    def same(self, number):
+        """64 times the lowest byte of a number."""
+        byte, first = self.builder.trunc(number, _I8), ir.IntType(32)(0)
+        one = self.builder.insert_element(ir.Constant(_BYTES, ir.Undefined), byte, first)
+        return self.builder.shuffle_vector(one, one, _all(ir.IntType(32), 0))
+
+
 def _all(element, value):
     return ir.Constant(_vector(element), [value] * GROUP)
-
-
-def _place(context, builder, kind, array, at, to):
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [at]), to.as_pointer())
-
-
-def _load(context, builder, kind, array, at, to):
-    return builder.load(_place(context, builder, kind, array, at, to), align=1)
-
-
-def _store(context, builder, kind, array, at, value):
-    builder.store(value, _place(context, builder, kind, array, at, value.type), align=1)
 
 
 @intrinsic
 def _differing(typing, old, new, at):
     """Bit i is 1 where old[at + i] is not new[at + i]; 64 numbers."""
 
-    def generate(context, builder, signature, args):
-        wide = _vector(context.get_data_type(signature.args[0].dtype))
-        sides = [
-            _load(context, builder, signature.args[i], args[i], args[2], wide) for i in range(2)
-        ]
-        return builder.bitcast(builder.icmp_signed("!=", *sides), _I64)
+    def generate(*of):
+        code = _Emitted(*of)
+        sides = [code.load(i, code.args[2], _vector(code.element(0))) for i in range(2)]
+        return code.builder.bitcast(code.builder.icmp_signed("!=", *sides), _I64)
 
     return types.uint64(old, new, types.intp), generate
 
@@ -68,17 +83,17 @@ def _differing(typing, old, new, at):
 def _word(typing, array, at):
     """Eight bytes, the first one lowest."""
 
-    def generate(context, builder, signature, args):
-        return _load(context, builder, signature.args[0], args[0], args[1], _I64)
+    def generate(*of):
+        return _Emitted(*of).load(0, of[3][1], _I64)
 
     return types.uint64(array, types.intp), generate
 
 
 @intrinsic
 def _put_word(typing, array, at, word):
-    def generate(context, builder, signature, args):
-        _store(context, builder, signature.args[0], args[0], args[1], args[2])
-        return context.get_dummy_value()
+    def generate(*of):
+        _Emitted(*of).store(0, *of[3][1:])
+        return of[0].get_dummy_value()
 
     return types.none(array, types.intp, types.uint64), generate
 
@@ -86,10 +101,8 @@ def _put_word(typing, array, at, word):
 def _counting(name):
     def generate(context, builder, signature, args):
         kind = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
-        return builder.call(
-            builder.module.declare_intrinsic(f"llvm.{name}.i64", (), kind),
-            [args[0], ir.IntType(1)(0)],
-        )
+        counts = builder.module.declare_intrinsic(f"llvm.{name}.i64", (), kind)
+        return builder.call(counts, [args[0], ir.IntType(1)(0)])
 
     return types.int64(types.uint64), generate
 
@@ -224,20 +237,10 @@ def unpack(code, numel, width, gaps, differences):
     if code.size < _HEAD:
         return -1
     k, m = np.int64(code[1]), np.int64(code[2])
-    count = (
-        np.int64(code[3])
-        | np.int64(code[4]) << 8
-        | np.int64(code[5]) << 16
-        | np.int64(code[6]) << 24
-    )
-    if (
-        k > GAP_BITS
-        or m > 31
-        or count < 1
-        or count > numel
-        or count > gaps.size
-        or count > differences.size
-    ):
+    count = np.int64(0)
+    for i in range(4):
+        count |= np.int64(code[3 + i]) << (8 * i)
+    if k > GAP_BITS or m > 31 or not 0 < count <= min(numel, gaps.size, differences.size):
         return -1
     bit, at, most = np.int64(8 * _HEAD), np.int64(-1), np.int64(1) << (width - 1)
     for j in range(count):
@@ -288,87 +291,55 @@ def add(target, gaps, differences, count):
 # ---------------------------------------------------------------- exponents
 
 
-def _tops(builder, words):
-    """The upper 16 bits of each number."""
-    if words.type.element == _I16:
-        return words
-    return builder.trunc(builder.lshr(words, _all(words.type.element, 16)), _vector(_I16))
-
-
 @intrinsic
 def _split(typing, values, at, base, out, low, half, plane):
-    """Store bytes, halves and planes of 64 numbers; bit i is 1 where the exponent of the i-th is
+    """Store bytes, halves and planes of 64 numbers; bit i is 1 where the i-th one's exponent is
     escaped."""
 
-    def generate(context, builder, signature, args):
-        kinds, element = signature.args, context.get_data_type(signature.args[0].dtype)
-        words = _load(context, builder, kinds[0], args[0], args[1], _vector(element))
-        tops = _tops(builder, words)
-        sign = builder.and_(builder.lshr(tops, _all(_I16, 8)), _all(_I16, 128))
-        lows = builder.trunc(builder.or_(builder.and_(tops, _all(_I16, 127)), sign), _vector(_I8))
-        _store(context, builder, kinds[3], args[3], args[4], lows)
+    def generate(*of):
+        code, (_, at, base, _, low, half, plane) = _Emitted(*of), of[3]
+        build, element = code.builder, code.element(0)
+        tops = words = code.load(0, at, _vector(element))
         if element != _I16:
-            _store(
-                context, builder, kinds[3], args[3], args[5], builder.trunc(words, _vector(_I16))
-            )
-        bases = builder.insert_element(
-            ir.Constant(_vector(_I8), ir.Undefined), builder.trunc(args[2], _I8), ir.IntType(32)(0)
-        )
-        bases = builder.shuffle_vector(bases, bases, _all(ir.IntType(32), 0))
-        codes = builder.sub(builder.trunc(builder.lshr(tops, _all(_I16, 7)), _vector(_I8)), bases)
-        escaped = builder.icmp_unsigned(">=", codes, _all(_I8, WINDOW))
-        codes = builder.select(escaped, _all(_I8, HIT), codes)
+            code.store(3, half, build.trunc(words, _HALVES))
+            tops = build.trunc(build.lshr(words, _all(element, 16)), _HALVES)
+        sign = build.and_(build.lshr(tops, _all(_I16, 8)), _all(_I16, 128))
+        lows = build.or_(build.and_(tops, _all(_I16, 127)), sign)
+        code.store(3, low, build.trunc(lows, _BYTES))
+        exponents = build.trunc(build.lshr(tops, _all(_I16, 7)), _BYTES)
+        codes = build.sub(exponents, code.same(base))
+        escaped = build.icmp_unsigned(">=", codes, _all(_I8, WINDOW))
+        codes = build.select(escaped, _all(_I8, HIT), codes)
         for j in range(3):
-            bits = builder.icmp_unsigned("!=", builder.and_(codes, _all(_I8, 1 << j)), _all(_I8, 0))
-            _store(
-                context,
-                builder,
-                kinds[3],
-                args[3],
-                builder.add(args[6], _I64(8 * j)),
-                builder.bitcast(bits, _I64),
-            )
-        return builder.bitcast(escaped, _I64)
+            bits = build.icmp_unsigned("!=", build.and_(codes, _all(_I8, 1 << j)), _all(_I8, 0))
+            code.store(3, build.add(plane, _I64(8 * j)), build.bitcast(bits, _I64))
+        return build.bitcast(escaped, _I64)
 
     return types.uint64(values, *[types.intp] * 2, out, *[types.intp] * 3), generate
 
 
 @intrinsic
 def _join(typing, code, low, half, plane, base, target, at):
-    """Store 64 numbers, exponents that are escaped as 7; bit i is 1 where the i-th is one of
-    these."""
+    """Store 64 numbers, exponents that are escaped as 7; bit i is 1 where the i-th is so."""
 
-    def generate(context, builder, signature, args):
-        kinds, element = signature.args, context.get_data_type(signature.args[5].dtype)
-        lows = builder.zext(
-            _load(context, builder, kinds[0], args[0], args[1], _vector(_I8)), _vector(_I16)
-        )
-        codes, every = _all(_I8, 0), None
+    def generate(*of):
+        code, (_, low, half, plane, base, _, at) = _Emitted(*of), of[3]
+        build, element = code.builder, code.element(5)
+        lows = build.zext(code.load(0, low, _BYTES), _HALVES)
+        codes, words = _all(_I8, 0), []
         for j in range(3):
-            word = _load(
-                context, builder, kinds[0], args[0], builder.add(args[3], _I64(8 * j)), _I64
-            )
-            every = word if every is None else builder.and_(every, word)
-            bits = builder.zext(builder.bitcast(word, _vector(ir.IntType(1))), _vector(_I8))
-            codes = builder.or_(codes, builder.shl(bits, _all(_I8, j)))
-        bases = builder.insert_element(
-            ir.Constant(_vector(_I8), ir.Undefined), builder.trunc(args[4], _I8), ir.IntType(32)(0)
-        )
-        bases = builder.shuffle_vector(bases, bases, _all(ir.IntType(32), 0))
-        exponents = builder.shl(
-            builder.zext(builder.add(codes, bases), _vector(_I16)), _all(_I16, 7)
-        )
-        signs = builder.shl(builder.and_(lows, _all(_I16, 128)), _all(_I16, 8))
-        words = builder.or_(builder.or_(exponents, signs), builder.and_(lows, _all(_I16, 127)))
+            words.append(code.load(0, build.add(plane, _I64(8 * j)), _I64))
+            bits = build.zext(build.bitcast(words[j], _vector(ir.IntType(1))), _BYTES)
+            codes = build.or_(codes, build.shl(bits, _all(_I8, j)))
+        exponents = build.zext(build.add(codes, code.same(base)), _HALVES)
+        tops = build.or_(build.shl(exponents, _all(_I16, 7)), build.and_(lows, _all(_I16, 127)))
+        tops = build.or_(tops, build.shl(build.and_(lows, _all(_I16, 128)), _all(_I16, 8)))
         if element != _I16:
-            halves = builder.zext(
-                _load(context, builder, kinds[0], args[0], args[2], _vector(_I16)), _vector(element)
-            )
-            words = builder.or_(
-                builder.shl(builder.zext(words, _vector(element)), _all(element, 16)), halves
-            )
-        _store(context, builder, kinds[5], args[5], args[6], words)
-        return every
+            halves = build.zext(code.load(0, half, _HALVES), _vector(element))
+            tops = build.shl(build.zext(tops, _vector(element)), _all(element, 16))
+            tops = build.or_(tops, halves)
+        code.store(5, at, tops)
+        return build.and_(build.and_(*words[:2]), words[2])
 
     return types.uint64(code, *[types.intp] * 4, target, types.intp), generate
 
