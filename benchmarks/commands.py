@@ -25,6 +25,7 @@ import plan
 import powersgd
 import scaling
 import simulate
+import trainer_fsdp
 import weight_bytes
 from commpress import cli
 
@@ -60,6 +61,7 @@ BENCHMARKS = {
     "powersgd": powersgd,
     "scaling": scaling,
     "simulate": simulate,
+    "trainer_fsdp": trainer_fsdp,
     "weight_bytes": weight_bytes,
 }
 

@@ -382,6 +382,13 @@ def fsdp_groups(module: Any) -> list[Any]:
     )
 
 
+def take_loaded_parameters(group: Any) -> None:
+    """Take those that a loader has put into the modules after ``fully_shard``, as torch does before
+    its first forward."""
+    for parameter in group.fsdp_params if group.is_sharded else ():
+        parameter.reset_sharded_param()
+
+
 def reshards_after_forward(module: Any) -> bool:
     """True if weights of a module under fully_shard are let go between forward and backward; by
     default all but its own are."""

@@ -88,7 +88,7 @@ def main() -> None:
         model,
         arguments,
         train_dataset=Masked(options.length, 16 * options.steps),
-        callbacks=[commpress.hf.Compress(codec="sign")],
+        callbacks=[commpress.hf.Compress("sign" if options.gradients else None)],
         **({} if options.gradients else momentum),
     )
     trainer.train()

@@ -35,6 +35,7 @@ from commpress.integrations.fsdp.shard_checkpoint import (
     exact_residuals,
     load_elastic,
     load_exact,
+    load_mean,
 )
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
 from commpress.integrations.fsdp.shard_memory import memory_of
@@ -43,6 +44,7 @@ from commpress.integrations.observe.alarm import NONE, WARN, Alarm, alarm_of
 from commpress.integrations.observe.counters import Counters
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.optim.columns import local
+from commpress.torch_private import fsdp_groups
 from commpress.work import run
 
 log = logging.getLogger("commpress")
@@ -185,6 +187,8 @@ class ShardedState(Divided):
         )
         self.seed, self.hadamard, self._min_numel = seed, hadamard, min_numel
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
+        # the step that a loaded state had taken, which counters know nothing of
+        self.resumed_at = 0
         self.kept_in = residual_codec(residuals)
         coded: dict[str, Any] = (
             {}
@@ -546,7 +550,7 @@ class ShardedState(Divided):
     def reduced(self) -> None:
         """Gradients of some group have been."""
         self.gradients.channels([*self.reducing.values(), *self.hops])
-        self.gradients.steps = self.step
+        self.gradients.steps = self.step - self.resumed_at
 
     def gathered(
         self, whole: torch.Tensor, plan: list[Deal], ranks: int, *, headers: int = 0
@@ -567,7 +571,17 @@ class ShardedState(Divided):
     def _count_weights(self) -> None:
         self.weights.channels(self.gathering.values())
         self.weights.wire_bytes += self._exact_bytes
-        self.weights.steps = self.step
+        self.weights.steps = self.step - self.resumed_at
+
+    @property
+    def counters(self) -> Counters:
+        """Those of gradients and weights together."""
+        return Counters.together([self.gradients, self.weights])
+
+    @property
+    def channel(self) -> Channel:
+        """The first of those that gradients travel on."""
+        return next(iter(self.reducing.values()))
 
     @property
     def wire_bytes(self) -> int:
@@ -580,7 +594,7 @@ class ShardedState(Divided):
         return self.gradients.logical_bytes + self.weights.logical_bytes
 
     def summary(self) -> str:
-        steps = max(self.step, 1)
+        steps = max(self.gradients.steps, self.weights.steps, 1)
         return (
             f"{self.wire_bytes / steps / 1e6:.3f} MB sent per step instead of "
             f"{self.logical_bytes / steps / 1e6:.3f}: {self._shares()}"
@@ -599,10 +613,10 @@ class ShardedState(Divided):
     def _check_complete(self) -> None:
         """Once a step: nothing of this model may travel uncompressed because somebody put another
         object in our place."""
-        known = {id(each.module) for each in self.param_groups}
+        known = {id(each.inner) for each in self.param_groups}
         for path, module in self.model.named_modules():
-            own = any(True for _ in module.parameters(False))
-            if own and isinstance(module, FSDPModule) and id(module) not in known:
+            groups = fsdp_groups(module) if isinstance(module, FSDPModule) else []
+            if any(group.fsdp_params and id(group) not in known for group in groups):
                 raise InvalidArgument(
                     f"{path or 'the model'} was sharded after compress_fsdp, so its traffic is not "
                     "compressed: call compress_fsdp after the last fully_shard"
@@ -694,11 +708,16 @@ class ShardedState(Divided):
         """
         return elastic_residuals(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From this rank's ``state_dict`` or an ``elastic_state_dict``, at any time between
-        steps."""
+    def load_state_dict(self, state: dict[str, Any], *others: dict[str, Any]) -> None:
+        """From this rank's ``state_dict`` or an ``elastic_state_dict``, at any time between steps.
+
+        From those of all ranks of a run on another number of them: then every residual is their
+        mean, as with the elastic form.
+        """
         if state.get("kind") == "elastic":
             load_elastic(self, state)
+        elif others:
+            load_mean(self, [state, *others])
         else:
             load_exact(self, state)
 

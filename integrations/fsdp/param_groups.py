@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from commpress.collectives.reduce_scatter import Part
 from commpress.errors import InvalidArgument
-from commpress.torch_private import fsdp_groups, fsdp_mesh, fsdp_shapes
+from commpress.torch_private import fsdp_groups, fsdp_mesh, fsdp_shapes, take_loaded_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +103,12 @@ class ParamGroup:
     def slices(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
         """Views of each rank's slice of a parameter in ``whole``, which holds all its elements in
         order."""
-        parameter = self.parameters[self.names.index(name)]
-        chunks = whole.view(self.shapes[name]).chunk(self.ranks, _dim(parameter))
+        chunks = self.cut(name, whole.view(self.shapes[name]), self.ranks)
         return [*chunks, *[whole[:0]] * (self.ranks - len(chunks))]
+
+    def cut(self, name: str, whole: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
+        """``whole`` in as many parts as ``ranks`` get of that parameter, at most one each."""
+        return whole.chunk(ranks, _dim(self.parameters[self.names.index(name)]))
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -115,7 +118,8 @@ class ParamGroup:
 def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
     """All groups of ``model`` that have parameters, outermost first."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = []
+    found: list[ParamGroup] = []
+    known: set[int] = set()  # several modules that one fully_shard took together share its group
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -127,9 +131,11 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
                 "fully_shard of their own"
             )
         for group in groups:
-            parameters = tuple(p.sharded_param for p in group.fsdp_params)
-            if not parameters:
+            if not group.fsdp_params or id(group) in known:
                 continue
+            known.add(id(group))
+            take_loaded_parameters(group)
+            parameters = tuple(p.sharded_param for p in group.fsdp_params)
             unknown = [p for p in parameters if id(p) not in names]
             if unknown:
                 raise InvalidArgument(

@@ -6,6 +6,7 @@ residuals, sharded like the parameters; on the new ranks every residual is R, so
 it everything still owed, is unchanged.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
 
 def _load_steps(state: Any, saved: dict[str, Any]) -> None:
     state.step = saved["step"]
+    state.resumed_at = state.step - state.counters.steps
     if state.alarm is not None and "alarm" in saved:
         state.alarm.load_state_dict(saved["alarm"])
         state.heed()
@@ -155,9 +157,74 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
             "topology= out"
         )
     _check_whole(state, "load what state_dict() gave")
+    _load_whole(
+        state, saved, {name: _full(residual) for name, residual in saved["residuals"].items()}
+    )
+
+
+def load_mean(state: Any, every: Sequence[dict[str, Any]]) -> None:
+    """From the exact states of all ranks of a run on another number of them."""
+    for saved in every:
+        _check(state, saved, "exact")
+    ranks = [saved["layout"][0] for saved in every]
+    size, units = every[0]["layout"][1], every[0]["layout"][2:]
+    if sorted(ranks) != list(range(size)) or any(
+        saved["layout"][1:] != [size, *units] for saved in every
+    ):
+        raise StateMismatch(
+            f"the states are of ranks {sorted(ranks)} of a run on {size}: pass those of all its "
+            "ranks, or this rank's own"
+        )
+    cure = f"go on with {size} ranks, as saved it, or save with elastic_state_dict()"
+    if _in_levels(state) or any(saved["between"] for saved in every):
+        raise StateMismatch(f"residuals of two hops fit the ranks that saved them only: {cure}")
+    if column_mesh(state.param_groups) is not None:
+        raise StateMismatch(
+            f"residuals under tensor parallelism fit the ranks that saved them only: {cure}"
+        )
+    if kept := next((saved["kept_in"] for saved in every if "kept_in" in saved), None):
+        raise StateMismatch(
+            f"residuals were kept in {kept!r}, whose codes fit the ranks that saved them only: "
+            f"{cure}"
+        )
+    _load_whole(state, every[0], _means(state, every, size))
+
+
+def _means(state: Any, every: Sequence[dict[str, Any]], size: int) -> dict[str, torch.Tensor]:
+    """Mean residuals of whole parameters, of which each rank has those that it owes to all rows."""
+    whole: dict[str, torch.Tensor] = {}
+    for reducer in state.reducers.values():
+        whole |= {part.name: torch.zeros(part.numel) for part in reducer.parts}
+    for saved in every:
+        for (name, offset), sent in (
+            (_key(text), sent) for text, sent in saved["residuals"].items()
+        ):
+            if name not in whole or offset + sent.numel() > whole[name].numel():
+                raise StateMismatch(
+                    f"the states have a residual of {name!r} at {offset}, which this model has not"
+                )
+            whole[name][offset : offset + sent.numel()] += sent.cpu() / size
+    for reducer in state.reducers.values():
+        # theirs count elements in the order of the ranks that there were
+        for part in reducer.in_rows:
+            flat, at = whole[part.name], 0
+            whole[part.name] = torch.empty(reducer.param_group.shapes[part.name])
+            for piece in reducer.param_group.cut(part.name, whole[part.name], size):
+                piece.copy_(flat[at : at + piece.numel()].view(piece.shape))
+                at += piece.numel()
+    return whole
+
+
+def _full(residual: Any) -> torch.Tensor:
+    """All of it, of a DTensor or of what somebody has made whole."""
+    return (residual.full_tensor() if isinstance(residual, DTensor) else residual).float()
+
+
+def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor]) -> None:
+    """Every residual becomes its part of ``every``."""
     residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
     for reducer in state.reducers.values():
-        missing = [part.name for part in reducer.parts if part.name not in saved["residuals"]]
+        missing = [part.name for part in reducer.parts if part.name not in every]
         if missing:
             raise StateMismatch(
                 f"the state has no residual of {missing[0]!r}: it is of another model"
@@ -170,12 +237,9 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
             ranks=channel.size,
             feedback=state.error_feedback,
         )
-        every = {
-            part.name: saved["residuals"][part.name].full_tensor().float() for part in reducer.parts
-        }
         values = {
-            name: reducer.param_group.columns_part(name, whole).reshape(-1)
-            for name, whole in every.items()
+            p.name: reducer.param_group.columns_part(p.name, every[p.name]).reshape(-1)
+            for p in reducer.parts
         }
         for part in reducer.in_rows:  # their offsets count elements in the order of ranks
             slices = reducer.param_group.slices(part.name, values[part.name])
@@ -198,6 +262,7 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     _load_choices(state, {"bases": saved["bases"]})
     state.residuals.load(residuals)
     state.step = saved["step"]
+    state.resumed_at = state.step - state.counters.steps
     state.forget_weights()
 
 

@@ -1,18 +1,23 @@
 """Hugging Face: a Trainer callback and an Accelerate handler.
 
 Trainer(..., callbacks=[Compress(codec="int8")])                     gradients, any optimizer
+Trainer(..., callbacks=[Compress(codec="int8", weights="int8")]) both, of FSDP2
 Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}),
         callbacks=[Compress()])                                      momentum
 Trainer(..., callbacks=[LocalTraining()])                            changes of the weights
 Trainer(..., callbacks=[DividedExperts()])                           experts of each rank
 DistributedCompression(codec="int8").attach(accelerator)             gradients, Accelerate
-accelerator.prepare(model, LocalUpdates(optimizer), loader)          changes, Accelerate
+DistributedCompression(codec="int8",
+                       weights="int8").attach(accelerator)           both, of its FSDP2
+DistributedCompression().attach(accelerator)                         momentum or changes, of an
+                                                                     optimizer of ours
 """
 
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +28,21 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from commpress.errors import InvalidArgument, refuse_unknown
-from commpress.integrations.ddp.hook import CompressedState, compress
+from commpress.integrations.ddp.hook import CompressedState
 from commpress.integrations.ddp.local import keep_local
-from commpress.integrations.ddp.overlap import averages, overlap
+from commpress.integrations.ddp.overlap import averages
 from commpress.integrations.experts.moe import clip_grad_norm_, experts_of
+from commpress.integrations.fsdp.fsdp2 import ShardedState
 from commpress.integrations.observe.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
+from commpress.integrations.trainers.compression import (
+    REPLICATED,
+    SHARDED,
+    Compression,
+    refuse_shards,
+    wrapper_of,
+)
 from commpress.integrations.trainers.expert_files import bare, load_experts, save_experts
-from commpress.integrations.trainers.rank_files import load_ranks, save_rank
+from commpress.integrations.trainers.rank_files import load_ranks, save_rank, shards_part
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.windows import WindowedOptimizer
@@ -43,9 +56,14 @@ class Compress(TrainerCallback):
     """Compress what a Trainer's ranks send each other.
 
     With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded)
-    its rounds replace DDP's averaging, and ``args.max_grad_norm`` becomes the optimizer's (pass 0
-    there to overlap rounds with backward). With any other optimizer gradients are compressed by
-    ``codec`` and ``options``, which are those of ``commpress.compress``.
+    its rounds replace DDP's averaging, no options are for here, and ``args.max_grad_norm`` becomes
+    the optimizer's (pass 0 there to overlap rounds with backward). With any other optimizer
+    gradients are compressed by ``codec`` ("int8" unless given) and ``options``, those of
+    ``commpress.compress``.
+
+    Where the Trainer shards the model by FSDP2 (``fsdp=True`` of its arguments), ``options`` are
+    those of ``commpress.compress_fsdp``. Beside a ``codec``, which is of gradients, ``weights`` must
+    be named; ``Compress()`` sends both in int8.
 
     Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it,
     on another number of ranks too where the files of all of them are there. Logs get bytes sent per
@@ -54,16 +72,13 @@ class Compress(TrainerCallback):
     ``commpress.Metrics``: each gets every step's figures.
     """
 
-    def __init__(
-        self, codec: Any = "int8", *, metrics: Sequence[Sink] = (), **options: Any
-    ) -> None:
-        refuse_unknown("Compress", options, compress, CompressedState)
-        self.codec, self.options, self.sinks = codec, options, metrics
-        self.state: CompressedState | CompressedOptimizer | None = None
+    def __init__(self, codec: Any = None, *, metrics: Sequence[Sink] = (), **options: Any) -> None:
+        self.compression, self.sinks = Compression("Compress", codec, options), metrics
+        self.state: CompressedState | CompressedOptimizer | ShardedState | None = None
         self._optimizer: CompressedOptimizer | None = None
         self._resume: Path | None = None
         self._handle: Any = None
-        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._attached: weakref.ref[torch.nn.Module] | None = None  # to this model
         self._clip: float | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._metrics: Metrics | None = None
@@ -81,20 +96,54 @@ class Compress(TrainerCallback):
         self._optimizer = optimizer if averages(optimizer) else None
         if isinstance(optimizer, CompressedOptimizer) and self._resume is not None:
             self._load(optimizer)
-        if (
-            self._optimizer is not None
-            and args.max_grad_norm
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        ):
+        wrapper = wrapper_of(things["model"])
+        if wrapper == SHARDED:
+            self._shard(things["model"], optimizer)
+        elif self._several_ranks():
+            self._check(optimizer, wrapper)
+        if self._optimizer is not None and args.max_grad_norm and self._several_ranks():
             self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
             # gradients are local: the Trainer would clip each rank by a factor of its own
             args.max_grad_norm = 0
         self._experts.on_train_begin(args, state, control, **things)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if not self._several_ranks():
             log.warning("there is one rank: nothing is compressed")
             return
-        self._handle = things["model"].register_forward_pre_hook(self._attach)
+        if wrapper != SHARDED:
+            self._handle = things["model"].register_forward_pre_hook(self._attach)
+
+    def _check(self, optimizer: Any, wrapper: str) -> None:
+        """Before the first step, of replicas or of what the Trainer has made of them."""
+        if isinstance(optimizer, LocalUpdates):
+            raise InvalidArgument(
+                "the optimizer is LocalUpdates: give the Trainer the optimizer that it has, and "
+                "LocalTraining(...) with its options in place of Compress"
+            )
+        if wrapper or self.compression.for_shards:
+            self.compression.check(wrapper or REPLICATED)
+        self.compression.check_optimizer(optimizer)
+
+    def _several_ranks(self) -> bool:
+        return dist.is_initialized() and dist.get_world_size() > 1
+
+    def _shard(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Attach to FSDP2; the model has the weights of the checkpoint by now, if there is one."""
+        # another train(): a Trainer keeps its model
+        again = self._attached is not None and self._attached() is model
+        if not again or not isinstance(self.state, ShardedState):
+            self.state, self._attached = (
+                self.compression.shard(model, self._scaler, optimizer),
+                weakref.ref(model),
+            )
+        self.state.forget_weights()
+        if self._resume is not None:
+            self._load(self.state)
+        self._watch(self.state)
+
+    def _watch(self, state: CompressedState | CompressedOptimizer | ShardedState) -> None:
+        self._metrics = Metrics(
+            state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0
+        )
 
     @torch.compiler.disable  # sockets, threads and files are nothing to trace
     def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
@@ -104,20 +153,16 @@ class Compress(TrainerCallback):
             return
         self._handle.remove()
         # another train(): a Trainer keeps its DDP model
-        again = self._ddp is not None and self._ddp() is ddp
-        self._ddp = weakref.ref(ddp)
-        if self._optimizer is not None:
-            self.state = overlap(ddp, self._optimizer)
-        else:
-            if not again or not isinstance(self.state, CompressedState):
-                self.state = compress(
-                    ddp, self.codec, **{"grad_scaler": self._scaler} | self.options
-                )
-            if self._resume is not None:
-                self._load(self.state)
-        self._metrics = Metrics(
-            self.state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0
-        )
+        again = self._attached is not None and self._attached() is ddp
+        self._attached = weakref.ref(ddp)
+        if self._optimizer is not None or not again or not isinstance(self.state, CompressedState):
+            joined = self.compression.join(ddp, self._optimizer, self._scaler)
+            assert not isinstance(joined, LocalUpdates)  # refused when training began
+            self.state = joined
+        if self._resume is not None and isinstance(self.state, CompressedState):
+            self._load(self.state)
+        assert self.state is not None
+        self._watch(self.state)
 
     def _add(self, sample: StepMetrics) -> None:
         self._since.update({name: getattr(sample, name) for name in SUMS})
@@ -130,10 +175,7 @@ class Compress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         """Agree before something is saved or evaluated."""
         if self._handle is not None and self.state is None:
-            raise InvalidArgument(
-                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off, "
-                "or this callback out"
-            )
+            self.compression.check("")
         if self._metrics is not None:
             self._metrics.step()
         if isinstance(self._optimizer, WindowedOptimizer) and (
@@ -148,8 +190,10 @@ class Compress(TrainerCallback):
             save_rank({"commpress": self._optimizer.rank_state()}, _folder(args, state))
         elif isinstance(self.state, CompressedState):
             save_rank(self.state.rank_state(), _folder(args, state))
+        elif isinstance(self.state, ShardedState):
+            save_rank(shards_part(self.state), _folder(args, state))
 
-    def _load(self, into: CompressedState | CompressedOptimizer) -> None:
+    def _load(self, into: CompressedState | CompressedOptimizer | ShardedState) -> None:
         assert self._resume is not None
         load_into(into, self._resume)
 
@@ -182,6 +226,8 @@ class Compress(TrainerCallback):
         self._experts.on_train_end(args, state, control, **things)
         if self._clip is not None:
             args.max_grad_norm = self._clip
+        if isinstance(self.state, ShardedState) and args.load_best_model_at_end:
+            self.state.forget_weights()  # those that were sent last are others
         if self.state is not None and state.is_world_process_zero:
             log.info(self.state.counters.summary())
 
@@ -257,11 +303,12 @@ class LocalTraining(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         self._optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
-        if isinstance(self._optimizer, CompressedOptimizer) and averages(self._optimizer):
+        if averages(self._optimizer):
             raise InvalidArgument(
                 f"the optimizer is {type(self._optimizer).__name__}, which averages over the ranks "
                 "in its steps: local updates need one that does not, such as AdamW"
             )
+        refuse_shards("LocalTraining", things["model"])
         self._resume = _folder(args, state) if state.global_step else None
         if self._resume is not None:
             load_experts(things["model"], self._optimizer, self._resume)
@@ -382,10 +429,19 @@ def _folder(args: Any, state: Any) -> Path:
     return folder if given is None or folder.exists() else given
 
 
-def load_into(state: CompressedState | CompressedOptimizer | LocalUpdates, folder: Path) -> None:
+def load_into(
+    state: CompressedState | CompressedOptimizer | LocalUpdates | ShardedState, folder: Path
+) -> None:
     """Load what ranks have apart from each other, as saved by any number of them."""
-    parts = load_ranks(folder, state.channel.rank, state.channel.size)
-    if parts and isinstance(state, CompressedState | LocalUpdates):
+    # of which ranks share a channel only with those of their mesh
+    whole = isinstance(state, ShardedState)
+    rank, size = (
+        (dist.get_rank(), dist.get_world_size())
+        if whole
+        else (state.channel.rank, state.channel.size)
+    )
+    parts = load_ranks(folder, rank, size)
+    if parts and isinstance(state, CompressedState | LocalUpdates | ShardedState):
         state.load_state_dict(*parts)
     elif parts and isinstance(state, CompressedOptimizer):
         state.load_rank_state(*(part["commpress"] for part in parts))
@@ -435,16 +491,33 @@ class RankFiles:
 
 class DistributedCompression(DistributedDataParallelKwargs):
     """``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``; ``ddp`` are
-    arguments of DDP itself."""
+    arguments of DDP itself.
+
+    The optimizer that is prepared with the model says what is compressed. With one of torch,
+    gradients, by ``codec`` ("int8" unless given) and options of ``compress``; where Accelerate
+    shards by FSDP2, gradients and weights, by ``codec``, ``weights`` and options of
+    ``compress_fsdp``. With ``OneBitAdam`` and its kin, whole or sharded, or ``LocalUpdates``, what
+    these send, and DDP averages nothing: then no options are for here. ``state`` is what
+    compresses, from ``prepare`` on.
+    """
 
     def __init__(
-        self, codec: Any = "int8", *, ddp: dict[str, Any] | None = None, **options: Any
+        self, codec: Any = None, *, ddp: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        refuse_unknown("DistributedCompression", options, compress, CompressedState)
+        self.compression = Compression("DistributedCompression", codec, options)
+        if ddp is not None and self.compression.for_shards:
+            raise InvalidArgument(
+                f"DistributedCompression got {self.compression.for_shards}=, which is for shards "
+                f"of FSDP2, and ddp={ddp!r}, which is for DistributedDataParallel: leave one of "
+                "them out"
+            )
         super().__init__(**(ddp or {}))
-        self.codec, self.options = codec, options
-        self.state: CompressedState | None = None
+        self.state: CompressedState | ShardedState | CompressedOptimizer | LocalUpdates | None = (
+            None
+        )
         self._accelerator: Any = None
+        self._model: torch.nn.Module | None = None  # that Accelerate has wrapped, or sharded
+        self._handle: Any = None
 
     def attach(self, accelerator: Any) -> "DistributedCompression":
         """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there.
@@ -452,27 +525,76 @@ class DistributedCompression(DistributedDataParallelKwargs):
         ``accelerator.save_state`` writes a file per rank, ``commpress-<rank>.pt``, and
         ``load_state`` after ``prepare`` reads it, on another number of ranks too.
         """
+        if accelerator._models or accelerator._optimizers:
+            raise InvalidArgument(
+                "accelerator has prepared something already: call attach(accelerator) before "
+                "prepare"
+            )
         accelerator.ddp_handler, self._accelerator = self, accelerator
+        accelerator.prepare = self._preparing(accelerator.prepare)
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
         return self
 
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Accelerate has wrapped a model; the optimizer is not known before all of ``prepare`` is
+        over, or never."""
+        self._model = model
+        self._handle = model.register_forward_pre_hook(self._without_optimizer)
+
+    @torch.compiler.disable
+    def _without_optimizer(self, model: torch.nn.Module, inputs: Any) -> None:
+        self._join(None)
+
+    def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Accelerate tells nobody that it has sharded a model, but returns it."""
+
+        @wraps(prepare)
+        def prepared(*things: Any, **options: Any) -> Any:
+            made = prepare(*things, **options)
+            every = made if isinstance(made, tuple | list) else (made,)
+            for model in (each for each in every if isinstance(each, torch.nn.Module)):
+                wrapper = wrapper_of(getattr(model, "_orig_mod", model))
+                if wrapper == SHARDED:
+                    self._model = model
+                # nothing is around a model without gradients
+                elif wrapper and self._accelerator.num_processes > 1:
+                    self.compression.check(wrapper)
+            optimizers = [each for each in every if isinstance(each, torch.optim.Optimizer)]
+            if optimizers:
+                self._join(getattr(optimizers[0], "optimizer", optimizers[0]))
+            return made
+
+        return prepared
+
+    def _join(self, optimizer: Any) -> None:
+        """Attach, once the model and its optimizer are known."""
+        if self._model is None or self.state is not None:
+            return
+        scaler = getattr(self._accelerator, "scaler", None)
+        if isinstance(self._model, DistributedDataParallel):
+            self._handle.remove()
+            self.state = self.compression.join(self._model, optimizer, scaler)
+        else:
+            self.state = self.compression.shard(self._model, scaler, optimizer)
+        if isinstance(self.state, CompressedOptimizer | LocalUpdates):
+            RankFiles(self.state).attach(self._accelerator)
+
     def _save(self, models: Any, weights: Any, folder: str) -> None:
-        if self.state is not None:
+        if isinstance(self.state, ShardedState):
+            save_rank(shards_part(self.state), Path(folder))
+        elif isinstance(self.state, CompressedState):
             save_rank(self.state.rank_state(), Path(folder))
 
     def _load(self, models: Any, folder: str) -> None:
-        if self.state is not None:
+        self._join(None)
+        if isinstance(self.state, ShardedState):
+            self.state.forget_weights()
+        if isinstance(self.state, CompressedState | ShardedState):
             load_into(self.state, Path(folder))
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        own = ("codec", "options", "state", "_accelerator")
+        own = ("compression", "state", "_accelerator", "_model", "_handle")
         return {
             key: value for key, value in super().to_dict(*args, **kwargs).items() if key not in own
         }
-
-    def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        scaler = getattr(self._accelerator, "scaler", None)
-        self.state = compress(
-            model, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options
-        )

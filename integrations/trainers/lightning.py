@@ -1,21 +1,33 @@
-"""Lightning: callbacks for ``Trainer(strategy="ddp", ...)``.
+"""Lightning: callbacks for ``Trainer(strategy="ddp", ...)``, for ``ModelParallelStrategy``, and for
+Fabric.
 
-callbacks=[Compress(codec="int8")]          gradients or momentum, at every step
-callbacks=[LocalTraining()]                 changes of the weights, while the next round is computed
+callbacks=[Compress(codec="int8")]                              gradients or momentum, at every step
+callbacks=[Compress(codec="int8", weights="int8")]          both, of FSDP2
+                                                                (ModelParallelStrategy)
+callbacks=[LocalTraining()]                                     changes of the weights, while the
+                                                                next round is computed
 """
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.errors import InvalidArgument, refuse_unknown
-from commpress.integrations.ddp.hook import CompressedState, compress
+from commpress.integrations.ddp.hook import CompressedState
 from commpress.integrations.ddp.local import keep_local
-from commpress.integrations.ddp.overlap import averages, overlap
-from commpress.integrations.trainers.rank_files import gathered_on_first
+from commpress.integrations.ddp.overlap import averages
+from commpress.integrations.fsdp.fsdp2 import ShardedState
+from commpress.integrations.trainers.compression import (
+    SHARDED,
+    Compression,
+    refuse_shards,
+    wrapper_of,
+)
+from commpress.integrations.trainers.rank_files import gathered_on_first, shards_part
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.windows import WindowedOptimizer
@@ -24,8 +36,18 @@ log = logging.getLogger("commpress")
 
 
 class Compress(Callback):
-    """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` and
-    ``options``.
+    """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` ("int8"
+    unless given), ``options``.
+
+    Of a module that ``ModelParallelStrategy`` shards by FSDP2, gradients and weights: ``options``
+    are then those of ``commpress.compress_fsdp``, and beside a ``codec``, which is of gradients,
+    ``weights`` must be named.
+
+    In ``Fabric(callbacks=[...])`` it attaches where ``setup`` has wrapped the model. Save it beside
+    the model, ``fabric.save(path, {"model": model, "optimizer": optimizer, "compression":
+    callback})``, and load it by ``callback.load_state_dict(fabric.load(path, {"model": model,
+    "optimizer": optimizer})["compression"])``: of a checkpoint that is a folder Fabric itself would
+    leave it as it is.
 
     Open windows of 0/1 Adam are closed before validation, at the end of an epoch and before a
     checkpoint; one of weights only in the middle of an epoch is that of rank 0.
@@ -36,36 +58,69 @@ class Compress(Callback):
     parameter, from which as many ranks do not go on bit for bit.
     """
 
-    def __init__(self, codec: Any = "int8", *, elastic: bool = False, **options: Any) -> None:
-        refuse_unknown("Compress", options, compress, CompressedState)
-        self.codec, self.elastic, self.options = codec, elastic, options
-        self.state: CompressedState | CompressedOptimizer | None = None
+    def __init__(self, codec: Any = None, *, elastic: bool = False, **options: Any) -> None:
+        self.compression, self.elastic = Compression("Compress", codec, options), elastic
+        self.state: CompressedState | CompressedOptimizer | ShardedState | None = None
         self._saved: list[dict[str, Any]] = []  # of every rank that saved
+        self._in_fabric = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach; weights and optimizer are those of the checkpoint by now, if there is one."""
         ddp, optimizer = trainer.strategy.model, trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         saved, self._saved = self._saved, []
-        if not isinstance(ddp, DistributedDataParallel):
+        if isinstance(optimizer, LocalUpdates):
             raise InvalidArgument(
-                f"the strategy runs a {type(ddp).__name__}, expected Trainer(strategy='ddp')"
+                "the module's optimizer is LocalUpdates: return the optimizer that it has, and "
+                "pass LocalTraining(...) with its options in place of Compress"
             )
-        if not averages(optimizer):
-            self.state = compress(
-                ddp, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options
-            )
-            if saved:
-                self.state.load_state_dict(*saved)
+        if wrapper_of(ddp) == SHARDED or not averages(optimizer):
+            self._attach(ddp, scaler, optimizer)
+            self._load(saved)
             return
+        self.compression.check_optimizer(optimizer)
         if trainer.gradient_clip_val:
             raise InvalidArgument(
                 f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: pass "
                 "max_grad_norm to the optimizer instead"
             )
-        self.state = overlap(ddp, optimizer, grad_scaler=scaler)
-        if saved:
+        self._attach(ddp, scaler, optimizer)
+        if saved and isinstance(self.state, CompressedOptimizer):
             self.state.load_rank_state(*saved)
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Attach in Fabric, to the first model that it sets up."""
+        if self.state is not None:
+            raise InvalidArgument(
+                f"Fabric has set up a second model, a {type(module).__name__}, and a Compress is "
+                "for one: call commpress.compress or compress_fsdp for each of them, without this "
+                "callback"
+            )
+        self._in_fabric = True
+        inner = getattr(module, "_forward_module", module)
+        self._attach(
+            getattr(inner, "_orig_mod", inner),
+            getattr(fabric.strategy.precision, "scaler", None),
+            None,
+        )
+
+    def _attach(self, model: Any, scaler: Any, optimizer: Any) -> None:
+        if wrapper_of(model) == SHARDED:
+            self.state = self.compression.shard(model, scaler, optimizer)
+        else:
+            joined = self.compression.join(model, optimizer, scaler)
+            assert not isinstance(joined, LocalUpdates)  # refused before
+            self.state = joined
+
+    def _load(self, saved: list[dict[str, Any]]) -> None:
+        """From the parts of all ranks that saved."""
+        state = self.state
+        if isinstance(state, ShardedState):
+            state.forget_weights()
+            same = len(saved) == dist.get_world_size() and saved[0].get("kind") == "exact"
+            saved = saved[dist.get_rank() :][:1] if same else saved
+        if saved and isinstance(state, CompressedState | ShardedState):
+            state.load_state_dict(*saved)
 
     def _synchronize(self) -> None:
         if isinstance(self.state, WindowedOptimizer):
@@ -85,6 +140,12 @@ class Compress(Callback):
         self._synchronize()
         if self.state is None:
             return {}
+        if isinstance(self.state, ShardedState):
+            return {
+                "ranks": self._owed_whole(self.state)
+                if self.elastic
+                else gathered_on_first(shards_part(self.state))
+            }
         if isinstance(self.state, CompressedOptimizer):
             part = (self.state.elastic_state_dict() if self.elastic else self.state.state_dict())[
                 "commpress"
@@ -93,8 +154,16 @@ class Compress(Callback):
             part = self.state.elastic_state_dict() if self.elastic else self.state.rank_state()
         return {"ranks": gathered_on_first(part)}
 
+    def _owed_whole(self, state: ShardedState) -> list[dict[str, Any]]:
+        """The mean that ranks owe, whole on rank 0 as plain tensors; nothing elsewhere."""
+        owed = state.elastic_state_dict()
+        whole = {name: residual.full_tensor() for name, residual in owed["residuals"].items()}
+        return [owed | {"residuals": whole}] if dist.get_rank() == 0 else []
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict.get("ranks", [])
+        if self._in_fabric:
+            self._load(self._saved)
 
     # ------------------------------------------------------------ logs
 
@@ -146,6 +215,7 @@ class LocalTraining(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach; weights and optimizers are those of the checkpoint by now, if there is one."""
         model = trainer.strategy.model
+        refuse_shards("LocalTraining", model)
         if isinstance(model, DistributedDataParallel):
             keep_local(model)
         elif trainer.world_size > 1:

@@ -76,6 +76,11 @@ def gathered_on_first(own: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def shards_part(state: Any) -> dict[str, Any]:
+    """``state_dict`` of a ``ShardedState``, with the rank that it is of."""
+    return {"rank": dist.get_rank(), "size": dist.get_world_size()} | state.state_dict()
+
+
 def _files(folder: Path) -> dict[int, Path]:
     """Those of all ranks."""
     numbers = {file.stem.removeprefix("commpress-"): file for file in folder.glob("commpress-*.pt")}

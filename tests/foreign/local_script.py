@@ -110,8 +110,10 @@ def bare():
     return flat(net)
 
 
-def prepared():
+def prepared(attached=False):
     accelerator, net = Accelerator(cpu=True), Net()
+    if attached:
+        commpress.hf.DistributedCompression().attach(accelerator)
     local = commpress.LocalUpdates(torch.optim.AdamW(net.parameters(), lr=1e-2), **OPTIONS)
     return accelerator, net, *accelerator.prepare(net, local)
 
@@ -121,11 +123,12 @@ def accelerated(folder, expected):
     accelerator.backward(ddp(batches()[0]))
     with pytest.raises(commpress.CommpressError, match="keep_local"):  # DDP's own all-reduce
         local.step()
-    for resume in (False, True):
+    for resume, attached in ((False, False), (True, False), (False, True), (True, True)):
         accelerator.free_memory()
-        accelerator, net, ddp, local = prepared()
-        commpress.keep_local(ddp)
-        commpress.hf.RankFiles(local).attach(accelerator)
+        accelerator, net, ddp, local = prepared(attached)
+        if not attached:
+            commpress.keep_local(ddp)
+            commpress.hf.RankFiles(local).attach(accelerator)
         if resume:
             accelerator.load_state(str(folder))
         for half in range(resume, 2):
@@ -136,7 +139,9 @@ def accelerated(folder, expected):
             if half == 0:
                 accelerator.save_state(str(folder))
         local.optimizer.drain()
-        assert torch.equal(flat(net), expected), f"Accelerate, resumed: {resume}"
+        assert torch.equal(flat(net), expected), (
+            f"Accelerate, by one line: {attached}, resumed: {resume}"
+        )
         assert int(net.calls) == HALF * 2 * (1 + dist.get_rank()) or resume  # buffers of each rank
 
 

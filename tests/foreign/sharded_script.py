@@ -60,8 +60,8 @@ def trained(folder, kind, *, resume=None, clip=0.0, scaler=None, bad=(), steps=1
         max_grad_norm=clip,
         lr_scheduler_type="constant",
     )
-    options = {"exact_steps": 3} if kind is None else {}
-    callback = commpress.hf.Compress(codec="sign", **options)
+    options = {"codec": "sign", "exact_steps": 3} if kind is None else {}
+    callback = commpress.hf.Compress(**options)
     given = {} if kind is None else {"optimizer_cls_and_kwargs": kind}
     trainer = Trainer(
         model(lora), arguments, train_dataset=Words(256), callbacks=[callback], **given
@@ -97,7 +97,7 @@ def in_a_trainer(folder):
     )
     assert callback.state.max_grad_norm == 0.5
     assert callback.state.facts.norm_ratio > 0
-    with pytest.raises(InvalidArgument, match="run the model without it"):
+    with pytest.raises(InvalidArgument, match="run the model without DistributedDataParallel"):
         trained(
             folder / "partitioned",
             (commpress.Partitioned, {"optimizer": torch.optim.AdamW}),
@@ -116,12 +116,11 @@ def in_accelerate(folder):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        commpress.hf.DistributedCompression().attach(accelerator)
         net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 16))
         net, ours = accelerator.prepare(
             net, commpress.ShardedOneBitAdam(net.parameters(), exact_steps=2, lr=1e-3)
         )
-        commpress.overlap(net, ours)
-        commpress.hf.RankFiles(ours).attach(accelerator)
         return accelerator, net, ours
 
     def train(accelerator, net, ours, steps):
@@ -176,7 +175,8 @@ def in_lightning(folder):
         torch.randn(84, 32, generator=torch.Generator().manual_seed(3))
     )
     for kind in (*KINDS.values(), (torch.optim.SGD, {"lr": 1e-3})):
-        callback, module = commpress.lightning.Compress(codec="sign"), Module(kind)
+        codec = "sign" if kind[0] is torch.optim.SGD else None
+        callback, module = commpress.lightning.Compress(codec), Module(kind)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         trainer = Lightning(
             default_root_dir=folder,
@@ -264,7 +264,7 @@ def layers_unfrozen_late(folder):
     loader = torch.utils.data.DataLoader(own, batch_size=6)
 
     def tuned(kind, epochs, resume=None):
-        callback, module = commpress.lightning.Compress(codec="sign"), Tuned(kind)
+        callback, module = commpress.lightning.Compress(), Tuned(kind)
         saves = ModelCheckpoint(folder / str(epochs), filename="{epoch}", save_top_k=-1)
         trainer = Lightning(
             default_root_dir=folder,

@@ -69,7 +69,7 @@ def trainer_of(folder, *, steps=4, optimizer=None, **options):
         seed=1,
         **options,
     )
-    callback = Watched(codec="sign")
+    callback = Watched(None if optimizer else "sign")
     kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
     return Trainer(
         model(), arguments, train_dataset=Words(96), callbacks=[callback], **kind
@@ -209,7 +209,7 @@ class Attached(commpress.lightning.Compress):
 def fitted(folder, kind, *, checkpoint=None, elastic=False):
     """Eleven steps in one epoch, each checkpoint after the seventh in the middle of a window of 0/1
     Adam."""
-    module, callback = Net(kind), Attached("sign", elastic=elastic)
+    module, callback = Net(kind), Attached(None if kind else "sign", elastic=elastic)
     keep = ModelCheckpoint(dirpath=folder, filename="seven", every_n_train_steps=7)
     trainer = Lightning(
         accelerator="cpu",

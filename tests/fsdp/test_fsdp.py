@@ -361,3 +361,36 @@ def test_what_cannot_work_is_refused_with_the_cure(pool):
         assert len(said) == len(wanted)
         for message, words in zip(said, wanted, strict=True):
             assert words in message
+
+
+def sharded_together() -> tuple[list[tuple[str, ...]], torch.Tensor, torch.Tensor, float]:
+    """Groups of a model whose first and last layer one ``fully_shard`` took; weights without and
+    with commpress; its ratio."""
+    torch.set_num_threads(1)
+    weights, names, ratio = [], [], 0.0
+    for codec in (None, "none", "int8"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        fully_shard([model[0], model[2]], reshard_after_forward=False)
+        fully_shard(model)
+        state = commpress.compress_fsdp(model, codec, codec) if codec else None
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            model(
+                torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+            ).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+        weights.append(torch.cat([p.full_tensor().detach().view(-1) for p in model.parameters()]))
+        if state is not None:
+            names, ratio = [group.names for group in state.param_groups], state.counters.ratio
+    assert state is not None
+    assert state.counters.steps == 3
+    return names, weights[0], weights[1], ratio
+
+
+def test_modules_that_one_fully_shard_took_are_one_group(pool):
+    for names, plain, exact, ratio in pool.run(sharded_together, size=2):
+        assert names == [("1.weight", "1.bias"), ("0.weight", "0.bias", "2.weight", "2.bias")]
+        torch.testing.assert_close(exact, plain, rtol=1e-5, atol=1e-6)
+        assert ratio > 3

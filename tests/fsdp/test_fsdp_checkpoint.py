@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import commpress
+from commpress.errors import StateMismatch
 from fsdp_twin import Plan, Session, Trained, carried
 
 WHOLE = commpress.ByName({"up.weight": "powersgd-1", "norm": "none"}, "powersgd-2")
@@ -65,6 +66,61 @@ def test_what_is_owed_survives_another_world_size(pool, tmp_path):
             for other in results:
                 torch.testing.assert_close(other[name], values, atol=1e-7, rtol=1e-6)
     assert any(values.abs().sum() > 0 for values in saved[0].values())
+
+
+def left_by_ranks(plan: Plan, folder: str, size: int) -> dict[str, torch.Tensor]:
+    """As ``owed``, saved by each of ``size`` ranks as its own state, or loaded from those of all of
+    them."""
+    torch.set_num_threads(1)
+    session = Session(plan)
+    if size == dist.get_world_size():
+        session.run()
+        torch.save(session.state.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+    else:
+        session.state.load_state_dict(
+            *(torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(size))
+        )
+        assert session.state.step == plan.steps
+        assert session.state.counters.steps == 0
+    return {
+        name: shard.full_tensor()
+        for name, shard in session.state.elastic_state_dict()["residuals"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(gradients="int4"), Plan(gradients="int4", columns=True), Plan(gradients=WHOLE)],
+    ids=str,
+)
+def test_the_states_of_all_ranks_are_enough_for_another_world_size(pool, tmp_path, plan):
+    (saved, *_), loaded = (
+        pool.run(left_by_ranks, plan, str(tmp_path), 4, size=size) for size in (4, 2)
+    )
+    for result in loaded:
+        for name, values in saved.items():
+            torch.testing.assert_close(result[name], values, atol=1e-7, rtol=1e-6)
+    assert any(values.abs().sum() > 0 for values in saved.values())
+
+
+def too_few(folder: str) -> list[str]:
+    """Errors of states that are not those of all ranks, and of residuals in codes."""
+    said = []
+    for residuals, given in (("none", 3), ("shift8", 4)):
+        session = Session(Plan(gradients="int4", steps=1, options={"residuals": residuals})).run()
+        states: list[Any] = [None] * 4
+        dist.all_gather_object(states, session.state.state_dict())
+        with pytest.raises(StateMismatch) as caught:
+            session.state.load_state_dict(*states[:given])
+        said.append(str(caught.value))
+    return said
+
+
+def test_states_that_do_not_fit_another_world_size_say_so(pool, tmp_path):
+    for missing, coded in pool.run(too_few, str(tmp_path), size=4):
+        assert "ranks [0, 1, 2] of a run on 4" in missing
+        assert "residuals were kept in 'shift" in coded
+        assert "go on with 4 ranks" in coded
 
 
 def telescoped(codec: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

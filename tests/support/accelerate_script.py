@@ -26,12 +26,13 @@ def main():
     adam.step()
     assert handler.state.counters.ratio > 2, handler.state.counters
 
-    accelerator.ddp_handler = None
-    net = model()
+    accelerator, net = Accelerator(cpu=True), model()
+    handler = commpress.hf.DistributedCompression().attach(accelerator)
     net, ours = accelerator.prepare(
         net, commpress.OneBitAdam(net.parameters(), lr=1e-3, exact_steps=1)
     )
-    optimizer = commpress.overlap(net, ours)
+    optimizer = handler.state
+    assert optimizer is ours.optimizer
     for _ in range(3):
         accelerator.backward(net(x).square().mean())
         ours.step()

@@ -43,7 +43,7 @@ def main(folder):
         torch.randn(84, 32, generator=torch.Generator().manual_seed(3))
     )
     for ours in (True, False):
-        callback = commpress.lightning.Compress(codec="sign")
+        callback = commpress.lightning.Compress(None if ours else "sign")
         trainer = Trainer(
             default_root_dir=folder,
             accelerator="cpu",

@@ -1,0 +1,733 @@
+"""Run by torchrun: FSDP2 in trainers of others, compressed by one line; asserts what must hold.
+Gets what to do, and a folder.
+
+trainer       Trainer of transformers: the same bits as a loop of one's own, and a run that goes on
+              from a checkpoint
+kinds         the same in bf16, with accumulation, activation checkpoints, efficient loading and
+              torch.compile
+again         LoRA, training twice, the best model
+native        a model that transformers shards when it loads it
+accelerate    Accelerate, as accelerate launch has configured it
+lightning     Lightning's ModelParallelStrategy
+fabric        Fabric, with its
+save, resume  on some ranks, and on another number of them
+refusals      pairs that do not fit
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as Lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import commpress
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import tiny_gpt2
+from accelerate_on_cpus import shard_on_cpus, shard_trainer_on_cpus
+from commpress.cli.connections import sent_bytes
+from commpress.errors import InvalidArgument
+from commpress.integrations.trainers.compression import Compression, wrapper_of
+from tiny_gpt2 import Words
+
+SMALL = {"min_numel": 64}  # so that tiny layers are compressed
+CODECS = {"codec": "int8", "weights": "int8"}
+BATCH, STEPS, HALF = 4, 6, 3
+SHARDED = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
+
+
+def model():
+    return tiny_gpt2.model(layers=2)
+
+
+def flat(module):
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in module.parameters()])
+
+
+def the_same(one, two):
+    return torch.equal(one, two) or f"differ by {(one - two).abs().max()}"
+
+
+def batch_of(step, part=0, accumulate=1):
+    """The batch that a Trainer gives this rank, without shuffling."""
+    number = (step * accumulate + part) * dist.get_world_size() + dist.get_rank()
+    ids = torch.stack([Words(512)[number * BATCH + i]["input_ids"] for i in range(BATCH)])
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---------------------------------------------------------------- a loop of one's own
+
+
+def sharded(net, dtype=None):
+    """As Accelerate shards GPT-2, whose embedding and output layer share their weights."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    for block in net.transformer.h:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(
+        [net.transformer.ln_f, net.transformer.wte, net.lm_head],
+        mp_policy=policy,
+        reshard_after_forward=False,
+    )
+    return fully_shard(net, mp_policy=policy)
+
+
+def by_hand(net, *, accumulate=1, compressed=True, bf16=False, shifted=False, **codecs):
+    """Weights after a few steps, and bytes that left this process in them, of ``net`` sharded
+    already."""
+    state = commpress.compress_fsdp(net, **CODECS | SMALL | codecs) if compressed else None
+    optimizer = torch.optim.AdamW(
+        [p for p in net.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0
+    )
+    net.train()
+    dist.barrier()
+    before = sent_bytes()
+    for step in range(STEPS):
+        for part in range(accumulate):
+            net.set_requires_gradient_sync(part == accumulate - 1)
+            batch = batch_of(step, part, accumulate)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                counted = batch["labels"][
+                    :, shifted:
+                ].numel()  # as a Trainer counts them, of GPT-2 the first ones too
+                loss = net(**batch, num_items_in_batch=accumulate * counted).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(net), sent_bytes() - before, state
+
+
+# ---------------------------------------------------------------- Trainer
+
+
+def trainer_of(
+    folder,
+    *,
+    net=None,
+    callback=None,
+    fsdp=None,
+    steps=STEPS,
+    shards=True,
+    eval_dataset=None,
+    **options,
+):
+    arguments = {
+        "max_steps": steps,
+        "save_steps": HALF,
+        "logging_steps": 1,
+        "per_device_train_batch_size": BATCH,
+        "seed": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "train_sampling_strategy": "sequential",
+        "use_cpu": True,
+        "average_tokens_across_devices": False,
+    }
+    if shards:
+        arguments |= {"fsdp": True, "fsdp_config": SHARDED | (fsdp or {})}
+    callback = callback or commpress.hf.Compress(**CODECS, **SMALL)
+    given = TrainingArguments(str(folder), **arguments | options)
+    trainer = Trainer(
+        net or model(),
+        given,
+        train_dataset=Words(512),
+        eval_dataset=eval_dataset,
+        callbacks=[callback],
+    )
+    if shards:
+        shard_trainer_on_cpus(trainer)
+    return trainer, callback
+
+
+def trained(folder, *, resume=None, **options):
+    trainer, callback = trainer_of(folder, **options)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return flat(trainer.model), callback, trainer
+
+
+def in_a_trainer(folder):
+    mine, sent, state = by_hand(sharded(model()))
+    _, plainly, _ = by_hand(sharded(model()), compressed=False)
+    assert sent < 0.45 * plainly, (
+        sent,
+        plainly,
+    )  # of all that TCP carried: headers, and what is too small to compress
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        place = folder / kind
+        weights, callback, trainer = trained(place, fsdp={"state_dict_type": kind})
+        assert the_same(weights, mine) is True, the_same(weights, mine)
+        assert (
+            callback.state.counters.wire_bytes
+            == state.counters.wire_bytes
+            < 0.25 * state.logical_bytes
+        )
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert all(
+            entry["commpress/bytes_per_step"] == state.wire_bytes / STEPS for entry in logs
+        ), logs
+        assert logs[-1]["commpress/ratio"] > 4
+        assert logs[-1]["commpress/encode_ms"] > 0
+        resumed, callback, _ = trained(
+            place, resume=place / f"checkpoint-{HALF}", fsdp={"state_dict_type": kind}
+        )
+        assert the_same(resumed, mine) is True, f"{kind}, resumed: {the_same(resumed, mine)}"
+        assert (callback.state.step, callback.state.counters.steps) == (STEPS, STEPS - HALF)
+    lost, _, _ = trained(
+        folder / "lost", resume=without_residuals(folder / "FULL_STATE_DICT" / f"checkpoint-{HALF}")
+    )
+    assert the_same(lost, mine) is not True, "residuals change what is trained"
+    weights, _, _ = trained(folder / "default", callback=commpress.hf.Compress(**SMALL))
+    assert the_same(weights, mine) is True, "int8 both ways unless told otherwise"
+
+
+def without_residuals(checkpoint_folder):
+    dist.barrier()
+    (checkpoint_folder / f"commpress-{dist.get_rank()}.pt").unlink()
+    dist.barrier()
+    return checkpoint_folder
+
+
+def lora():
+    torch.manual_seed(1)
+    return get_peft_model(model(), LoraConfig(r=4, target_modules=["c_attn"]))
+
+
+def in_a_trainer_otherwise(folder):
+    mine, _, _ = by_hand(sharded(model()))
+    half, _, _ = by_hand(sharded(model(), torch.bfloat16), bf16=True)
+    weights, callback, _ = trained(folder / "bf16", bf16=True)
+    assert the_same(weights, half) is True, f"bf16: {the_same(weights, half)}"
+    assert callback.state.counters.ratio > 2
+    summed, _, _ = by_hand(sharded(model()), accumulate=2)
+    weights, callback, _ = trained(folder / "accumulated", gradient_accumulation_steps=2)
+    assert the_same(weights, summed) is True, f"accumulated: {the_same(weights, summed)}"
+    for name, options in {
+        "checkpoints": {"fsdp": {"activation_checkpointing": True}},
+        "efficient": {"fsdp": {"cpu_ram_efficient_loading": True}},
+        "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    }.items():
+        weights, callback, _ = trained(folder / name, **options)
+        assert the_same(weights, mine) is True, f"{name}: {the_same(weights, mine)}"
+        assert callback.state.counters.ratio > 4
+        resumed, _, _ = trained(
+            folder / name, resume=folder / name / f"checkpoint-{HALF}", **options
+        )
+        assert the_same(resumed, mine) is True, f"{name}, resumed: {the_same(resumed, mine)}"
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+
+
+def in_a_trainer_again(folder):
+    adapters = {"min_numel": 16}
+    mine, _, _ = by_hand(sharded_lora(lora()), **adapters)
+    weights, callback, _ = trained(
+        folder / "lora", net=lora(), callback=commpress.hf.Compress(**CODECS, **adapters)
+    )
+    assert the_same(weights, mine) is True, f"LoRA: {the_same(weights, mine)}"
+    assert callback.state.gradients.compressed_elements > 0
+    place = folder / "lora" / f"checkpoint-{HALF}"
+    again = trained(
+        folder / "lora",
+        net=lora(),
+        callback=commpress.hf.Compress(**CODECS, **adapters),
+        resume=place,
+    )
+    assert the_same(again[0], mine) is True, f"LoRA, resumed: {the_same(again[0], mine)}"
+
+    trainer, callback = trainer_of(folder / "twice", steps=2)
+    trainer.train()
+    state = callback.state
+    trainer.train()
+    assert callback.state is state, "a Trainer keeps its model, and residuals go on"
+    assert state.step == 4
+
+    differences = commpress.hf.Compress(codec="int8", weights=commpress.Difference("int4"), **SMALL)
+    trainer, _ = trainer_of(
+        folder / "best",
+        eval_dataset=Words(8),
+        callback=differences,
+        eval_strategy="steps",
+        eval_steps=HALF,
+        load_best_model_at_end=True,
+        metric_for_best_model="step_of",
+        greater_is_better=False,
+        save_total_limit=2,
+    )
+    evaluate, losses = trainer.evaluate, []
+
+    def counted(*args, **named):
+        found = evaluate(*args, **named)
+        losses.append(found["eval_loss"])
+        return found | {"eval_step_of": float(trainer.state.global_step)}  # the first is the best
+
+    trainer.evaluate = counted
+    trainer.train()
+    assert trainer.state.best_global_step == HALF
+    assert abs(evaluate()["eval_loss"] - losses[0]) < abs(losses[1] - losses[0]) / 10, (
+        "weights of the best, not of the last"
+    )
+
+
+def sharded_lora(net):
+    for block in net.base_model.model.transformer.h:
+        fully_shard(block)
+    inner = net.base_model.model
+    fully_shard([inner.transformer.wte, inner.lm_head], reshard_after_forward=False)
+    return fully_shard(net)
+
+
+def by_transformers(folder):
+    """A Llama that transformers shards when it loads it, which Accelerate leaves as it is."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(vocab_size=50, max_position_embeddings=16, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    dist.barrier()
+
+    def loaded():
+        return LlamaForCausalLM.from_pretrained(
+            folder / "llama", distributed_config=DistributedConfig(fsdp_size=2)
+        )
+
+    mine, _, _ = by_hand(loaded(), shifted=True)
+    weights, callback, _ = trained(
+        folder / "native", net=loaded(), shards=False, save_strategy="no"
+    )
+    assert the_same(weights, mine) is True, f"sharded by transformers: {the_same(weights, mine)}"
+    assert callback.state.counters.ratio > 4
+
+
+# ---------------------------------------------------------------- Accelerate
+
+
+def accelerated(folder, *, resume=False, **codecs):
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+    }  # as accelerate launch sets them
+    os.environ |= {
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block",
+    }
+    accelerator, net = Accelerator(cpu=True), model()
+    shard_on_cpus(accelerator)
+    accelerator.free_memory()
+    compression = commpress.hf.DistributedCompression(**codecs or CODECS, **SMALL).attach(
+        accelerator
+    )
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.0)
+    )
+    if resume:
+        accelerator.load_state(str(folder))
+    for step in range(HALF if resume else 0, STEPS):
+        if step == HALF and not resume:
+            accelerator.save_state(str(folder))
+        batch = batch_of(step)
+        accelerator.backward(net(**batch, num_items_in_batch=batch["labels"].numel()).loss)
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(net), compression
+
+
+def in_accelerate(folder):
+    mine, _, _ = by_hand(sharded(model()))
+    for resume in (False, True):
+        weights, compression = accelerated(folder, resume=resume)
+        assert the_same(weights, mine) is True, (
+            f"Accelerate, resumed {resume}: {the_same(weights, mine)}"
+        )
+        assert compression.state.counters.steps == (STEPS - HALF if resume else STEPS)
+    whole, _ = accelerated(
+        folder / "difference", codec="int4", weights=commpress.Difference("int4")
+    )
+    again, _ = accelerated(
+        folder / "difference", codec="int4", weights=commpress.Difference("int4"), resume=True
+    )
+    assert the_same(whole, again) is True, f"differences, resumed: {the_same(whole, again)}"
+
+
+# ---------------------------------------------------------------- Lightning
+
+
+DATA = torch.randn(360, 32, generator=torch.Generator().manual_seed(3))
+EPOCHS, ROWS = 2, 20  # three batches an epoch on three ranks, and of as many rows on two
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = ((32, 64), (64, 64), (64, 8))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(*size) for size in sizes)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x - 1).square().mean()
+
+
+def batches():
+    return DATA[dist.get_rank() :: dist.get_world_size()][: 3 * ROWS].split(ROWS)
+
+
+def sharded_net(net, mesh=None):
+    for layer in net.layers[:-1]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def net_by_hand(accumulate=1, **codecs):
+    net = sharded_net(Net())
+    commpress.compress_fsdp(net, **CODECS | SMALL | codecs)
+    optimizer = adamw(net.parameters())
+    for _ in range(EPOCHS):
+        for number, x in enumerate(batches(), 1):
+            (
+                net(x) / accumulate
+            ).backward()  # reduced in every backward, as Lightning lets FSDP2 do
+            if number % accumulate == 0 or number == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    return flat(net)
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def configure_model(self):
+        if self.device_mesh is not None:
+            sharded_net(self.net, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, index):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return adamw(self.net.parameters())
+
+
+class Attached(commpress.lightning.Compress):
+    """Remembers what it owes after it has loaded, before it moves."""
+
+    loaded = None
+
+    def _load(self, saved):
+        super()._load(saved)
+        self.loaded = owed(self.state)
+
+
+def owed(state):
+    """Means of the ranks' residuals, whole."""
+    return {
+        name: shard.full_tensor() for name, shard in state.elastic_state_dict()["residuals"].items()
+    }
+
+
+def sharding(strategy, **options):
+    size = dist.get_world_size()
+    return strategy(data_parallel_size=size, tensor_parallel_size=1, **options)
+
+
+def fitted(
+    folder,
+    *,
+    resume=None,
+    one_file=False,
+    elastic=False,
+    accumulate=1,
+    callback=None,
+    strategy=None,
+    **codecs,
+):
+    callback = callback or Attached(elastic=elastic, **CODECS | SMALL | codecs)
+    saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    strategy = strategy or sharding(ModelParallelStrategy, save_distributed_checkpoint=not one_file)
+    trainer = Lightning(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        callbacks=[callback, saves],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=0,
+    )
+    rows = torch.cat(batches())
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=ROWS), ckpt_path=resume)
+    return flat(module.net), callback
+
+
+def in_lightning(folder):
+    mine = net_by_hand()
+    for one_file in (False, True):
+        for resume in (None, folder / str(one_file) / "epoch=0.ckpt"):
+            weights, callback = fitted(folder / str(one_file), resume=resume, one_file=one_file)
+            assert the_same(weights, mine) is True, (
+                f"one file {one_file}, {resume}: {the_same(weights, mine)}"
+            )
+            assert callback.state.counters.ratio > 3
+            assert callback.state.counters.steps == (3 if resume else 6)
+    summed = net_by_hand(accumulate=2)
+    weights, _ = fitted(folder / "accumulated", accumulate=2)
+    assert the_same(weights, summed) is True, f"accumulated: {the_same(weights, summed)}"
+    options = {"codec": "int4", "weights": commpress.Difference("int4")}
+    whole, _ = fitted(folder / "differences", **options)
+    again, _ = fitted(
+        folder / "differences", resume=folder / "differences" / "epoch=0.ckpt", **options
+    )
+    assert the_same(whole, again) is True, f"differences: {the_same(whole, again)}"
+
+
+def in_fabric(folder):
+    mine = net_by_hand()
+    for resume in (False, True):
+        callback = commpress.lightning.Compress(**CODECS, **SMALL)
+        fabric = Fabric(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            callbacks=[callback],
+            strategy=sharding(
+                FabricStrategy,
+                parallelize_fn=lambda net, mesh: sharded_net(net, mesh["data_parallel"]),
+            ),
+        )
+        fabric.launch()
+        net = fabric.setup(Net())
+        optimizer = fabric.setup_optimizers(adamw(net.parameters()))
+        everything = {"model": net, "optimizer": optimizer, "compression": callback}
+        if resume:
+            rest = fabric.load(folder / "half", {"model": net, "optimizer": optimizer})
+            callback.load_state_dict(rest["compression"])
+        for epoch in range(resume, EPOCHS):
+            for x in batches():
+                fabric.backward(net(x))
+                optimizer.step()
+                optimizer.zero_grad()
+            if epoch == 0:
+                fabric.save(folder / "half", everything)
+        assert the_same(flat(net), mine) is True, (
+            f"Fabric, resumed {resume}: {the_same(flat(net), mine)}"
+        )
+        assert callback.state.counters.steps == (3 if resume else 6)
+        assert callback.state.counters.ratio > 3
+    with pytest.raises(InvalidArgument, match="is for one"):
+        fabric.setup(Net())
+
+
+# ---------------------------------------------------------------- another number of ranks
+
+
+class Watched(commpress.hf.Compress):
+    """Remembers what it owes after it has loaded, before it moves."""
+
+    loaded = None
+
+    def _load(self, into):
+        super()._load(into)
+        self.loaded = owed(into)
+
+
+def mean_of(states):
+    """Means of residuals by parameter, flat, from the states of all ranks."""
+    means = {}
+    for state in states:
+        for key, residual in state["residuals"].items():
+            means[key] = means.get(key, 0) + residual / len(states)
+    whole = {}
+    for key in sorted(means, key=lambda key: (key.split("@")[0], int(key.split("@")[1]))):
+        whole.setdefault(key.split("@")[0], []).append(means[key])
+    return {name: torch.cat(parts) for name, parts in whole.items()}
+
+
+def compare(loaded, saved):
+    assert saved
+    assert any(float(part.abs().max()) > 0 for part in saved.values())
+    for name, part in saved.items():
+        torch.testing.assert_close(loaded[name].reshape(-1), part, rtol=1e-5, atol=1e-8)
+
+
+def save(folder):
+    trained(folder / "trainer", steps=HALF)
+    fitted(folder / "lightning")
+    fitted(folder / "elastic", elastic=True)
+
+
+def resume(folder):
+    place = folder / "trainer" / f"checkpoint-{HALF}"
+    _, callback, _ = trained(folder / "trainer", callback=Watched(**CODECS, **SMALL), resume=place)
+    states = [torch.load(file, weights_only=True) for file in sorted(place.glob("commpress-*.pt"))]
+    assert len(states) == 3
+    compare(callback.loaded, mean_of(states))
+    assert callback.state.step == STEPS
+    for kind in ("lightning", "elastic"):
+        place = folder / kind / "epoch=0.ckpt"
+        _, callback = fitted(folder / kind, resume=place)
+        (saved,) = (
+            each["ranks"]
+            for name, each in torch.load(place / "meta.pt", weights_only=True)["callbacks"].items()
+            if "Attached" in name
+        )
+        assert len(saved) == (1 if kind == "elastic" else 3)
+        expected = {name: part.reshape(-1) for name, part in saved[0]["residuals"].items()}
+        compare(callback.loaded, expected if kind == "elastic" else mean_of(saved))
+
+
+# ---------------------------------------------------------------- pairs that do not fit
+
+
+def refusals(folder):
+    for wrong, why in (
+        (
+            lambda: commpress.hf.Compress("int4", exclude=("head",), weights="int8"),
+            "exclude=, which is for replicas .* and weights=, which",
+        ),
+        (
+            lambda: commpress.hf.Compress(weights="int8", exact_steps=3),
+            "exact_steps=.* and weights=",
+        ),
+        (lambda: commpress.hf.Compress(weight="int8"), "did you mean weights="),
+        (lambda: commpress.lightning.Compress(plan="p", weights="int8"), "plan=.* and weights="),
+        (
+            lambda: commpress.hf.DistributedCompression(weights="int8", ddp={"bucket_cap_mb": 1}),
+            "weights=.* and ddp=",
+        ),
+    ):
+        with pytest.raises(InvalidArgument, match=why):
+            wrong()
+
+    for number, (callback, options, why) in enumerate(
+        (
+            (
+                commpress.hf.Compress("int8"),
+                {},
+                r"codec='int8' alone, .* sharded by FSDP2, .* weights=None to leave",
+            ),
+            (commpress.hf.Compress(exact_steps=3), {}, "exact_steps=, which is for replicas"),
+            (
+                commpress.hf.Compress(weights="int8"),
+                {"shards": False},
+                "weights=.* on CPUs it ignores fsdp=",
+            ),
+            (commpress.hf.LocalTraining(), {}, "LocalTraining .* is sharded by FSDP2"),
+        )
+    ):
+        with pytest.raises(InvalidArgument, match=why):
+            trained(folder / str(number), callback=callback, **options)
+        PartialState().distributed_type = AcceleratorState().distributed_type = (
+            DistributedType.MULTI_CPU
+        )
+
+    for optimizer, callback, why in (
+        (
+            (commpress.OneBitAdam, {}),
+            commpress.hf.Compress("int4"),
+            "codec=, and the optimizer is OneBitAdam",
+        ),
+    ):
+        given = {
+            "optimizer_cls_and_kwargs": optimizer,
+            "callbacks": [callback],
+            "train_dataset": Words(8),
+        }
+        arguments = TrainingArguments(str(folder), use_cpu=True, max_steps=1, report_to=[])
+        with pytest.raises(InvalidArgument, match=why):
+            Trainer(model(), arguments, **given).train()
+    local = commpress.LocalUpdates(adamw(Net().parameters()), every=4)
+    with pytest.raises(InvalidArgument, match=r"LocalUpdates: .* LocalTraining"):
+        Trainer(
+            model(),
+            arguments,
+            optimizers=(local, None),
+            **given | {"callbacks": [commpress.hf.Compress()], "optimizer_cls_and_kwargs": None},
+        ).train()
+    local.close()
+
+    with pytest.raises(InvalidArgument, match="OneBitAdam, which averages"):
+        Compression("Compress", None, {}).shard(
+            sharded_net(Net()), None, commpress.OneBitAdam(Net().parameters(), lr=1e-3)
+        )
+    with pytest.raises(InvalidArgument, match="FSDP1"):
+        Compression("Compress", None, {}).check(
+            wrapper_of(FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
+        )
+
+    accelerator = Accelerator(cpu=True)
+    commpress.hf.DistributedCompression(**CODECS).attach(accelerator)
+    net = Net()
+    with pytest.raises(InvalidArgument, match=r"weights=.* runs under DistributedDataParallel"):
+        accelerator.prepare(net, adamw(net.parameters()))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Net(), adamw(net.parameters()))
+    with pytest.raises(InvalidArgument, match="before prepare"):
+        commpress.hf.DistributedCompression("int8").attach(accelerator)
+
+    strange = (
+        commpress.lightning.Compress("int8"),
+        commpress.lightning.Compress(**CODECS),
+        commpress.lightning.LocalTraining(),
+    )
+    reasons = (
+        "sharded by FSDP2",
+        "runs under DistributedDataParallel",
+        "LocalTraining .* is sharded by FSDP2",
+    )
+    for callback, why, strategy in zip(strange, reasons, (None, "ddp", None), strict=True):
+        with pytest.raises(InvalidArgument, match=why):
+            fitted(folder / "lightning", callback=callback, strategy=strategy)
+
+
+MODES = {
+    "trainer": in_a_trainer,
+    "kinds": in_a_trainer_otherwise,
+    "again": in_a_trainer_again,
+    "native": by_transformers,
+    "accelerate": in_accelerate,
+    "lightning": in_lightning,
+    "fabric": in_fabric,
+    "save": save,
+    "resume": resume,
+    "refusals": refusals,
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    MODES[sys.argv[1]](Path(sys.argv[2]))
+    print("all is well")
+    dist.destroy_process_group()
