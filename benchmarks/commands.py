@@ -36,7 +36,7 @@ What developers of commpress measure; `commpress bench` has what users measure o
   python benchmarks guard --check                exit status 1 unless its bars hold
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks fsdp
 
-All take --check, --json FILE and --plot FILE but faults, which writes a document.
+All take --check, --json FILE and --plot FILE but faults, which enters its table into a page.
 """
 BENCHMARKS = {
     "changing_link": changing_link,

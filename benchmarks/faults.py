@@ -7,12 +7,13 @@ two of them, to show that they can go on.
 
   python benchmarks faults                        all of it, about three minutes
   python benchmarks faults --calls all_reduce     one row
-  python benchmarks faults --markdown FILE        as a document
+  python benchmarks faults --docs docs/backend.md its table in the page
 """
 
 import argparse
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -35,26 +36,7 @@ from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.process_group.group_options import GroupOptions
 from commpress.torch_private import all_gather_single, reduce_scatter_single
 
-DOCUMENT = """\
-# Faults
-
-Errors of the survivors. Written by `{command}`: three ranks over the backend "commpress", with a
-timeout of {timeout:g} s. Rank 2 is killed or stopped before the call, or makes a wrong call. Each \
-cell has the exception of
-ranks 0 and 1, the rank that it names, and the seconds until both have raised. After every case \
-both destroyed the group and
-all-reduced over a new one of two. [`group.reform()`](backend_groups.md) goes on with the old one \
-instead.
-
-- "Repeated" calls have been made 40 times before.
-- A receive from any source may first hear that the two other ranks disagree. It names the rank \
-that is blamed.
-- A send to a rank in another call is an error only at the timeout, because the receive might \
-still come.
-- A barrier has no shape and no dtype. Only a compressed call has a codec.
-- `tests/process_group/test_group_faults.py` has ranks that are lost while data is under way.
-
-"""
+MARK = "<!-- python benchmarks faults enters its table below -->"
 RANKS = 3
 FAULTY = RANKS - 1
 ANYBODY, COMPRESSED = "recv, any source", "all_reduce, compressed"
@@ -106,7 +88,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="of the group, in seconds (default 3)",
     )
     parser.add_argument(
-        "--markdown", metavar="FILE", help="write the table as a document, such as docs/faults.md"
+        "--docs", metavar="FILE", help="enter the table into a page, such as docs/backend.md"
     )
     parser.add_argument(
         "--json", metavar="FILE", help="everything seen, with the texts of the errors"
@@ -135,8 +117,9 @@ def run(options: argparse.Namespace) -> int:
             flush=True,
         )
     limit = options.timeout + 1
-    if options.markdown:
-        Path(options.markdown).write_text(document(cases, calls, faults, options.timeout))
+    if options.docs:
+        page = Path(options.docs)
+        page.write_text(entered(page.read_text(), table(cases, calls)))
     if options.json:
         harness.write_json(options.json, [asdict(case) for case in cases])
     bad = [f"{case.call} / {case.fault}" for case in cases if not case.holds(limit)]
@@ -158,12 +141,33 @@ def cell(case: Case) -> str:
     )
 
 
-def document(cases: list[Case], calls: list[str], faults: list[str], timeout: float) -> str:
-    cells = {(case.call, case.fault): cell(case) for case in cases}
-    lines = [f"| call | {' | '.join(faults)} |", "| --- " * (len(faults) + 1) + "|"]
-    lines += [f"| {c} | {' | '.join(cells.get((c, f), '–') for f in faults)} |" for c in calls]
-    command = f"python benchmarks faults --timeout {timeout:g} --markdown docs/faults.md"
-    return DOCUMENT.format(timeout=timeout, command=command) + "\n".join(lines) + "\n"
+def table(cases: list[Case], calls: list[str]) -> str:
+    """Seconds until the expected error that names rank 2, of wrong calls the longest; all that was
+    seen where it was another."""
+    columns = {"kill -9": "PeerFailure", "SIGSTOP": "PeerFailure", "wrong": "Mismatch"}
+    lines = ["| call | kill -9 | SIGSTOP | a wrong call |", "| --- | --- | --- | --- |"]
+    for call in calls:
+        row = [call]
+        for fault, error in columns.items():
+            seen = [cell(c) for c in cases if c.call == call and c.fault.startswith(fault)]
+            good = [re.fullmatch(rf"{error} {FAULTY} (\d+\.\d+ s)", each) for each in seen]
+            row.append(
+                max((m[1] for m in good if m), key=lambda s: float(s[:-2]), default="–")
+                if all(good)
+                else "; ".join(each for each, m in zip(seen, good, strict=True) if not m)
+            )
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def entered(page: str, table: str) -> str:
+    """The page, its table behind the mark replaced by this one."""
+    before, mark, after = page.partition(f"{MARK}\n\n")
+    if not mark:
+        raise InvalidArgument(
+            f"the page of --docs has no line {MARK!r}: put it where the table goes"
+        )
+    return before + mark + table + re.sub(r"\A(\|.*\n)*", "", after)
 
 
 def _widths(faults: int) -> list[int]:

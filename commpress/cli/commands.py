@@ -331,7 +331,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
 
     With --mesh it lists every grid of data, tensor, pipeline, sequence and expert parallelism
     instead, with the order of ranks that keeps the heaviest traffic on the fastest links, and
-    prints the mesh to copy (docs/grids.md). --pairs takes what commpress probe --pairs --json
+    prints the mesh to copy (docs/planning.md). --pairs takes what commpress probe --pairs --json
     measured.
 
       commpress plan --mesh --parameters 1.5B --nodes 4x2 --link 10gbit,20us \\
@@ -1040,7 +1040,7 @@ def from_deepspeed(parser: argparse.ArgumentParser) -> None:
       commpress from-deepspeed ds_config.json
       commpress from-deepspeed ds_config.json > setup.py
 
-    docs/start_deepspeed.md has the whole table.
+    docs/start_other_libraries.md has the whole table.
     """
     parser.add_argument(
         "config", type=Path, metavar="ds_config.json", help="DeepSpeed's configuration"

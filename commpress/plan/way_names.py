@@ -13,7 +13,7 @@ CODECS = ("int4", "bits2", "topk-64+bits2")  # from fine to coarse
 EVERY = 30  # steps of a round that a plan considers
 
 # Per cent of held-out loss above synchronous training, the rates of both searched: 1.1 M
-# parameters, 4 ranks, 2,000 steps (docs/local_updates_loss.md). Other models and longer runs lose
+# parameters, 4 ranks, 2,000 steps (docs/local_updates.md). Other models and longer runs lose
 # less or more; what is not here was not measured.
 LOSS = {
     (10, "none"): 1.6, (10, "int4"): 1.3, (10, "bits2"): 1.7, (10, "sign"): 9.0,

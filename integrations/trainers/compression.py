@@ -1,11 +1,11 @@
 """One rule for all trainers: replicas (DDP) take ``compress``, shards (FSDP2) ``compress_fsdp``,
 and nothing takes both.
 
-    optimizer                                 DistributedDataParallel           FSDP2
-    of torch                                  compresses gradients              compresses gradients and weights
-    OneBitAdam and its kin, whole or sharded  averages nothing: ``overlap``     refused
-    LocalUpdates                              averages nothing: ``keep_local``  refused
-    Partitioned                               refused                           refused
+    optimizer                  DistributedDataParallel           FSDP2
+    of torch                   compresses gradients              compresses gradients, weights
+    OneBitAdam and its kin     averages nothing: ``overlap``     refused
+    LocalUpdates               averages nothing: ``keep_local``  refused
+    Partitioned                refused                           refused
 
 Options are those of one of the two. For shards ``weights`` must be named beside ``codec``: nothing
 else travels in a lossy codec unasked. A pair that does not fit is an error at construction, or when

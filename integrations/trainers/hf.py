@@ -62,8 +62,8 @@ class Compress(TrainerCallback):
     ``commpress.compress``.
 
     Where the Trainer shards the model by FSDP2 (``fsdp=True`` of its arguments), ``options`` are
-    those of ``commpress.compress_fsdp``. Beside a ``codec``, which is of gradients, ``weights`` must
-    be named; ``Compress()`` sends both in int8.
+    those of ``commpress.compress_fsdp``. Beside a ``codec``, which is of gradients, ``weights``
+    must be named; ``Compress()`` sends both in int8.
 
     Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it,
     on another number of ranks too where the files of all of them are there. Logs get bytes sent per

@@ -85,6 +85,12 @@ def flexsp(names):
     return as_alone(found, names) and found[1] == [((0,), (0,)), ((1,), (1, 2, 3))]
 
 
+@piece("sketched_sgd")
+def sketched_sgd(names):
+    losses, model, share = names.train(8, k=9000)
+    return losses[-1] < losses[0] and alike(flat(model)) and share < 0.4
+
+
 @piece("lsh_moe")
 def lsh_moe(names):
     losses, sent, _ = names.train(6, 0.2)

@@ -1,25 +1,14 @@
 """Sketched SGD of the gallery: linear tables, and momentum SGD where nothing is left out."""
 
-import importlib.util
-
 import pytest
 import torch
 import torch.distributed as dist
 
-import sources
-
-PATH = sources.ROOT / "examples" / "gallery" / "sketched_sgd.py"
-
-
-def loaded():
-    spec = importlib.util.spec_from_file_location("sketched_sgd", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from gallery import gallery
 
 
 def test_the_sum_of_sketches_is_the_sketch_of_the_sum_and_shows_large_elements():
-    sketch = loaded().CountSketch(5000, 5, 400)
+    sketch = gallery("sketched_sgd").CountSketch(5000, 5, 400)
     x, y = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)) / 100
     x[17], y[4000] = 3.0, -5.0
     torch.testing.assert_close(sketch.of(x) + sketch.of(y), sketch.of(x + y))
@@ -33,7 +22,7 @@ def stepped(k):
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(30, 10))
     twin = torch.nn.Parameter(weight.detach().clone())
-    optimizer = loaded().SketchedSGD([weight], 0.1, k=k, columns=300)
+    optimizer = gallery("sketched_sgd").SketchedSGD([weight], 0.1, k=k, columns=300)
     plain = torch.optim.SGD([twin], 0.1, momentum=0.0)
     for step in range(6):
         draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -59,8 +48,13 @@ def test_ranks_stay_equal_where_elements_wait(pool):
     assert different > 0
 
 
+def learnt():
+    losses, _, share = gallery("sketched_sgd").train(400)
+    return losses[0], losses[-1], share
+
+
 @pytest.mark.slow
-def test_it_learns(scripts, tmp_path):
-    said = scripts.run(PATH, "--steps", "400", folder=tmp_path)
-    losses = [float(line.split()[3].rstrip(",")) for line in said.splitlines() if "loss" in line]
-    assert losses[-1] < losses[0] / 20
+def test_it_learns_from_a_fifth_of_the_floats(pool):
+    for first, last, share in pool.run(learnt):
+        assert last < first / 100
+        assert share < 0.2

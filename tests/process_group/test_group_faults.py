@@ -20,8 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 import sources
 from commpress.backend import GroupOptions
 from commpress.collectives.transports.gloo import connections_of
-from commpress.errors import CommunicationError, Mismatch, PeerFailure
-from faults import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
+from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
+from faults import (
+    ANYBODY,
+    CALLS,
+    COMPRESSED,
+    FAULTS,
+    MARK,
+    Case,
+    Seen,
+    applies,
+    entered,
+    make,
+    table,
+)
 from group_calls import as_world
 from ranks import meet
 
@@ -291,7 +303,7 @@ def test_connections_that_others_may_have_opened_are_not_taken():
         other.close()
 
 
-# ---------------------------------------------------------------- the table in docs/faults.md
+# ---------------------------------------------------------------- the table in docs/backend.md
 
 
 def test_the_command_reports_what_survivors_see(tmp_path):
@@ -310,29 +322,39 @@ def test_the_command_reports_what_survivors_see(tmp_path):
         sys.executable,
         str(sources.ROOT / "benchmarks"),
         *arguments,
-        "--markdown",
-        str(tmp_path / "f.md"),
+        "--docs",
+        str(page := tmp_path / "f.md"),
     ]
+    page.write_text(f"# Before\n\n{MARK}\n\n| old |\n| --- |\n\nAfter.\n")
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "ok    2 cases" in ran.stdout
-    document = (tmp_path / "f.md").read_text()
-    assert re.search(
-        r"^\| all_reduce \| PeerFailure 2 \d+\.\d\d s \| Mismatch 2 \d+\.\d\d s \|$", document, re.M
+    assert re.fullmatch(
+        rf"# Before\n\n{MARK}\n\n\| call \| kill -9 \| SIGSTOP \| a wrong call \|\n"
+        r"(\| --- ){4}\|\n"
+        r"\| all_reduce \| \d+\.\d\d s \| – \| \d+\.\d\d s \|\n\nAfter\.\n",
+        page.read_text(),
     )
 
 
-def test_the_document_holds_every_call_and_only_typed_errors_that_name_the_right_rank():
-    path = sources.ROOT / "docs" / "faults.md"
-    rows = [line.split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")][
-        2:
-    ]
-    assert [row[0].removeprefix("| ") for row in rows] == [*CALLS, COMPRESSED]
+def test_another_error_than_the_expected_one_is_written_out():
+    seen = Seen("Mismatch", (0,), 0.5, "", went_on=True)
+    cases = [Case("all_reduce", "kill -9", [seen, seen])]
+    cases += [Case("all_reduce", "wrong op", [None, seen])]
+    assert "| all_reduce | Mismatch 0 0.50 s | – | hung or died |" in table(cases, ["all_reduce"])
+
+
+def test_a_page_without_the_mark_is_refused():
+    with pytest.raises(InvalidArgument, match="put it where the table goes"):
+        entered("# A page\n", "| call |\n")
+
+
+def test_the_page_has_every_call_and_only_typed_errors_that_name_the_right_rank():
+    page = (sources.ROOT / "docs" / "backend.md").read_text()
+    lines = page.partition(f"{MARK}\n\n")[2].split("\n\n")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines][2:]
+    assert [row[0] for row in rows] == [*CALLS, COMPRESSED]
     for row in rows:
-        for fault, cell in zip(FAULTS, row[1:], strict=True):
-            expected = (
-                rf"(Mismatch|PeerFailure) {LAST} \d\.\d\d s"
-                if applies(row[0].removeprefix("| "), fault)
-                else "–"
-            )
-            assert re.fullmatch(expected, cell.removesuffix(" |")), (row[0], fault, cell)
+        for fault, cell in zip(("kill -9", "SIGSTOP", "wrong op"), row[1:], strict=True):
+            took = r"\d\.\d\d s" if applies(row[0], fault) else "–"
+            assert re.fullmatch(took, cell), (row[0], fault, cell)

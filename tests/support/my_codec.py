@@ -1,4 +1,4 @@
-"""A codec of one's own, as docs/architecture.md shows it: two bits an element, ±⅓ or ±1 times the
+"""A codec of one's own, as docs/codecs.md shows it: two bits an element, ±⅓ or ±1 times the
 largest of its row."""
 
 import torch
