@@ -393,6 +393,10 @@ EARLY = [
     ("bench io --chunks many", "argument --chunks: size is 'many', expected a number with KiB"),
     ("bench io --size 0", "--chunks must be at least 1MiB and divide --size"),
     ("bench io --engine spdk", "argument --engine: got 'spdk', expected 'auto' or one of io_uring"),
+    ("weights serve run --port -1", "argument --port: got '-1', expected a whole number"),
+    ("weights pull a b --serve -1", "argument --serve: got '-1', expected a whole number"),
+    ("weights verify run --json /nowhere/all.json", "argument --json: --json is '/nowhere"),
+    ("weights stat run --json /nowhere/all.json", "argument --json: --json is '/nowhere"),
     ("bench io --check --no-fio", "--check compares with fio"),
     (
         "bench train --ways powersgd",

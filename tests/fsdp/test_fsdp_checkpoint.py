@@ -90,7 +90,7 @@ def left_by_ranks(plan: Plan, folder: str, size: int) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(gradients="int4"), Plan(gradients="int4", columns=True), Plan(gradients=WHOLE)],
+    [Plan(codec="int4"), Plan(codec="int4", columns=True), Plan(gradients=WHOLE)],
     ids=str,
 )
 def test_the_states_of_all_ranks_are_enough_for_another_world_size(pool, tmp_path, plan):
@@ -107,7 +107,7 @@ def too_few(folder: str) -> list[str]:
     """Errors of states that are not those of all ranks, and of residuals in codes."""
     said = []
     for residuals, given in (("none", 3), ("shift8", 4)):
-        session = Session(Plan(gradients="int4", steps=1, options={"residuals": residuals})).run()
+        session = Session(Plan(codec="int4", steps=1, options={"residuals": residuals})).run()
         states: list[Any] = [None] * 4
         dist.all_gather_object(states, session.state.state_dict())
         with pytest.raises(StateMismatch) as caught:
