@@ -90,7 +90,7 @@ def left_by_ranks(plan: Plan, folder: str, size: int) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(codec="int4"), Plan(codec="int4", columns=True), Plan(gradients=WHOLE)],
+    [Plan(codec="int4"), Plan(codec="int4", columns=True), Plan(codec=WHOLE)],
     ids=str,
 )
 def test_the_states_of_all_ranks_are_enough_for_another_world_size(pool, tmp_path, plan):
