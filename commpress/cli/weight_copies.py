@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from time import sleep
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.weights.http_server import WeightServer
@@ -31,7 +31,7 @@ def _serve(options: argparse.Namespace) -> int:
     told: dict[str, int] = {}
     try:
         while True:
-            time.sleep(LOOK)
+            sleep(LOOK)
             for reader, (version, _) in server.readers.items():
                 if told.get(reader) != version:
                     print(
@@ -60,7 +60,7 @@ def _pull(options: argparse.Namespace) -> int:
                 print(f"version {saved} is in {options.safetensors}", flush=True)
             if not (options.follow or server):
                 break
-            time.sleep(LOOK)
+            sleep(LOOK)
     finally:
         if server is not None:
             server.close()

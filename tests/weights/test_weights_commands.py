@@ -93,7 +93,7 @@ def test_a_copy_is_followed_and_served(folder, tmp_path, capfd):
 
 
 def test_serving_says_who_reads(folder, capsys, monkeypatch):
-    looks, urls, sleep = iter(range(100)), [], time.sleep
+    looks, urls = iter(range(100)), []
 
     def look(seconds):
         turn = next(looks)
@@ -104,9 +104,9 @@ def test_serving_says_who_reads(folder, capsys, monkeypatch):
             reading.join()
         elif turn == 40:
             raise KeyboardInterrupt
-        sleep(0.05)  # the server may note a reader after its answer
+        time.sleep(0.05)  # the server may note a reader after its answer
 
-    monkeypatch.setattr(weight_copies.time, "sleep", look)
+    monkeypatch.setattr(weight_copies, "sleep", look)
     assert main(["weights", "serve", str(folder), "--port", "0"]) == 130
     assert "127.0.0.1 reads version 3" in capsys.readouterr().out
 
