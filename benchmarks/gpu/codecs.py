@@ -171,7 +171,7 @@ def _tests(report: Report) -> None:
 
 @contextmanager
 def _kernels(machine: Machine) -> Iterator[None]:
-    """Of the device. On a twin the plans of CUDA, executed on the processor from the same
+    """Kernels of the device. On a twin the plans of CUDA, executed on the processor from the same
     source."""
     if not machine.twin:
         yield

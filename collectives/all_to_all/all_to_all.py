@@ -101,7 +101,7 @@ class Way:
 def _told(
     executor: Executor, nodes: Nodes, mine: Told, device: torch.device, *, even: bool
 ) -> Steps[Told]:
-    """For each mate, the lengths of the blocks that this rank forwards for it. Inside the node, so
+    """Lengths, for each mate, of the blocks that this rank forwards for it. Inside the node, so
     it is quick."""
     me = executor.transport.rank
     mates = nodes.members[nodes.home[me]]

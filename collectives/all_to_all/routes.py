@@ -329,7 +329,7 @@ def between_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
 
 @lru_cache(_KEPT)
 def forwarded(lengths: Lengths, nodes: Nodes, *, inside: bool) -> Told:
-    """For each mate, the lengths of those own blocks that it forwards: on the way out with
+    """Lengths, for each mate, of those own blocks that it forwards: on the way out with
     ``inside`` first, else in."""
     home = nodes.home[lengths.rank]
     lent = _spoken_for(nodes, home) if inside else _landing(nodes, home)

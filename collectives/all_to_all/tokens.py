@@ -330,7 +330,7 @@ class TokenRoutes:
     def collect(
         self, packets: torch.Tensor, form: PacketForm, carrier: Carrier, sequence: int
     ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-        """For each token the sum of its packets, one from each rank that got it, and of what goes
+        """The sum of each token's packets, one from each rank that got it, and of what goes
         with them."""
         what = f"back {form.width} {form.dtype} {form.extra}"
         inbox = carrier.rows(len(self.inside.pick), form.row_bytes, packets.device)

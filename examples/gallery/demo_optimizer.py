@@ -153,7 +153,7 @@ class DeMo(torch.optim.Optimizer):
         return left, torch.cat([part.view(torch.uint8) for part in message])
 
     def values_and_places(self, message):
-        """Of each parameter, from the bytes that a rank sent."""
+        """Components of each parameter, from the bytes that a rank sent."""
         found, at = [], 0
         for _, p in self.each():
             shape = self.coefficients(p)[0], self.kept(p)

@@ -91,7 +91,7 @@ def train(steps, codec="int8", *, same=False, lr=1e-2):
 
 
 def directions(update):
-    """Of the update of a weight, those with at least a hundredth of the largest."""
+    """Directions of a weight's update with at least a hundredth of the largest."""
     values = torch.linalg.svdvals(update)
     return int((values > 0.01 * values[0]).sum())
 

@@ -153,7 +153,7 @@ def expanded(made, centroids, tokens, where, gates):
 
 
 def vertices(coordinates):
-    """Of [..., dims] the nearest vertex: twice the place of the largest, + 1 if it is negative."""
+    """The nearest vertex of [..., dims]: twice the place of the largest, + 1 if it is negative."""
     place = coordinates.abs().argmax(-1, keepdim=True)
     return (2 * place + (coordinates.gather(-1, place) < 0)).squeeze(-1)
 

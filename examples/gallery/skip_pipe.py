@@ -26,7 +26,7 @@ WIDTH, ROWS, COUNT = 16, 32, 8
 
 
 def routes(stages, count, skip):
-    """Of each micro-batch its stages, and the time on each; a stage has one micro-batch at a
+    """Stages of each micro-batch, and the time on each; a stage has one micro-batch at a
     time."""
     between, used, found = range(1, stages - 1), [set() for _ in range(stages)], []
     kept, often, seen = len(between) - round(skip * len(between)), Counter(), Counter()

@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
 
 def whole(q, k, v):
-    """As ``Ulysses.attention`` in one process."""
+    """Attention of one process, as ``Ulysses.attention`` has it."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 

@@ -119,7 +119,7 @@ class _Reader(dcp.FileSystemReader):
         self.folder = Path(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As torch's, of classes of metadata only."""
+        """Read torch's metadata, and no other classes."""
         file = self.folder / ".metadata"
         if file.stat().st_size > _MAX_METADATA:
             raise StateMismatch(

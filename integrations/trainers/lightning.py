@@ -113,7 +113,7 @@ class Compress(Callback):
             self.state = joined
 
     def _load(self, saved: list[dict[str, Any]]) -> None:
-        """From the parts of all ranks that saved."""
+        """Load the parts of all ranks that saved."""
         state = self.state
         if isinstance(state, ShardedState):
             state.forget_weights()

@@ -116,7 +116,7 @@ class RankGather:
         return [outcome for outcome, _ in every]
 
     def first(self, call: Callable[[], Any]) -> Any:
-        """As ``together``, of rank 0 alone."""
+        """Run it on rank 0 alone; its result or error is that of all ranks."""
         return self.together(lambda: None if self.rank else call())[0]
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def commit(
 
 
 def kept(versions: Versions, anchors: int) -> Versions:
-    """From the oldest of the newest ``anchors`` on."""
+    """Versions from the oldest of the newest ``anchors`` on."""
     found = [i for i, (_, _, anchored) in enumerate(versions) if anchored]
     return versions[found[-anchors] :] if len(found) > anchors else versions
 

@@ -105,7 +105,7 @@ class WeightStream(NamedTuple):
         return sum(piece.last - piece.first for piece in self.pieces)
 
     def blocks(self) -> list[list[BlockRun]]:
-        """For each block what lies in it."""
+        """List what lies in each block."""
         whole = self.numbers.block
         found: list[list[BlockRun]] = [[] for _ in range(-(-self.numel // whole))]
         at = 0

@@ -218,7 +218,7 @@ def pack(gaps, differences, count, logs, out):
 
 @bare
 def _bits_from(code, bit):
-    """At least 57 bits of a code, the first one lowest; behind its end there are zeros."""
+    """Read at least 57 bits of a code, the first one lowest; zeros follow its end."""
     at = bit >> 3
     if at + 8 <= code.size:
         word = _word(code, at)
