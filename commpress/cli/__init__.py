@@ -182,7 +182,13 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """The exit status of what ``argv`` asks for; errors of ours and of files in one line."""
     from commpress.cli.option_groups import refuse_early
 
-    options, unknown = commands.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    options, unknown = commands.parse_known_args(words[:end])
+    if end < len(words):  # a command of the user's, with options of its own
+        if not hasattr(options, "command"):
+            _refuse_unknown(vars(options).get("parser", commands), "--")
+        options.command = words[end + 1 :]
     own, refuses = vars(options).pop("parser", commands), vars(options).pop("refuses", None)
     if unknown:
         _refuse_unknown(own, unknown[0])

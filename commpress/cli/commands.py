@@ -13,7 +13,7 @@ from pathlib import Path
 
 from commpress.cli import option_groups
 from commpress.cli.fault_schedule import check_kinds
-from commpress.cli.hosts import parse_delay, parse_rate
+from commpress.cli.hosts import MOST, parse_delay, parse_rate
 from commpress.cli.option_groups import (
     at_least,
     byte_counts,
@@ -30,6 +30,7 @@ from commpress.cli.option_groups import (
 from commpress.units import parse_bytes, parse_link, parse_memory, parse_rates
 
 SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
+TRY = "Try your own script"
 COME = "Come from elsewhere"
 WEIGHTS = "Weights at their readers"
 Options = Callable[[argparse.ArgumentParser], None]
@@ -479,6 +480,105 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
     option_groups.add_output(parser)
+
+
+# ---------------------------------------------------------------- try your own script
+
+
+@command("hosts", TRY, runs="commpress.cli.on_hosts", spins=False)
+def on_hosts(parser: argparse.ArgumentParser) -> None:
+    """run a command on several hosts with slow links, all on this machine
+
+    Makes N hosts (network namespaces of Linux; root is not needed where users may have namespaces),
+    joins them by links of the given rate and delay, and runs COMMAND on each of them at once:
+    several machines rehearsed on one. torchrun and accelerate launch are told how many machines
+    there are; any other command is one rank, and gets RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT.
+
+      commpress hosts 2 --rate 100mbit -- torchrun --nproc-per-node 1 train.py
+      commpress hosts 4 --rate 1gbit --delay 20ms -- accelerate launch --cpu train.py
+      commpress hosts 2 --rate 25mbit -- python train.py
+
+    Prints what each host prints, and at the end the seconds and bytes of each. The exit status is
+    that of the first host that failed. The hosts share this machine's cores and files.
+    """
+    add = parser.add_argument
+    add("count", type=at_least(1, MOST), metavar="N", help="hosts")
+    _command(parser)
+    _links(parser)
+    add("--json", metavar="FILE", help="seconds, bytes and exit status of each host")
+
+
+@command("compare", TRY, runs="commpress.cli.compare", spins=False)
+def compare(parser: argparse.ArgumentParser) -> None:
+    """run a script with several methods in turns: loss, seconds, bytes
+
+    COMMAND contains {method} where the script takes a codec, and may contain {seed}; both are
+    replaced for each run, and the runs take turns. The first method is what the others are compared
+    with. Losses are read from what the command prints: the Trainer's lines, JSON, 'loss 2.31'.
+
+      commpress compare -- torchrun --nproc-per-node 2 train.py --codec {method}
+      commpress compare --methods none,int8,powersgd-4 --seeds 3 -- \\
+          torchrun --nproc-per-node 2 train.py --codec {method} --seed {seed}
+      commpress compare --hosts 2 --rate 100mbit -- env CODEC={method} torchrun train.py
+                                                      on two hosts with a slow link
+
+    Ends with a table, a verdict for each method, and a picture. The exit status is 1 if a method
+    changes nothing, as where a script does not look at {method}.
+    """
+    add = parser.add_argument
+    _command(parser)
+    add(
+        "--methods",
+        default="none,int8",
+        metavar="A,B",
+        help="words that replace {method} (default none,int8)",
+    )
+    add("--seed", type=at_least(0), default=0, metavar="N", help="the first (default 0)")
+    add("--seeds", type=at_least(1, 1000), default=1, metavar="N", help="so many (default 1)")
+    add(
+        "--pattern",
+        default="",
+        metavar="REGEX",
+        help="of a line with a loss, whose number is the group (?P<loss>...)",
+    )
+    add(
+        "--hosts",
+        dest="count",
+        type=at_least(2, MOST),
+        default=0,
+        metavar="N",
+        help="run on so many hosts, as commpress hosts does (default: here)",
+    )
+    _links(parser)
+    add(
+        "--out",
+        default="compare.svg",
+        metavar="FILE",
+        help="the picture, .svg (default compare.svg)",
+    )
+    add("--json", metavar="FILE", help="all losses with their times")
+
+
+def _command(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("command", nargs="*", metavar="-- COMMAND", help="what is run")
+
+
+def _links(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--rate",
+        type=told(parse_rate),
+        metavar="RATE",
+        help="of each host's link, as 100mbit (default: as fast as this machine)",
+    )
+    add(
+        "--delay",
+        type=told(parse_delay),
+        default=0.0,
+        metavar="TIME",
+        help="of each host's link, one way, as 20ms (default none)",
+    )
 
 
 # ---------------------------------------------------------------- break it

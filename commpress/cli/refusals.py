@@ -14,8 +14,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NoReturn, TypeVar
 
-from commpress.cli import fault_schedule, hosts, terminal
+from commpress.cli import fault_schedule, launchers, terminal
 from commpress.cli.contenders import names
+from commpress.cli.hosts import MOST
 from commpress.cli.option_groups import meant, sizes_of
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import NAMES, SignCodec
@@ -113,9 +114,9 @@ def demo(options: argparse.Namespace) -> None:
 
 
 def _hosts(ranks: int) -> None:
-    if ranks > hosts.MOST:
+    if ranks > MOST:
         raise InvalidArgument(
-            f"--ranks is {ranks}, expected at most {hosts.MOST} where each has a host of its own"
+            f"--ranks is {ranks}, expected at most {MOST} where each has a host of its own"
         )
 
 
@@ -150,6 +151,46 @@ def probe(options: argparse.Namespace) -> None:
     _on_nodes(options, "topology")
     if options.plot and not options.plot.endswith(".svg"):
         raise InvalidArgument(f"--plot is {options.plot!r}, expected a name that ends in .svg")
+
+
+def hosts(options: argparse.Namespace) -> None:
+    if not options.command:
+        raise InvalidArgument("which command? write it behind --, as in '-- torchrun train.py'")
+    if options.count:
+        launchers.check(options.command)
+    beyond = [word for word in options.command if word != "env" and "=" not in word][:1]
+    if beyond and shutil.which(beyond[0]) is None:
+        raise InvalidArgument(f"there is no command {beyond[0]!r} on this machine's PATH")
+
+
+def compare(options: argparse.Namespace) -> None:
+    hosts(options)
+    text, methods = " ".join(options.command), options.methods.split(",")
+    if "{method}" not in text:
+        raise InvalidArgument(
+            "the command has no {method}: write it where the script takes a codec, as in "
+            "'train.py --codec {method}', or before it: 'env CODEC={method} torchrun train.py'"
+        )
+    if len(set(methods)) < 2 or not all(methods) or len(set(methods)) < len(methods):
+        raise InvalidArgument(
+            f"--methods is {options.methods!r}, expected at least two different ones: none,int8"
+        )
+    if options.seeds > 1 and "{seed}" not in text:
+        raise InvalidArgument(
+            f"--seeds is {options.seeds} and the command has no {{seed}}: all runs would be the "
+            "same. Write it where the script takes a seed"
+        )
+    if (options.rate or options.delay) and not options.count:
+        raise InvalidArgument("--rate and --delay are of links between hosts: add --hosts 2")
+    terminal.check_picture(options.out, (".svg",))
+    try:
+        groups = re.compile(options.pattern).groupindex
+    except re.error as error:
+        raise InvalidArgument(f"--pattern is {options.pattern!r}: {error}") from None
+    if options.pattern and "loss" not in groups:
+        raise InvalidArgument(
+            f"--pattern is {options.pattern!r}, expected a group (?P<loss>...) around the number"
+        )
 
 
 def chaos(options: argparse.Namespace) -> None:

@@ -44,6 +44,8 @@ COMMANDS = [
     ("simulate",),
     ("plan",),
     ("chaos",),
+    ("hosts",),
+    ("compare",),
     ("from-deepspeed",),
     ("weights",),
     ("weights", "serve"),
@@ -266,6 +268,8 @@ WRONG = {  # an argument that cannot work, for every command
     "bench experts": "--tokens 0",
     "bench io": "--directory /nowhere",
     "bench train": "--steps 0",
+    "hosts": "--rate fast",
+    "compare": "--seeds 0",
     "from-deepspeed": "/nowhere.json",
     "weights serve": "--port -1",
     "weights pull": "--serve -1",
@@ -520,6 +524,9 @@ EARLY = [
     ("chaos --faults cut --faults-per-hour 9000 -- true", "a link can be cut only between hosts"),
     ("chaos --schedule /nowhere.txt", "--schedule /nowhere.txt: No such file or directory"),
     ("chaos --calm nan", "argument --calm: got 'nan', expected a number of at least 0"),
+    ("hosts 2", "which command? write it behind --"),
+    ("hosts 2 -- torchrun --nnodes 2 a.py", "the command has --nnodes, which commpress hosts"),
+    ("compare -- python3 a.py", "the command has no {method}"),
     ("from-deepspeed /nowhere.json", "/nowhere.json cannot be read: No such file or directory"),
 ]
 
@@ -605,7 +612,7 @@ def test_help_says_the_whole_command(command, capsys):
         (["bench", "trian"], "there is no command 'commpress bench trian': did you mean 'train'?"),
         (
             ["xyz"],
-            "expected one of bench, chaos, demo, doctor, from-deepspeed, plan, probe, simulate",
+            "expected one of bench, chaos, compare, demo, doctor, from-deepspeed, hosts, plan",
         ),
         (["bench"], "expected one of bench codec, bench allreduce"),
         (

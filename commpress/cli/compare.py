@@ -1,0 +1,288 @@
+"""A training command run with one method of communication after the other: losses, seconds and
+bytes beside each other."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from time import perf_counter
+
+from commpress.cli import on_hosts, terminal
+from commpress.cli.hosts import Hosts
+from commpress.cli.svg import Curve, curves
+from commpress.errors import CommpressError
+
+METHOD, SEED = "{method}", "{seed}"  # in the command
+COLOURS = ("#666666", "#1f6fb4", "#d95f02", "#1b9e77", "#7b3294", "#b8860b", "#c51b7d")
+HEAD = ["method", "runs", "final loss", "gap", "seconds", "speed", "MB sent"]
+SHOWN = 15  # last lines of a command that failed
+# gaps of less than these shares count as none: of one seed, of several
+CLOSE, CLOSEST = 0.005, 0.001
+# names of losses: 'loss': 2.31   "eval_loss": "2.31"   loss=2.31   val loss 2.31
+_LOSS = re.compile(
+    r"""(?<![\w.])(?P<name>(?:\w+[ _/-]){0,2}loss)["']?\s*[:= ]\s*["']?"""
+    r"""(?P<loss>[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))(?![\w.])""",
+    re.IGNORECASE,
+)
+_HELD_OUT = re.compile(r"(?<![a-z])(eval|val|test|held)", re.IGNORECASE)
+
+
+@dataclass
+class TrainedRun:
+    """One run of the command."""
+
+    method: str
+    seed: int
+    losses: list[float] = field(default_factory=list)  # of training, as they were printed
+    times: list[float] = field(default_factory=list)  # seconds after the start at which they came
+    held_out: list[float] = field(default_factory=list)
+    sent_bytes: int | None = None
+
+    @property
+    def final(self) -> float:
+        """The last held-out loss, or the mean of the last tenth of the training losses."""
+        last = self.losses[-max(len(self.losses) // 10, 1) :]
+        return self.held_out[-1] if self.held_out else mean(last)
+
+    @property
+    def seconds(self) -> float:
+        """Time from the first loss to the last: imports and connections are not in it."""
+        return self.times[-1] - self.times[0]
+
+
+def run(options: argparse.Namespace) -> int:
+    methods, seeds = options.methods.split(","), range(options.seed, options.seed + options.seeds)
+    reader = LossReader(options.pattern)
+    runs: list[TrainedRun] = []
+    with _hosts(options) as hosts:
+        print(terminal.wrapped(headline(options, methods)), flush=True)
+        for seed in seeds:
+            for method in methods if seed % 2 == 0 else reversed(methods):
+                with terminal.working(f"{method}, seed {seed}"):
+                    runs.append(trained(options.command, method, seed, reader, hosts))
+                one = runs[-1]
+                said = f"{method}, seed {seed}: {len(one.losses)} losses, final {one.final:.4g}"
+                print(f"{said}, {one.seconds:.1f} s", flush=True)
+    print()
+    terminal.show(HEAD, rows(runs, methods))
+    print("\n".join(["", *map(terminal.wrapped, verdicts(runs, methods))]))
+    draw(options.out, runs, methods)
+    print(f"\npicture: {options.out}")
+    if options.json:
+        found = [asdict(each) | {"final": each.final, "seconds": each.seconds} for each in runs]
+        content = {"command": options.command, "runs": found}
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if unused(runs, methods) else 0
+
+
+def headline(options: argparse.Namespace, methods: Sequence[str]) -> str:
+    where = f"this machine, {on_hosts.headline(options)}" if options.count else "this machine"
+    return (
+        f"{len(methods)} methods, {options.seeds} seed{'s' * (options.seeds > 1)}, in turns on "
+        f"{where}: {' '.join(options.command)}"
+    )
+
+
+def _hosts(options: argparse.Namespace) -> AbstractContextManager[Hosts | None]:
+    if not options.count:
+        return nullcontext()
+    return Hosts(options.count, rate=options.rate, delay=options.delay)
+
+
+# ---------------------------------------------------------------- one run
+
+
+def filled(command: Sequence[str], method: str, seed: int) -> list[str]:
+    return [word.replace(METHOD, method).replace(SEED, str(seed)) for word in command]
+
+
+def trained(
+    command: Sequence[str], method: str, seed: int, reader: "LossReader", hosts: Hosts | None
+) -> TrainedRun:
+    """Run the command once; raise with its last lines if it fails or prints no loss."""
+    found, last = TrainedRun(method, seed), deque[str](maxlen=SHOWN)
+    start, words = perf_counter(), filled(command, method, seed)
+
+    def line(host: int, text: str) -> None:
+        last.append(text)
+        if host == 0:
+            reader.read(text, perf_counter() - start, found)
+
+    if hosts is not None:
+        ended = on_hosts.together(hosts, words, line, {"PYTHONUNBUFFERED": "1"})
+        status, found.sent_bytes = on_hosts.status(ended), max(e.sent_bytes for e in ended)
+    else:
+        before = interface_bytes()
+        status = _here(words, line)
+        after = interface_bytes()
+        found.sent_bytes = None if before is None or after is None else after - before
+    if status or len(found.losses) < 2:
+        why = f"ended with status {status}" if status else "printed fewer than two losses"
+        shown = "\n".join(f"  {text}" for text in last)
+        cure = "" if status else "; --pattern says how its lines look"
+        raise CommpressError(f"{method}, seed {seed}: the command {why}{cure}. It said:\n{shown}")
+    return found
+
+
+def _here(words: Sequence[str], line: on_hosts.Line) -> int:
+    with subprocess.Popen(
+        words,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        on_hosts.read(process.stdout, 0, line)
+    return process.returncode
+
+
+def interface_bytes() -> int | None:
+    """Bytes that all interfaces of this machine have sent; None where no system file says so."""
+    path = Path("/proc/net/dev")
+    if not path.exists():
+        return None
+    lines = path.read_text().splitlines()[2:]
+    return sum(int(each.partition(":")[2].split()[8]) for each in lines)
+
+
+class LossReader:
+    """Losses in what a command prints: Trainer's dictionaries, JSON lines, ``loss 2.31``, or a
+    pattern with the group ``loss``."""
+
+    def __init__(self, pattern: str = "") -> None:
+        self.pattern = re.compile(pattern) if pattern else None
+
+    def read(self, text: str, seconds: float, into: TrainedRun) -> None:
+        for name, loss in self._found(text):
+            if _HELD_OUT.search(name):
+                into.held_out.append(loss)
+            else:
+                into.losses.append(loss)
+                into.times.append(seconds)
+
+    def _found(self, text: str) -> Iterator[tuple[str, float]]:
+        if self.pattern is not None:
+            for match in self.pattern.finditer(text):
+                yield "loss", float(match["loss"])
+            return
+        for part in text.split("\r"):
+            found = _LOSS.search(part)
+            if found is not None and "train_runtime" not in part:
+                yield found["name"], float(found["loss"])
+
+
+# ---------------------------------------------------------------- all runs
+
+
+def _by_method(runs: Sequence[TrainedRun], methods: Sequence[str]) -> dict[str, list[TrainedRun]]:
+    return {name: [each for each in runs if each.method == name] for name in methods}
+
+
+def gaps(runs: Sequence[TrainedRun], method: str, baseline: str) -> list[float]:
+    """Final losses against the baseline's of the same seed, as shares of these."""
+    floor = {each.seed: each.final for each in runs if each.method == baseline}
+    return [each.final / floor[each.seed] - 1 for each in runs if each.method == method]
+
+
+def rows(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[list[str]]:
+    groups = _by_method(runs, methods)
+    base = mean(each.seconds for each in groups[methods[0]])
+    table = []
+    for name, group in groups.items():
+        sent = [each.sent_bytes for each in group if each.sent_bytes is not None]
+        seconds = mean(each.seconds for each in group)
+        gap = "" if name == methods[0] else _percent(gaps(runs, name, methods[0]))
+        table.append(
+            [
+                name,
+                str(len(group)),
+                _spread([each.final for each in group]),
+                gap,
+                f"{seconds:.1f}",
+                f"{base / seconds:.2f}",
+                f"{mean(sent) / 1e6:.1f}" if sent else "-",
+            ]
+        )
+    return table
+
+
+def _percent(shares: Sequence[float]) -> str:
+    spread = f" ± {100 * stdev(shares):.2f}" if len(shares) > 1 else ""
+    return f"{100 * mean(shares):+.2f}{spread} %"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{mean(values):.4g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")
+
+
+def unused(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[str]:
+    """Methods whose losses are the baseline's in every digit: the command does not use them."""
+    groups = _by_method(runs, methods)
+    first = sorted(groups[methods[0]], key=lambda each: each.seed)
+    return [
+        name
+        for name in methods[1:]
+        if [each.losses for each in sorted(groups[name], key=lambda each: each.seed)]
+        == [each.losses for each in first]
+    ]
+
+
+def verdicts(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[str]:
+    """A sentence for each method beside the baseline, and how far to trust them."""
+    groups, said = _by_method(runs, methods), []
+    base, same = groups[methods[0]], unused(runs, methods)
+    for name in methods[1:]:
+        if name in same:
+            said.append(
+                f"{name}: its losses are those of {methods[0]} in every digit. Does the command "
+                f"use {METHOD}?"
+            )
+            continue
+        found = gaps(runs, name, methods[0])
+        noise = 2 * stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+        worse = mean(found) > max(noise, CLOSE if len(found) == 1 else CLOSEST)
+        speed = mean(each.seconds for each in base) / mean(each.seconds for each in groups[name])
+        pace = f"{speed:.2f} times as fast" if speed >= 1 else f"{1 / speed:.2f} times slower"
+        than = f"{'worse' if worse else 'no worse'} than {methods[0]}"
+        said.append(f"{name}: {than} ({_percent(found)} of the loss), {pace}.")
+    if len(base) > 1:
+        said.append(
+            "Gaps: of runs with the same seed, mean and standard deviation. One counts as worse if "
+            f"it is more than two standard errors and {100 * CLOSEST:g} % above."
+        )
+    else:
+        said.append(
+            f"One seed does not show how much runs differ: write {SEED} into the command and give "
+            f"--seeds 3. Gaps under {100 * CLOSE:g} % count as none here."
+        )
+    said.append(
+        "Loss: the last held-out one, else the mean of the last tenth. Seconds: from the first "
+        "loss to the last. Bytes: as the kernel counts them, of the busiest host, or of all "
+        "interfaces of this machine."
+    )
+    return said
+
+
+def draw(path: str, runs: Sequence[TrainedRun], methods: Sequence[str]) -> None:
+    """Training loss against seconds, a line for each method, of its first seed."""
+    groups, lines = _by_method(runs, methods), {}
+    for i, (name, group) in enumerate(groups.items()):
+        first = group[0]
+        window = max(len(first.losses) // 50, 1)
+        smooth = [mean(first.losses[max(j - window, 0) : j + 1]) for j in range(len(first.losses))]
+        lines[name] = Curve(
+            [at - first.times[0] for at in first.times],
+            smooth,
+            COLOURS[i % len(COLOURS)],
+            f"{mean(each.final for each in group):.4g}",
+            dashed=i == 0,
+        )
+    curves(path, "Loss of each method", lines, x="seconds after the first loss", y="training loss")

@@ -1,0 +1,163 @@
+"""A command on several hosts at once, each a network namespace of this machine with a slow link."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import IO, Any
+
+from commpress.cli import launchers, terminal
+from commpress.cli.hosts import Hosts
+
+# seconds that the others have to end by themselves once one has failed, and then after SIGTERM
+GRACE = 10.0
+LOOK = 0.05  # seconds between two looks at what still runs
+Line = Callable[[int, str], None]  # takes a host's number and a line that it printed
+HEAD = ["host", "address", "status", "seconds", "MB sent"]
+
+
+@dataclass
+class HostEnded:
+    """The end of the command on a host."""
+
+    host: str
+    address: str
+    status: int
+    seconds: float
+    sent_bytes: int
+
+
+def run(options: argparse.Namespace) -> int:
+    with Hosts(options.count, rate=options.rate, delay=options.delay) as hosts:
+        print(terminal.wrapped(headline(options)), flush=True)
+        ended = together(hosts, options.command, _printed(hosts))
+    print()
+    terminal.show(
+        HEAD,
+        [
+            [e.host, e.address, str(e.status), f"{e.seconds:.1f}", f"{e.sent_bytes / 1e6:.1f}"]
+            for e in ended
+        ],
+    )
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("command", "rate", "delay")}
+        found = settings | {"hosts": [asdict(e) for e in ended]}
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return status(ended)
+
+
+def headline(options: argparse.Namespace) -> str:
+    """Describe the hosts and their links."""
+    rate = "as fast as this machine" if options.rate is None else f"{options.rate / 1e6:g} Mbit/s"
+    late = f", {options.delay * 1e3:g} ms one way" if options.delay else ""
+    return f"{options.count} hosts (network namespaces), links: {rate}{late}"
+
+
+def status(ended: Sequence[HostEnded]) -> int:
+    """The exit status of the first host that failed, 0 if none has."""
+    failed = min((e for e in ended if e.status), key=lambda e: e.seconds, default=None)
+    return 0 if failed is None else failed.status
+
+
+def together(
+    hosts: Hosts,
+    command: Sequence[str],
+    line: Line,
+    environment: Mapping[str, str] | None = None,
+) -> list[HostEnded]:
+    """Run ``command`` on every host and call ``line(host, text)`` with each line that it prints.
+
+    A launcher is told how many machines there are and which one it is on; any other command gets
+    the variables that torchrun gives to one process a machine. Once one host has failed, the others
+    have ``GRACE`` seconds. Nothing that was started stays.
+    """
+    own = {**os.environ, **(environment or {})}
+    own.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(hosts), 1)))
+    start, before = perf_counter(), [hosts.sent_bytes(host) for host in range(len(hosts))]
+    processes: list[subprocess.Popen[Any]] = []
+    readers: list[threading.Thread] = []
+    for host in range(len(hosts)):
+        words, variables = launchers.placed(command, host, len(hosts), hosts.addresses[0])
+        process = hosts.start(
+            host,
+            words,
+            own | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        processes.append(process)
+        reader = threading.Thread(target=read, args=(process.stdout, host, line), daemon=True)
+        reader.start()
+        readers.append(reader)
+    try:
+        took = _waited(processes, start)
+    finally:
+        for process in processes:
+            _end(process, signal.SIGKILL)
+    for reader in readers:
+        reader.join(GRACE)
+    return [
+        HostEnded(
+            hosts.names[host],
+            hosts.addresses[host],
+            process.returncode if process.returncode >= 0 else 128 - process.returncode,
+            took[host],
+            hosts.sent_bytes(host) - before[host],
+        )
+        for host, process in enumerate(processes)
+    ]
+
+
+def _waited(processes: Sequence["subprocess.Popen[Any]"], start: float) -> list[float]:
+    """Seconds after ``start`` at which each process ended."""
+    took: dict[int, float] = {}
+    signals = iter((signal.SIGTERM, signal.SIGKILL))
+    due: float | None = None  # when those that still run get the next signal
+    while len(took) < len(processes):
+        now = perf_counter()
+        for host, process in enumerate(processes):
+            if host not in took and process.poll() is not None:
+                took[host] = now - start
+                due = now + GRACE if process.returncode and due is None else due
+        if due is not None and now > due:
+            due, number = now + GRACE, next(signals, signal.SIGKILL)
+            for process in processes:
+                _end(process, number)
+        sleep(LOOK)
+    return [took[host] for host in range(len(processes))]
+
+
+def _end(process: "subprocess.Popen[Any]", number: signal.Signals) -> None:
+    """Send a signal to a process and all that it has started, if it still runs."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        if number == signal.SIGKILL:
+            process.wait()
+
+
+def read(stream: IO[bytes], host: int, line: Line) -> None:
+    """Call ``line`` with each line of a stream until it ends."""
+    with stream:
+        for text in stream:
+            line(host, text.decode(errors="replace").rstrip("\n"))
+
+
+def _printed(hosts: Hosts) -> Line:
+    """Print lines behind the name of their host, each in one piece."""
+    alone = threading.Lock()
+
+    def line(host: int, text: str) -> None:
+        with alone:
+            print(f"{hosts.names[host]} | {text}", flush=True)
+
+    return line
