@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import commpress
 from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument
-from commpress.optim import local_updates, pace_meter
+from commpress.optim import local_updates, rounds
 from commpress.optim.outer import Average, Nesterov
-from commpress.optim.pace_meter import PaceMeter, slowest
+from commpress.optim.rounds import PaceMeter, slowest
 from commpress.schedules import UNKNOWN, Facts, Hidden, Pace
 from local_twin import Ranks, dyadic, noise
 from test_local_ranks import Slow
@@ -28,7 +28,7 @@ class Clock:
 
     def __init__(self, monkeypatch, exchange):
         self.now, self.exchange = 0.0, exchange
-        monkeypatch.setattr(pace_meter, "monotonic", lambda: self.now)
+        monkeypatch.setattr(rounds, "monotonic", lambda: self.now)
         monkeypatch.setattr(local_updates, "monotonic", lambda: self.now)
 
     def slow(self, ranks):
@@ -126,7 +126,7 @@ def test_beginning_and_ending_an_exchange_take_a_tenth_at_most():
 
 def test_the_meter_leaves_out_what_is_no_computing(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(pace_meter, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rounds, "monotonic", lambda: now[0])
     meter = PaceMeter()
     for seconds in (0.5, 1.5, 0.5, 1.5, 9.0):  # a device that is behind in every second one
         with meter.between_steps():

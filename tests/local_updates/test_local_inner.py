@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commpress
 from commpress.errors import InvalidArgument
-from commpress.optim.sharded_adam import ShardedOneBitAdam
+from commpress.optim.onebit_adam import ShardedOneBitAdam
 from ranks import caught
 from small_store import open_store
 

@@ -312,7 +312,7 @@ def test_it_resumes_in_a_warm_up(at, elastic):
 
 def test_a_whole_round_of_overlap_mixes_weights():
     for size in (1, 2):
-        with pytest.raises(InvalidArgument, match=r"overlap is 'round'.* a number of steps"):
+        with pytest.raises(InvalidArgument, match=r"overlap is 'round', expected a whole number"):
             Ranks(size, overlap="round")
         with pytest.raises(
             InvalidArgument,

@@ -621,7 +621,7 @@ def test_qsr_is_the_papers_table(alpha, base, total):
 
 def test_seconds_give_each_rank_as_many_steps_as_it_manages(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("commpress.optim.round_schedule.monotonic", lambda: clock[0])
+    monkeypatch.setattr("commpress.optim.rounds.monotonic", lambda: clock[0])
     ranks = Ranks(2, every=Seconds(1.0), weight="steps")
     counts = [0, 0]
 

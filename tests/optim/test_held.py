@@ -9,7 +9,7 @@ import torch
 import commpress
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.optim.held import Held, held_of, is_held, mark_held
+from commpress.optim.layout import Held, held_of, is_held, mark_held
 from optim_twin import Replicas
 
 SHAPES = ((40, 20), (7,), (3, 10))  # the last one is of experts

@@ -78,8 +78,8 @@ def seen(optimizer, params, mesh):
     found = {}
     for name in SHARDED:
         parts = [torch.zeros(shape) for shape in flat.shapes]
-        for one in optimizer.owned(range(len(parts))):
-            one.of_whole(parts[one.parameter]).copy_(one.of(getattr(optimizer, name)))
+        for i in optimizer.owned(range(len(parts))):
+            optimizer.own(parts[i], i).copy_(optimizer.part_of(getattr(optimizer, name), i))
         found |= {f"{name} {key}": t for key, t in joined(optimizer, parts, params, mesh).items()}
     parts = [torch.zeros(shape) for shape in flat.shapes]
     for name, part in zip(flat.names, parts, strict=True):

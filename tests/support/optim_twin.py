@@ -15,8 +15,8 @@ from commpress.collectives.transports.loopback import Loopback, Recorded, simula
 from commpress.errors import NonFiniteGradient
 from commpress.kernels.pieces import width_of
 from commpress.optim import tensor_states
+from commpress.optim.counters import OptimizerCounters
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.optim.optimizer_counters import OptimizerCounters
 
 SHAPES = ((40, 50), (700,), (7,))
 # for equations: gradients count in full, and nobody wakes up
