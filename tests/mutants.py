@@ -294,8 +294,8 @@ MUTANTS = [
     Mutant(
         "what a thawed tensor was owed is lost",
         "commpress/optim/onebit_adam.py",
-        "m = self._momenta[i].addcmul_(self._works[i], s)",
-        "m = self._momenta[i]",
+        "            self._momenta[i].addcmul_(owed, self.unit(i))\n",
+        "",
         "tests/optim/test_tensor_states.py",
     ),
     Mutant(
@@ -329,7 +329,7 @@ MUTANTS = [
     Mutant(
         "bases stay out of an optimizer's checkpoint",
         "commpress/optim/checkpoint.py",
-        "        exchanges.load_choices(part.get(name, {}))",
+        "        exchange.load_choices(part)\n",
         "",
         "tests/optim/test_optim_whole.py",
     ),
@@ -473,7 +473,7 @@ MUTANTS = [
     ),
     Mutant(
         "a round is shorter than its overlap",
-        "commpress/optim/round_schedule.py",
+        "commpress/optim/rounds.py",
         "self.length = max(self.every.interval(step, rate, facts), self.shortest)",
         "self.length = self.every.interval(step, rate, facts)",
         "tests/local_updates/test_local_updates.py",

@@ -1,123 +1,115 @@
-"""Saving and loading an optimizer: exact for a bitwise resume, elastic for another number of ranks.
+"""Saving and loading an optimizer: exact for a bitwise resume, elastic for another number of ranks
+or another mesh.
 
 A state is what torch's Adam gives, ``state`` and ``param_groups``, plus ``commpress``: where the
-schedule stands and what compression left behind. Plain tensors, numbers and text throughout: it
-loads with ``weights_only=True``.
+schedule stands and what compression left behind. An optimizer whose state is divided over the ranks
+has all of it there, each rank its rows. Plain tensors, numbers and text throughout: it loads with
+``weights_only=True``.
+
+Where parameters are DTensors, an elastic state holds the shards of one rank, or its rows of them,
+and their boxes. Those of all ranks are joined to whole tensors, residuals among them, and cut along
+the boxes of whoever loads them.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
-from commpress.collectives.exchange import Exchanges
-from commpress.collectives.residual_state import check_fit, elastic_state, exact_state, residuals_of
+from commpress.codecs.family import EXACT
+from commpress.collectives.allreduce import reduce_message
+from commpress.collectives.buckets import PIECE, one_message
+from commpress.collectives.residual_state import (
+    Residuals,
+    check_fit,
+    elastic_state,
+    exact_state,
+    residuals_of,
+    totals_of,
+)
+from commpress.collectives.scatter import Scatter
 from commpress.errors import StateMismatch
-from commpress.optim.boxes import boxes_of, recut
-from commpress.optim.columns import is_cut, local
+from commpress.optim.layout import Box, box_of, is_cut, local
+from commpress.optim.local_experts import State
+from commpress.optim.tensor_states import STATE
 from commpress.schedules import Facts
 from commpress.work import Steps
 
 if TYPE_CHECKING:
     from commpress.optim.optimizer import CompressedOptimizer
     from commpress.optim.replicated import ReplicatedOptimizer
+    from commpress.optim.sharded import ShardedOptimizer
 
-# of what every rank saves
-ENTRIES = ("optimizer", "step", "facts", "schedule", "full", "quantized")
+Part = dict[str, Any]  # the ``commpress`` entry of a rank's state
+
+EXCHANGES = ("full", "quantized")
+ENTRIES = ("optimizer", "step", "facts", "schedule", *EXCHANGES)  # of what every rank saves
+DIVIDED = ("shapes", "tensors", "shards", "waiting")  # besides, if it has rows
+ROWS = ("master", "momentum", "variance")
+LISTS = (*STATE, "trips", "lines")  # of what ``tensor_states`` knows
 
 log = logging.getLogger("commpress")
 
 
-def exact(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
-    return (
-        _head(optimizer)
-        | own_state(optimizer)
-        | {
-            name: exact_state(
-                exchanges.residuals, optimizer.channel.transport, optimizer.steps_done
-            )
-            | exchanges.choices()
-            for name, exchanges in _exchanges(optimizer)
-        }
-    )
+# ---------------------------------------------------------------- saving
 
 
-def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """This rank's part: its shard of what is still owed, and on rank 0 what all ranks share."""
-    shared, part = (yield from optimizer.shared()), _head(optimizer)
-    momentum = shared.get("exp_avg")
-    if optimizer.channel.rank == 0:
-        for i, (number, p) in enumerate(
-            zip(optimizer.shared_numbers(), optimizer._flat.parameters, strict=True)
-        ):
-            state["state"][number] = {
-                key: local(value).clone() for key, value in optimizer.state[p].items()
-            }
-            if momentum is not None:
-                state["state"][number]["exp_avg"] = optimizer._flat.view(momentum, i).clone()
-        part["schedule"] |= shared
+def exact(optimizer: "CompressedOptimizer") -> Part:
+    """This rank's own part, for as many ranks."""
+    part = _head(optimizer)
+    if optimizer.experts is not None:
+        part["own"] = optimizer.experts.state()
+    if optimizer.divided:
+        part["waiting"] = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
+    for name in EXCHANGES:
+        exchange = getattr(optimizer, name)
+        part[name] = exact_state(
+            exchange.residuals, optimizer.channel.transport, optimizer.steps_done
+        ) | _choices(exchange)
+    return part
+
+
+def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
+    """This rank's part: its shard of the residuals and its rows, and on rank 0 what all ranks
+    share. Of what differs between ranks the mean counts, which rank 0 saves."""
+    channel, part = optimizer.channel, _head(optimizer)
+    message = one_message(optimizer._flat.numel, EXACT, channel.size, name="window")
+    means = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
+    for mean in means.values():
+        yield from reduce_message(
+            mean,
+            None,
+            message=message,
+            transport=channel.transport,
+            workspace=channel.workspace,
+            sequence=channel.take(),
+        )
+    if optimizer.divided:
+        part["waiting"] = means if channel.rank == 0 else {}
+    elif channel.rank == 0:
+        every = zip(optimizer.shared_numbers(), optimizer._flat.parameters, strict=True)
+        for i, (number, p) in enumerate(every):
+            tensors = {key: local(value).clone() for key, value in optimizer.state[p].items()}
+            if "exp_avg" in means:
+                tensors["exp_avg"] = optimizer._flat.view(means["exp_avg"], i).clone()
+            state["state"][number] = tensors
+        part["schedule"] |= means
     else:
         state["state"], part["schedule"] = {}, {}
-    for name, exchanges in _exchanges(optimizer):
-        residuals = yield from elastic_state(
-            exchanges.residuals,
-            optimizer.channel.transport,
-            optimizer.steps_done,
-            optimizer.channel.take(),
+    for name in EXCHANGES:
+        exchange = getattr(optimizer, name)
+        part[name] = yield from elastic_state(
+            exchange.residuals, channel.transport, optimizer.steps_done, channel.take()
         )
-        part[name] = residuals | exchanges.choices()
+        part[name] |= _choices(exchange)
     if optimizer.columns is not None:
-        part["boxes"] = boxes_of(optimizer)
+        part["boxes"] = _boxes(optimizer)
     return state | {"commpress": part}
 
 
-def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> None:
-    """Take all of it, or nothing if something does not fit."""
-    if any("commpress" not in state for state in states):
-        _load_adam(optimizer, states[0])
-        return
-    if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
-        states = recut(optimizer, states)
-    check_entries(states[0], ("param_groups",), "the state")
-    check_groups(optimizer, states[0]["param_groups"])
-    residuals, head = _residuals(optimizer, [state["commpress"] for state in states])
-    own = own_in(optimizer, [state["commpress"] for state in states])
-    state = next(state for state in states if state["commpress"] is head)
-    _check(optimizer, state, whole=True)
-    facts = Facts.of(head["facts"])
-    _take_left(optimizer, head, residuals)
-    optimizer.forget()
-    _fill(optimizer, state)
-    take_own(optimizer, own)
-    optimizer.steps_done, optimizer.facts = int(head["step"]), facts
-    optimizer.tensors.follow(optimizer.steps_done)
-    optimizer.resume(head["schedule"])
-
-
-def tensors_of(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tensors of each parameter as the ranks with the same shards have them: rank 0 has saved
-    all."""
-    first = next(state for state in column if state["commpress"]["quantized"]["rank"] == 0)
-    return [first["state"].get(i, {}) for i in range(len(first["commpress"]["boxes"]))]
-
-
-def with_tensors(state: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """This state with other tensors, such as ``tensors_of`` gives."""
-    return state | {"state": dict(enumerate(tensors)), "commpress": dict(state["commpress"])}
-
-
-def load_rank(optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
-    """This rank's own part, or all ranks', after a state of another rank gave what all share."""
-    check_step(optimizer, parts)
-    residuals, head = _residuals(optimizer, parts)
-    own = own_in(optimizer, parts)
-    _take_left(optimizer, head, residuals)
-    take_own(optimizer, own)
-    optimizer.resume(head["schedule"])
-
-
-def common(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
+def common(optimizer: "ReplicatedOptimizer") -> Part:
     """Part of the state of a rank that all have in common."""
     head = _head(optimizer)
     if "trips" in head["schedule"]:
@@ -125,26 +117,91 @@ def common(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
     return head
 
 
-def load_common(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
-    """Take over another rank's ``common`` and torch's state; residuals stay."""
-    check_entries(state, ("param_groups", "commpress"), "the state")
-    head = state["commpress"]
-    check_entries(head, ("optimizer", "step", "facts", "schedule"), "the state that ranks share")
-    if head["optimizer"] != type(optimizer).__name__:
+def check_complete(optimizer: "ShardedOptimizer") -> None:
+    if optimizer.missing:
+        raise StateMismatch(optimizer.missing)
+
+
+def _head(optimizer: "CompressedOptimizer") -> Part:
+    return {
+        "optimizer": type(optimizer).__name__,
+        "step": optimizer.steps_done,
+        "facts": optimizer.facts.as_dict(),
+        "schedule": optimizer.schedule_state(),
+    } | (_rows(optimizer) if _has_rows(optimizer) else {})
+
+
+def _rows(optimizer: "ShardedOptimizer") -> Part:
+    """Its rows, and what all ranks know of tensors."""
+    check_complete(optimizer)
+    shards = [
+        {"parameter": part.parameter, "begin": part.begin}
+        | {name: part.of(getattr(optimizer, name)).clone() for name in ROWS}
+        for part in optimizer.parts
+        if part.numel
+    ]
+    tensors = {name: getattr(optimizer.tensors, name).tolist() for name in LISTS}
+    shapes = [list(shape) for shape in optimizer._flat.shapes]
+    return {"tensors": tensors, "shards": shards, "shapes": shapes}
+
+
+def _choices(exchange: Any) -> dict[str, Any]:
+    """State that codecs have learnt besides residuals; rows have no such codecs."""
+    return {} if isinstance(exchange, Scatter) else exchange.choices()
+
+
+def _has_rows(optimizer: "CompressedOptimizer") -> TypeGuard["ShardedOptimizer"]:
+    return optimizer.divided
+
+
+def _has_all(optimizer: "CompressedOptimizer") -> TypeGuard["ReplicatedOptimizer"]:
+    return not optimizer.divided
+
+
+# ---------------------------------------------------------------- loading
+
+
+class _Read(NamedTuple):
+    """What fits of the parts that ranks saved."""
+
+    head: Part  # which has what all share
+    facts: Facts
+    residuals: dict[str, Residuals]
+    own: State | None  # of what lies on this rank alone
+    rows: dict[str, torch.Tensor]  # whole buffers, as far as they are known
+    waiting: dict[str, torch.Tensor]
+    missing: str  # what this rank lacks, as far as it cannot go on without
+
+
+def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> None:
+    """Take all of it, or nothing if something does not fit."""
+    if any("commpress" not in state for state in states):
+        if _has_all(optimizer):
+            _load_adam(optimizer, states[0])
+            return
         raise StateMismatch(
-            f"the state is of {head['optimizer']}, this is a {type(optimizer).__name__}"
+            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or "
+            "elastic_state_dict() gave. torch.distributed.checkpoint.state_dict leaves out what "
+            "each rank has for itself: save with commpress.save_distributed(optimizer, folder)"
         )
-    check_groups(optimizer, state["param_groups"])
-    _check(optimizer, state, whole=True)
-    optimizer.check_schedule(head["schedule"])
-    optimizer.forget()
-    _fill(optimizer, state)
-    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
-    optimizer.tensors.follow(optimizer.steps_done)
-    optimizer.resume(head["schedule"])
+    if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
+        states = recut(optimizer, states)
+    check_entries(states[0], ("param_groups",), "the state")
+    check_groups(optimizer, states[0]["param_groups"])
+    read = _read(optimizer, [state["commpress"] for state in states])
+    if _has_all(optimizer):
+        state = next(state for state in states if state["commpress"] is read.head)
+        _check(optimizer, state, whole=True)
+        optimizer.forget()
+        _fill(optimizer, state)
+        _begin_at(optimizer, read.head)
+    _take(optimizer, read)
+    if _has_rows(optimizer):
+        take_groups(optimizer, states[0]["param_groups"])
 
 
-def check_step(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
+def load_rank(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
+    """This rank's own part, or all ranks', after a state of another rank gave what all share."""
     steps = sorted({int(part["step"]) for part in parts})
     if steps != [optimizer.steps_done]:
         raise StateMismatch(
@@ -152,30 +209,152 @@ def check_step(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]
             f"was loaded before is of step {optimizer.steps_done}: load the states of one "
             "checkpoint"
         )
+    _take(optimizer, _read(optimizer, parts))
 
 
-def own_of(parts: Sequence[dict[str, Any]], rank: int, size: int) -> Sequence[dict[str, Any]]:
+def load_common(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
+    """Take over another rank's ``common`` and torch's state; residuals stay."""
+    check_entries(state, ("param_groups", "commpress"), "the state")
+    head = state["commpress"]
+    check_entries(head, ("optimizer", "step", "facts", "schedule"), "the state that ranks share")
+    _check_kind(optimizer, [head])
+    check_groups(optimizer, state["param_groups"])
+    _check(optimizer, state, whole=True)
+    optimizer.check_schedule(head["schedule"])
+    optimizer.forget()
+    _fill(optimizer, state)
+    _begin_at(optimizer, head)
+    optimizer.resume(head["schedule"])
+
+
+def _read(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> _Read:
+    """Raise ``StateMismatch`` unless these parts, this rank's own or those of all, fit."""
+    for part in parts:
+        check_entries(part, ENTRIES + (DIVIDED if optimizer.divided else ()), "the state of a rank")
+    _check_kind(optimizer, parts)
+    mine, own = optimizer.channel.transport, _own_in(optimizer, parts)
+    parts = _own_of(parts, mine.rank, mine.size)
+    head = next((part for part in parts if part["quantized"]["rank"] == 0), parts[0])
+    schedule, of = head["schedule"], parts[0]["quantized"]
+    if len(parts) > 1 and of["kind"] == "exact" and schedule.get("held"):
+        raise StateMismatch(
+            f"the states of {of['size']} ranks were saved {schedule['held']} steps into a window, "
+            f"in which ranks differ, and {mine.size} go on: call optimizer.synchronize() before "
+            "state_dict(), or save with elastic_state_dict()"
+        )
+    # the state of another rank alone, which gives what all share
+    partial = (
+        len(parts) == 1 < of["size"]
+        and of["kind"] == "exact"
+        and (of["rank"], of["size"]) != (mine.rank, mine.size)
+    )
+    residuals = {
+        name: {} if partial else residuals_of([part[name] for part in parts], mine)[1]
+        for name in EXCHANGES
+    }
+    optimizer.check_schedule(schedule)
+    for name in EXCHANGES:
+        _check_residuals(optimizer, getattr(optimizer, name), residuals[name], head[name])
+    missing = ""
+    waiting: dict[str, torch.Tensor] = {}
+    rows: dict[str, torch.Tensor] = {}
+    if partial:
+        missing = (
+            f"the loaded state is of rank {of['rank']} of {of['size']}, this is rank {mine.rank} "
+            f"of {mine.size}"
+        )
+    if _has_rows(optimizer):
+        waiting = next((part["waiting"] for part in parts if part["waiting"]), {})
+        optimizer.check_waiting(schedule, waiting)
+        _check_shapes(optimizer, head)
+        rows = _joined_rows(optimizer, parts, partial=partial)
+    return _Read(head, Facts.of(head["facts"]), residuals, own, rows, waiting, missing)
+
+
+def _take(optimizer: "CompressedOptimizer", read: _Read) -> None:
+    """Take over what fitted: rows, schedules and residuals."""
+    if _has_rows(optimizer):
+        optimizer.missing = read.missing and (
+            f"{read.missing}, which owns other parts: load each rank's own state_dict(), or all "
+            "ranks' to change the world size. With a Trainer use the callback "
+            "commpress.hf.Compress, with Lightning commpress.lightning.Compress, with Accelerate "
+            "commpress.hf.RankFiles: they save and load every rank's part"
+        )
+        for owned in optimizer.parts:
+            first = optimizer._flat.places[owned.parameter][0] + owned.begin
+            for name, buffer in read.rows.items():
+                owned.of(getattr(optimizer, name)).copy_(buffer[first : first + owned.numel])
+        optimizer.steps_done, optimizer.facts = int(read.head["step"]), read.facts
+        for name in STATE:
+            getattr(optimizer.tensors, name).copy_(torch.tensor(read.head["tensors"][name]))
+        for name in ("trips", "lines"):
+            getattr(optimizer.tensors, name)[:] = read.head["tensors"][name]
+        optimizer.unknown = True
+    elif read.missing:
+        log.warning(
+            "%s: what compression left behind here starts from zero, unless a callback of "
+            "commpress loads it next. Load each rank's own state_dict(), or all ranks' to change "
+            "the world size",
+            read.missing,
+        )
+    if optimizer.experts is not None and read.own is not None:
+        optimizer.experts.load(read.own)
+    optimizer.resume(read.head["schedule"])
+    optimizer.recut()
+    for name in EXCHANGES:
+        _load_residuals(getattr(optimizer, name), read.residuals[name], read.head[name])
+    for name, buffer in optimizer.waiting().items() if read.waiting else ():
+        buffer.copy_(read.waiting[name])
+
+
+def _check_kind(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
+    names = {part["optimizer"] for part in parts}
+    if names != {type(optimizer).__name__}:
+        raise StateMismatch(
+            f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}"
+        )
+
+
+def _begin_at(optimizer: "CompressedOptimizer", head: Part) -> None:
+    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
+    optimizer.tensors.follow(optimizer.steps_done)
+
+
+def _check_residuals(
+    optimizer: "CompressedOptimizer", exchange: Any, residuals: Residuals, part: Part
+) -> None:
+    if isinstance(exchange, Scatter):
+        exchange.check(residuals)
+        return
+    flat = optimizer._flat
+    check_fit(residuals, {name: n for name, (_, n) in zip(flat.names, flat.places, strict=True)})
+    exchange.check_choices(part)
+    exchange.residuals.check(residuals)
+
+
+def _load_residuals(exchange: Any, residuals: Residuals, part: Part) -> None:
+    """Take over what compression left behind on this rank, and what codecs have learnt on all."""
+    if isinstance(exchange, Scatter):
+        exchange.load(residuals)
+    else:
+        exchange.load_choices(part)
+        exchange.residuals.load(residuals)
+
+
+def _own_of(parts: Sequence[Part], rank: int, size: int) -> Sequence[Part]:
     """The one that this rank saved, if as many ranks saved exact ones; else all of them."""
     place = {"kind": "exact", "rank": rank, "size": size}
     return [part for part in parts if place.items() <= part["quantized"].items()] or parts
 
 
-def own_state(optimizer: "CompressedOptimizer") -> dict[str, Any]:
-    """Entry of a rank's state with what not all ranks hold, if there is such."""
-    return {} if optimizer.own is None else {"own": optimizer.own.state()}
-
-
-def own_in(
-    optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]
-) -> dict[str, Any] | None:
-    """State that this rank saved of the parameters that not all hold; None in the state of another
-    rank alone."""
-    if optimizer.own is None:
+def _own_in(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> State | None:
+    """State that this rank saved of its local experts; None in the state of another rank alone."""
+    if optimizer.experts is None:
         return None
     transport = optimizer.channel.transport
     mine = [
         part
-        for part in own_of(parts, transport.rank, transport.size)
+        for part in _own_of(parts, transport.rank, transport.size)
         if part["quantized"]["rank"] == transport.rank
     ]
     sizes = sorted({part["quantized"]["size"] for part in parts})
@@ -183,29 +362,16 @@ def own_in(
         return None  # each rank's own comes next
     if sizes != [transport.size] or "own" not in mine[0]:
         raise StateMismatch(
-            f"the state of {sizes} ranks has nothing of {optimizer.own.flat.names[0]!r}, which "
+            f"the state of {sizes} ranks has nothing of {optimizer.experts.flat.names[0]!r}, which "
             f"lies on this rank of {transport.size} alone: load this rank's own state_dict(), on "
             "as many ranks as saved it"
         )
-    found: dict[str, Any] = mine[0]["own"]
-    optimizer.own.check(found)
+    found: State = mine[0]["own"]
+    optimizer.experts.check(found)
     return found
 
 
-def take_own(optimizer: "CompressedOptimizer", found: dict[str, Any] | None) -> None:
-    if optimizer.own is not None and found is not None:
-        optimizer.own.load(found)
-
-
-def check_closed(parts: Sequence[dict[str, Any]], size: int) -> None:
-    """Exact states of other ranks hold no open window, of which each has its own view."""
-    of = parts[0]["quantized"]
-    if len(parts) > 1 and of["kind"] == "exact" and parts[0]["schedule"].get("held"):
-        raise StateMismatch(
-            f"the states of {of['size']} ranks were saved {parts[0]['schedule']['held']} steps "
-            f"into a window, in which ranks differ, and {size} go on: call optimizer.synchronize() "
-            "before state_dict(), or save with elastic_state_dict()"
-        )
+# ---------------------------------------------------------------- what must fit
 
 
 def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
@@ -236,96 +402,67 @@ def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) ->
         )
 
 
-def other_dtype(name: str, parameter: torch.Tensor) -> StateMismatch:
-    """The error for a parameter whose float32 master one side has and the other has not."""
-    return StateMismatch(
-        f"parameter {name!r} is {parameter.dtype}, and was in half precision when the state was "
-        "saved: give it that dtype before its optimizer is made. peft turns half-precision "
-        "adapters into float32 where it makes or loads them, unless autocast_adapter_dtype=False "
-        "is given"
-    )
+def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        raise StateMismatch(
+            f"the state holds {name} with shape {tuple(found)}, expected {tuple(wanted)}: load the "
+            "state of this model"
+        )
 
 
 def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     """Hyperparameters as the state has them, and when each group came: of groups that do not say
     so, at the beginning."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        beginning = {"added_at": 0} if "added_at" in group else {}
-        group.update(
-            beginning
-            | {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        )
+        group |= {"added_at": 0} | {
+            key: value for key, value in saved.items() if key not in ("params", "param_names")
+        }
 
 
-def _exchanges(optimizer: "ReplicatedOptimizer") -> list[tuple[str, Exchanges]]:
-    return [("full", optimizer.full), ("quantized", optimizer.quantized)]
+# ---------------------------------------------------------------- rows of divided state
 
 
-def _take_left(
-    optimizer: "ReplicatedOptimizer", part: dict[str, Any], residuals: dict[str, Any]
-) -> None:
-    """Take over what compression left behind on this rank, nothing if that is not known, and what
-    codecs have learnt on all."""
-    for name, exchanges in _exchanges(optimizer):
-        exchanges.load_choices(part.get(name, {}))
-        exchanges.residuals.load(residuals.get(name, {}))
+def _check_shapes(optimizer: "ShardedOptimizer", head: Part) -> None:
+    flat, count = optimizer._flat, len(optimizer._flat.parameters)
+    check_length(head["shapes"], count, "parameters")
+    for name, mine, shape in zip(flat.names, flat.shapes, head["shapes"], strict=True):
+        _check_shape(f"parameter {name!r}", shape, mine)
+    check_entries(head["tensors"], LISTS, "the state of tensors")
+    for name in LISTS:
+        check_length(head["tensors"][name], count, f"{name!r} of parameters")
 
 
-def _head(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
-    return {
-        "optimizer": type(optimizer).__name__,
-        "step": optimizer.steps_done,
-        "facts": optimizer.facts.as_dict(),
-        "schedule": optimizer.schedule_state(),
-    }
-
-
-def _residuals(
-    optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's residuals, and the part that holds what all share. Of another rank's exact state
-    alone there are none."""
-    for part in parts:
-        check_entries(part, ENTRIES, "the state of a rank")
-    names = {part["optimizer"] for part in parts}
-    if names != {type(optimizer).__name__}:
-        raise StateMismatch(
-            f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}"
-        )
-    mine, flat = optimizer.channel.transport, optimizer._flat
-    parts = own_of(parts, mine.rank, mine.size)
-    check_closed(parts, mine.size)
-    head = next((part for part in parts if part["quantized"]["rank"] == 0), parts[0])
-    of = parts[0]["quantized"]
-    if (
-        len(parts) == 1
-        and of["kind"] == "exact"
-        and (of["rank"], of["size"]) != (mine.rank, mine.size)
-    ):
-        if of["size"] > 1:  # one rank alone owes nothing
-            log.warning(
-                "the loaded state is of rank %d of %d, this is rank %d of %d: what compression "
-                "left behind here starts from zero, unless a callback of commpress loads it next. "
-                "Load each rank's own state_dict(), or all ranks' to change the world size",
-                of["rank"],
-                of["size"],
-                mine.rank,
-                mine.size,
+def _joined_rows(
+    optimizer: "ShardedOptimizer", parts: Sequence[Part], *, partial: bool
+) -> dict[str, torch.Tensor]:
+    """Buffers of all parameters from their rows, laid out as these are; what this rank owns must be
+    there, unless the state is of another rank alone."""
+    flat = optimizer._flat
+    whole, found = {name: flat.new() for name in ROWS}, torch.zeros(flat.numel, dtype=torch.bool)
+    for shard in (shard for part in parts for shard in part["shards"]):
+        i, begin, numel = shard["parameter"], shard["begin"], shard["master"].numel()
+        if i >= len(flat.places) or begin + numel > flat.places[i][1]:
+            raise StateMismatch(
+                f"the state has elements {begin} to {begin + numel} of parameter {i}, which this "
+                "model lacks: load the state of this model"
             )
-        optimizer.check_schedule(head["schedule"])
-        return {}, head
-    numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
-    residuals = {}
-    for name, _ in _exchanges(optimizer):
-        _, residuals[name] = residuals_of(
-            [part[name] for part in parts], optimizer.channel.transport
-        )
-        check_fit(residuals[name], numels)
-    optimizer.check_schedule(head["schedule"])
-    for name, exchanges in _exchanges(optimizer):
-        exchanges.check_choices(head[name])
-        exchanges.residuals.check(residuals[name])
-    return residuals, head
+        first = flat.places[i][0] + begin
+        found[first : first + numel] = True
+        for name, buffer in whole.items():
+            buffer[first : first + numel] = shard[name]
+    for owned in () if partial else optimizer.parts:
+        first = flat.places[owned.parameter][0] + owned.begin
+        there = int(found[first : first + owned.numel].sum())
+        if there != owned.numel:
+            raise StateMismatch(
+                f"the state has {there} of the {owned.numel} elements of parameter "
+                f"{flat.names[owned.parameter]!r} {tuple(flat.shapes[owned.parameter])} that this "
+                "rank owns: load the states of all ranks"
+            )
+    return whole
+
+
+# ---------------------------------------------------------------- torch's part of a state
 
 
 def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
@@ -333,11 +470,9 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     One that torch's tools have carried from here to here goes on as it was, but for what
     compression left behind."""
     _check(optimizer, state)
-    counts, own = _steps_of_groups(optimizer, state), None
-    if optimizer.own is not None:
-        own = optimizer.own.of_adam(
-            [state["state"].get(i, {}) for i in _numbers(optimizer, state, shared=False)]
-        )
+    counts, own = _steps_of_groups(optimizer, state), optimizer.experts
+    saved = [state["state"].get(i, {}) for i in _numbers(optimizer, state, shared=False)]
+    found = None if own is None else own.of_adam(saved)
     optimizer.forget()
     _fill(optimizer, state)
     optimizer.steps_done, optimizer.facts = max(counts), Facts()
@@ -345,8 +480,10 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
         group["added_at"] = optimizer.steps_done - count
     optimizer.tensors.follow(optimizer.steps_done, doubt=True)
     optimizer.resume(None)
-    _take_left(optimizer, {}, {})
-    take_own(optimizer, own)
+    for name in EXCHANGES:
+        _load_residuals(getattr(optimizer, name), {}, {})
+    if own is not None and found is not None:
+        own.load(found)
     for i in range(len(optimizer._taken)):
         optimizer._taken[i] = optimizer.tensors.own_steps(i, optimizer.steps_done)
 
@@ -361,13 +498,9 @@ def _numbers(optimizer: "CompressedOptimizer", state: dict[str, Any], *, shared:
 def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> list[int]:
     """Steps that each group has taken, which a group that came late has taken fewer of."""
     counts: list[int] = []
-    shared = set(_numbers(optimizer, state, shared=True))
+    shared = set(_numbers(optimizer, state, shared=True)) & state["state"].keys()
     for number, group in enumerate(state["param_groups"]):
-        steps = {
-            int(state["state"][i]["step"])
-            for i in group["params"]
-            if i in state["state"] and i in shared
-        }
+        steps = {int(state["state"][i]["step"]) for i in group["params"] if i in shared}
         if len(steps) > 1:
             raise StateMismatch(
                 f"the parameters of group {number} have taken {sorted(steps)} steps, expected one "
@@ -384,51 +517,188 @@ def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) ->
 def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bool = False) -> None:
     """All groups and per-parameter tensors fit; ``whole``: none is missing."""
     check_entries(state, ("state", "param_groups"), "the state")
-    groups, flat = state["param_groups"], optimizer._flat
-    check_groups(optimizer, groups)
-    numbers = _numbers(optimizer, state, shared=True)
-    own = [optimizer.state[p] for p in flat.parameters]
-    for i, number in enumerate(numbers):
-        saved = state["state"].get(number, {})
+    check_groups(optimizer, state["param_groups"])
+    flat, numbers = optimizer._flat, _numbers(optimizer, state, shared=True)
+    for name, p, shape, number in zip(
+        flat.names, flat.parameters, flat.shapes, numbers, strict=True
+    ):
+        own, saved = optimizer.state[p], state["state"].get(number, {})
+        wanted = own.keys() - {"master"} if whole else {"step", "exp_avg", "exp_avg_sq"}
         if whole or saved:
-            wanted = own[i].keys() - {"master"} if whole else ("step", "exp_avg", "exp_avg_sq")
-            check_entries(
-                saved,
-                sorted(wanted),
-                f"the state of parameter {flat.names[i]!r} {tuple(flat.shapes[i])}",
-            )
+            check_entries(saved, sorted(wanted), f"the state of parameter {name!r} {tuple(shape)}")
         for key, value in saved.items():
-            into = own[i].get(key)
-            if into is None and key == "master":
-                raise other_dtype(flat.names[i], flat.parameters[i])
-            if into is not None and not is_cut(value):
-                into = local(into)
-            if into is None or (torch.is_tensor(value) and value.shape != into.shape):
-                raise StateMismatch(
-                    f"the state holds {key!r} of parameter {flat.names[i]!r} "
-                    + (
-                        (
-                            f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}: load "
-                            "the state of this model"
-                        )
-                        if into is not None
-                        else (
-                            f"but {type(optimizer).__name__} has no such thing: expected "
-                            f"{sorted(own[i])}"
-                        )
-                    )
-                )
+            if key not in own:
+                raise _unknown(optimizer, name, p, key)
+            if torch.is_tensor(value):
+                into = own[key] if is_cut(value) else local(own[key])
+                _check_shape(f"{key!r} of parameter {name!r}", value.shape, into.shape)
+
+
+def _unknown(
+    optimizer: "ReplicatedOptimizer", name: str, parameter: torch.Tensor, key: str
+) -> StateMismatch:
+    """The error for what this optimizer does not have of a parameter."""
+    if key == "master":
+        return StateMismatch(
+            f"parameter {name!r} is {parameter.dtype}, and was in half precision when the state "
+            "was saved: give it that dtype before its optimizer is made. peft turns half-precision "
+            "adapters into float32 where it makes or loads them, unless "
+            "autocast_adapter_dtype=False is given"
+        )
+    return StateMismatch(
+        f"the state holds {key!r} of parameter {name!r} but {type(optimizer).__name__} has no such "
+        f"thing: expected {sorted(optimizer.state[parameter])}"
+    )
 
 
 def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     """Hyperparameters and per-parameter tensors, which were found to fit."""
-    groups, flat = state["param_groups"], optimizer._flat
-    take_groups(optimizer, groups)
-    own = [optimizer.state[p] for p in flat.parameters]
-    for i, number in enumerate(_numbers(optimizer, state, shared=True)):
+    flat, numbers = optimizer._flat, _numbers(optimizer, state, shared=True)
+    take_groups(optimizer, state["param_groups"])
+    for p, number in zip(flat.parameters, numbers, strict=True):
         for key, value in state["state"].get(number, {}).items():
-            if own[i][key] is not value:
-                local(own[i][key]).copy_(torch.as_tensor(local(value)))
+            into = optimizer.state[p][key]
+            if into is not value:
+                local(into).copy_(torch.as_tensor(local(value)))
     if flat.shadowed and not any("master" in s for s in state["state"].values()):
         flat.adopt()
     flat.publish()
+
+
+# ---------------------------------------------------------------- other shards
+
+
+def recut(
+    optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """One elastic state of this rank's boxes from those of all ranks, which may have had others."""
+    if any(state["commpress"]["quantized"]["kind"] != "elastic" for state in states):
+        return list(states)  # of this rank alone, for the same mesh
+    mine, names = _boxes(optimizer), optimizer._flat.names
+    whole = [box | {"begin": [0] * len(box["shape"]), "size": box["shape"]} for box in mine]
+    columns: dict[str, list[dict[str, Any]]] = {}
+    for state in states:
+        boxes = state["commpress"].setdefault("boxes", whole)
+        columns.setdefault(repr(boxes), []).append(state)
+    first = _first(next(iter(columns.values())))
+    head = first["commpress"]
+    if head["schedule"].get("held"):
+        raise StateMismatch(
+            f"the states were saved {head['schedule']['held']} steps into a window: call "
+            "optimizer.synchronize() before elastic_state_dict() to go on with other shards"
+        )
+    there = [_first(column)["commpress"]["boxes"] for column in columns.values()]
+    _check_boxes(names, mine, there)
+    tensors_of = _tensors_in_rows if optimizer.divided else _tensors_on_first
+    every = [tensors_of(column) for column in columns.values()]
+    tensors = []
+    for i, box in enumerate(mine):
+        parts = [(boxes[i], each[i]) for boxes, each in zip(there, every, strict=True)]
+        tensors.append(
+            {key: _cut(box, [(b, part[key]) for b, part in parts], key) for key in parts[0][1]}
+        )
+    part = head | {"boxes": mine}
+    for exchange in EXCHANGES:
+        residuals = [_residuals_by_name(column, exchange) for column in columns.values()]
+        shards: dict[str, Any] = {}
+        for i, (name, box) in enumerate(zip(names, mine, strict=True)):
+            if not any(name in each for each in residuals):
+                continue
+            left = []
+            for boxes, each in zip(there, residuals, strict=True):
+                size = boxes[i]["size"]
+                left.append((boxes[i], each.get(name, torch.zeros(prod(size))).view(size)))
+            cut = _cut(box, left, exchange).reshape(-1)
+            for at in range(0, cut.numel(), PIECE):
+                values = cut[at : at + PIECE].clone()
+                shards[f"{name}@{at}"] = {"numel": len(values), "start": 0, "values": values}
+        part[exchange] = head[exchange] | {"rank": 0, "size": 1, "shards": shards}
+    if optimizer.divided:
+        shapes = [list(one[ROWS[0]].shape) for one in tensors]
+        rows = [
+            {"parameter": i, "begin": 0} | {name: tensor.view(-1) for name, tensor in one.items()}
+            for i, one in enumerate(tensors)
+            if one[ROWS[0]].numel()
+        ]
+        return [first | {"commpress": part | {"shapes": shapes, "shards": rows}}]
+    return [first | {"state": dict(enumerate(tensors)), "commpress": part}]
+
+
+def _boxes(optimizer: "CompressedOptimizer") -> list[Box]:
+    return [box_of(p) for p in optimizer._flat.parameters]
+
+
+def _first(column: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state that holds what the ranks with the same shards have in common."""
+    ranks = {state["commpress"]["quantized"]["rank"]: state for state in column}
+    size = column[0]["commpress"]["quantized"]["size"]
+    if 0 not in ranks or len(ranks) < size:
+        raise StateMismatch(
+            f"of {size} ranks with the same shards {len(column)} states were given: pass those of "
+            "all ranks"
+        )
+    return ranks[0]
+
+
+def _check_boxes(names: Sequence[str], mine: Sequence[Box], there: Sequence[Sequence[Box]]) -> None:
+    for i, (name, box) in enumerate(zip(names, mine, strict=True)):
+        shapes = {tuple(each[i]["shape"]) if i < len(each) else None for each in there}
+        if shapes != {tuple(box["shape"])}:
+            raise StateMismatch(
+                f"the state holds parameter {name!r} with shape {shapes}, expected "
+                f"{tuple(box['shape'])}: load the state of this model"
+            )
+        different = {(tuple(each[i]["begin"]), tuple(each[i]["size"])) for each in there}
+        found = sum(prod(size) for _, size in different)
+        if found != prod(box["shape"]):
+            raise StateMismatch(
+                f"the states hold {found} of the {prod(box['shape'])} elements of parameter "
+                f"{name!r}: pass those of all ranks"
+            )
+
+
+def _tensors_on_first(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tensors of each parameter as the ranks with the same shards have them: rank 0 has saved
+    all."""
+    first = _first(column)
+    return [first["state"].get(i, {}) for i in range(len(first["commpress"]["boxes"]))]
+
+
+def _tensors_in_rows(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tensors of each parameter, put together from what the ranks with the same shards own of
+    them."""
+    parts = [state["commpress"] for state in column]
+    check_entries(parts[0], ("shapes",), "the state of a rank")
+    every = [{name: torch.zeros(shape) for name in ROWS} for shape in parts[0]["shapes"]]
+    for shard in (shard for part in parts for shard in part["shards"]):
+        for name, tensor in every[shard["parameter"]].items():
+            tensor.view(-1)[shard["begin"] : shard["begin"] + shard[name].numel()] = shard[name]
+    return every
+
+
+def _residuals_by_name(column: Sequence[dict[str, Any]], exchange: str) -> dict[str, torch.Tensor]:
+    """R of every parameter, flat, as far as these ranks have the parameter."""
+    pieces: dict[str, list[torch.Tensor]] = {}
+    totals = totals_of([dict(state["commpress"][exchange]) for state in column])
+    for (name, _), values in sorted(totals.items()):
+        pieces.setdefault(name, []).append(values)
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def _cut(box: Box, parts: Sequence[tuple[Box, Any]], key: str) -> Any:
+    """The part that ``box`` has of a tensor of which there are these parts; numbers are the same
+    everywhere."""
+    example = parts[0][1]
+    single = not isinstance(example, torch.Tensor) or (example.dim() == 0 and box["shape"])
+    if single or key == "step":
+        return example
+    whole = torch.zeros(box["shape"], dtype=example.dtype)
+    for at, part in parts:
+        whole[tuple(_slices(at))] = part
+    return whole[tuple(_slices(box))].clone()
+
+
+def _slices(box: Box) -> Iterator[slice]:
+    return (
+        slice(begin, begin + size) for begin, size in zip(box["begin"], box["size"], strict=True)
+    )

@@ -1,12 +1,11 @@
 """Clipping of gradients by one factor for all ranks, of which none knows the norm of the mean."""
 
+from math import isfinite
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.optim.held import norm_of
 from commpress.work import Steps
 
 if TYPE_CHECKING:
@@ -31,9 +30,8 @@ class Clipping:
 
     def factor(self, norm: float, own: float = 0.0) -> float:
         """Of gradients of this norm; ``own``: squares of those that not all ranks hold."""
-        self.last = (
-            1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm_of(norm, own) + 1e-6))
-        )
+        whole = (norm * norm + own) ** 0.5 if isfinite(norm) else norm
+        self.last = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (whole + 1e-6))
         return self.last
 
     def agreed(self, optimizer: "CompressedOptimizer", gain: float, *, exact: bool) -> Steps[float]:
@@ -49,13 +47,13 @@ class Clipping:
         else:
             every = yield from optimizer.gathered([optimizer.squares(gain)])
             self._local_norm = float(every[:, 0].mean()) ** 0.5
-        if exact or not np.isfinite(self._local_norm):
+        if exact or not isfinite(self._local_norm):
             return gain
         return gain * self.of_local(optimizer, self._local_norm)
 
     def of_local(self, optimizer: "CompressedOptimizer", norm: float) -> float:
         """The factor where ranks' own gradients have this norm."""
-        return self.factor((optimizer.facts.norm_ratio or 1.0) * norm, optimizer.own_squares)
+        return self.factor((optimizer.facts.norm_ratio or 1.0) * norm, optimizer.expert_squares)
 
     def clip(
         self, optimizer: "CompressedOptimizer", mean: torch.Tensor, norm: float | None = None
@@ -68,9 +66,9 @@ class Clipping:
             float(torch.linalg.vector_norm(mean)) if norm is None else norm,
             optimizer.facts,
         )
-        if not np.isfinite(norm):
+        if not isfinite(norm):
             return False
-        mean.mul_(self.factor(norm, optimizer.own_squares))
+        mean.mul_(self.factor(norm, optimizer.expert_squares))
         if optimizer.channel.size > 1 and self._local_norm > 0:
             ratio = norm / self._local_norm
             facts.norm_ratio += (0.05 if facts.norm_ratio else 1.0) * (ratio - facts.norm_ratio)

@@ -5,14 +5,15 @@ and one call of a kernel walks all of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument
 from commpress.kernels.adam import Segments
-from commpress.optim.columns import local
-from commpress.optim.parameters import check_parameter
+from commpress.optim.layout import check_parameter, local
+from commpress.torch_private import adam
 
 ALIGN = 16  # elements: every parameter starts on a cache line
 
@@ -32,17 +33,10 @@ class Flat:
                     "device"
                 )
         self.index = {id(p): i for i, p in enumerate(parameters)}
-        twice = next(
-            (
-                name
-                for i, (p, name) in enumerate(zip(parameters, names, strict=True))
-                if self.index[id(p)] != i
-            ),
-            None,
-        )
-        if twice is not None:
+        twice = [names[i] for i, p in enumerate(parameters) if self.index[id(p)] != i]
+        if twice:
             raise InvalidArgument(
-                f"parameter {twice!r} is in params twice: pass a tied one once, as "
+                f"parameter {twice[0]!r} is in params twice: pass a tied one once, as "
                 "model.parameters() does"
             )
         if len(set(names)) < len(names):
@@ -165,3 +159,32 @@ class Flat:
         every = indices if isinstance(indices, range) else tuple(indices)
         gradients = [self.gradient(i, None if given is None else given[i]) for i in every]
         return self.placed(every).having(gradients)
+
+
+def adam_step(
+    group: dict[str, Any],
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    variances: list[torch.Tensor],
+    counts: list[torch.Tensor],
+) -> None:
+    """Adam's step: torch's own fused kernel, so equal in every bit. ``counts``: steps that each has
+    taken, ``ENDLESS`` without bias corrections."""
+    adam(
+        weights,
+        gradients,
+        momenta,
+        variances,
+        [],
+        counts,
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        decoupled_weight_decay=True,
+    )

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.factory import initialized
 from commpress.errors import InvalidArgument
-from commpress.optim.local_weights import LocalWeights, WeightHolder
+from commpress.optim.layout import LocalWeights, WeightHolder
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.sharded import ShardedOptimizer
 from commpress.optim.windows import WindowedOptimizer

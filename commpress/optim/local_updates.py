@@ -34,21 +34,16 @@ from commpress.collectives.handover import Handover
 from commpress.collectives.scalars import square_sum
 from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, check_counts
 from commpress.logs import warn_on_first
-from commpress.optim import local_checkpoint, local_handover
-from commpress.optim.columns import columns_of, groups_on
-from commpress.optim.exchange_header import ExchangeHeader, check_same
-from commpress.optim.fragments import Flight, Fragment, cut
-from commpress.optim.held import is_held
+from commpress.optim import local_checkpoint
+from commpress.optim.counters import LocalCounters
+from commpress.optim.fragments import Flight, Fragment, StoredFragment, check_room, cut
 from commpress.optim.inner_optimizers import InnerOptimizers, check_hidden, check_inner, check_ranks
-from commpress.optim.local_counters import LocalCounters
-from commpress.optim.local_weights import LocalWeights
+from commpress.optim.layout import LocalWeights, columns_of, groups_on, is_held
 from commpress.optim.optimizer import loss_of
 from commpress.optim.outer import Average, Nesterov, Outer, outer_of
-from commpress.optim.pace_meter import PaceMeter, slowest
-from commpress.optim.round_schedule import RoundSchedule
-from commpress.optim.stored_fragment import StoredFragment, check_room
+from commpress.optim.rounds import ExchangeHeader, PaceMeter, RoundSchedule, check_same, slowest
 from commpress.optim.warmup import SharedWarmup
 from commpress.schedules import UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync, sync_of
 from commpress.tiered_mem import TieredStore
@@ -126,11 +121,7 @@ class LocalUpdates(torch.optim.Optimizer):
             raise InvalidArgument(
                 f"feedback_decay is {feedback_decay!r}, expected a number from 0 to 1"
             )
-        if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 0:
-            raise InvalidArgument(
-                f"overlap is {overlap!r}, expected a number of steps, at most those of a round, 0 "
-                "for none"
-            )
+        check_counts(overlap=overlap, exact_steps=exact_steps)
         if every == "auto" and overlap:
             raise InvalidArgument(
                 f"overlap is {overlap} with every='auto', which chooses it: leave it out, or give "
@@ -154,25 +145,14 @@ class LocalUpdates(torch.optim.Optimizer):
         usual = Average() if isinstance(self.every, Hidden) else Nesterov()
         self.outer = outer_of(usual if outer is None else outer)
         self._outer_of_long_rounds = Nesterov() if outer is None else self.outer
-        self.feedback_decay, self.alpha, self.weight, self.store = (
-            feedback_decay,
-            alpha,
-            weight,
-            store,
-        )
-        self.seed, self.counters, self.facts, self.meter = (
-            seed,
-            LocalCounters(),
-            Facts(),
-            PaceMeter(),
-        )
+        self.feedback_decay, self.alpha, self.weight = feedback_decay, alpha, weight
+        self.store, self.seed = store, seed
+        self.counters, self.facts, self.meter = LocalCounters(), Facts(), PaceMeter()
         self._backgrounds = transport is None
         check_inner(self.inner, self.every, exact_steps)
-        process_group, _ = groups_on(
-            mesh, (each.parameter for each in self.inner.weights()), process_group
-        )
-        ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         trained = self.inner.weights()
+        process_group, _ = groups_on(mesh, (each.parameter for each in trained), process_group)
+        ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         shared = [each for each in trained if not is_held(each.name, each.parameter, ranks)]
         # parameters that not all of these ranks hold: each goes on with its own
         self.apart = len(trained) - len(shared)
@@ -480,8 +460,7 @@ class LocalUpdates(torch.optim.Optimizer):
             self.channel,
             fragment.work,
             fragment.weights,
-            fragment.state,
-            shares=[weight * len(weights) / total for weight in weights],
+            [weight * len(weights) / total for weight in weights],
             sequence=sequences[1],
             key=self._key(header.number),
         )
@@ -588,7 +567,7 @@ class LocalUpdates(torch.optim.Optimizer):
     @torch.no_grad()
     def reforming(self, change: Change) -> Steps[Callable[[], None]]:
         """``reform`` as an algorithm that may wait."""
-        return (yield from local_handover.reform(self, change))
+        return (yield from local_checkpoint.reform(self, change))
 
     def begin_at(self, steps: int, exchanged: int) -> None:
         """So much is done, on all ranks alike, and a round begins."""

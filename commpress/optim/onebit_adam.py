@@ -17,18 +17,185 @@ neighbours' magnitude and move by that over its own √v.
 Note: the trajectory. With R the residuals' total and d the difference between p and what an exact
 mean would have given, d_t = β1·d_{t−1} + R_{t−1} − R_t: compression delays momentum and never loses
 any.
+
+Partitioned over the ranks (``ShardedOneBitAdam``) a compressed step of a frozen tensor is
+
+    to the owner  what is new in the momentum, (1 − β1)·g_i/s + e_i, in one bit  (all-to-all)
+                  e_i keeps the rest
+    at the owner  m ← β1·m + s·mean        w ← Adam's step from m and the frozen v
+    to everybody  w − x in one bit, x ← x + what arrived                         (all-gather)
+
+Live tensors send gradients in eight bits, and their owner takes Adam's step; exact steps send
+gradients to the owner and w to everybody as they are.
+
+Note: only what is new. The owner has β1·m already, so nothing is lost and nobody else needs m.
 """
 
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 
 from commpress.collectives.handover import Standing
-from commpress.optim.freezing import FreezingOptimizer
-from commpress.optim.optimizer import RoundKind
+from commpress.errors import InvalidArgument
+from commpress.logs import warn_on_first
+from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions, RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
+from commpress.optim.sharded import ShardedOptimizer
+from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
 from commpress.work import Steps
+
+
+class FreezingOptions(OptimizerOptions, total=False):
+    """Keyword options of the optimizers whose variance freezes; ``OneBitAdam`` explains them."""
+
+    exact_steps: int | Literal["auto"] | Freeze
+
+
+class FreezingOptimizer(CompressedOptimizer):
+    """Optimizer whose steps are exact until its variance freezes, whole or sharded."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        exact_steps: int | Literal["auto"] | Freeze = "auto",
+        **options: Unpack[OptimizerOptions],
+    ) -> None:
+        mesh = options.get("mesh")
+        several = options.get("agree_over") is not None or (mesh is not None and mesh.ndim > 1)
+        if several and not isinstance(exact_steps, (int, AfterSteps)):
+            raise InvalidArgument(
+                f"exact_steps is {exact_steps!r} and mesh or agree_over is given: each group of "
+                "ranks that communicate would freeze its variance at a step of its own. Pass a "
+                "number of steps"
+            )
+        # the end of the warm-up; each tensor has a time of its own
+        self.frozen_at: int | None = None
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        if exact_steps == "auto":
+            self.freeze: Freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
+        else:
+            self.freeze = AfterSteps(exact_steps) if isinstance(exact_steps, int) else exact_steps
+
+    @property
+    def frozen(self) -> bool:
+        return self.frozen_at is not None
+
+    def variance_sum(self) -> Steps[float]:
+        """The sum of the bias-corrected variance of all parameters, the same on every rank."""
+        total = 0.0
+        for i, v in enumerate(self._variances):
+            own = self.tensors.own_steps(i, self.steps_done)
+            if own:
+                correction = 1 - self.tensors.group(i)["betas"][1] ** own
+                total += float(v.sum(dtype=torch.float64)) / correction
+        return float((yield from self.gathered([total])).sum()) if self.divided else total
+
+    def ends_warmup(self) -> Steps[bool]:
+        """End of the warm-up, if it comes with the step that was taken; then what is owed of
+        gradients is owed of momentum."""
+        step = self.steps_done
+        self.tensors.record(step, self._variances)
+        if self.freeze.probes(step):
+            norm = yield from self.variance_sum()
+            self.facts.norms = pruned(
+                [*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0)
+            )
+        if not self.freeze.freezes(step, self.facts):
+            return False
+        self.frozen_at = step
+        self.full.residuals.move_to(self.quantized.residuals)
+        return True
+
+    def due(self) -> bool:
+        """True when live tensors may freeze again: not because a state was loaded."""
+        return (
+            self.frozen_at is not None
+            and (self.steps_done - self.frozen_at) % max(self.patience // 8, 1) == 0
+        )
+
+    def ready(self) -> Steps[list[int]]:
+        """Live tensors that have been so for long enough and whose variance may stand still."""
+        live, _ = self.tensors.part(range(len(self._variances)))
+        woken = self.tensors.thawed_at.tolist()
+        rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
+        ready = [i for i in rested if self._warmed_up(i) and self.tensors.may_freeze(i)]
+        if self.steps_done == self.frozen_at:
+            self._warn_of_unstable(ready)
+        if self.columns is not None:  # shards of a tensor are frozen or live together
+            count = len(self._variances)
+            ready = yield from self.columns.all_of(ready, count, self._flat.device)
+        return ready
+
+    def _warmed_up(self, i: int) -> bool:
+        """True unless the parameter came late: then it is live for as long as the warm-up took, at
+        most ``patience``."""
+        assert self.frozen_at is not None
+        own = self.tensors.own_steps(i, self.steps_done)
+        return own == self.steps_done or own >= min(self.patience, self.frozen_at)
+
+    def _warn_of_unstable(self, ready: Sequence[int]) -> None:
+        found = self.tensors.unstable(ready, self.steps_done, self._variances)
+        if found:
+            # then others have not seen these
+            partial = sum(v.numel() for v in self._variances) < self._flat.numel
+            warn_on_first(
+                0 if partial else self.channel.rank,
+                "step %d: the variance freezes, but gradients have changed in size: in the second "
+                "half of these steps their mean square was %s of that in the first%s. Under a "
+                "variance that does not hold steps are too long or too short. Choose exact_steps "
+                "so that half of them come after the learning rate has risen, or 'auto'",
+                self.steps_done,
+                ", ".join(f"{ratio:.2g} times ({self.tensors.name(i)})" for i, ratio in found[:3]),
+                f", and in {len(found) - 3} more tensors" if len(found) > 3 else "",
+            )
+
+    def _freeze(self, ready: Sequence[int]) -> None:
+        """Residuals of these are in units of p from here on."""
+        self.tensors.freeze(ready, self.steps_done)
+        self._owe_momentum(ready)
+        self.recut()
+
+    def _owe_momentum(self, frozen: Sequence[int]) -> None:
+        for i in frozen:
+            share = (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).float()
+            self.quantized.residuals.scale(self._flat.names[i], share, self.channel.rank)
+
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """One exact message brings what is owed into momentum; then these are live, and nothing is
+        owed."""
+        warn_on_first(
+            self.channel.rank,
+            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact "
+            "steps from here, and freezes again after %d of them",
+            self.steps_done,
+            ", ".join(map(self.tensors.name, indices)),
+            self.patience,
+        )
+        residuals, channel = self.quantized.residuals, self.channel
+        for i in indices:
+            part = self._flat.view(self.work, i).view(-1).zero_()
+            residuals.owed(self._flat.names[i], part, channel.rank, channel.size)
+        if (yield from self.exact_mean(indices)):
+            self._take_owed(indices)
+        self._let_wake(indices)
+
+    def _take_owed(self, indices: Sequence[int]) -> None:
+        """m := m + s·what is owed, which is in ``work``, within Adam's own bound."""
+        for i in indices:
+            owed = self.own(self._flat.view(self.work, i), i)
+            self._momenta[i].addcmul_(owed, self.unit(i))
+            self._bound(i, self.root(i).mul_(self.tensors.bound(i)))
+
+    def _let_wake(self, indices: Sequence[int]) -> None:
+        self.quantized.residuals.clear([self._flat.names[i] for i in indices])
+        self.tensors.thaw(indices, self.steps_done)
+        self.recut()
 
 
 class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
@@ -69,10 +236,6 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
     schedule_entries = ("frozen_at", "trips")
     clips_shards = True
-
-    @property
-    def frozen(self) -> bool:
-        return self.frozen_at is not None
 
     def round(self) -> RoundKind:
         return RoundKind.COMPRESSED if self.frozen and self.channel.size > 1 else RoundKind.EXACT
@@ -139,58 +302,15 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def after(self, kind: RoundKind) -> Steps[None]:
         if self.channel.size == 1:
             return
-        live, frozen = self.tensors.part(range(len(self._flat.parameters)))
-        if self.frozen_at is not None:
+        if self.frozen:
+            _, frozen = self.tensors.part(range(len(self._works)))
             self.tensors.keep_up(frozen, self.steps_done)
         elif not (yield from self.ends_warmup()):
             return
         if self.due():
-            ready = self.ready(live)
-            if self.columns is not None:  # shards of a tensor are frozen or live together
-                ready = yield from self.columns.all_of(
-                    ready, len(self._flat.parameters), self._flat.device
-                )
-            self._freeze(ready)
-
-    def variance_sum(self) -> Steps[float]:
-        yield from ()
-        return self.corrected_sum()
-
-    def variances(self) -> list[torch.Tensor]:
-        return self._variances
+            self._freeze((yield from self.ready()))
 
     # ------------------------------------------------------------ freezing and thawing
-
-    def _freeze(self, ready: Sequence[int]) -> None:
-        """Residuals of these are in units of p from here on."""
-        self.tensors.freeze(ready, self.steps_done)
-        self._owe_momentum(ready)
-        self.recut()
-
-    def _owe_momentum(self, frozen: Sequence[int]) -> None:
-        for i in frozen:
-            share = 1 - self.tensors.group(i)["betas"][0]
-            self.quantized.residuals.scale(
-                self._flat.names[i], share / self.tensors.divisor(i), self.channel.rank
-            )
-
-    def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """One exact message brings what is owed into momentum; then these are live, and nothing is
-        owed."""
-        self.warn_woken(indices)
-        for i in indices:
-            part = self._works[i].view(-1).zero_()
-            self.quantized.residuals.owed(
-                self._flat.names[i], part, self.channel.rank, self.channel.size
-            )
-        if (yield from self.exact_mean(indices)):
-            self._take_owed(indices)
-        self._let_wake(indices)
-
-    def _let_wake(self, indices: Sequence[int]) -> None:
-        self.quantized.residuals.clear([self._flat.names[i] for i in indices])
-        self.tensors.thaw(indices, self.steps_done)
-        self.recut()
 
     def follow_waking(self, standing: Standing) -> None:
         woken = standing.shared["woken"]
@@ -213,31 +333,13 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def _thaw_alone(self) -> None:
         """A state of several ranks goes on with one, which has nothing to compress: Adam from here
         on."""
-        _, frozen = self.tensors.part(range(len(self._flat.parameters)))
+        _, frozen = self.tensors.part(range(len(self._works)))
         for i in frozen:
-            self._pay(i)
+            part = self._works[i].view(-1).zero_()
+            self.quantized.residuals.pay(self._flat.names[i], part, 0, 1)
         self._take_owed(frozen)
         self.tensors.thaw(frozen, self.steps_done)
         self.frozen_at = None
-
-    def _pay(self, i: int) -> None:
-        """work := this rank's part of what is owed of a parameter, which is owed no more."""
-        part = self._works[i].view(-1).zero_()
-        self.quantized.residuals.pay(
-            self._flat.names[i], part, self.channel.rank, self.channel.size
-        )
-
-    def _take_owed(self, indices: Sequence[int]) -> None:
-        """m := m + s·what is owed, which is in ``work``, within Adam's own bound."""
-        for i in indices:
-            s, v = self.tensors.divisor(i), self._variances[i]
-            most = (
-                (v / self.tensors.correction(i, int(self.tensors.variance_steps[i])))
-                .sqrt_()
-                .mul_(self.tensors.bound(i))
-            )
-            m = self._momenta[i].addcmul_(self._works[i], s)
-            m.copy_(torch.minimum(torch.maximum(m, -most), most))
 
     # ------------------------------------------------------------ checkpoints
 
@@ -253,3 +355,62 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
             self.frozen_at = schedule["frozen_at"]
             self.tensors.trips[:] = schedule["trips"]
         self.recut()
+
+
+class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
+    """AdamW: per parameter 12/P bytes of state, 2 of what all know of the variance and 4 of
+    residual on each rank.
+
+    Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step.
+    Gradients must be local: under DistributedDataParallel call ``commpress.overlap(ddp,
+    optimizer)``, which keeps it from averaging them.
+    """
+
+    schedule_entries = ("frozen_at",)
+
+    def round(self) -> RoundKind:
+        return RoundKind.EXACT if self.frozen_at is None else RoundKind.COMPRESSED
+
+    def update(self, kind: RoundKind) -> Steps[None]:
+        yield from ()
+        trained = [i for _, at in self.groups() for i in at]
+        live, frozen = self.tensors.part(trained)
+        self.adam(trained if kind is RoundKind.EXACT else live, self._means)
+        for i in self.owned(frozen) if kind is RoundKind.COMPRESSED else ():
+            group = self.tensors.group(i)
+            beta1, lr = group["betas"][0], float(group["lr"])
+            self._momenta[i].mul_(beta1).addcmul_(self._means[i], self.unit(i))
+            step, decay = lr / self.correction(group), 1 - lr * group["weight_decay"]
+            self.apply_step(i, step=step, decay=decay)
+            self.bound_momentum(i)
+
+    # ------------------------------------------------------------ freezing and thawing
+
+    def schedule(self, kind: RoundKind) -> Steps[None]:
+        self.unknown |= self.due() if self.frozen else (yield from self.ends_warmup())
+
+    def sort(self) -> Steps[None]:
+        """Live tensors whose variance may stand still freeze. What is owed of them is owed in units
+        of p."""
+        for i in self.tensors.part(range(len(self.parts)))[1]:
+            self.tensors.divide(i)
+        self._freeze((yield from self.ready()) if self.due() else [])
+
+    def _let_wake(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            done = int(self.tensors.variance_steps[i])
+            own = self.tensors.own_steps(i, self.steps_done)
+            self._variances[i].mul_(
+                self.tensors.correction(i, own) / self.tensors.correction(i, done)
+            )
+        super()._let_wake(indices)
+        self.tensors.count(indices, self.steps_done)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def schedule_state(self) -> dict[str, Any]:
+        return {"frozen_at": self.frozen_at}
+
+    def resume(self, schedule: dict[str, Any] | None) -> None:
+        assert schedule is not None
+        self.frozen_at = schedule["frozen_at"]

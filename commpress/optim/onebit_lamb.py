@@ -34,13 +34,10 @@ from commpress.errors import InvalidArgument
 from commpress.kernels import layer_shards
 from commpress.kernels.devices import lamb_arithmetic
 from commpress.kernels.lamb import LayerRule
-from commpress.optim.columns import alike, is_cut
 from commpress.optim.flat import Flat
-from commpress.optim.freezing import FreezingOptions
-from commpress.optim.held import refuse_held
-from commpress.optim.onebit_adam import OneBitAdam
+from commpress.optim.layout import alike, is_cut, named_parameters, refuse_held
+from commpress.optim.onebit_adam import FreezingOptions, OneBitAdam
 from commpress.optim.optimizer import RoundKind
-from commpress.optim.parameters import named_parameters
 from commpress.work import Steps
 
 

@@ -47,23 +47,24 @@ from commpress.errors import (
 from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
 from commpress.logs import warn_on_first
-from commpress.optim.checkpoint import check_entries, check_length
+from commpress.optim import checkpoint
 from commpress.optim.clipping import Clipping
-from commpress.optim.columns import (
+from commpress.optim.counters import OptimizerCounters
+from commpress.optim.flat import Flat, adam_step
+from commpress.optim.layout import (
     check_cut,
     columns_over,
     groups_on,
     is_cut,
+    is_held,
+    named_parameters,
     settle_gradient,
     tensors_in,
 )
-from commpress.optim.flat import Flat
-from commpress.optim.held import HeldAdam, is_held
-from commpress.optim.optimizer_counters import OptimizerCounters
-from commpress.optim.parameters import named_parameters
+from commpress.optim.local_experts import ExpertAdam
 from commpress.optim.tensor_states import TensorStates
 from commpress.schedules import Facts
-from commpress.torch_private import untraced
+from commpress.torch_private import ENDLESS, untraced
 from commpress.work import Steps
 
 SAME_GROUPS = (
@@ -114,10 +115,15 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     averages_gradients = True  # of all ranks, in ``step``: nobody else may
     clips_shards = False  # ``max_grad_norm`` is of whole gradients, where parameters are DTensors
+    divided = False  # each rank has the state of a part of every tensor
     _step_supports_amp_scaling = True  # gradients keep their scale until they are read
     full: Exchanges | Scatter  # how gradients cross the channel in exact rounds
     quantized: Exchanges | Scatter  # what crosses it in compressed ones
-    states: Any  # the module that saves and loads them
+    # of the own part of every tensor
+    momentum: torch.Tensor
+    variance: torch.Tensor
+    mean: torch.Tensor  # of what was sent
+    master: torch.Tensor  # float32 weights, if ``divided``
     schedule_entries: tuple[str, ...] = ()  # of ``schedule_state``
 
     def __init__(
@@ -181,7 +187,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 mesh, tensors_in(params), process_group, agree_over
             )
         self._ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
-        self.own: HeldAdam | None = None  # steps of what not all ranks hold
+        self.experts: ExpertAdam | None = None  # steps of what not all ranks hold
         super().__init__(params, own | {"added_at": 0})
         flat = Flat(*self.named_parameters())
         self._check_codecs(flat)
@@ -209,7 +215,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._woken: list[int] = []  # tensors that the last round woke
         self._reformed = False  # since the last step: replicas are compared
         self._place(flat)
-        self._place_own()
+        self._place_experts()
         if transport is None:
             on_reform(process_group, self)
 
@@ -259,7 +265,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         same = len(groups) == len(self._laid_out) and all(
             a is b for a, b in zip(groups, self._laid_out, strict=True)
         )
-        had = len(before.parameters) + (0 if self.own is None else len(self.own))
+        had = len(before.parameters) + (0 if self.experts is None else len(self.experts))
         if same and sum(len(group["params"]) for group in groups) == had:
             return
         parameters, names = self.named_parameters()
@@ -274,20 +280,19 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             )
         flat = Flat(parameters, names)
         self._check_codecs(flat)
-        cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
-        if cut and self.columns is None:
+        cut = next((name for name, p in zip(names, parameters, strict=True) if is_cut(p)), None)
+        if cut is not None and self.columns is None:
             raise InvalidArgument(
-                f"parameter {cut[0][0]!r} is a DTensor, and the optimizer was constructed without "
-                "any: construct one for these"
+                f"parameter {cut!r} is a DTensor, and the optimizer was constructed without any: "
+                "construct one for these"
             )
-        if cut:
-            check_cut(cut, self.channel.group)
+        check_cut(parameters, names, self.channel.group)
         flat.follow(before)
         for group in groups:
             group["added_at"] = min(int(group.get("added_at", self.steps_done)), self.steps_done)
         self._laid_out = list(groups)
         self._place(flat)
-        self._place_own()
+        self._place_experts()
 
     def named_parameters(self) -> tuple[list[torch.Tensor], list[str]]:
         """Those that all ranks hold, group by group, and what they are called."""
@@ -310,7 +315,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             if id(p) in known
         ]
 
-    def _place_own(self) -> None:
+    def _place_experts(self) -> None:
         """Make the state of what not all ranks hold; what earlier ones have stays theirs."""
         names, known = named_parameters(self.param_groups)[1], self._flat.index
         every = [(group, p) for group in self.param_groups for p in group["params"]]
@@ -319,7 +324,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             for (group, p), name in zip(every, names, strict=True)
             if id(p) not in known
         ]
-        self.own = HeldAdam(own, self.state, self.own) if own else None
+        self.experts = ExpertAdam(own, self.state, self.experts) if own else None
 
     @property
     def _flat(self) -> Flat:
@@ -332,7 +337,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.flat = self.grad_scaler = self.own = None
+        self.flat = self.grad_scaler = self.experts = None
 
     def groups(self) -> Iterator[tuple[dict[str, Any], range | tuple[int, ...]]]:
         """Each group and the numbers of those of its parameters that are trained, the same on every
@@ -361,6 +366,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.kernels = adam_arithmetic(flat.device)
         self.work = flat.new()
 
+    def _lay_out(self, variance: torch.Tensor) -> None:
+        """Tell ``tensors`` of the parameters; ``variance`` is what all ranks know of theirs."""
+        flat = self._flat
+        every = [
+            group for group in self.param_groups for p in group["params"] if id(p) in flat.index
+        ]
+        self.tensors.lay_out(flat, every, variance, self.channel.size)
+
     def recut(self) -> None:
         """Parameters go by another codec from now on in compressed rounds."""
         self.quantized.recut()
@@ -381,8 +394,37 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         rank."""
 
     @abstractmethod
+    def part_of(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
+        """The own part of a parameter in a buffer of all own parts."""
+
+    @abstractmethod
+    def own(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
+        """The own part of a whole parameter."""
+
+    @abstractmethod
+    def exchanged(self, kind: RoundKind) -> Steps[bool]:
+        """One round with the other ranks, and what it leads to; whether it was taken, the same on
+        every rank."""
+
+    def local(self, gain: float) -> None:
+        """A step without communication, for those whose ``round`` may say LOCAL."""
+        raise TypeError(
+            f"{type(self).__name__}.round() said LOCAL: the class must have local(gain), a step "
+            "that sends nothing"
+        )
+
     def take(self, kind: RoundKind) -> Steps[bool]:
-        """One round, and what it leads to; whether it was taken, the same on every rank."""
+        """One round; whether it was taken, the same on every rank that must stay equal."""
+        alone = self.channel.size == 1 and not self.divided
+        # nobody else asks
+        if self.consensus is not None and (kind is RoundKind.LOCAL or alone):
+            finite = isfinite(self.squares()) and isfinite(self.expert_squares)
+            if not (yield from self.consensus.agreed(finite, self._flat.device)):
+                return False
+        if kind is not RoundKind.LOCAL:
+            return (yield from self.exchanged(kind))
+        self.local(self.gain())
+        return True
 
     def before(self, kind: RoundKind) -> Steps[None]:
         """Fetch what a round of this kind needs to know."""
@@ -400,6 +442,50 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that every rank holds alike."""
         return [self._flat.shard(i) for i in range(len(self._flat.parameters))]
+
+    # ------------------------------------------------------------ the own part of every tensor
+
+    def _show(self) -> None:
+        """Views of the own part of every tensor, by number: weights, momentum, variance, and the
+        mean of what was sent."""
+
+        def views(buffer: torch.Tensor) -> list[torch.Tensor]:
+            return [self.part_of(buffer, i) for i in range(len(self._flat.parameters))]
+
+        self._momenta, self._variances = views(self.momentum), views(self.variance)
+        self._means = views(self.mean)
+        self._weights = views(self.master) if self.divided else self._flat.weights
+
+    def unit(self, i: int) -> torch.Tensor:
+        """s of the own part, as whoever sends divides by it."""
+        return self.own(self.tensors.divisor(i), i)
+
+    def root(self, i: int) -> torch.Tensor:
+        """√v̂ of the own part."""
+        correction = self.tensors.correction(i, int(self.tensors.variance_steps[i]))
+        return (self._variances[i] / correction).sqrt_()
+
+    def _bound(self, i: int, most: torch.Tensor) -> None:
+        """m within ±most."""
+        m = self._momenta[i]
+        m.copy_(torch.minimum(torch.maximum(m, -most), most))
+
+    def adam(self, indices: Iterable[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Adam's step of these parameters, with mean gradients by number."""
+        taken = set(indices)
+        for group, every in self.groups():
+            at = [i for i in every if i in taken]
+            done = self.steps_done - group["added_at"] if group["bias_correction"] else ENDLESS
+            if at:
+                adam_step(
+                    group,
+                    [self._weights[i] for i in at],
+                    [gradients[i] for i in at],
+                    [self._momenta[i] for i in at],
+                    [self._variances[i] for i in at],
+                    list(torch.full((len(at),), float(done)).unbind()),
+                )
+        self.tensors.count(taken, self.steps_done + 1)
 
     # ------------------------------------------------------------ one step
 
@@ -435,13 +521,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if self.channel.size > 1 and self._comparison_is_due():
             yield from self._compare_replicas()
         try:
-            yield from self._agree_on_own(kind)
+            yield from self._agree_on_experts(kind)
             taken = yield from self.take(kind)
         except CommunicationError:
             self.tensors.remember(False)
             raise
         if taken:
-            self._step_own(kind)
+            self._step_experts(kind)
         waking = self.tensors.waking()  # as headers have asked for it
         self.tensors.remember(taken)
         if taken:
@@ -455,30 +541,30 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             self._report_skipped()
         return taken
 
-    def _agree_on_own(self, kind: RoundKind) -> Steps[None]:
+    def _agree_on_experts(self, kind: RoundKind) -> Steps[None]:
         """Σ squares, over all ranks, of the gradients of what not all of them hold. In a step that
         sends nothing those of others are taken to be like the own."""
-        if self.own is None:
+        if self.experts is None:
             return
-        squares = inf if self.overflowed else self.own.squares(self.gain())
+        squares = inf if self.overflowed else self.experts.squares(self.gain())
         if kind is RoundKind.LOCAL or self.channel.size == 1:
-            self.own.total = squares * self.channel.size
+            self.experts.total = squares * self.channel.size
         else:
-            self.own.total = float((yield from self.gathered([squares])).sum())
+            self.experts.total = float((yield from self.gathered([squares])).sum())
 
     @property
-    def own_squares(self) -> float:
-        """Squares that ``_agree_on_own`` found, not finite if a gradient was not; 0 where all ranks
-        hold all."""
-        return 0.0 if self.own is None else self.own.total
+    def expert_squares(self) -> float:
+        """Squares that ``_agree_on_experts`` found, not finite if a gradient was not; 0 without
+        local experts."""
+        return 0.0 if self.experts is None else self.experts.total
 
-    def _step_own(self, kind: RoundKind) -> None:
-        if self.own is None:
+    def _step_experts(self, kind: RoundKind) -> None:
+        if self.experts is None:
             return
-        if kind is RoundKind.LOCAL and not isfinite(self.own.total):
+        if kind is RoundKind.LOCAL and not isfinite(self.experts.total):
             self.counters.ignored_gradients += 1
             return
-        self.own.step(self.gain() * self.clipping.last)
+        self.experts.step(self.gain() * self.clipping.last)
 
     def _key(self) -> int:
         """Seed of what is drawn in this step."""
@@ -534,7 +620,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def settled(self, outcomes: Sequence[Outcome], finite: bool = True) -> Steps[bool]:
         """Commit all of them if all ranks that must stay equal were finite, else discard them."""
         finite = (
-            finite and isfinite(self.own_squares) and all(outcome.finite for outcome in outcomes)
+            finite and isfinite(self.expert_squares) and all(outcome.finite for outcome in outcomes)
         )
         asked = any(outcome.asks for outcome in outcomes)
         if self.consensus is not None:
@@ -641,14 +727,31 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         sums = [
             0 if g is None else _bits(g) for g in map(flat.gradient, range(len(flat.parameters)))
         ]
-        mine = checksum(self.replicated())
-        gradients = zlib.crc32(np.array(sums, np.int64).tobytes()) if any(sums) else 0
+        gradients = _checksum(sums) if any(sums) else 0
+        mine = [_checksum(map(_bits, self.replicated())), self.steps_done, gradients]
         try:
-            every = yield from self.gathered([mine, self.steps_done, gradients, *self._layout()])
+            every = yield from self.gathered([*mine, *self._layout()])
         except Mismatch as mismatch:
             raise Mismatch(f"{mismatch} {SAME_GROUPS}", ranks=mismatch.ranks) from None
-        _require_same_groups(every[:, 3:])
-        require_same(every[:, :2], self.steps_done)
+        if different := _different(every[:, 3:]):
+            counts = ", ".join(
+                f"rank {r} {int(groups)} with {int(count)}"
+                for r, (groups, count, _) in enumerate(every[:, 3:])
+            )
+            raise Mismatch(
+                f"ranks {list(different)} have other parameter groups than rank 0 (groups and "
+                f"parameters: {counts}; or names, shapes, dtypes, or the step at which they came). "
+                f"{SAME_GROUPS}",
+                ranks=different,
+            )
+        if different := _different(every[:, :2]):
+            raise Mismatch(
+                f"after {self.steps_done} steps the parameters of ranks {list(different)} differ "
+                f"from those of rank 0 (steps done: {every[:, 1].astype(int).tolist()}). Start "
+                "every rank from the same weights (DistributedDataParallel broadcasts them) and "
+                "change parameters only through this optimizer.",
+                ranks=different,
+            )
         self._reformed = False
         if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             warn_on_first(
@@ -669,12 +772,24 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             (n, tuple(s), p.dtype)
             for n, s, p in zip(flat.names, flat.shapes, flat.parameters, strict=True)
         ]
-        return len(said), len(every), zlib.crc32(repr((said, every, self.own is None)).encode())
+        return len(said), len(every), zlib.crc32(repr((said, every, self.experts is None)).encode())
 
     def _report_skipped(self) -> None:
-        report_skipped(
-            self.steps_done, self.counters.skipped_steps, self.on_nonfinite, self.channel.rank
-        )
+        """Raise, or warn at times, that the step was left out on all ranks."""
+        step, count = self.steps_done, self.counters.skipped_steps
+        if self.on_nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"the gradients of step {step} hold NaN or infinity on some rank. Nothing was "
+                "changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
+            )
+        if count <= 3 or count % 100 == 0:
+            warn_on_first(
+                self.channel.rank,
+                "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d "
+                "so far)",
+                step,
+                count,
+            )
 
     def _update_scaler(self, *, taken: bool) -> None:
         if (
@@ -704,22 +819,35 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's part of a state that fits any world size; collective, between steps. Rank 0's
         is the large one."""
-        if self.own is not None:
+        if self.experts is not None:
+            name = self.experts.flat.names[0]
             raise InvalidArgument(
-                f"elastic_state_dict fits any number of ranks, but {self.own.flat.names[0]!r} lies "
-                "on this one alone: save state_dict() on every rank, and load it on as many"
+                f"elastic_state_dict fits any number of ranks, but {name!r} lies on this one "
+                "alone: save state_dict() on every rank, and load it on as many"
             )
         return self.channel.run(self.elastic_steps())
 
     def check_schedule(self, schedule: dict[str, Any]) -> None:
         """Raise ``StateMismatch`` unless it is a whole ``schedule_state`` of such parameters."""
-        check_entries(schedule, self.schedule_entries, "the schedule of the state")
+        checkpoint.check_entries(schedule, self.schedule_entries, "the schedule of the state")
         if "trips" in self.schedule_entries:
-            check_length(schedule["trips"], len(self._flat.parameters), "counts of large gradients")
+            count = len(self._flat.parameters)
+            checkpoint.check_length(schedule["trips"], count, "counts of large gradients")
 
-    @abstractmethod
     def elastic_steps(self) -> Steps[dict[str, Any]]:
         """``elastic_state_dict`` as an algorithm that may wait."""
+        return checkpoint.elastic(self, super().state_dict())
+
+    def schedule_state(self) -> dict[str, Any]:
+        """State of the schedule beyond ``facts``."""
+        return {}
+
+    def resume(self, schedule: dict[str, Any] | None) -> None:
+        """Continue from a ``schedule_state``; None: from torch's Adam."""
+
+    def waiting(self) -> dict[str, torch.Tensor]:
+        """Flat buffers that differ between ranks; what counts for the run is their mean."""
+        return {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
@@ -727,19 +855,18 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         has all state, that of torch's Adam or AdamW will do; where it is divided, load the model
         first. A state that does not fit changes nothing."""
         self._follow_groups()
-        self.states.load(self, [state_dict, *others])
+        checkpoint.load(self, [state_dict, *others])
 
     def rank_state(self) -> dict[str, Any]:
         """This rank's own part, for ``load_rank_state`` after the state of another rank was
         loaded."""
-        state: dict[str, Any] = self.states.exact(self)
-        return state
+        return checkpoint.exact(self)
 
     @torch.no_grad()
     def load_rank_state(self, *parts: dict[str, Any]) -> None:
         """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``; or all
         ranks', however many."""
-        self.states.load_rank(self, parts)
+        checkpoint.load_rank(self, parts)
 
     # ------------------------------------------------------------ what compression leaves behind
 
@@ -762,9 +889,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             / self.tensors.divisor(i).view(-1)[offset : offset + owed.numel()]
         )
 
-    @abstractmethod
     def momentum_squares(self) -> float:
-        """‖m/s‖² of all parameters."""
+        """‖m/s‖² of all parameters; rows of other ranks are taken to be like the own."""
+        squares = (float((m / self.unit(i)).square().sum()) for i, m in enumerate(self._momenta))
+        return (self.channel.size if self.divided else 1) * sum(squares)
 
 
 DEEPSPEED = {  # its words, and ours
@@ -825,58 +953,13 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def report_skipped(step: int, count: int, on_nonfinite: str, rank: int) -> None:
-    """Raise, or warn at times, that the step was left out on all ranks, the ``count``-th."""
-    if on_nonfinite == "raise":
-        raise NonFiniteGradient(
-            f"the gradients of step {step} hold NaN or infinity on some rank. Nothing was changed. "
-            "Look for the cause in the loss, or pass on_nonfinite='skip'."
-        )
-    if count <= 3 or count % 100 == 0:
-        warn_on_first(
-            rank,
-            (
-                "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d "
-                "so far)"
-            ),
-            step,
-            count,
-        )
+def _different(rows: np.ndarray) -> tuple[int, ...]:
+    """Ranks whose row is not that of rank 0."""
+    return tuple(np.flatnonzero((rows != rows[0]).any(axis=1)).tolist())
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    return zlib.crc32(np.array([_bits(x) for x in tensors], np.int64).tobytes())
-
-
-def require_same(every: np.ndarray, steps_done: int) -> None:
-    """Raise unless all ranks have the same checksum of parameters, and have done as many steps: the
-    columns of ``every``."""
-    different = tuple(r for r in range(len(every)) if (every[r] != every[0]).any())
-    if different:
-        raise Mismatch(
-            f"after {steps_done} steps the parameters of ranks {list(different)} differ from those "
-            f"of rank 0 (steps done: {[int(s) for s in every[:, 1]]}). Start every rank from the "
-            "same weights (DistributedDataParallel broadcasts them) and change parameters only "
-            "through this optimizer.",
-            ranks=different,
-        )
-
-
-def _require_same_groups(layouts: np.ndarray) -> None:
-    """Raise unless all ranks train the same parameters: the rows of ``layouts`` are those of
-    ``_layout``."""
-    different = tuple(r for r in range(len(layouts)) if (layouts[r] != layouts[0]).any())
-    if different:
-        counts = ", ".join(
-            f"rank {r} {int(groups)} with {int(count)}"
-            for r, (groups, count, _) in enumerate(layouts)
-        )
-        raise Mismatch(
-            f"ranks {list(different)} have other parameter groups than rank 0 (groups and "
-            f"parameters: {counts}; or names, shapes, dtypes, or the step at which they came). "
-            f"{SAME_GROUPS}",
-            ranks=different,
-        )
+def _checksum(sums: Iterable[int]) -> int:
+    return zlib.crc32(np.array(list(sums), np.int64).tobytes())
 
 
 def _bits(x: torch.Tensor) -> int:

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from commpress.codecs import Policy
-from commpress.collectives.all_gather_mean import GatherMean, GatherMeans
+from commpress.collectives.all_gather_mean import GatherMeans
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
 from commpress.collectives.pairwise import PairMean, PairMeans
 from commpress.collectives.scalars import square_sum
 from commpress.errors import InvalidArgument
@@ -54,23 +54,22 @@ class Outer(ABC):
         channel: Channel,
         change: torch.Tensor,
         weights: torch.Tensor,
-        state: State,
-        *,
         shares: Sequence[float],
-        sequence: int,
-        key: int,
+        **numbers: Any,
     ) -> Steps[list[Outcome]]:
         """``change`` := what ``step`` is to get, here its mean over the ranks; their ``shares`` are
-        1 in the mean.
+        1 in the mean. ``numbers``: ``sequence`` and ``key`` of the exchange.
 
-        May run in the background: ``weights`` and ``state`` are read only until ``step``.
+        May run in the background: ``weights`` are read only until ``step``.
         """
+        if isinstance(exchange, FlatExchange):  # which weighs what has been decoded
+            return (yield from exchange.steps(channel, change, shares=shares, **numbers))
         share = shares[channel.rank]
         if share == 0:
             change.zero_()  # it may not be finite
         elif share != 1:
             change.mul_(share)
-        return (yield from exchange.steps(channel, change, sequence=sequence, key=key))
+        return (yield from exchange.steps(channel, change, **numbers))
 
     def spread(
         self,
@@ -171,23 +170,6 @@ class SparseLoCo(Outer):
             policy, channel.size, channel.workspace, clip=self.clip, feedback=feedback, seed=seed
         )
 
-    def exchange(
-        self,
-        exchange: Exchange,
-        channel: Channel,
-        change: torch.Tensor,
-        weights: torch.Tensor,
-        state: State,
-        *,
-        shares: Sequence[float],
-        sequence: int,
-        key: int,
-    ) -> Steps[list[Outcome]]:
-        assert isinstance(exchange, GatherMean)
-        return (
-            yield from exchange.steps(channel, change, sequence=sequence, key=key, shares=shares)
-        )
-
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         weights.sub_(change.mul_(self.lr))
 
@@ -216,17 +198,13 @@ class Gossip(WithMomentum):
         channel: Channel,
         change: torch.Tensor,
         weights: torch.Tensor,
-        state: State,
-        *,
         shares: Sequence[float],
-        sequence: int,
-        key: int,
+        **numbers: Any,
     ) -> Steps[list[Outcome]]:
-        assert isinstance(exchange, PairMean)
         shared = weights.to(change.device)
         torch.sub(shared, change, out=change)
-        outcomes = yield from exchange.steps(
-            channel, change, sequence=sequence, key=key, shares=shares
+        outcomes = yield from super().exchange(
+            exchange, channel, change, weights, shares, **numbers
         )
         torch.sub(shared, change, out=change)
         return outcomes

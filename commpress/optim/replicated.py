@@ -13,11 +13,11 @@ from commpress.collectives.allreduce import Outcome
 from commpress.collectives.change import Change
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.handover import Standing, cannot_follow
+from commpress.feedback import ResidualStore
 from commpress.optim import checkpoint
-from commpress.optim.columns import alike
 from commpress.optim.flat import Flat
+from commpress.optim.layout import alike
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
-from commpress.torch_private import ENDLESS, adam
 from commpress.work import Steps
 
 
@@ -27,9 +27,6 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     full: Exchanges
     quantized: Exchanges
-    states = checkpoint
-    momentum: torch.Tensor
-    variance: torch.Tensor
     _taken: torch.Tensor  # steps of each parameter, as torch's Adam counts them
 
     # ------------------------------------------------------------ what subclasses say
@@ -49,13 +46,6 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def apply(self, kind: RoundKind) -> None:
         """Take the mean, which is in ``work``, over into momentum and parameters."""
 
-    def local(self, gain: float) -> None:
-        """A step without communication, for those whose ``round`` may say LOCAL."""
-        raise TypeError(
-            f"{type(self).__name__}.round() said LOCAL: the class must have local(gain), a step "
-            "that sends nothing"
-        )
-
     def allocate(self, had: int) -> None:
         """Make the buffers that ``_place`` does not know of; the first ``had`` parameters keep what
         they have in them."""
@@ -72,27 +62,18 @@ class ReplicatedOptimizer(CompressedOptimizer):
                 self._works[i].zero_()
 
     def take(self, kind: RoundKind) -> Steps[bool]:
-        taken = True
-        # nobody else asks
-        if self.consensus is not None and (kind is RoundKind.LOCAL or self.channel.size == 1):
-            finite = isfinite(self.squares()) and isfinite(self.own_squares)
-            taken = yield from self.consensus.agreed(finite, self._flat.device)
-        if not taken:
-            return False
-        if kind is RoundKind.LOCAL:
-            self.local(self.gain())
-        elif self.channel.size == 1:
-            taken = yield from self._alone()
-        else:
-            taken = yield from self._together(kind)
+        taken = yield from super().take(kind)
         if taken:
             self._flat.publish()
             self._taken += 1
         return taken
 
+    def exchanged(self, kind: RoundKind) -> Steps[bool]:
+        return (yield from self._alone() if self.channel.size == 1 else self._together(kind))
+
     def _alone(self) -> Steps[bool]:
         """World size 1: Adam, on the gradients as they are."""
-        if self.overflowed or not isfinite(self.squares()) or not isfinite(self.own_squares):
+        if self.overflowed or not isfinite(self.squares()) or not isfinite(self.expert_squares):
             return False
         every = range(len(self._flat.parameters))
         gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
@@ -103,7 +84,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
                 return False
             gradients = list(self._works)
             yield from self.measure(RoundKind.EXACT)
-        self.exact([self._zero(i) if g is None else g for i, g in enumerate(gradients)])
+        zeros = map(torch.zeros_like, self._weights)
+        self.exact([z if g is None else g for g, z in zip(gradients, zeros, strict=True)])
         return True
 
     def _clip(self) -> Steps[bool]:
@@ -117,9 +99,6 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """Ask the ranks with other shards for what ``apply`` and ``exact`` must know of whole
         tensors."""
         yield from ()
-
-    def _zero(self, i: int) -> torch.Tensor:
-        return torch.zeros_like(self._flat.weights[i])
 
     def _together(self, kind: RoundKind) -> Steps[bool]:
         outcomes: list[Outcome] = []
@@ -196,39 +175,20 @@ class ReplicatedOptimizer(CompressedOptimizer):
         )
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
-        """Adam's step with mean gradients: torch's own fused kernel, so equal in every bit.
-        ``among``: only of these."""
-        for group, every in self.groups():
-            at = [i for i in every if among is None or i in among]
-            if not at:
-                continue
-            lr, decay = float(group["lr"]), group["weight_decay"]
-            self._counts.fill_(
-                self.steps_done - group["added_at"] if group["bias_correction"] else ENDLESS
-            )
-            adam(
-                [self._flat.weights[i] for i in at],
-                [gradients[i] for i in at],
-                [self._momenta[i] for i in at],
-                [self._variances[i] for i in at],
-                [],
-                [self._count_tensors[i] for i in at],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=lr,
-                weight_decay=decay,
-                eps=group["eps"],
-                maximize=False,
-                decoupled_weight_decay=True,
-            )
-            self.tensors.count(at, self.steps_done + 1)
+        """An exact step with mean gradients, here Adam's. ``among``: only of these."""
+        trained = (i for _, at in self.groups() for i in at)
+        self.adam((i for i in trained if among is None or i in among), gradients)
 
     def replicated(self) -> list[torch.Tensor]:
         return self._flat.weights
 
     # ------------------------------------------------------------ buffers
+
+    def part_of(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
+        return self._flat.view(buffer, i)
+
+    def own(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
+        return tensor
 
     def _place(self, flat: Flat) -> None:
         if self.bucket_rounds is not None:
@@ -236,32 +196,20 @@ class ReplicatedOptimizer(CompressedOptimizer):
         had = 0 if self.flat is None else len(self.flat.parameters)
         before = (self.momentum, self.variance) if had else (None, None)
         super()._place(flat)
-        count = len(flat.parameters)
         self.momentum, self.variance = map(flat.grown, before)
-        self._empty = self.work[:0]
-        self._counts = torch.zeros(count)  # of updates, for torch's kernel
-        self._count_tensors = list(self._counts.unbind())
-        self._taken = (
-            torch.cat([self._taken, torch.zeros(count - had)]) if had else torch.zeros(count)
-        )
-        self._taken_tensors = list(self._taken.unbind())
-        self._momenta, self._works, self._variances = map(
-            flat.views, (self.momentum, self.work, self.variance)
-        )
-        every = [
-            group for group in self.param_groups for p in group["params"] if id(p) in flat.index
-        ]
-        self.tensors.lay_out(flat, every, self.variance, self.channel.size)
+        self.mean, self._empty = self.work, self.work[:0]
+        new = torch.zeros(len(flat.parameters) - had)
+        self._taken = torch.cat([self._taken, new]) if had else new
+        self._show()
+        self._works = self._means
+        self._lay_out(self.variance)
         self._expose_state()
         if not had:
-            exact, size, workspace = (
-                policy_of(self.exact_codec, min_numel=256),
-                self.channel.size,
-                self.channel.workspace,
-            )
-            self.full = Exchanges(exact, size, workspace, feedback=self.error_feedback)
+            exact = policy_of(self.exact_codec, min_numel=256)
+            among = self.channel.size, self.channel.workspace
+            self.full = Exchanges(exact, *among, feedback=self.error_feedback)
             self.quantized = Exchanges(
-                self.tensors, size, workspace, feedback=self.error_feedback, seed=self.seed
+                self.tensors, *among, feedback=self.error_feedback, seed=self.seed
             )
         self.full.recut()
         self.recut()
@@ -270,16 +218,12 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def _expose_state(self) -> None:
         """``state`` as torch's Adam has it, and whether it is frozen; views of what is kept side by
         side."""
-        for i, p in enumerate(self._flat.parameters):
-            state = self.state[p]
+        for i, (p, step) in enumerate(zip(self._flat.parameters, self._taken, strict=True)):
             moments = {"exp_avg": self._momenta[i], "exp_avg_sq": self._variances[i]}
-            state.update(
-                step=self._taken_tensors[i],
-                **{name: alike(moment, p) for name, moment in moments.items()},
-            )
-            state.update(self.tensors.views(i))
             if i in self._flat.shadowed:
-                state["master"] = alike(self._flat.weights[i], p)
+                moments["master"] = self._flat.weights[i]
+            cut = {name: alike(moment, p) for name, moment in moments.items()}
+            self.state[p] |= {"step": step} | cut | self.tensors.views(i)
 
     # ------------------------------------------------------------ other ranks
 
@@ -300,11 +244,10 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """``reform`` as an algorithm that may wait."""
         if self.bucket_rounds is not None:
             self.bucket_rounds.drop()
-        stores = {"full": self.full.residuals, "quantized": self.quantized.residuals}
         momenta = {f"momentum {i}": self._momenta[i] for i in self._woken}
         standing = yield from self.handover.steps(
             change,
-            stores,
+            self.stores(),
             self.channel.workspace,
             shared=self.common(),
             tensors=self.quantized.bases | momenta,
@@ -316,12 +259,10 @@ class ReplicatedOptimizer(CompressedOptimizer):
             self.full.reform(self.channel.size)
             self.quantized.reform(self.channel.size)
             if standing.behind:
-                bases = {
-                    name: each
-                    for name, each in standing.tensors.items()
-                    if not name.startswith("momentum ")
+                momenta = {f"momentum {i}" for i in standing.shared["woken"]}
+                self.quantized.bases |= {
+                    name: each for name, each in standing.tensors.items() if name not in momenta
                 }
-                self.quantized.bases.update(bases)
                 if change.was is not None:
                     self.follow_waking(standing)
             finish()
@@ -351,8 +292,11 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def hand_over(self, leaving: Sequence[int]) -> None:
         """Let the others take over what these ranks owe, which are about to leave; collective over
         all, between steps."""
-        stores = {"full": self.full.residuals, "quantized": self.quantized.residuals}
-        self.channel.run(self.handover.leaving(leaving, stores))
+        self.channel.run(self.handover.leaving(leaving, self.stores()))
+
+    def stores(self) -> dict[str, ResidualStore]:
+        """What compression left behind on this rank."""
+        return {"full": self.full.residuals, "quantized": self.quantized.residuals}
 
     def shared_state(self) -> dict[str, Any]:
         """State that all ranks hold alike, weights that parameters do not show included; its
@@ -367,27 +311,6 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def elastic_steps(self) -> Steps[dict[str, Any]]:
-        return checkpoint.elastic(self, torch.optim.Optimizer.state_dict(self))
-
-    def momentum_squares(self) -> float:
-        return sum(
-            float((m / self.tensors.divisor(i)).square().sum()) for i, m in enumerate(self._momenta)
-        )
-
     def forget(self) -> None:
         """Reset what a state that is about to be loaded may say nothing of."""
         self.tensors.begin()
-
-    def schedule_state(self) -> dict[str, Any]:
-        """State of the schedule beyond ``facts``."""
-        return {}
-
-    def resume(self, schedule: dict[str, Any] | None) -> None:
-        """Continue from a ``schedule_state``; None: from torch's Adam."""
-
-    def shared(self) -> Steps[dict[str, torch.Tensor]]:
-        """Means of what differs between ranks: ``exp_avg`` and what ``schedule_state`` has, as flat
-        buffers."""
-        yield from ()
-        return {}

@@ -15,7 +15,7 @@ owners tell v to everybody, in bfloat16, whenever it has moved and is to be divi
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -25,10 +25,9 @@ from commpress.codecs import Policy, policy_of
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
-from commpress.optim import sharded_checkpoint
+from commpress.optim.checkpoint import check_complete
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions, RoundKind
-from commpress.torch_private import ENDLESS, adam
 from commpress.work import Steps
 
 
@@ -62,7 +61,7 @@ class ShardedOptimizer(CompressedOptimizer):
 
     full: Scatter
     quantized: Scatter
-    states = sharded_checkpoint
+    divided = True
     unknown = False  # whether ``known`` is out of date and about to be divided by
     missing = ""  # what an incomplete state lacks
 
@@ -88,10 +87,7 @@ class ShardedOptimizer(CompressedOptimizer):
         first, had = self.flat is None, len(self.parts)
         super()._place(flat)
         self.known = grown(self.known, flat.numel, flat.device)
-        every = [
-            group for group in self.param_groups for p in group["params"] if id(p) in flat.index
-        ]
-        self.tensors.lay_out(flat, every, self.known, self.channel.size)
+        self._lay_out(self.known)
         spans = self.spans(range(len(flat.places)))
         if first:
             self.full = self._scatter(
@@ -107,33 +103,31 @@ class ShardedOptimizer(CompressedOptimizer):
             self.parts.append(Owned(i, begin, min(width, numel - begin), at))
         for name in ("master", "momentum", "variance", "mean"):
             setattr(self, name, grown(getattr(self, name), self.full.numel, flat.device))
-        for part in self.parts[had:]:
-            part.of(self.master).copy_(part.of_whole(flat.shard(part.parameter)))
+        self._show()
+        for i in range(had, len(self.parts)):
+            self._weights[i].copy_(self.own(flat.shard(i), i))
 
     def _scatter(self, policy: Policy, *, feedback: bool) -> Scatter:
         return Scatter([], policy, self.channel, self._flat.device, feedback=feedback)
 
-    def owned(self, indices: Iterable[int]) -> Iterator[Owned]:
-        """Parts of these parameters, where this rank has one."""
-        return (part for part in map(self.parts.__getitem__, indices) if part.numel)
+    def part_of(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
+        return self.parts[i].of(buffer)
+
+    def own(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
+        return self.parts[i].of_whole(tensor)
+
+    def owned(self, indices: Iterable[int]) -> list[int]:
+        """Those of these parameters of which this rank has a part."""
+        return [i for i in indices if self.parts[i].numel]
 
     # ------------------------------------------------------------ one step
 
     def before(self, kind: RoundKind) -> Steps[None]:
-        sharded_checkpoint.check_complete(self)
+        check_complete(self)
         if self.unknown and kind is not RoundKind.EXACT:  # a state was loaded
             yield from self.learn()
 
-    def take(self, kind: RoundKind) -> Steps[bool]:
-        if kind is RoundKind.LOCAL:
-            if self.consensus is not None and not (
-                yield from self.consensus.agreed(
-                    math.isfinite(self.squares() + self.own_squares), self._flat.device
-                )
-            ):
-                return False
-            self.local()
-            return True
+    def exchanged(self, kind: RoundKind) -> Steps[bool]:
         exact = kind is RoundKind.EXACT
         scatter = self.full if exact else self.quantized
         gain = yield from self.clipping.agreed(self, self.gain(), exact=exact)
@@ -150,13 +144,6 @@ class ShardedOptimizer(CompressedOptimizer):
             yield from self._publish(scatter, whole=exact and self.exact_codec.lossless)
         return taken
 
-    def local(self) -> None:
-        """A step without communication, for those whose ``round`` may say LOCAL."""
-        raise TypeError(
-            f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step that "
-            "sends nothing"
-        )
-
     @abstractmethod
     def update(self, kind: RoundKind) -> Steps[None]:
         """Momentum, variance and master weights of the own rows, from ``mean``."""
@@ -165,12 +152,8 @@ class ShardedOptimizer(CompressedOptimizer):
     def schedule(self, kind: RoundKind) -> Steps[None]:
         """Change for the steps to come what this one tells."""
 
-    def agree(self) -> Steps[None]:
-        """Ask others what ``sort`` must know."""
-        yield from ()
-
     @abstractmethod
-    def sort(self) -> None:
+    def sort(self) -> Steps[None]:
         """Divisors and codecs of the variance as it is ``known`` now."""
 
     def _publish(self, scatter: Scatter, *, whole: bool) -> Steps[None]:
@@ -178,13 +161,12 @@ class ShardedOptimizer(CompressedOptimizer):
         self.mean.zero_()
         trained = [(i, self._flat.shard(i)) for _, at in self.groups() for i in at]
         for i, p in trained:
-            part = self.parts[i]
-            w, change = part.of(self.master), part.of(self.mean)
+            w, change = self._weights[i], self._means[i]
             if whole:
                 change.copy_(w)
             else:
                 most = self.longest(i)
-                torch.sub(w, part.of_whole(p), out=change).clamp_(-most, most)
+                torch.sub(w, self.own(p, i), out=change).clamp_(-most, most)
         yield from scatter.gather(self.mean, self.work, key=self._key())
         for i, p in trained:
             (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
@@ -212,9 +194,7 @@ class ShardedOptimizer(CompressedOptimizer):
     def _clip(self) -> Steps[bool]:
         if self.clipping.max_norm is None:
             return True
-        squares = sum(
-            float(part.of(self.mean).square().sum(dtype=torch.float64)) for part in self.parts
-        )
+        squares = sum(float(mean.square().sum(dtype=torch.float64)) for mean in self._means)
         every = yield from self.gathered([squares])
         return self.clipping.clip(self, self.mean, norm=float(every.sum()) ** 0.5)
 
@@ -251,61 +231,17 @@ class ShardedOptimizer(CompressedOptimizer):
             )
         self.tensors.see(indices, counts)
 
-    def adam(self, indices: Iterable[int]) -> None:
-        """Adam's step with mean gradients: torch's own fused kernel."""
-        taken = set(indices)
-        for group, every in self.groups():
-            parts = list(self.owned(i for i in every if i in taken))
-            if not parts:
-                continue
-            done = self.steps_done - group["added_at"] if group["bias_correction"] else ENDLESS
-            w, g, m, v = (
-                [part.of(b) for part in parts]
-                for b in (self.master, self.mean, self.momentum, self.variance)
-            )
-            adam(
-                w,
-                g,
-                m,
-                v,
-                [],
-                [torch.tensor(float(done)) for _ in parts],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                decoupled_weight_decay=True,
-            )
-        self.tensors.count(taken, self.steps_done + 1)
-
-    def root(self, part: Owned) -> torch.Tensor:
-        """√v̂ of what is owned."""
-        correction = self.tensors.correction(
-            part.parameter, int(self.tensors.variance_steps[part.parameter])
-        )
-        return (part.of(self.variance) / correction).sqrt_()
-
-    def unit(self, part: Owned) -> torch.Tensor:
-        """s as whoever sent divided by it."""
-        return part.of_whole(self.tensors.divisor(part.parameter))
-
-    def apply_step(self, part: Owned, m: torch.Tensor, *, step: float, decay: float) -> None:
+    def apply_step(self, i: int, *, step: float, decay: float) -> None:
         """w ← decay·w − step·m/s."""
-        _, low, eps, _ = self.tensors.divisors([part.parameter])[0].tolist()
-        part.of(self.master).mul_(decay).addcdiv_(
-            m, self.root(part).clamp_(min=low).add_(eps), value=-step
-        )
+        _, low, eps, _ = self.tensors.divisors([i])[0].tolist()
+        divisor = self.root(i).clamp_(min=low).add_(eps)
+        self._weights[i].mul_(decay).addcdiv_(self._momenta[i], divisor, value=-step)
 
-    def bound_momentum(self, part: Owned, m: torch.Tensor) -> None:
+    def bound_momentum(self, i: int) -> None:
         """m within Adam's own bound where it is noise: whoever divides it by the true √v does no
         harm."""
-        low, root = float(self.tensors.divisors([part.parameter])[0, 1]), self.root(part)
-        most = torch.where(root < low, root * self.tensors.bound(part.parameter), torch.inf)
-        m.copy_(torch.minimum(torch.maximum(m, -most), most))
+        low, root = float(self.tensors.divisors([i])[0, 1]), self.root(i)
+        self._bound(i, torch.where(root < low, root * self.tensors.bound(i), torch.inf))
 
     # ------------------------------------------------------------ freezing and thawing
 
@@ -319,33 +255,10 @@ class ShardedOptimizer(CompressedOptimizer):
         yield from self.rounded.gather(self.variance, self.work, key=0)
         self.known.copy_(self.work)
         self.unknown = False
-        yield from self.agree()
-        self.sort()
+        yield from self.sort()
         yield from self.agree_on_floor()
 
     # ------------------------------------------------------------ checkpoints
 
-    def elastic_steps(self) -> Steps[dict[str, Any]]:
-        part = yield from sharded_checkpoint.elastic(self)
-        return torch.optim.Optimizer.state_dict(self) | {"commpress": part}
-
-    def momentum_squares(self) -> float:
-        """Other ranks' rows are taken to be like the own."""
-        return self.channel.size * sum(
-            float((p.of(self.momentum) / self.unit(p)).square().sum()) for p in self.parts
-        )
-
-    @abstractmethod
-    def schedule_state(self) -> dict[str, Any]:
-        """State of the schedule beyond ``facts``."""
-
-    @abstractmethod
-    def resume(self, schedule: dict[str, Any]) -> None:
-        """Continue from a ``schedule_state``."""
-
     def check_waiting(self, schedule: dict[str, Any], waiting: dict[str, torch.Tensor]) -> None:
         """Raise ``StateMismatch`` if ``waiting`` lacks what that schedule waits with."""
-
-    def waiting(self) -> dict[str, torch.Tensor]:
-        """Flat buffers that differ between ranks; what counts for the run is their mean."""
-        return {}

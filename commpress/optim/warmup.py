@@ -11,11 +11,10 @@ import torch
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.scalars import gathered
-from commpress.errors import InvalidArgument, Mismatch
+from commpress.errors import Mismatch
 from commpress.logs import warn_on_first
-from commpress.optim.columns import Columns
 from commpress.optim.fragments import Fragment
-from commpress.optim.local_weights import local_part
+from commpress.optim.layout import Columns, local
 from commpress.work import Steps
 
 
@@ -32,10 +31,6 @@ class SharedWarmup:
         control: Channel,
         columns: Columns | None = None,
     ) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise InvalidArgument(
-                f"exact_steps is {steps!r}, expected a number of steps, 0 for none"
-            )
         self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
         self._columns = columns
         self.averaged = -1  # the step whose gradients are averaged already
@@ -58,9 +53,7 @@ class SharedWarmup:
             return
         every = list(self._parameters.values())
         present = [float(p.grad is not None) for p in every]
-        finite = all(
-            bool(torch.isfinite(local_part(p.grad)).all()) for p in every if p.grad is not None
-        )
+        finite = all(bool(torch.isfinite(local(p.grad)).all()) for p in every if p.grad is not None)
         if self._columns is not None:
             finite = yield from self._columns.agreed(finite, self.fragments[0].device)
         head = [float(step), float(finite), *self._digests(), *present]
@@ -116,7 +109,7 @@ class SharedWarmup:
             if grad is None or not finite:
                 out.zero_()
             else:
-                out.copy_(local_part(grad))
+                out.copy_(local(grad))
         yield from fragment.average(self._exact, self.channel)
         if share != 1:
             work.mul_(share) if share else work.fill_(float("inf"))
@@ -124,4 +117,4 @@ class SharedWarmup:
             p = self._parameters[span.name]
             if span.name in wanted:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                local_part(p.grad).copy_(out)
+                local(p.grad).copy_(out)

@@ -7,6 +7,7 @@ its steps add up to.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Literal, Unpack
 
 import torch
@@ -164,19 +165,12 @@ class Windows:
         self.quiet_until = self.exact_until + (steps << self.wakes)
 
     def state(self) -> dict[str, Any]:
-        return {
-            name: list(value) if isinstance(value := getattr(self, name), list) else value
-            for name in ENTRIES
-        }
+        return {name: copy(getattr(self, name)) for name in ENTRIES}
 
     def load(self, state: dict[str, Any]) -> None:
         """A state that ``WindowedOptimizer.check_schedule`` has seen."""
-        self.updates, self.updated_at = int(state["updates"]), int(state["updated_at"])
-        self.held, self.span = int(state["held"]), int(state["span"])
-        self.rates, self.decays = list(state["rates"]), list(state["decays"])
-        self.wakes, self.exact_until, self.quiet_until = (
-            int(state[name]) for name in ("wakes", "exact_until", "quiet_until")
-        )
+        for name in ENTRIES:
+            setattr(self, name, copy(state[name]))
 
 
 class WindowOptions(OptimizerOptions, total=False):

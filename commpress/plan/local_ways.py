@@ -16,7 +16,7 @@ from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import MESSAGE, Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.collectives.scalars import gathered
-from commpress.optim.exchange_header import NUMBERS
+from commpress.optim.rounds import NUMBERS
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
 from commpress.plan.model import Model

@@ -25,8 +25,7 @@ from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
 from commpress.integrations.fsdp.hsdp import compress_hsdp
 from commpress.integrations.observe.counters import Counters
 from commpress.integrations.pipeline.edges import check_backwards, compress_pipeline
-from commpress.optim.columns import is_cut, local, shards_of
-from commpress.optim.held import is_held, refuse_held
+from commpress.optim.layout import is_cut, is_held, local, refuse_held, shards_of
 from commpress.torch_private import check_unhooked, pipeline_stages, tensor_parallel_parts
 from commpress.work import run
 

@@ -11,7 +11,7 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Tensors
 from commpress.collectives.transports.factory import ranks_of
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.optim.held import is_held, refuse_averaging
+from commpress.optim.layout import is_held, refuse_averaging
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState
-from commpress.optim.columns import alike, local, settle_gradient
+from commpress.optim.layout import alike, local, settle_gradient
 
 BUCKET_BYTES = 25 << 20
 

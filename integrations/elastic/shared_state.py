@@ -15,7 +15,7 @@ import torch
 from commpress.checksum import checksum_of
 from commpress.collectives.transports.rows import memory_of
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.optim.held import refuse_held
+from commpress.optim.layout import refuse_held
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

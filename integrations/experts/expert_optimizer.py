@@ -30,8 +30,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
-from commpress.optim.columns import local
-from commpress.optim.local_weights import LocalWeights
+from commpress.optim.layout import LocalWeights, local
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced

@@ -36,7 +36,7 @@ from commpress.integrations.zero.streamed_group import (
     streamers,
 )
 from commpress.integrations.zero.streamed_module import ModuleState, NotCopied
-from commpress.optim.parameters import DTYPES
+from commpress.optim.layout import DTYPES
 from commpress.tiered_mem import Pending, TieredStore
 from commpress.tiered_mem.arena import padded
 from commpress.tiered_mem.layer import PAGE

@@ -6,7 +6,7 @@
     ddp = DistributedDataParallel(model)                             # averages all the others
     commpress.moe.clip_grad_norm_(model.parameters(), 1.0)           # one factor for all ranks
 
-Parameters of experts are marked (``commpress.optim.held``), so that nobody averages those of one
+Parameters of experts are marked (``commpress.optim.layout``), so that nobody averages those of one
 rank with others.
 """
 
@@ -32,7 +32,7 @@ from commpress.integrations.experts.expert_exchange import ExpertExchange
 from commpress.integrations.experts.expert_optimizer import ExpertOptimizer
 from commpress.integrations.experts.expert_tiers import ExpertTiers, TieredLayer
 from commpress.integrations.zero.streamed_group import streamer_of
-from commpress.optim.held import held_of, is_held, mark_held, name_gradient
+from commpress.optim.layout import held_of, is_held, mark_held
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import leave_to_themselves
 
@@ -243,7 +243,6 @@ class Experts(nn.Module):
                     parameter.register_hook(
                         _mean(self.exchange if self.mean else None, self.replicas)
                     )
-                parameter.register_post_accumulate_grad_hook(name_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Experts":
         """Experts of their own on the same ranks, as ``AveragedModel`` makes them; the exchange is

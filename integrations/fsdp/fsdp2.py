@@ -43,7 +43,7 @@ from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Diffe
 from commpress.integrations.observe.alarm import NONE, WARN, Alarm, alarm_of
 from commpress.integrations.observe.counters import Counters
 from commpress.logs import tell_on_first, warn_on_first
-from commpress.optim.columns import local
+from commpress.optim.layout import local
 from commpress.torch_private import fsdp_groups
 from commpress.work import run
 

@@ -34,7 +34,7 @@ from commpress.collectives.exchange import Exchanges, Reduce
 from commpress.collectives.reduce_scatter import Deal, Part, deals
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.optim.columns import is_cut, largest_shard, local, move_to, version_of
+from commpress.optim.layout import is_cut, largest_shard, local, move_to, version_of
 
 Numbered = tuple[torch.Tensor, str, int]  # a parameter, its name, its number among all
 ALIGN = 64  # elements; see the note on vectors

@@ -20,7 +20,7 @@ from commpress.collectives.consensus import Consensus
 from commpress.collectives.reduce_scatter import reduce_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import FlatGroup, Reduction
-from commpress.optim.columns import alike, is_cut, local, settle_gradient
+from commpress.optim.layout import alike, is_cut, local, settle_gradient
 from commpress.work import Steps, run
 
 AHEAD = 2  # reductions that a backward may leave behind it before it waits

@@ -49,9 +49,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
-from commpress.optim.columns import version_of
-from commpress.optim.held import held_of, refuse_held
-from commpress.optim.local_weights import LocalWeights
+from commpress.optim.layout import LocalWeights, held_of, refuse_held, version_of
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded

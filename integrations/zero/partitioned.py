@@ -50,9 +50,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
-from commpress.optim.columns import columns_over, groups_on, is_cut
-from commpress.optim.held import refuse_held
-from commpress.optim.local_weights import LocalWeights
+from commpress.optim.layout import LocalWeights, columns_over, groups_on, is_cut, refuse_held
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced

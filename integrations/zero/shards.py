@@ -7,7 +7,7 @@ from typing import Any
 from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument
-from commpress.optim.columns import is_cut
+from commpress.optim.layout import is_cut
 
 
 class Cut:

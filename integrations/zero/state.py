@@ -26,8 +26,7 @@ from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
 from commpress.integrations.zero.wrapper import MASTER, copied, like
-from commpress.optim.boxes import box_of
-from commpress.optim.columns import Columns, alike, is_cut, local
+from commpress.optim.layout import Columns, alike, box_of, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 

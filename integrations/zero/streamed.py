@@ -46,9 +46,7 @@ from commpress.integrations.zero.streamed_module import (
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
 from commpress.integrations.zero.weights_file import Checkpoint, Writer
-from commpress.optim.held import refuse_held
-from commpress.optim.local_weights import LocalWeights
-from commpress.optim.parameters import DTYPES
+from commpress.optim.layout import DTYPES, LocalWeights, refuse_held
 from commpress.tiered_mem import TieredStore
 
 AHEAD = 2  # groups that are read from the disk ahead of need

@@ -27,7 +27,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, FlatGroup, Member, Numbered
-from commpress.optim.local_weights import LocalWeights
+from commpress.optim.layout import LocalWeights
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 

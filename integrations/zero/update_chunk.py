@@ -17,7 +17,7 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, Numbered
 from commpress.integrations.zero.streamed_group import StreamedGroup
 from commpress.integrations.zero.wrapper import copied, options_of
-from commpress.optim.columns import local
+from commpress.optim.layout import local
 from commpress.tiered_mem import Pending, TieredStore
 
 WEIGHT, GRADIENT = "weight", "gradient"

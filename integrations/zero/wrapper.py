@@ -9,9 +9,7 @@ from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.zero.bucket import Numbered
 from commpress.integrations.zero.streamed_group import is_streamed
 from commpress.logs import warn_on_first
-from commpress.optim.columns import local
-from commpress.optim.local_weights import WeightHolder
-from commpress.optim.parameters import check_parameter
+from commpress.optim.layout import WeightHolder, check_parameter, local
 
 # in a state: float32 weights of parameters that are not, or that travel compressed
 MASTER = "master"

@@ -18,7 +18,7 @@ import commpress
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.elastic.shared_state import SharedState
-from commpress.optim.held import held_of, is_held
+from commpress.optim.layout import held_of, is_held
 from group_calls import as_world
 from ranks import caught
 
@@ -436,41 +436,6 @@ def alone(**options):
     model = Net()
     layers = commpress.moe.parallelise(model, transport=Loopback(1).transport(0), **options)
     return model, layers[0]
-
-
-@pytest.mark.parametrize("foreach", [None, False, True])
-def test_torchs_clipping_is_refused_and_all_else_takes_gradients_as_they_are(foreach):
-    model, layer = alone()
-    twin = Net()
-    for each in (model, twin):
-        each(batch_of(0, 0)).square().mean().backward()
-    with pytest.raises(
-        InvalidArgument, match=r"Call commpress.moe.clip_grad_norm_\(model.parameters"
-    ):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT, foreach=foreach)
-    # as Trainers look at it
-    seen = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), foreach=foreach))
-    norm = commpress.moe.clip_grad_norm_(model.parameters(), LIMIT)
-    assert seen == pytest.approx(float(norm))
-    assert float(norm) == pytest.approx(
-        float(torch.nn.utils.clip_grad_norm_(twin.parameters(), LIMIT))
-    )
-    gradient = next(layer.parameters()).grad
-    assert type(gradient + 1) is type(gradient.clone()) is type(gradient.norm()) is torch.Tensor
-    assert float(torch.linalg.vector_norm(gradient)) > 0  # of anybody else, who looks at it
-    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
-        options = {"lr": 0.1, "foreach": foreach} | (
-            {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-        )
-        ours, theirs = (optimizer(each.parameters(), **options) for each in (model, twin))
-        ours.step(), theirs.step()
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-        assert all(
-            type(value) is torch.Tensor for state in ours.state.values() for value in state.values()
-        )
-    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-9)
-    assert float(gradient.abs().max()) <= 1e-9
 
 
 def test_a_model_with_divided_experts_is_not_streamed_nor_healed(tmp_path):

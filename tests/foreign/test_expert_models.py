@@ -217,55 +217,6 @@ def test_trainers_save_and_find_the_experts_of_every_rank(scripts, tmp_path):
     assert "all is well" in scripts.run(script, tmp_path, folder=tmp_path)
 
 
-def clipped_by_accelerate(model, folder):
-    from accelerate import Accelerator
-
-    tokens = tokens_of(0, 0)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    Accelerator(cpu=True).clip_grad_norm_(model.parameters(), 1.0)
-
-
-def clipped_by_lightning(model, folder):
-    from lightning.fabric.plugins.environments import LightningEnvironment
-    from lightning.pytorch import LightningModule, Trainer
-
-    class Module(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def training_step(self, batch, index):
-            return self.model(input_ids=batch, labels=batch).loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
-
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        plugins=[LightningEnvironment()],
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(tokens_of(0, 0), batch_size=2))
-
-
-@pytest.mark.parametrize("clip", [clipped_by_accelerate, clipped_by_lightning])
-def test_clipping_by_other_trainers_is_refused(clip, tmp_path):
-    """Each clips by torch's own function, which knows one rank's experts only."""
-    model = mixtral()
-    commpress.moe.parallelise(model, transport=Loopback(1).transport(0))
-    with pytest.raises(
-        InvalidArgument, match=r"Call commpress.moe.clip_grad_norm_\(model.parameters"
-    ):
-        clip(model, tmp_path)
-
-
 # ---------------------------------------------------------------- what people do with these models
 
 

@@ -8,7 +8,7 @@ import pytest
 import commpress
 from commpress.integrations.ddp.hook import CompressedState, HookOptions
 from commpress.integrations.elastic.loop import Elastic, ElasticOptions
-from commpress.optim.freezing import FreezingOptimizer, FreezingOptions
+from commpress.optim.onebit_adam import FreezingOptimizer, FreezingOptions
 from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions
 from commpress.optim.windows import WindowedOptimizer, WindowOptions
 

@@ -1,9 +1,7 @@
 """Ranks of local updates that are killed: survivors stop with an error that names them, and a
 restart loses nothing."""
 
-import json
 import os
-import random
 import signal
 import time
 from datetime import timedelta
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from ranks import Ranks
 
 PATIENCE = timedelta(seconds=20)  # of the group
 STEPS, EVERY, SIZE = 24, 4, 3
@@ -142,28 +139,3 @@ def test_a_rank_that_is_killed_is_named_and_a_restart_has_the_same_weights(morta
     (tmp_path / "killed").mkdir()
     _, begin = survive(mortal, tmp_path / "killed", 1, point, 8, 0, undisturbed)
     assert 0 < begin < STEPS
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_a_rank_may_be_killed_at_any_moment(tmp_path, compiled):
-    """COMMPRESS_KILLS times, 20 unless said, at random moments; figures go to
-    COMMPRESS_KILLS_FILE."""
-    ranks, draw, figures = Ranks(SIZE), random.Random(0), []
-    try:
-        (tmp_path / "undisturbed").mkdir()
-        undisturbed = ranks.run(train, str(tmp_path / "undisturbed"), -1, None, -1, 0, size=SIZE)
-        for number in range(int(os.environ.get("COMMPRESS_KILLS", "20"))):
-            folder = tmp_path / f"{number}"
-            folder.mkdir()
-            victim, count = draw.randrange(SIZE), draw.randrange(STEPS - EVERY)
-            outcomes, begin = survive(
-                ranks, folder, victim, None, count, 2 * draw.random(), undisturbed
-            )
-            ranks.close()
-            seconds = max(outcome[3] for outcome in outcomes if outcome is not None)
-            figures.append({"victim": victim, "step": count, "from": begin, "seconds": seconds})
-            if file := os.environ.get("COMMPRESS_KILLS_FILE"):
-                Path(file).write_text(json.dumps(figures))
-    finally:
-        ranks.close()

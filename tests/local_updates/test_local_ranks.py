@@ -9,14 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
-from local_twin import Ranks, drawn, noise
+from local_twin import Ranks, drawn, equal, noise
 from variants import few
 
 PLANS = {
@@ -74,7 +72,7 @@ def test_processes_equal_the_simulation(pool, plan, size):
     for (parameters, digest, exchanges, sent), mine, local in zip(
         pool.run(trained, PLANS[plan], size, size=size), twin.parameters, twin.local, strict=True
     ):
-        assert all(torch.equal(a, b) for a, b in zip(parameters, mine, strict=True))
+        assert equal(parameters, mine)
         assert (digest, exchanges, sent) == (
             local.digest(),
             local.counters.exchanges,
@@ -141,56 +139,6 @@ def test_the_links_delay_changes_no_bit(pool):
 def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
-
-
-def sharded(options):
-    """Two nodes of two ranks: shards inside, local updates between; the weights of this rank's
-    part."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    net = model()
-    for layer in (net[0], net[2]):
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(net, mesh=mesh["shard"])
-    local = commpress.LocalUpdates(
-        torch.optim.AdamW(net.parameters(), lr=1e-2),
-        process_group=mesh["replicate"].get_group(),
-        **options,
-    )
-    node = dist.get_rank() // 2
-    for step in range(9):
-        # both ranks of a node see the node's batch
-        draw = torch.Generator().manual_seed(10 * step + node)
-        net(torch.randn(8, 32, generator=draw)).square().mean().backward()
-        local.step()
-        local.zero_grad()
-    local.drain()
-    full = [p.full_tensor().detach() for p in net.parameters()]
-    local.close()
-    return full
-
-
-def whole(options, ranks):
-    """The same on one process a node, without shards."""
-    del ranks
-    net = model()
-    local = commpress.LocalUpdates(torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
-    for step in range(9):
-        draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        net(torch.randn(8, 32, generator=draw)).square().mean().backward()
-        local.step()
-        local.zero_grad()
-    local.drain()
-    local.close()
-    return [p.detach() for p in net.parameters()]
-
-
-def test_between_nodes_with_fsdp2_inside(pool):
-    options = {"every": 3, "codec": None, "outer": commpress.Nesterov()}
-    parts = pool.run(sharded, options, size=4)
-    twin = pool.run(whole, options, 2, size=2)[0]
-    for every in parts:
-        for a, b in zip(every, twin, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def wrapped():

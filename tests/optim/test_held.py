@@ -9,8 +9,8 @@ import torch
 import commpress
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.optim.held import Held, held_of, is_held, mark_held
-from optim_twin import Replicas
+from commpress.optim.layout import Held, held_of, is_held, mark_held
+from optim_twin import Replicas, equal
 
 SHAPES = ((40, 20), (7,), (3, 10))  # the last one is of experts
 FROZEN = 8  # steps of warm-up; the expert's first gradient comes later
@@ -102,8 +102,7 @@ def test_one_infinite_gradient_of_an_expert_leaves_the_step_out_on_all_ranks(kin
     given = gradients(3)
     given[1][-1][0, 0] = torch.inf
     assert ranks.step(given) == [False] * SIZE
-    for ours, theirs in zip(ranks.parameters, before, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert equal(ranks.parameters, before)
 
 
 @pytest.mark.parametrize("kind", ["onebit", "zero_one", "sharded"])
@@ -153,8 +152,7 @@ def test_every_rank_goes_on_from_its_own_state_in_every_bit(kind, tmp_path):
     for step in range(12, 18):
         ranks.step(gradients(step))
         again.step(gradients(step))
-    for ours, theirs in zip(ranks.parameters, again.parameters, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert equal(ranks.parameters, again.parameters)
     with pytest.raises(InvalidArgument, match="elastic_state_dict fits any number of ranks"):
         ranks.optimizers[0].elastic_state_dict()
     fewer = Replicas(marked(OPTIMIZERS[kind]), 2, SHAPES)

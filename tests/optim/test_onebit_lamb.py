@@ -7,7 +7,7 @@ import torch
 from commpress.errors import InvalidArgument
 from commpress.kernels import lamb
 from commpress.kernels.cpu import lamb as cpu_lamb
-from commpress.optim import OneBitLamb, onebit_lamb
+from commpress.optim import OneBitLamb
 from commpress.optim.flat import Flat
 from optim_twin import (
     SHAPES,
@@ -17,10 +17,8 @@ from optim_twin import (
     flat,
     mean,
     noise,
-    reload,
-    same_steps,
     start,
-    state_of,
+    telescoped,
 )
 
 BETA1, BETA2, LR, DECAY, EPS = 0.9, 0.99, 1e-2, 0.1, 1e-6
@@ -82,18 +80,6 @@ class Lamb:
                 self.x[i] = self.x[i] - LR * self.c[i] * self.f[i] * w
 
 
-def test_exact_steps_are_lamb():
-    group, twin = replicas(exact_steps=100), Lamb()
-    for step in range(12):
-        gradients = noise(3, step)
-        group.step(gradients)
-        twin.step(mean(gradients), frozen=False)
-    np.testing.assert_allclose(
-        flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-4, atol=1e-5
-    )
-    np.testing.assert_allclose(group.optimizers[0].coefficient.numpy(), twin.c, rtol=1e-4)
-
-
 def test_with_an_exact_codec_live_rates_are_lambs_rule_under_a_frozen_variance():
     group, twin = replicas(codec="none"), Lamb()
     for step in range(15):
@@ -110,21 +96,6 @@ def test_with_an_exact_codec_live_rates_are_lambs_rule_under_a_frozen_variance()
     np.testing.assert_allclose(
         flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-3, atol=1e-4
     )
-
-
-def test_live_rates_move_a_layer_by_its_learning_rate_whatever_the_size_of_its_gradients():
-    """‖step‖ / ‖x‖ stays a few times the learning rate while gradients grow 80 times: the average
-    of p is what is late."""
-    group = replicas(weight_decay=0.0)
-    for step in range(40):
-        before = [p.detach().clone() for p in group.parameters[0]]
-        group.step([[g * 1.12**step for g in mine] for mine in noise(3, step)])
-        moved = [
-            float((p.detach() - b).norm() / (LR * b.norm()))
-            for p, b in zip(group.parameters[0], before, strict=True)
-        ]
-        assert max(moved) < 8.0, f"step {step}: {moved}"
-    assert group.agree()
 
 
 def test_with_an_exact_codec_the_reconstructed_gradient_is_the_mean_gradient():
@@ -168,7 +139,7 @@ def test_a_power_of_two_in_front_of_a_layer_changes_nothing():
     m, n = one.optimizers[0], two.optimizers[0]
     assert torch.equal(64 * 64 * m._variances[0], n._variances[0])
     assert torch.equal(64 * m._momenta[0], n._momenta[0])
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters[0], two.parameters[0], strict=True))
+    assert equal(one.parameters[0], two.parameters[0])
 
 
 @boundless
@@ -176,26 +147,8 @@ def test_momentum_telescopes_over_all_layers():
     group = replicas()
     for step in range(5):
         group.step(noise(3, step))
-    s = group.divisor()
-    exact, total = group.momentum() / s, 0.0
-    for step in range(5, 25):
-        gradients = noise(3, step)
-        group.step(gradients)
-        exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0) / s
-        total = total + group.momentum() / s - exact
-    np.testing.assert_allclose(
-        (1 - BETA1) * total + BETA1 * (group.momentum() / s - exact), -group.owed(), atol=2e-5
-    )
-
-
-def test_one_layer_moves_along_its_preconditioned_momentum():
-    group = replicas(3, ((40, 50),), weight_decay=0.0, rates="frozen")
-    for step in range(9):
-        before = group.parameters[0][0].detach().clone()
-        group.step(noise(3, step, ((40, 50),)))
-    o = group.optimizers[0]
-    step = LR * o.coefficient[0] * o.factor[0] * o._momenta[0] / o.tensors.divisor(0)
-    torch.testing.assert_close(before - group.parameters[0][0].detach(), step, rtol=1e-3, atol=1e-6)
+    *_, total = telescoped(group, range(5, 25), BETA1)
+    np.testing.assert_allclose(total, -group.owed(), atol=2e-5)
 
 
 @pytest.mark.parametrize("rates", ["live", "frozen"])
@@ -248,52 +201,6 @@ def test_the_fused_kernels_are_the_torch_operations(compiled):
     torch.testing.assert_close(
         flat.view(m, 0).view(-1)[:500].abs().minimum(bound), flat.view(m, 0).view(-1)[:500].abs()
     )
-
-
-@pytest.mark.parametrize("rates", ["live", "frozen"])
-@pytest.mark.parametrize("unseen", [False, True])
-def test_whole_steps_in_torch_operations_are_those_of_the_kernels(monkeypatch, rates, unseen):
-    """With frozen layers only, and with one that stays live between them."""
-    results = []
-    for arithmetic in (cpu_lamb, lamb):
-        monkeypatch.setattr(
-            onebit_lamb, "lamb_arithmetic", lambda device, arithmetic=arithmetic: arithmetic
-        )
-        group = replicas(2, rates=rates, min_numel=100)
-        for step in range(8):
-            gradients = noise(2, step)
-            for mine in gradients:
-                mine[0][30:] *= not unseen
-            group.step(gradients)
-        first = group.optimizers[0]
-        assert first.tensors.frozen.tolist() == [not unseen, True, False]
-        assert group.agree()
-        results.append([*group.parameters[0], *first._momenta, first.factor])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(("at", "rates"), [(3, "live"), (5, "live"), (9, "live"), (9, "frozen")])
-def test_resuming_continues_in_every_bit(at, rates, tmp_path):
-    group, other = replicas(3, rates=rates), replicas(3, rates=rates)
-    for step in range(at):
-        group.step(noise(3, step))
-    reload(group, other, tmp_path)
-    for step in range(at, at + 6):
-        group.step(noise(3, step))
-        other.step(noise(3, step))
-    assert equal(state_of(group), state_of(other))
-    assert torch.equal(group.optimizers[0].factor, other.optimizers[0].factor)
-
-
-@pytest.mark.slow
-def test_volume_with_a_warm_up_of_16_percent():
-    """At least 4.6 times fewer bytes than 16-bit all-reduces over the whole run, counted on the
-    wire."""
-    shapes, steps = ((1 << 17,),), 100
-    group = replicas(2, shapes, exact_steps=16, exact_codec="fp16", check_every=0)
-    counters = same_steps(group, steps)
-    assert counters.logical_bytes / 2 / counters.wire_bytes >= 4.6
 
 
 def test_bad_arguments_are_named():

@@ -2,6 +2,7 @@
 torch's Adam."""
 
 import copy
+import io
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import test_sharded_zero_one
 import test_zero_one_adam
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import StateMismatch
-from optim_twin import boundless, equal, flat, mean, noise, owed, reload, start, state_of
+from optim_twin import boundless, equal, fill, flat, mean, noise, owed, start, state_of
 from test_onebit_adam import BETA1, BETA2, LR, replicas
 
 KINDS = {
@@ -26,25 +27,36 @@ KINDS = {
 }
 
 
-def went_on(kind, at, size):
-    """A group of three, and one of ``size`` that knows the state of rank 0, as trainers save it,
-    and then every rank's part."""
-    group, other = KINDS[kind](3), KINDS[kind](size)
+def stored(state):
+    """Plain numbers and tensors, or it does not load."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def carried(kind, at, size, how):
+    """A group of three, and one of ``size`` that knows its state: each rank's own file, or elastic
+    ones, or that of rank 0, as trainers save it, and then every rank's part."""
+    group, other = KINDS[kind](3), KINDS[kind](size, lr=0.5)
     for step in range(at):
         group.step(noise(3, step))
-    parts = [o.state_dict()["commpress"] for o in group.optimizers]
-    for mine, o in zip(other.parameters, other.optimizers, strict=True):
-        for p, q in zip(mine, group.parameters[0], strict=True):
-            p.data.copy_(q)
-        o.load_state_dict(group.optimizers[0].state_dict())
-        o.load_rank_state(*parts)
+    states = group.elastic() if how == "elastic" else [o.state_dict() for o in group.optimizers]
+    states = [stored(state) for state in states]
+    for rank, (mine, o) in enumerate(zip(other.parameters, other.optimizers, strict=True)):
+        fill(mine, group.parameters[rank if how == "own" else 0])
+        if how == "parts":
+            o.load_state_dict(states[0])
+            o.load_rank_state(*[state["commpress"] for state in states])
+        else:
+            o.load_state_dict(*(states[rank : rank + 1] if how == "own" else states))
     return group, other
 
 
+@pytest.mark.parametrize("how", ["parts", "elastic"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_ranks_part_makes_a_state_for_any_number_of_ranks(kind, size):
-    group, other = went_on(kind, 8, size)
+def test_states_of_all_ranks_fit_any_number_of_ranks(kind, size, how):
+    group, other = carried(kind, 8, size, how)
     before = owed(group.optimizers)
     assert np.abs(before).max() > 1e-3
     # rows of owners owe nothing: the gap to their master weights is said in the next step
@@ -67,10 +79,11 @@ def test_every_ranks_part_makes_a_state_for_any_number_of_ranks(kind, size):
     )
 
 
-@pytest.mark.parametrize("at", [8, 10])
+@pytest.mark.parametrize("how", ["own", "parts"])
+@pytest.mark.parametrize("at", [3, 5, 8, 10])
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_every_ranks_part_as_many_ranks_take_their_own(kind, at):
-    group, other = went_on(kind, at, 3)
+def test_as_many_ranks_go_on_in_every_bit(kind, at, how):
+    group, other = carried(kind, at, 3, how)
     for step in range(at, at + 6):
         group.step(noise(3, step))
         other.step(noise(3, step))
@@ -83,56 +96,24 @@ def test_another_number_of_ranks_refuses_what_was_saved_inside_a_window(kind):
         StateMismatch,
         match=r"saved 2 steps into a window.*and 2 go on: call optimizer.synchronize\(\)",
     ):
-        went_on(kind, 10, 2)
-
-
-def test_resuming_continues_in_every_bit(tmp_path):
-    for at in (3, 5, 9):
-        group = replicas(3, weight_decay=0.1)
-        for step in range(at):
-            group.step(noise(3, step))
-        other = replicas(3, lr=0.5)
-        reload(group, other, tmp_path)
-        for step in range(at, at + 6):
-            group.step(noise(3, step))
-            other.step(noise(3, step))
-        assert equal(state_of(group), state_of(other))
+        carried(kind, 10, 2, "parts")
 
 
 @boundless
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_elastic_states_keep_what_is_owed(size):
-    group = replicas(3, variance_floor=0.0)
+def test_one_rank_goes_on_as_adam_with_what_was_owed_in_its_momentum():
+    """As far as Adam's own can be."""
+    group, other = (replicas(size, variance_floor=0.0) for size in (3, 1))
     for step in range(9):
         group.step(noise(3, step))
-    other = replicas(size, variance_floor=0.0)
-    parts = group.elastic()
-    for theirs in other.parameters:
-        for q, p in zip(theirs, group.parameters[0], strict=True):
-            q.data.copy_(p)
-    for o in other.optimizers:
-        o.load_state_dict(*parts)
-    if size > 1:
-        np.testing.assert_allclose(other.owed(), group.owed(), atol=1e-6)
-        s = other.divisor()
-        exact, total, before = other.momentum() / s, 0.0, other.owed()
-        for step in range(9, 20):
-            gradients = noise(size, step)
-            other.step(gradients)
-            exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0) / s
-            total = total + other.momentum() / s - exact
-        left = (1 - BETA1) * total + BETA1 * (other.momentum() / s - exact)
-        np.testing.assert_allclose(left, before - other.owed(), atol=2e-5)
-    # one rank goes on as Adam, and what was owed is in its momentum, as far as Adam's own can be
-    else:
-        s = group.divisor()
-        bound = s * other.optimizers[0].tensors.bound(0)
-        before = (group.momentum() + s * group.owed()).clip(-bound, bound)
-        other.step(noise(1, 9))
-        wanted = BETA1 * before + (1 - BETA1) * flat(noise(1, 9)[0])
-        np.testing.assert_allclose(other.momentum(), wanted, rtol=1e-4, atol=1e-5)
-        assert not other.optimizers[0].frozen
-    assert other.agree()
+    (o,), parts = other.optimizers, group.elastic()
+    o.load_state_dict(*parts)
+    s = group.divisor()
+    bound = s * o.tensors.bound(0)
+    before = (group.momentum() + s * group.owed()).clip(-bound, bound)
+    other.step(noise(1, 9))
+    wanted = BETA1 * before + (1 - BETA1) * flat(noise(1, 9)[0])
+    np.testing.assert_allclose(other.momentum(), wanted, rtol=1e-4, atol=1e-5)
+    assert not o.frozen
 
 
 def test_a_run_begun_with_torch_goes_on():
@@ -144,15 +125,14 @@ def test_a_run_begun_with_torch_goes_on():
         adam.step()
     group = replicas(2, exact_steps=6)
     for mine, o in zip(group.parameters, group.optimizers, strict=True):
-        for p, q in zip(mine, twin, strict=True):
-            p.data.copy_(q)
+        fill(mine, twin)
         o.load_state_dict(adam.state_dict())
     for step in range(4, 6):
         for p, g in zip(twin, mean(noise(2, step)), strict=True):
             p.grad = g
         adam.step()
         group.step(noise(2, step))
-    assert all(torch.equal(a, b) for a, b in zip(group.parameters[0], twin, strict=True))
+    assert equal(group.parameters[0], twin)
     assert group.optimizers[0].frozen_at == 6
 
 

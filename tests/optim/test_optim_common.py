@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient, StateMismatch
 from commpress.optim import (
     OneBitAdam,
     OneBitLamb,
@@ -19,9 +20,20 @@ from commpress.optim import (
     ShardedZeroOneAdam,
     ZeroOneAdam,
 )
+from commpress.optim.optimizer import RoundKind
 from commpress.schedules import DoublingIntervals
-from optim_twin import Replicas, noise, start
+from optim_twin import (
+    Replicas,
+    boundless,
+    equal,
+    flat,
+    mean,
+    noise,
+    start,
+    state_of,
+)
 from ranks import caught
+from test_sharded_adam import together
 
 WINDOWS = {"variance_updates": 2, "sync": DoublingIntervals(3, 100, 4)}
 KINDS = {
@@ -31,6 +43,7 @@ KINDS = {
     ShardedOneBitAdam: {"exact_steps": 4},
     ShardedZeroOneAdam: WINDOWS,
 }
+SHARDED = (ShardedOneBitAdam, ShardedZeroOneAdam)
 every_kind = pytest.mark.parametrize("cls", KINDS)
 some_sizes = pytest.mark.parametrize("size", [1, 2])
 
@@ -42,18 +55,65 @@ def replicas(cls, size, **options):
 
 @every_kind
 @some_sizes
-def test_a_gradient_that_is_not_finite_skips_the_step_without_a_scaler(cls, size):
-    group = replicas(cls, size, weight_decay=0.1)
-    group.step(noise(size, 0))
-    before, bad = [p.detach().clone() for p in group.parameters[0]], noise(size, 1)
-    bad[-1][1][3] = float("nan")
-    assert group.step(bad) == [False] * size
-    assert all(
-        torch.equal(p, q) for mine in group.parameters for p, q in zip(mine, before, strict=True)
-    )
-    assert [o.counters.skipped_steps for o in group.optimizers] == [1] * size
-    assert group.step(noise(size, 2)) == [True] * size
-    assert all(bool(p.isfinite().all()) for p in group.parameters[0])
+def test_a_bad_gradient_skips_the_step_on_all_ranks_and_leaves_no_trace(cls, size):
+    """In exact and in compressed steps, in rows and in whole tensors."""
+    for codec in ["sign"] if cls in SHARDED else ["sign", "powersgd-2"]:
+        group, other = (replicas(cls, size, weight_decay=0.1, codec=codec) for _ in range(2))
+        skipped = 0
+        for step in range(10):
+            if step in (1, 7) and group.optimizers[0].round() is not RoundKind.LOCAL:
+                before, bad = state_of(group), noise(size, 99)
+                bad[-1][step % 3][3] = float("nan" if step == 1 else "inf")
+                assert group.step(bad) == [False] * size
+                assert equal(state_of(group), before)
+                skipped += 1
+            assert group.step(noise(size, step)) == other.step(noise(size, step)) == [True] * size
+        assert equal(state_of(group), state_of(other)), codec
+        assert [o.counters.skipped_steps for o in group.optimizers] == [skipped] * size
+        assert skipped
+
+
+@every_kind
+def test_on_request_a_bad_gradient_raises(cls):
+    bad = noise(2, 0)
+    bad[0][1][5] = float("nan")
+    with pytest.raises(NonFiniteGradient, match="step 0"):
+        replicas(cls, 2, on_nonfinite="raise").step(bad)
+
+
+@every_kind
+def test_a_loss_scale_is_taken_off_before_anything_is_kept(cls):
+    """Each rank has a scale of its own."""
+    group, other = replicas(cls, 2, max_grad_norm=1.0), replicas(cls, 2, max_grad_norm=1.0)
+    for step in range(9):
+        other.step(noise(2, step))
+        scales = [2.0 ** (8 + step + rank) for rank in range(2)]
+        for o, scale in zip(group.optimizers, scales, strict=True):
+            o.grad_scale = torch.tensor(scale)
+        group.step([[g * s for g in mine] for mine, s in zip(noise(2, step), scales, strict=True)])
+    assert equal(state_of(group), state_of(other))
+
+
+@boundless
+@pytest.mark.parametrize("cls", [OneBitAdam, ShardedOneBitAdam])
+def test_one_clip_factor_for_all_ranks(cls):
+    """Ranks whose gradients differ in size share one factor, and the momentum is that of the
+    clipped gradients."""
+    group = replicas(cls, 3, codec="none", variance_floor=0.0, max_grad_norm=1.0)
+    momentum = partial(together, group, "momentum") if cls in SHARDED else group.momentum
+    for step in range(10):
+        gradients = noise(3, step)
+        gradients[2] = [10 * g for g in gradients[2]]
+        before = momentum()
+        group.step(gradients)
+        if step == 3:
+            ratio = group.optimizers[0].facts.norm_ratio
+    g, pushed = flat(mean(gradients)), (momentum() - 0.9 * before) / 0.1
+    factor = pushed @ g / (g @ g)
+    norms = np.mean([np.sum(flat(mine) ** 2) for mine in gradients]) ** 0.5
+    assert factor == pytest.approx(1 / (ratio * norms), rel=1e-2)
+    # after the freeze the threshold means what it meant before
+    assert 0.5 < np.linalg.norm(pushed) < 2.0
 
 
 @every_kind
@@ -142,12 +202,12 @@ def test_whole_and_sharded_take_the_same_steps_where_nothing_is_lost(pair, corre
 
 @every_kind
 @some_sizes
-@pytest.mark.parametrize("option", ["exact_codec", "spiky_codec"])
-def test_codecs_of_whole_tensors_are_refused_for_gradients(cls, size, option):
-    with pytest.raises(
-        InvalidArgument,
-        match=rf"{option} is 'powersgd/4/2', which compresses whole tensors.*'int8'",
-    ):
+@pytest.mark.parametrize("option", ["exact_codec", "spiky_codec", "codec"])
+def test_codecs_of_whole_tensors_are_refused_for_gradients_and_rows(cls, size, option):
+    if option == "codec" and cls not in SHARDED:
+        return
+    what = rf"{option} is 'powersgd/4/2'.*which compresses whole tensors.*'int[48]'"
+    with pytest.raises(InvalidArgument, match=what):
         replicas(cls, size, **{option: "powersgd-4"})
 
 
@@ -157,34 +217,6 @@ def test_replicas_that_differ_are_named(cls):
     group.parameters[2][1].data[5] += 1e-3
     with pytest.raises(Mismatch, match=r"ranks \[2\] differ"):
         group.step(noise(3, 0))
-
-
-def test_torchs_tools_carry_the_schedule_of_the_variance():
-    """``get_optimizer_state_dict`` knows ``state`` and nothing else."""
-
-    class Model(torch.nn.Module):
-        def __init__(self, parameters):
-            super().__init__()
-            self.weights = torch.nn.ParameterList(parameters)
-
-    group, other = (replicas(ZeroOneAdam, 2, codec="none") for _ in range(2))
-    while group.optimizers[0].steps_done < 20 or group.optimizers[0].held:
-        group.step(noise(2, group.optimizers[0].steps_done))
-    models, others = ([Model(mine) for mine in each.parameters] for each in (group, other))
-    for model, twin, o, theirs in zip(
-        models, others, group.optimizers, other.optimizers, strict=True
-    ):
-        twin.load_state_dict(model.state_dict())
-        set_optimizer_state_dict(twin, theirs, get_optimizer_state_dict(model, o))
-    for step in range(group.optimizers[0].steps_done, 60):
-        kinds = {o.round() for o in (*group.optimizers, *other.optimizers)}
-        assert len(kinds) == 1, step
-        group.step(noise(2, step))
-        other.step(noise(2, step))
-    assert group.optimizers[0].counters.local_steps > 10
-    assert all(
-        torch.equal(p, q) for p, q in zip(group.parameters[0], other.parameters[0], strict=True)
-    )
 
 
 def test_a_state_of_torchs_adam_begins_the_schedule_anew():

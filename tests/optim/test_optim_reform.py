@@ -10,7 +10,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.optim import ShardedOneBitAdam
 from new_ranks import Dying, changes, until_stuck
-from optim_twin import Replicas, noise, start
+from optim_twin import Replicas, equal, fill, noise, start
 from variants import few
 
 SHAPES = ((40, 13), (300,), (7,))
@@ -173,8 +173,7 @@ def test_who_shrinks_goes_on_like_an_elastic_checkpoint(kind, at):
     for step in range(at):
         group.step(noise(4, step, SHAPES))
     for parameters in twin.parameters:
-        for p, q in zip(parameters, group.parameters[0], strict=True):
-            p.data.copy_(q)
+        fill(parameters, group.parameters[0])
     elastic = group.elastic()
     for o in twin.optimizers:
         o.load_state_dict(*elastic)
@@ -191,9 +190,7 @@ def test_who_shrinks_goes_on_like_an_elastic_checkpoint(kind, at):
         one.step(noise(3, at, SHAPES))
     assert group.agree()
     if kind == "OneBitAdam" and at == 2:
-        assert all(
-            torch.equal(p, q) for p, q in zip(group.parameters[0], twin.parameters[0], strict=True)
-        )
+        assert equal(group.parameters[0], twin.parameters[0])
 
 
 def test_an_open_window_ends_with_the_exact_mean():

@@ -33,11 +33,7 @@ def zero_one(params, **options):
     return commpress.ShardedZeroOneAdam(params, sync=sync, variance_updates=1, **OPTIONS, **options)
 
 
-def unsharded(params, **options):
-    return commpress.OneBitAdam(params, exact_steps=3, **OPTIONS, **options)
-
-
-MAKERS = {"1-bit": onebit, "0/1": zero_one, "unsharded": unsharded}
+MAKERS = {"1-bit": onebit, "0/1": zero_one}
 
 
 def made(make, mesh, names, options, weights=None):
@@ -78,8 +74,8 @@ def seen(optimizer, params, mesh):
     found = {}
     for name in SHARDED:
         parts = [torch.zeros(shape) for shape in flat.shapes]
-        for one in optimizer.owned(range(len(parts))):
-            one.of_whole(parts[one.parameter]).copy_(one.of(getattr(optimizer, name)))
+        for i in optimizer.owned(range(len(parts))):
+            optimizer.own(parts[i], i).copy_(optimizer.part_of(getattr(optimizer, name), i))
         found |= {f"{name} {key}": t for key, t in joined(optimizer, parts, params, mesh).items()}
     parts = [torch.zeros(shape) for shape in flat.shapes]
     for name, part in zip(flat.names, parts, strict=True):
@@ -164,45 +160,6 @@ def test_meshes_and_whole_parameters_go_on_alike_in_every_bit(pool, make):
             == 0.0
         )
     assert apart(ends[0][3], weights) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("make", "twin"), [seldom("1-bit", "1-bit"), ("1-bit", "unsharded"), seldom("0/1", "0/1")]
-)
-def test_a_carried_run_is_one_of_whole_parameters(pool, make, twin):
-    """Exact messages, so that nothing but rounding is between them: three meshes, then whole
-    parameters; and a run of whole ones that nobody saved, of the same optimizer or of the one that
-    has all state on every rank. The rate is 0.01, and what is far beyond √v is cut at 20 of it,
-    which sharded ranks know in bfloat16 (2⁻⁹)."""
-    names, options = tuple(SHAPES), {"codec": "none", "min_numel": 0} | BLOCKS
-    _, states, weights = chain(pool, make, names, options, range(6))
-    expected = pool.run(unbroken, twin, names, options, size=2)[0]
-    _, _, (moments, _, _), found, _ = pool.run(
-        went_on, make, None, names, options, states, weights, range(6, 9), size=2
-    )[0]
-    if twin == "unsharded":  # parameters follow the masters at bounded steps
-        found = {name: moments[f"master {name}"] for name in found}
-    assert apart(found, expected) < (20 * 0.01 * 2**-9 if twin == "unsharded" else 5e-6)
-    assert apart(found, weights) > 1e-3
-
-
-def unbroken(make, names, options):
-    params, optimizer = made(make, None, names, options)
-    move(optimizer, params, None, range(6))
-    move(optimizer, params, None, range(6, 9))
-    return {name: whole(p) for name, p in params.items()}
-
-
-@pytest.mark.parametrize("make", [seldom("1-bit"), "0/1"])
-def test_states_come_from_a_mesh_whose_replicas_are_turned(pool, make):
-    saved = pool.run(went_on, make, "turned", NAMES, {}, [], None, range(6), size=4)
-    _, _, (moments, owed, _), ends, _ = saved[0]
-    states = [each[0] for each in saved]
-    for _, (found, left, _), _, arrived, _ in pool.run(
-        went_on, make, (2, 2), NAMES, {}, states, ends, (), size=4
-    ):
-        assert apart(found, moments) == apart(arrived, ends) == 0.0
-        assert apart(left, owed) < 1e-6
 
 
 # ---------------------------------------------------------------- what does not fit

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from commpress.optim import ShardedZeroOneAdam, ZeroOneAdam
-from commpress.schedules import DoublingIntervals
-from optim_twin import SHAPES, Replicas, beside_adam, flat, mean, noise, start
-from test_sharded_adam import agree, carried_over, divisors, steady, together
+from optim_twin import SHAPES, Replicas, flat, mean, noise, reload, start
+from test_sharded_adam import agree, steady, together
 from test_zero_one_adam import Early, Fixed, sends_in_every_fourth_step
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
@@ -27,13 +26,6 @@ def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
     return Replicas(
         lambda p, t: ShardedZeroOneAdam(p, transport=t, **options), size, shapes, dtype=dtype
     )
-
-
-def test_exact_steps_are_adams():
-    group = replicas(variance_updates=100)
-    twin = beside_adam(group, 10, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
-    np.testing.assert_allclose(flat(group.parameters[0]), flat(twin), rtol=1e-6, atol=1e-7)
-    assert agree(group)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
@@ -160,51 +152,8 @@ def test_a_long_step_at_the_end_of_a_window_is_warned_of(caplog):
     assert "stand still" not in caplog.text
 
 
-def test_what_is_sent_and_what_is_owed_add_up():
-    """Σ over windows of what the owners got + mean residual = Σ of the means of s_i, and x is w but
-    for a bounded gap."""
-    group, got, given, gaps = replicas(3, weight_decay=0.0), 0.0, 0.0, []
-    for step in range(4):
-        group.step(steady(3, step))
-    for step in range(4, 44):
-        if group.optimizers[0].windows.held == 0:
-            q, s, carried = [0.0] * 3, [0.0] * 3, 0.0
-            before = together(group, "momentum")
-        rate = LR / (1 - BETA1 ** (step + 1))
-        carried = carried + rate * BETA1 ** (group.optimizers[0].windows.held + 1)
-        total = group.optimizers[0].windows.after(step, group.optimizers[0].param_groups)[0][0]
-        for r, mine in enumerate(steady(3, step)):
-            q[r] = BETA1 * q[r] + (1 - BETA1) * flat(mine)
-            s[r] = s[r] + rate * q[r]
-        group.step(steady(3, step))
-        assert agree(group), "parameters are the same on all ranks inside a window too"
-        if group.optimizers[0].windows.held == 0:
-            given = given + sum(s) / 3
-            got = got + together(group, "momentum") * total - carried * before
-            gaps.append(np.abs(flat(group.parameters[0]) - together(group, "master")).mean())
-    owed = np.zeros(sum(int(np.prod(shape)) for shape in SHAPES))
-    firsts = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
-    for o in group.optimizers:
-        for (name, offset), sent, _ in o.quantized.residuals.places():
-            at = firsts[int(name[1:])] + offset
-            owed[at : at + sent.numel()] += sent.double().numpy() / 3
-    np.testing.assert_allclose(got + owed * divisors(group), given, atol=1e-5)
-    assert np.abs(owed * divisors(group)).max() > 1e-4
-    assert 0 < np.mean(gaps[-3:]) < 3 * np.mean(gaps[1:4]), "the gap must not grow"
-
-
 def test_steps_between_synchronisations_send_nothing():
     sends_in_every_fourth_step(replicas(3))
-
-
-def test_bytes_are_those_of_one_bit_each_way():
-    shapes = ((1 << 16,),)
-    group = replicas(4, shapes, variance_updates=Early(8), sync=Fixed(4, start=8))
-    for step in range(16):
-        group.step(noise(4, step, shapes))
-    assert group.optimizers[0].counters.compressed_bytes == pytest.approx(
-        2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05
-    )
 
 
 def test_bad_gradients_are_left_out():
@@ -226,14 +175,12 @@ def test_bad_gradients_are_left_out():
     )
 
 
-@pytest.mark.parametrize("at", [3, 4, 6, 7, 8, 13])
-@pytest.mark.parametrize("size", [3, 2])
-def test_resuming_at_any_step_of_a_window(at, size, tmp_path):
-    """Bit for bit on as many ranks; on others what waits and what is owed keep their mean."""
-    group, other = (replicas(n, variance_updates=1) for n in (3, size))
+@pytest.mark.parametrize("at", [4, 6, 13])
+def test_on_other_ranks_what_waits_in_a_window_keeps_its_mean(at, tmp_path):
+    group, other = (replicas(n, variance_updates=1) for n in (3, 2))
     for step in range(at):
         group.step(noise(3, step))
-    carried_over(group, other, tmp_path)
+    reload(group, other, tmp_path)
     for name in ("innovation", "pending"):
         means = [
             np.mean([getattr(o, name).numpy() for o in g.optimizers], axis=0)
@@ -241,24 +188,5 @@ def test_resuming_at_any_step_of_a_window(at, size, tmp_path):
         ]
         np.testing.assert_allclose(*means, atol=1e-7)
     for step in range(at, at + 8):
-        assert all(other.step(noise(size, step)))
-        group.step(noise(3, step))
+        assert all(other.step(noise(2, step)))
         assert agree(other)
-        if size == 3:
-            assert torch.equal(group.parameters[0][0], other.parameters[0][0])
-            assert torch.equal(group.optimizers[2].master, other.optimizers[2].master)
-
-
-@pytest.mark.slow
-def test_bytes_and_rounds_of_the_published_schedule():
-    """As of the undivided optimizer: at most 46 % of the steps communicate, and one bit each way
-    when they do."""
-    shapes, total = ((1 << 12,),), 5900
-    sync = DoublingIntervals(start=total * 125 // 1180, period=total * 327 // 1180, longest=16)
-    group = replicas(2, shapes, sync=sync, variance_updates=1)
-    gradients = noise(2, 0, shapes)
-    for _ in range(total):
-        group.step(gradients)
-    counters = group.optimizers[0].counters
-    assert (counters.exact_rounds + counters.compressed_rounds) <= 0.46 * total
-    assert counters.compressed_bytes / counters.compressed_rounds < 2 * (1 << 12) / 8 + 200

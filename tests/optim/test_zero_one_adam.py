@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from commpress.collectives.transports.loopback import simulate
-from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam, ZeroOneAdam
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.windows import Windows
@@ -17,12 +16,11 @@ from optim_twin import (
     beside_adam,
     boundless,
     equal,
+    fill,
     flat,
     mean,
     noise,
-    reload,
     start,
-    state_of,
 )
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
@@ -71,17 +69,10 @@ def sends_in_every_fourth_step(group):
     assert group.optimizers[0].counters.local_bytes == 0
 
 
-def test_when_every_step_is_exact_it_is_torchs_adam_in_every_bit():
-    group = replicas(variance_updates=100, sync="every", weight_decay=DECAY)
-    twin = beside_adam(group, 12, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
-    assert all(torch.equal(a, b) for a, b in zip(group.parameters[0], twin, strict=True))
-    assert group.optimizers[0].counters.exact_rounds == 12
-
-
 def test_on_one_rank_it_is_adam_in_every_bit():
     group = replicas(1, weight_decay=DECAY)
     twin = beside_adam(group, 12, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
-    assert all(torch.equal(a, b) for a, b in zip(group.parameters[0], twin, strict=True))
+    assert equal(group.parameters[0], twin)
 
 
 @boundless
@@ -131,18 +122,6 @@ def test_with_an_exact_codec_a_window_is_what_the_equations_say(window, correct)
     assert group.optimizers[0].counters.exact_rounds == updates == 5
 
 
-def test_constant_gradients_are_a_fixed_point_for_every_window():
-    """With g = m on all ranks the window's mean momentum is m again."""
-    for window in (1, 3, 8):
-        group = replicas(
-            2, codec="none", sync=Fixed(window, start=1), bias_correction=False, variance_floor=0.0
-        )
-        gradients = noise(1, 0) * 2
-        for _ in range(150):
-            group.step(gradients)
-        np.testing.assert_allclose(group.momentum(), flat(gradients[0]), rtol=1e-3, atol=1e-6)
-
-
 @boundless
 def test_what_is_sent_and_what_is_owed_add_up():
     """Σ d + R = Σ mean(u_i/s): with zero learning rates elsewhere, u is a known multiple of the
@@ -183,39 +162,13 @@ def test_elements_of_very_different_size_in_one_block_move_alike(window):
     assert large < 2 * window * LR
 
 
-@pytest.mark.parametrize("window", [1, 4, 16])
-def test_weight_decay_is_not_amplified(window):
-    """With zero gradients ln(x_0 / x_T) = −T·ln(1 − γλ), whatever the window."""
-    group = replicas(2, sync=Fixed(window, start=1), weight_decay=DECAY)
-    for _ in range(65):
-        group.step([[torch.zeros(shape) for shape in SHAPES]] * 2)
-    np.testing.assert_allclose(
-        flat(group.parameters[0]), flat(start()) * (1 - LR * DECAY) ** 65, rtol=2e-5, atol=1e-7
-    )
-
-
-@pytest.mark.parametrize("at", range(3, 13))
-def test_resuming_at_any_step_of_a_window_continues_in_every_bit(at, tmp_path):
-    group = replicas(3, weight_decay=DECAY, sync=Fixed(5))
-    for step in range(at):
-        group.step(noise(3, step))
-    other = replicas(3, weight_decay=DECAY, sync=Fixed(5))
-    reload(group, other, tmp_path)
-    assert equal(state_of(group), state_of(other))
-    for step in range(at, at + 8):
-        group.step(noise(3, step))
-        other.step(noise(3, step))
-        assert equal(state_of(group), state_of(other))
-
-
 @pytest.mark.parametrize("at", [8, 9, 11])
 def test_one_rank_goes_on_where_the_parameters_stand_once_what_was_owed_is_paid(at):
     group, other = replicas(3, sync=Fixed(4)), replicas(1, sync=Fixed(4))
     for step in range(at):
         group.step(noise(3, step))
     parts = group.elastic()
-    for q, p in zip(other.parameters[0], group.parameters[0], strict=True):
-        q.data.copy_(p)
+    fill(other.parameters[0], group.parameters[0])
     (o,) = other.optimizers
     o.load_state_dict(*parts)
     wanted = flat(other.parameters[0]) - group.owed()
@@ -292,7 +245,8 @@ def test_steps_between_synchronisations_send_nothing():
 
 
 def test_ranks_differ_inside_a_window_and_synchronise_on_request():
-    group = replicas(3, sync=Fixed(8))
+    """Their anchors, which are compared meanwhile, do not."""
+    group = replicas(3, sync=Fixed(8), check_every=3)
     for step in range(7):
         group.step(noise(3, step))
     assert not torch.equal(group.parameters[0][0], group.parameters[1][0])
@@ -302,30 +256,15 @@ def test_ranks_differ_inside_a_window_and_synchronise_on_request():
     assert group.optimizers[0].held == 0
 
 
-def test_replicas_are_compared_inside_a_window():
-    group = replicas(3, sync=Fixed(8), check_every=3)
-    for step in range(20):
-        group.step(noise(3, step))
-    assert group.optimizers[0].counters.steps == 20
-
-
-@pytest.mark.parametrize("window", [1, 4])
-def test_a_bad_gradient_is_left_out(window):
-    """At a synchronisation all ranks skip; inside a window the rank goes on with its momentum."""
-    group = replicas(3, sync=Fixed(window))
+def test_inside_a_window_a_bad_gradient_leaves_the_momentum_of_its_rank_alone():
+    group = replicas(3)
     for step in range(10):
         group.step(noise(3, step))
-    before, held = state_of(group), group.optimizers[0].held
+    assert group.optimizers[0].held == 2
     gradients = noise(3, 10)
     gradients[1][0][3, 7] = float("nan")
-    taken = group.step(gradients)
-    if window == 1:
-        assert taken == [False] * 3
-        assert equal(state_of(group), before)
-    else:
-        assert held == 2
-        assert taken == [True] * 3
-        assert group.optimizers[1].counters.ignored_gradients == 1
+    assert group.step(gradients) == [True] * 3
+    assert group.optimizers[1].counters.ignored_gradients == 1
     for step in range(11, 20):
         group.step(noise(3, step))
     assert all(torch.isfinite(p).all() for p in group.parameters[1])
@@ -340,16 +279,6 @@ def test_a_learning_rate_of_zero_sends_nothing_and_loses_nothing():
     assert group.agree()
     assert np.isfinite(group.momentum()).all()
     assert group.optimizers[0].counters.local_steps > 0
-
-
-def test_low_precision_parameters_follow_their_float32_weights():
-    group = replicas(3, dtype=torch.bfloat16)
-    for step in range(12):
-        group.step(noise(3, step))
-    for o, parameters in zip(group.optimizers, group.parameters, strict=True):
-        for weight, p in zip(o.flat.weights, parameters, strict=True):
-            assert torch.equal(weight.to(torch.bfloat16), p)
-    assert group.agree()
 
 
 @pytest.mark.slow
@@ -402,15 +331,3 @@ def test_warm_up_steps_are_exact_and_the_schedule_goes_on_behind_them():
     assert RoundKind.COMPRESSED in rounds["plain"][4:9]
     assert rounds["warmed"][:9] == [RoundKind.EXACT] * 9
     assert rounds["warmed"][12:] == rounds["plain"][12:]
-
-
-def test_the_optimizer_follows_its_warm_up():
-    group = replicas(sync="every", variance_updates=Early(1), exact_steps=3)
-    for step in range(5):
-        group.step(noise(3, step))
-    assert [o.counters.exact_rounds for o in group.optimizers] == [3] * len(group.optimizers)
-
-
-def test_a_negative_warm_up_is_refused():
-    with pytest.raises(InvalidArgument, match="exact_steps is -1"):
-        Windows("every", 4, -1)

@@ -24,6 +24,13 @@ def dyadic(seed):
     return [torch.randint(-64, 64, shape, generator=draw) / 64.0 for shape in SHAPES]
 
 
+def equal(a, b):
+    """True if tensors, or lists of them, are the same in every bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return len(a) == len(b) and all(map(equal, a, b))
+
+
 def flat(tensors):
     return np.concatenate([t.detach().double().numpy().ravel() for t in tensors])
 

@@ -8,15 +8,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
-from commpress.errors import NonFiniteGradient
 from commpress.kernels.pieces import width_of
 from commpress.optim import tensor_states
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.optim.optimizer_counters import OptimizerCounters
 
 SHAPES = ((40, 50), (700,), (7,))
 # for equations: gradients count in full, and nobody wakes up
@@ -138,12 +135,16 @@ def telescoped(group: Replicas, steps: range, beta1: float) -> Iterator[np.ndarr
         yield (1 - beta1) * total + beta1 * difference
 
 
+def fill(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for p, value in zip(parameters, values, strict=True):
+        p.data.copy_(value)
+
+
 def reload(group: Replicas, other: Replicas, folder: Path) -> None:
     """Rank 0's parameters and the state go over to ``other``: a file for each rank, or elastic ones
     for another number."""
     for mine in other.parameters:
-        for p, q in zip(mine, group.parameters[0], strict=True):
-            p.data.copy_(q)
+        fill(mine, group.parameters[0])
     if group.size != other.size:
         elastic = group.elastic()
         for o in other.optimizers:
@@ -152,22 +153,6 @@ def reload(group: Replicas, other: Replicas, folder: Path) -> None:
     for rank, (o, q) in enumerate(zip(group.optimizers, other.optimizers, strict=True)):
         torch.save(o.state_dict(), folder / f"{rank}.pt")
         q.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
-
-
-def check_a_bad_gradient_raises(group: Replicas) -> None:
-    """On request (``on_nonfinite="raise"``), with the number of the step."""
-    gradients = noise(group.size, 0)
-    gradients[0][1][5] = float("nan")
-    with pytest.raises(NonFiniteGradient, match="step 0"):
-        group.step(gradients)
-
-
-def same_steps(group: Replicas, steps: int) -> OptimizerCounters:
-    """The counters of rank 0 after so many steps with the same gradients."""
-    gradients = noise(group.size, 0, group.shapes)
-    for _ in range(steps):
-        group.step(gradients)
-    return group.optimizers[0].counters
 
 
 def flat(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
@@ -198,8 +183,8 @@ def state_of(replicas: Replicas) -> list[Any]:
     ]
 
 
-def equal(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(
-        len(x) == len(y) and all(torch.equal(s, t) for s, t in zip(x, y, strict=True))
-        for x, y in zip(a, b, strict=True)
-    )
+def equal(a: Any, b: Any) -> bool:
+    """True if tensors, or lists of them, are the same in every bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return len(a) == len(b) and all(map(equal, a, b))

@@ -1,0 +1,444 @@
+"""Layout: which part of which tensor this rank has, which ranks have the same numbers, and which
+have the rest.
+
+- A DTensor of tensor parallelism: this rank has a shard. A *row* of the mesh, the ranks with the
+  same shard, averages what it sends; a *column*, those with the other shards of the same replica,
+  decides together. Only norms, votes and steps cross a column: shards are never put together.
+- Local experts: a layer of experts says of its parameters on which ranks they lie, and everybody
+  who reduces, moves or clips parameters asks here.
+- An optimizer that keeps weights elsewhere, in shards or in a store, is a ``WeightHolder``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from commpress.collectives.channel import Channel
+from commpress.collectives.consensus import AgreeOver, Consensus, DeviceMesh, group_of
+from commpress.collectives.transports.factory import own_transport, ranks_of
+from commpress.errors import InvalidArgument
+from commpress.torch_private import flat_mesh, set_shard, shard_like, waited
+from commpress.work import Steps
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# ---------------------------------------------------------------- parameters
+
+
+def named_parameters(groups: Iterable[dict[str, Any]]) -> tuple[list[torch.Tensor], list[str]]:
+    """All of them, group by group, and what they are called: their numbers if nobody gave names."""
+    parameters: list[torch.Tensor] = []
+    names: list[str] = []
+    for group in groups:
+        first = len(parameters)
+        parameters += group["params"]
+        names += group.get("param_names") or [f"#{i:05d}" for i in range(first, len(parameters))]
+    return parameters, names
+
+
+def tensors_in(params: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors of what torch's optimizers take: tensors, named ones or groups of them."""
+    for each in params:
+        if isinstance(each, dict):
+            inner = each["params"]
+            yield from tensors_in([inner] if isinstance(inner, torch.Tensor) else inner)
+        else:
+            yield each[1] if isinstance(each, tuple) else each
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raise ``InvalidArgument`` for what has no plain numbers in memory; DTensors are welcome."""
+    if is_lazy(parameter):
+        raise InvalidArgument(
+            f"parameter {name!r} has no shape yet: run the model once on a sample before you "
+            "construct the optimizer"
+        )
+    if is_cut(parameter):
+        return
+    wrapped: bool = is_traceable_wrapper_subclass(parameter)
+    if wrapped:
+        raise InvalidArgument(
+            f"parameter {name!r} is a {type(parameter).__name__}, expected a plain tensor: train "
+            "it with another optimizer, or convert it before"
+        )
+    if parameter.layout != torch.strided:
+        raise InvalidArgument(
+            f"parameter {name!r} is sparse ({parameter.layout}), expected a dense one: convert it "
+            "with .to_dense(). Sparse gradients of dense parameters are welcome"
+        )
+    if parameter.is_meta:
+        raise InvalidArgument(
+            f"parameter {name!r} is on the meta device, without values: construct the optimizer "
+            "after the model is on its device, as with model.to_empty(device=...) and its weights "
+            "loaded"
+        )
+    if parameter.dtype not in DTYPES:
+        cure = (
+            "train real and imaginary part as one float32 parameter (torch.view_as_real)"
+            if parameter.is_complex()
+            else "convert it with .float(), or give it to another optimizer"
+        )
+        raise InvalidArgument(
+            f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16: "
+            f"{cure}"
+        )
+
+
+# ---------------------------------------------------------------- shards of DTensors
+
+
+def is_cut(tensor: Any) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part that this rank has of it: the same memory."""
+    cut: Any = tensor
+    return waited(cut.to_local()) if is_cut(cut) else cut
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """A number that rises when it is written, as a DTensor or by way of its shard."""
+    return parameter._version + local(parameter)._version
+
+
+def move_to(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Make ``values`` the memory of what this rank has of it, with what they hold."""
+    if is_cut(parameter):
+        set_shard(parameter, values)
+    else:
+        parameter.data = values
+
+
+def alike(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``values`` of this rank, cut as ``parameter`` is."""
+    return shard_like(values, parameter) if is_cut(parameter) else values
+
+
+@torch.no_grad()
+def settle_gradient(parameter: Any) -> None:
+    """Sum a gradient that still is one summand per shard; collective over the parameter's mesh."""
+    gradient = parameter.grad
+    if is_cut(parameter) and is_cut(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _dimensions(parameter: Any) -> Iterator[tuple[int, Any]]:
+    """Ranks in each dimension of a DTensor's mesh, and its placement there; nothing of others."""
+    if is_cut(parameter):
+        yield from zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
+
+
+def shards_of(parameter: Any) -> int:
+    """Different shards that a parameter is cut into."""
+    # a _StridedShard of FSDP2 is no shard
+    return prod(ranks for ranks, each in _dimensions(parameter) if not each.is_replicate())
+
+
+def largest_shard(parameter: Any) -> torch.Size:
+    """Shape of what the first rank has of it: nobody has more, and every rank knows."""
+    shape = list(parameter.shape)
+    for ranks, placement in _dimensions(parameter):
+        if placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // ranks)
+    return torch.Size(shape)
+
+
+# the whole tensor's ``shape``, where the part ``begin``s and its ``size``
+Box = dict[str, list[int]]
+
+
+def box_of(parameter: Any) -> Box:
+    """The part of a parameter that this rank has: all of it, unless it is a DTensor."""
+    shape = list(parameter.shape)
+    begin, size = [0] * len(shape), list(shape)
+    places = parameter.device_mesh.get_coordinate() if is_cut(parameter) else ()
+    for place, (ranks, placement) in zip(places, _dimensions(parameter), strict=True):
+        if placement.is_shard():
+            d = placement.dim
+            width = -(-size[d] // ranks)  # as ``torch.chunk`` cuts
+            first = min(place * width, size[d])
+            begin[d], size[d] = begin[d] + first, min(width, size[d] - first)
+    return {"shape": shape, "begin": begin, "size": size}
+
+
+class Columns(Consensus):
+    """Votes of the ranks that have the other shards of these parameters. None of this communicates
+    where there are no DTensors."""
+
+    def __init__(self, mesh: Any, *, timeout: timedelta | None) -> None:
+        super().__init__(own_transport(group_of(mesh), timeout=timeout))
+        self.mesh = mesh
+
+    def share(self, parameter: Any) -> float:
+        """Share of this rank in a sum over the column: its shard counts once, however many have
+        it."""
+        return shards_of(parameter) / self.mesh.size()
+
+    def all_of(self, indices: Sequence[int], count: int, device: torch.device) -> Steps[list[int]]:
+        """Those that every rank names, out of so many."""
+        named = np.zeros(count)
+        named[list(indices)] = 1
+        every = yield from self.gathered(named.tolist(), device)
+        result: list[int] = np.flatnonzero(every.all(axis=0)).tolist()
+        return result
+
+
+def groups_on(
+    mesh: DeviceMesh | None,
+    parameters: Iterable[Any],
+    process_group: Any,
+    agree_over: AgreeOver | None = None,
+) -> tuple[Any, AgreeOver | None]:
+    """The ranks that average, and all that must agree: as given, or those of ``mesh``.
+
+    The ranks of a mesh average over its dimensions in which no parameter is cut.
+    """
+    if mesh is None:
+        return process_group, agree_over
+    if process_group is not None or agree_over is not None:
+        raise InvalidArgument(
+            "mesh is given, and so is process_group or agree_over: pass the whole mesh alone, or "
+            "the two groups without it"
+        )
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise InvalidArgument(
+            "mesh has no names: make it with mesh_dim_names, as in init_device_mesh('cpu', (2, 2), "
+            "mesh_dim_names=('dp', 'tp'))"
+        )
+    cut = {name for p in parameters if is_cut(p) for name in p.device_mesh.mesh_dim_names or ()}
+    average = tuple(name for name in names if name not in cut)
+    if unknown := cut - set(names):
+        raise InvalidArgument(
+            f"parameters are cut over {sorted(unknown)}, and mesh has the dimensions "
+            f"{list(names)}: pass the mesh whose part they are on"
+        )
+    if not average:
+        raise InvalidArgument(
+            f"parameters are cut over all dimensions of mesh, {list(names)}: no ranks have the "
+            "same part. Pass the whole mesh, with the dimension over which replicas average"
+        )
+    over = mesh[average] if len(average) < len(names) else mesh
+    return flat_mesh(over).get_group(), mesh if cut else None
+
+
+def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:
+    """None where no parameter is a DTensor; else over their mesh, of several the largest;
+    collective."""
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if is_cut(p))
+    return Columns(max(meshes, key=lambda mesh: mesh.size()), timeout=timeout) if meshes else None
+
+
+def columns_over(
+    parameters: Sequence[Any],
+    names: Sequence[str],
+    *,
+    process_group: Any,
+    agree_over: AgreeOver | None,
+    timeout: timedelta | None,
+) -> Columns | None:
+    """None where no parameter is a DTensor; collective. ``process_group``: the ranks that
+    average."""
+    cut = check_cut(parameters, names, process_group)
+    if cut is None:
+        return None
+    if agree_over is None:
+        raise InvalidArgument(
+            f"parameter {cut!r} is a DTensor and agree_over is None: ranks with other shards of it "
+            "would skip steps, freeze and thaw apart. Pass the whole mesh instead of the groups, "
+            "as in mesh=mesh"
+        )
+    return columns_of(parameters, timeout=timeout)
+
+
+def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: Any) -> str | None:
+    """Name of the first DTensor, if there is one. Raise ``InvalidArgument`` unless all lie on one
+    mesh, whose ranks do not average with each other."""
+    cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
+    if not cut:
+        return None
+    name, first = cut[0]
+    mesh = first.device_mesh
+    if process_group is None:
+        raise InvalidArgument(
+            f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
+            "parallelism), and process_group is None, which means all ranks: pass the ranks that "
+            "have the same part, by the whole mesh: mesh=mesh. With fully_shard use torch's own "
+            "optimizer and commpress.compress_fsdp(model)"
+        )
+    for other, parameter in cut:
+        if parameter.device_mesh != mesh:
+            raise InvalidArgument(
+                f"parameters are DTensors on several meshes, {name!r} on {mesh} and {other!r} on "
+                f"{parameter.device_mesh}: make an optimizer for each"
+            )
+        if any(not p.is_replicate() and type(p).__name__ != "Shard" for p in parameter.placements):
+            raise InvalidArgument(
+                f"parameter {other!r} is a DTensor placed {parameter.placements}, expected Shard "
+                "and Replicate: under fully_shard use torch's own optimizer and "
+                "commpress.compress_fsdp(model)"
+            )
+    shared = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks_of(process_group)))
+    if len(shared) > 1:
+        raise InvalidArgument(
+            f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks {shared} "
+            "of that mesh, which have other parts of it, or gradients that torch has averaged: "
+            "pass the ranks that have the same part, by the whole mesh (mesh=mesh), and with "
+            "fully_shard use commpress.compress_fsdp(model)"
+        )
+    return name
+
+
+# ---------------------------------------------------------------- local experts
+
+HELD: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → who holds it
+
+
+class Held(NamedTuple):
+    """Ranks of the whole world that matter to a parameter that not all of them hold."""
+
+    divided: tuple[int, ...]  # among these it lies on one, or some
+    # these have it, this rank among them; its gradient is averaged over them before anybody sees it
+    holders: tuple[int, ...]
+    rank: int  # this one
+
+
+def mark_held(
+    parameter: torch.Tensor, divided: Sequence[int], holders: Sequence[int], rank: int
+) -> None:
+    """Say of a parameter who holds it, for as long as it lives: also when it moves or is
+    converted."""
+    HELD[parameter] = Held(tuple(divided), tuple(holders), rank)
+
+
+def held_of(parameter: torch.Tensor) -> Held | None:
+    """The ranks that hold a parameter; None: all do."""
+    found: Held | None = HELD.get(parameter)
+    return found
+
+
+def is_held(name: str, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
+    """True if some of ``ranks`` have other values in this one's place, so that nobody may average
+    it over them."""
+    held = held_of(parameter)
+    if held is None:
+        return False
+    others = set(ranks) - {held.rank}
+    if others.isdisjoint(held.divided):
+        return False  # they have the same experts
+    strangers = sorted(others - set(held.divided) - set(held.holders))
+    # else these are other sets of such ranks
+    if strangers and len(others) + 1 != len(held.divided) * len(held.holders):
+        raise InvalidArgument(
+            f"parameter {name!r} is of experts divided among ranks {list(held.divided)}, and ranks "
+            f"{strangers} train with them: nobody would average what these have of the same "
+            "experts. Pass replicas= to parallelise or Experts, the group of the ranks that hold "
+            "the same experts as this one"
+        )
+    return True
+
+
+def refuse_averaging(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> None:
+    """Raise ``InvalidArgument`` if DistributedDataParallel over ``ranks`` averages what is not the
+    same on all of them."""
+    found = [name for name, parameter in named if is_held(name, parameter, ranks)]
+    if found:
+        raise InvalidArgument(
+            f"DistributedDataParallel has {found[0]!r}, of experts that are divided among its "
+            f"ranks ({len(found)} such): it gives all ranks those of rank 0 and averages different "
+            "ones. Call commpress.moe.parallelise(model) on the very module that is wrapped, "
+            "before it is"
+        )
+
+
+def refuse_held(
+    what: str,
+    named: Iterable[tuple[str, torch.Tensor]],
+    why: str,
+    *,
+    cure: str = "train them with OneBitAdam or ZeroOneAdam, or with an optimizer of torch, to "
+    "which commpress.moe.held_parameters(model) gives them",
+) -> None:
+    """Raise ``InvalidArgument`` if a parameter is of divided experts, on however many ranks."""
+    found = [name for name, parameter in named if held_of(parameter) is not None]
+    if found:
+        raise InvalidArgument(
+            f"parameter {found[0]!r} is of experts that are divided among ranks ({len(found)} "
+            f"such), and {what} {why}: {cure}"
+        )
+
+
+# ---------------------------------------------------------------- weights that lie elsewhere
+
+
+class LocalWeights:
+    """This rank's part of ``parameter``: all of it, its shard of a distributed one, or what
+    ``source`` holds of it."""
+
+    def __init__(
+        self, name: str, parameter: torch.Tensor, source: torch.Tensor | None = None
+    ) -> None:
+        check_parameter(name, parameter)
+        self.name, self.parameter = name, parameter
+        self.source = source = parameter if source is None else source
+        here = local(source).detach()
+        self.shape, self.dtype, self.device = here.shape, here.dtype, here.device
+        if here.numel() and here.untyped_storage().nbytes() < here.numel() * here.element_size():
+            raise InvalidArgument(
+                f"parameter {name!r} holds no values now, they lie elsewhere: give LocalUpdates "
+                "the optimizer that knows where, commpress.Offloaded for a model that "
+                "commpress.stream streams"
+            )
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @contextmanager
+    def opened(self, *, write: bool) -> Iterator[torch.Tensor]:
+        """The values in memory. ``write``: changes are kept."""
+        here = local(self.source).detach()
+        if here.shape != self.shape or here.dtype != self.dtype:
+            raise InvalidArgument(
+                f"parameter {self.name!r} is now {tuple(here.shape)} of {here.dtype}, it was "
+                f"{tuple(self.shape)} of {self.dtype}: construct LocalUpdates after converting or "
+                "sharding the model, and step outside of its forward"
+            )
+        yield here
+
+
+class WeightHolder(ABC):
+    """Optimizer whose weights do not lie in its parameters alone: other ranks or a store have
+    parts, or copies, of them."""
+
+    averaged = False  # somebody else sees to it that replicas do not train apart
+
+    @property
+    @abstractmethod
+    def inner_channel(self) -> Channel | None:
+        """To the ranks that have the other parts and average gradients in every step; None if there
+        are none."""
+
+    @abstractmethod
+    def local_weights(self) -> list[LocalWeights]:
+        """This rank's part of all that is trained. Names and lengths are those of every replica's
+        corresponding rank."""
+
+    @abstractmethod
+    def settle_weights(self) -> None:
+        """Before weights are read: what is under way is finished."""
+
+    @abstractmethod
+    def weights_written(self) -> None:
+        """Copies follow. Collective over the ranks of ``inner_channel``."""

@@ -1,0 +1,242 @@
+"""Rounds of local updates: the steps after which fragments leave, evenly spread; the pace that a
+round's length follows from; and the header with which each exchange begins.
+
+fragment f of F leaves after step ⌈H·(f + 1)/F⌉ of a round of H steps, or after that share of a
+round's seconds
+every="auto"            H = F·h, and each fragment is under way for the h steps that its exchange
+                        needs
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import ceil, isfinite, nan
+from time import monotonic
+
+from commpress.collectives.channel import Channel
+from commpress.collectives.scalars import gathered
+from commpress.errors import InvalidArgument, Mismatch
+from commpress.schedules import QSR, UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync
+from commpress.work import Steps
+
+NUMBERS = 10  # of a header, in float64
+UNTIMED = 1  # first exchange among these ranks: connections are made, kernels compiled
+
+
+class RoundSchedule:
+    """Says when the next fragment leaves. ``next`` is its number; a round ends when the last has
+    left.
+
+    A fragment arrives before the next one leaves, so no round has fewer than fragments · overlap
+    steps. A fixed length, or the ``base`` of QSR, below that is refused; other schedules are held
+    to it. ``overlap`` is that of the round; ``Hidden`` chooses it, others keep that which was
+    given.
+    """
+
+    def __init__(self, every: Sync | Seconds, fragments: int, *, overlap: int) -> None:
+        self.every, self.fragments, self.overlap = every, fragments, overlap
+        self.shortest = fragments * max(overlap, 1)
+        least = (
+            every.steps
+            if isinstance(every, Every)
+            else every.base
+            if isinstance(every, QSR)
+            else self.shortest
+        )
+        if least < self.shortest:
+            raise InvalidArgument(
+                f"every is {least} with overlap={overlap} and fragments={fragments}, expected at "
+                f"least fragments · overlap = {self.shortest} steps: a fragment arrives before the "
+                "next one leaves"
+            )
+        self.next = self.start = self.length = 0
+        self._clock = monotonic()
+
+    def begin(self, step: int, rate: float, facts: Facts, *, alone: bool = False) -> None:
+        """A round begins after so many steps. ``rate``: the inner learning rate; ``alone``: there
+        are no other ranks."""
+        self.next, self.start, self.length, self._clock = 0, step, 0, monotonic()
+        if isinstance(self.every, Hidden):
+            each = self.every.long if alone else self.every.interval(step, rate, facts)
+            self.length, self.overlap = each * self.fragments, 0 if alone else each
+        elif not isinstance(self.every, Seconds):
+            self.length = max(self.every.interval(step, rate, facts), self.shortest)
+
+    @property
+    def long(self) -> bool:
+        """True in a round of every="auto" that is so long that the shared weights move with
+        momentum."""
+        return isinstance(self.every, Hidden) and self.length > self.every.long * self.fragments
+
+    def due(self, step: int) -> bool:
+        """True if the next fragment is to leave after so many steps."""
+        return step > self.start and self._elapsed(step - self.start) >= self._turn
+
+    def due_soon(self, step: int) -> bool:
+        """True if it is likely to leave after one step more."""
+        done = step - self.start
+        if not isinstance(self.every, Seconds):
+            return done + 1 >= self._turn
+        return self._elapsed(done) * (1 + 1 / max(done, 1)) >= self._turn
+
+    def _elapsed(self, done: int) -> float:
+        return monotonic() - self._clock if isinstance(self.every, Seconds) else done
+
+    @property
+    def _turn(self) -> float:
+        """Steps, or seconds, of the round after which the next fragment leaves."""
+        share = (self.next + 1) / self.fragments
+        return (
+            self.every.seconds * share
+            if isinstance(self.every, Seconds)
+            else ceil(self.length * share)
+        )
+
+    def leave(self) -> bool:
+        """The next fragment has left; True if it was the round's last: then ``begin``."""
+        self.next += 1
+        return self.next == self.fragments
+
+    def state(self) -> list[int]:
+        return [self.next, self.start, self.length, self.overlap]
+
+    def load(self, state: list[int]) -> None:
+        """Go on from a saved state. The time of a round in seconds begins anew."""
+        self.next, self.start, self.length = (int(each) for each in state[:3])
+        if isinstance(self.every, Hidden):
+            self.overlap = int(state[3])
+        self._clock = monotonic()
+
+
+class PaceMeter:
+    """Measures one rank. A step's seconds are their mean since the last ``tell``: a device may be
+    behind in single ones."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Other ranks: their exchanges take another time."""
+        self._resumed: float | None = None  # when this rank began to compute
+        self._steps, self._computing = 0, 0.0
+        self._exchange = self._standing = self._waited = 0.0
+        self._untimed = UNTIMED
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """A step has been computed; what is done here is not computing."""
+        start, self._waited = monotonic(), 0.0
+        if self._resumed is not None:
+            self._steps += 1
+            self._computing += start - self._resumed
+        yield
+        self._resumed = monotonic()
+        self._standing += self._resumed - start - self._waited
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is no computing, and is not counted: a checkpoint is saved."""
+        start = monotonic()
+        yield
+        if self._resumed is not None:
+            self._resumed += monotonic() - start
+
+    def waited(self, seconds: float) -> None:
+        """So much of the time between two steps was spent on waiting for an exchange."""
+        self._waited += seconds
+
+    def exchanged(self, seconds: float) -> None:
+        """An exchange took so long from when all ranks had come."""
+        if self._untimed:
+            self._untimed -= 1
+        else:
+            self._exchange = seconds
+
+    def tell(self) -> Pace:
+        """Pace since the last call."""
+        pace = Pace(self._computing / max(self._steps, 1), self._exchange, self._standing)
+        self._steps, self._computing, self._exchange, self._standing = 0, 0.0, 0.0, 0.0
+        return pace
+
+    def state(self) -> list[float]:
+        return [self._steps, self._computing, self._exchange, self._standing, self._untimed]
+
+    def load(self, state: Sequence[float]) -> None:
+        self.begin_anew()
+        self._steps, self._untimed = int(state[0]), int(state[4])
+        self._computing, self._exchange, self._standing = map(float, state[1:4])
+
+
+def slowest(paces: Sequence[Pace]) -> Pace | None:
+    """Largest of each number; None where nobody has measured."""
+    pace = Pace(*(max(column) for column in zip(*paces, strict=True)))
+    return pace if pace.known else None
+
+
+@dataclass(frozen=True)
+class ExchangeHeader:
+    """One rank's: where it is, what it starts from, and how much it has to say."""
+
+    number: int  # of the exchange
+    fragment: int
+    # 64 bits that ranks must have in common: the hash of Θ, or what partners are drawn from
+    origin: tuple[float, float]
+    weight: float  # how much its change counts; 0 if it has not trained, or not to finite numbers
+    square: float  # ‖Δᵢ‖²
+    ended: bool  # it has no more data
+    pace: Pace = UNKNOWN  # since its last header
+
+    @property
+    def finite(self) -> bool:
+        return isfinite(self.square)
+
+    def left_out(self) -> "ExchangeHeader":
+        """The same from a rank whose change does not count, because one with another shard of it is
+        not finite."""
+        return replace(self, weight=0.0, square=nan)
+
+    def gathered(self, channel: Channel, sequence: int) -> Steps[list["ExchangeHeader"]]:
+        """Those of all ranks, in their order."""
+        row = [
+            self.number,
+            self.fragment,
+            *self.origin,
+            self.weight,
+            self.square,
+            self.ended,
+            *self.pace,
+        ]
+        rows = yield from gathered(
+            [float(each) for each in row], transport=channel.transport, sequence=sequence
+        )
+        return [
+            ExchangeHeader(
+                int(number), int(fragment), (high, low), weight, square, bool(ended), Pace(*pace)
+            )
+            for number, fragment, high, low, weight, square, ended, *pace in rows.tolist()
+        ]
+
+
+def check_same(headers: Sequence[ExchangeHeader], *, shared: bool) -> None:
+    """Raise ``Mismatch`` where ranks are at another exchange than rank 0 or start from something
+    else.
+
+    ``shared``: they start from the same weights.
+    """
+    number, fragment = headers[0].number, headers[0].fragment
+    places = [(each.number, each.fragment, each.origin) for each in headers]
+    different = tuple(rank for rank, place in enumerate(places) if place != places[0])
+    if different and shared:
+        raise Mismatch(
+            f"the shared weights of ranks {list(different)} differ from those of rank 0 at "
+            f"exchange {number} (fragment {fragment}). Start every rank from the same weights, "
+            "load checkpoints of one step, and give all ranks the same inner parameters.",
+            ranks=different,
+        )
+    if different:
+        raise Mismatch(
+            f"ranks {list(different)} are not where rank 0 is: exchange {number}, fragment "
+            f"{fragment}, or would draw other partners. Load checkpoints of one step, and give all "
+            "ranks the same inner parameters and the same seed.",
+            ranks=different,
+        )
