@@ -41,17 +41,6 @@ NAMED = (
     "powersgd-2",
     "powersgd-8",
 )
-HEAD = (
-    "codec",
-    "bits",
-    "error",
-    "output layer",
-    "encode GB/s",
-    "decode GB/s",
-    "residual",
-    "noise",
-    "CUDA",
-)
 STEPS, MIN_NUMEL = 60, 256
 
 
@@ -67,19 +56,18 @@ class Line:
     noise: bool
     cuda: bool
 
-    def cells(self) -> list[str]:
-        numbers = [
-            f"{self.bits:.2f}",
-            f"{self.error:.4f}",
-            f"{self.output:.4f}",
-            f"{self.encode:.1f}",
-            f"{self.decode:.1f}",
-        ]
-        return [
-            self.codec,
-            *numbers,
-            *("yes" if has else "" for has in (self.residual, self.noise, self.cuda)),
-        ]
+
+def cells(line: Line) -> dict[str, str]:
+    has = {"residual": line.residual, "noise": line.noise, "CUDA": line.cuda}
+    return {
+        "codec": f"`{line.codec}`",
+        "bits": f"{line.bits:.2f}",
+        "error": f"{line.error:.4f}",
+        "output layer": f"{line.output:.4f}",
+        "encode GB/s": f"{line.encode:.1f}",
+        "decode GB/s": f"{line.decode:.1f}",
+        **{name: "yes" if there else "" for name, there in has.items()},
+    }
 
 
 def gradients(steps: int = STEPS) -> dict[str, torch.Tensor]:
@@ -219,10 +207,9 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def markdown(lines: list[Line], lossless: dict[str, float]) -> str:
-    rows = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-    rows += [
-        "| `" + line.cells()[0] + "` | " + " | ".join(line.cells()[1:]) + " |" for line in lines
-    ]
+    table = list(map(cells, lines))
+    rows = ["| " + " | ".join(table[0]) + " |", "|" + " --- |" * len(table[0])]
+    rows += ["| " + " | ".join(row.values()) + " |" for row in table]
     pays = (
         1
         / (1 / lossless["encode_gb_per_second"] + 1 / lossless["decode_gb_per_second"])
@@ -247,6 +234,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     lines, lossless = measure()
     print(markdown(lines, lossless))
+    panels = {"bits per element": ("bits",), "relative error of one encoding": ("error",)}
+    draw = harness.drawing("Codecs on the gradients of a small GPT", cells, panels)
     return harness.deliver(options, lines, judge=judge, draw=draw, exponents=lossless)
 
 
@@ -270,63 +259,3 @@ def judge(lines: list[Line]) -> list[tuple[str, bool]]:
 
 def _falls(errors: list[float]) -> bool:
     return all(a > b for a, b in pairwise(errors))
-
-
-def draw(path: str, lines: list[Line]) -> None:
-    from commpress.cli import charts
-
-    title = "Codecs on the gradients of a small GPT: bits and error"
-    # where errors of zero lie
-    least = min((line.error for line in lines if line.error > 0), default=1e-3) / 3
-    with charts.chart(path, title, size=(9, 6)) as (panel,):
-        for line in lines:
-            colour = charts.COLOURS[1 if line.residual else 2]
-            panel.plot(line.bits, line.error or least, "o", color=colour, markersize=5)
-        places = {
-            line.codec + ("" if line.error else " (exact)"): (line.bits, line.error or least)
-            for line in lines
-        }
-        for group in neighbours(places):
-            right = max(places[name][0] for name in group)
-            height = max(places[name][1] for name in group)
-            crowded = any(
-                1 < x / right < 1.45 and 0.8 < y / height < 1.3 for x, y in places.values()
-            )
-            side = (
-                {"xytext": (-5, 3), "ha": "right"} if crowded else {"xytext": (5, 3), "ha": "left"}
-            )
-            panel.annotate(
-                ", ".join(group), (right, height), textcoords="offset points", fontsize=8, **side
-            )
-        for label, colour in (
-            ("with error feedback", charts.COLOURS[1]),
-            ("without", charts.COLOURS[2]),
-        ):
-            panel.plot([], [], "o", color=colour, label=label)
-        panel.set(
-            xscale="log",
-            yscale="log",
-            xlabel="bits per element",
-            ylabel="relative error of one encoding",
-        )
-        panel.set_xticks(
-            [0.25, 0.5, 1, 2, 4, 8, 16, 32], ["1/4", "1/2", "1", "2", "4", "8", "16", "32"]
-        )
-        panel.minorticks_off()
-        panel.set_xlim(right=64)
-
-
-def neighbours(places: dict[str, tuple[float, float]]) -> list[list[str]]:
-    """Names whose points lie so close together that their labels would cover each other."""
-    groups: list[list[str]] = []
-    for name, (x, y) in sorted(places.items(), key=lambda item: item[1]):
-        for group in groups:
-            if any(
-                x < 1.25 * places[other][0] and 0.65 < y / places[other][1] < 1.55
-                for other in group
-            ):
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return groups

@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Sequence
 
-import changing_link
+import alltoall
 import codec_table
 import convergence
 import encoders
+import expert_dispatch
 import expert_tiers
 import faults
 import fsdp
@@ -38,32 +39,33 @@ What developers of commpress measure; `commpress bench` has what users measure o
 
 All take --check, --json FILE and --plot FILE but faults, which enters its table into a page.
 """
-BENCHMARKS = {
-    "changing_link": changing_link,
-    "codec_table": codec_table,
-    "convergence": convergence,
-    "encoders": encoders,
-    "expert_tiers": expert_tiers,
-    "faults": faults,
-    "fsdp": fsdp,
-    "gpu": gpu,
-    "grids": grids,
-    "guard": guard,
-    "hierarchical": hierarchical,
-    "kills": kills,
-    "local_loss": local_loss,
-    "local_speed": local_speed,
-    "loss": loss,
-    "observe": observe,
-    "optimizer": optimizer,
-    "pipeline": pipeline,
-    "plan": plan,
-    "powersgd": powersgd,
-    "scaling": scaling,
-    "simulate": simulate,
-    "trainer_fsdp": trainer_fsdp,
-    "weight_bytes": weight_bytes,
-}
+BENCHMARKS = (
+    alltoall,
+    codec_table,
+    convergence,
+    encoders,
+    expert_dispatch,
+    expert_tiers,
+    faults,
+    fsdp,
+    gpu,
+    grids,
+    guard,
+    hierarchical,
+    kills,
+    local_loss,
+    local_speed,
+    loss,
+    observe,
+    optimizer,
+    pipeline,
+    plan,
+    powersgd,
+    scaling,
+    simulate,
+    trainer_fsdp,
+    weight_bytes,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,8 +75,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = top.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    for name, benchmark in BENCHMARKS.items():
-        cli.add(names, name, benchmark)
+    for benchmark in BENCHMARKS:
+        cli.add(names, benchmark.__name__, benchmark)
     return top
 
 

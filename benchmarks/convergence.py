@@ -18,13 +18,9 @@ that it has is not done again: a long comparison can be stopped at any time and 
 """
 
 import argparse
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -34,6 +30,7 @@ from torch.nn import functional as F
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
+from commpress.cli.option_groups import option
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.optim import (
@@ -44,6 +41,7 @@ from commpress.optim import (
     ZeroOneAdam,
 )
 from commpress.optim.optimizer import CompressedOptimizer
+from kept import Runs
 
 RANKS = 4
 TASKS = ("gpt", "bert", "digits")
@@ -61,7 +59,6 @@ RATES = {"adam": 2e-3, "lamb": 1e-2}
 SYNC = defaultdict(lambda: "qsr", {"sharded-zero-one": "linear"})  # the default of each optimizer
 MASK = 256
 STEPS = 500
-HEAD = ["task", "optimizer", "final loss", "seeds", "against reference", "bytes", "rounds"]
 Batch = tuple[torch.Tensor, torch.Tensor]
 STYLES: dict[str, dict[str, Any]] = {
     "adam": {"color": "#999999", "linewidth": 4.5},
@@ -129,24 +126,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="N", help="default 1 to 5"
     )
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
-    parser.add_argument(
-        "--codec", default="sign", metavar="NAME", help="of momentum (default sign)"
-    )
-    parser.add_argument(
-        "--exact-codec",
-        default="none",
-        metavar="NAME",
-        help="of gradients in exact steps (default none)",
-    )
+    option(parser, "--steps N", int, STEPS, f"default {STEPS}")
+    option(parser, "--codec NAME", None, "sign", "of momentum")
+    option(parser, "--exact-codec NAME", None, "none", "of gradients in exact steps")
     says = "when zero-one and sharded-zero-one synchronise (default qsr and linear, their own)"
     parser.add_argument("--sync", choices=("qsr", "linear", "rate", "every"), help=says)
-    parser.add_argument(
-        "--no-feedback", action="store_true", help="forget what compression leaves behind"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)"
-    )
+    option(parser, "--no-feedback", says="forget what compression leaves behind")
+    option(parser, "--processes N", int, 1, "runs at a time")
     parser.add_argument(
         "--merge",
         nargs="+",
@@ -168,7 +154,9 @@ def run(options: argparse.Namespace) -> int:
     if options.steps < 20:
         raise InvalidArgument(f"--steps is {options.steps}, expected at least 20")
     if options.merge:
-        finished = [run for file in options.merge for run in load(file)]
+        finished = [
+            run for file in options.merge for run in Runs(file, Run, Finished).done.values()
+        ]
     else:
         syncs = {name: options.sync or SYNC[name] for name in options.optimizers}
         runs = [
@@ -186,46 +174,11 @@ def run(options: argparse.Namespace) -> int:
             for seed in options.seeds
             for name in options.optimizers
         ]
-        finished = train_all(runs, options.processes, options.json)
+        finished = Runs(options.json, Run, Finished).of(runs, train, options.processes)
     groups = grouped(finished)
-    print(summary(groups))
+    print(harness.table([cells(task, name, groups) for task, name in groups]))
     options.json = None  # written already, after each run
     return harness.deliver(options, groups, judge=judge, draw=draw)
-
-
-def train_all(runs: list[Run], processes: int, file: str | None) -> list[Finished]:
-    """The runs, in order; those that ``file`` has are taken from there, and each other one is added
-    to it at its end."""
-    have = (
-        {finished.run: finished for finished in load(file)} if file and Path(file).exists() else {}
-    )
-    missing = [run for run in runs if run not in have]
-    for finished in _trained(missing, processes):
-        have[finished.run] = finished
-        if file:
-            save(list(have.values()), file)
-    return [have[run] for run in runs]
-
-
-def _trained(runs: list[Run], processes: int) -> Iterator[Finished]:
-    if processes <= 1:
-        yield from map(train, runs)
-    else:
-        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-            yield from pool.map(train, runs)
-
-
-def load(file: str) -> list[Finished]:
-    return [
-        Finished(**entry | {"run": Run(**entry["run"])})
-        for entry in json.loads(Path(file).read_text())["runs"]
-    ]
-
-
-def save(finished: list[Finished], file: str) -> None:
-    """Whole or not at all: whoever stops this loses one run."""
-    harness.write_json(f"{file}.part", {"runs": [asdict(f) for f in finished]})
-    Path(f"{file}.part").replace(file)
 
 
 def grouped(finished: list[Finished]) -> Groups:
@@ -235,23 +188,19 @@ def grouped(finished: list[Finished]) -> Groups:
     return groups
 
 
-def summary(groups: Groups) -> str:
-    rows = []
-    for (task, name), runs in groups.items():
-        finals, reference = [r.final for r in runs], groups.get((task, runs[0].run.reference), [])
-        against = mean(finals) - mean(r.final for r in reference) if reference else float("nan")
-        rows.append(
-            [
-                task,
-                name,
-                f"{mean(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})",
-                str(len(runs)),
-                f"{against:+.3f}",
-                f"1/{mean(r.ratio for r in runs):.1f}",
-                f"{100 * mean(r.rounds / r.run.steps for r in runs):.0f} %",
-            ]
-        )
-    return harness.render(HEAD, rows)
+def cells(task: str, name: str, groups: Groups) -> dict[str, str]:
+    runs = groups[task, name]
+    finals, reference = [r.final for r in runs], groups.get((task, runs[0].run.reference), [])
+    against = mean(finals) - mean(r.final for r in reference) if reference else float("nan")
+    return {
+        "task": task,
+        "optimizer": name,
+        "final loss": f"{mean(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})",
+        "seeds": str(len(runs)),
+        "against reference": f"{against:+.3f}",
+        "bytes": f"1/{mean(r.ratio for r in runs):.1f}",
+        "rounds": f"{100 * mean(r.rounds / r.run.steps for r in runs):.0f} %",
+    }
 
 
 def judge(groups: Groups) -> list[tuple[str, bool]]:
@@ -296,8 +245,12 @@ def draw(path: str, groups: Groups) -> None:
                 style = STYLES.get(name) or STYLES[runs[0].run.optimizer] | OTHERWISE
                 label = f"{name}: {mean(r.final for r in runs):.3f}"
                 panel.plot(range(1, len(curves[-1]) + 1), curves[-1], label=label, **style)
-            charts.fit(panel, curves)
+            # the first steps would flatten the rest
+            start, lowest = max(c[len(c) // 20] for c in curves), min(map(min, curves))
+            margin = 0.05 * (start - lowest) + 1e-3
+            panel.set_ylim(lowest - margin, start + margin)
             panel.set(title=task, xlabel="step", ylabel="training loss, nats (smoothed)")
+            panel.legend(frameon=False)
 
 
 # ---------------------------------------------------------------- one training run

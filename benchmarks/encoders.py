@@ -18,6 +18,7 @@ import torch
 
 from commpress.cli import harness
 from commpress.cli.bench_codec import ROWS
+from commpress.cli.option_groups import option
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import SIGN_L1
@@ -25,7 +26,6 @@ from commpress.kernels.reference import SIGN_L1
 BLOCK = 2048
 # elements that NumPy and blocked torch handle at a time: 256 KiB, in the second-level cache
 SLICE = 1 << 16
-HEAD = ["candidate", "threads", "first call s", "ms", "GB/s float32", "of copy"]
 Rows = list[dict[str, Any]]
 # x, residual → bits, scales
 Task = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -99,8 +99,7 @@ def compare(numel: int, threads: list[int]) -> Rows:
     """The rows of the table, printed as they are measured."""
     numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
     x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
-    widths = [max(len(name) for name in candidates(numel)), *map(len, HEAD[1:])]
-    print(harness.line(HEAD, widths))
+    table = harness.Table(_cells)
     rows, before = [], torch.get_num_threads()
     try:
         for count in threads:
@@ -108,28 +107,22 @@ def compare(numel: int, threads: list[int]) -> Rows:
             for name, task in candidates(numel).items():
                 row = {"candidate": name, "threads": count, **enter(task, x, residual, spare)}
                 rows.append(row)
-                print(harness.line(_cells(row), widths), flush=True)
+                table(row)
     finally:
         torch.set_num_threads(before)
     return rows
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--numel",
-        type=int,
-        default=1 << 25,
-        metavar="N",
-        help="floats in the buffer (default 33554432)",
-    )
-    parser.add_argument(
-        "--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)"
-    )
+    option(parser, "--numel N", int, 1 << 25, "floats in the buffer (default 33554432)")
+    option(parser, "--threads A,B", None, "1,2", "numbers of threads")
     harness.add_options(parser, check="ours takes at most 1.05 of the fastest candidate's time")
 
 
 def run(options: argparse.Namespace) -> int:
     rows = compare(options.numel, [int(t) for t in options.threads.split(",")])
+    panels = {"GB of float32 per second": ("GB/s float32",)}
+    draw = harness.drawing("One sign encoder, written in several ways", _cells, panels)
     return harness.deliver(options, rows, judge=judge, draw=draw)
 
 
@@ -146,25 +139,6 @@ def judge(rows: Rows) -> list[tuple[str, bool]]:
             ours <= 1.05 * best,
         )
     ]
-
-
-def draw(path: str, rows: Rows) -> None:
-    from commpress.cli import charts
-
-    names, threads = (
-        list(dict.fromkeys(row[key] for row in rows)) for key in ("candidate", "threads")
-    )
-    rates = {
-        (r["candidate"], r["threads"]): 4e-9 * r["numel"] / r["seconds"]
-        for r in rows
-        if "seconds" in r
-    }
-    series = {
-        f"{count} thread{'s' * (count > 1)}": [rates.get((name, count)) for name in names]
-        for count in threads
-    }
-    with charts.chart(path, "One sign encoder, written in several ways", size=(8, 4.2)) as (panel,):
-        charts.bars(panel, names, series, "GB of float32 per second")
 
 
 def enter(
@@ -202,14 +176,13 @@ def agree(c: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, left: torch
     )
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    if "failed" in row:
-        return [row["candidate"], str(row["threads"]), "", "", "", f"failed: {row['failed']}"]
-    return [
-        row["candidate"],
-        str(row["threads"]),
-        f"{row['first_call']:.1f}",
-        f"{1e3 * row['seconds']:.1f}",
-        f"{row['numel'] * 4 / row['seconds'] / 1e9:.2f}",
-        f"{100 * row['of_copy']:.0f}%",
-    ]
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    failed = row.get("failed")
+    return {
+        "candidate": f"{row['candidate']:<18}",
+        "threads": str(row["threads"]),
+        "first call s": "" if failed else f"{row['first_call']:.1f}",
+        "ms": "" if failed else f"{1e3 * row['seconds']:.1f}",
+        "GB/s float32": "" if failed else f"{row['numel'] * 4 / row['seconds'] / 1e9:.2f}",
+        "of copy": f"failed: {failed}" if failed else f"{100 * row['of_copy']:.0f}%",
+    }

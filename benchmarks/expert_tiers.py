@@ -25,6 +25,7 @@ import torch
 
 import commpress
 from commpress.cli import harness
+from commpress.cli.option_groups import option
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem import Pending
@@ -32,16 +33,6 @@ from commpress.tiered_mem import Pending
 MOST = 1.3
 UNDER_WAY = 8  # reads, and as many writes
 WARM = 2
-HEAD = [
-    "forward ms",
-    "backward ms",
-    "update ms",
-    "step ms",
-    "read GB",
-    "written GB",
-    "floor ms",
-    "of floor",
-]
 PHASES = ("forward", "backward", "update")
 
 
@@ -70,11 +61,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=int, default=value, metavar="N", help=f"{says} (default {value})"
         )
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        metavar="DIR",
-        help="on the disk to use (default: the temporary folder)",
+    option(
+        parser, "--directory DIR", Path, None, "on the disk to use (default: the temporary folder)"
     )
     harness.add_options(parser, check=f"a step takes at most {MOST} floors")
 
@@ -101,12 +89,24 @@ def run(options: argparse.Namespace) -> int:
             rows.append(bench.round())
         bench.close()
     rows = rows[WARM:]
-    times = [[1e3 * getattr(row, name) for row in rows] for name in (*PHASES, "step", "floor")]
-    middle = [f"{median(each):.0f}" for each in times]
-    last = rows[-1]
-    sizes = [f"{last.read_bytes / 1e9:.2f}", f"{last.written_bytes / 1e9:.2f}"]
-    print(harness.render(HEAD, [[*middle[:4], *sizes, middle[4], f"{ratio(rows):.2f}"]]))
-    return harness.deliver(options, rows, judge=judge, draw=draw)
+    print(harness.table([cells(rows)]))
+    draw = harness.drawing(
+        "A step of experts in a store", lambda _: cells(rows), {"ms": ("step ms", "floor ms")}
+    )
+    return harness.deliver(options, rows, judge=judge, draw=lambda path, rows: draw(path, rows[:1]))
+
+
+def cells(rows: list[TierTimes]) -> dict[str, str]:
+    def middle(name: str) -> str:
+        return f"{median(1e3 * getattr(row, name) for row in rows):.0f}"
+
+    return {
+        **{f"{name} ms": middle(name) for name in (*PHASES, "step")},
+        "read GB": f"{rows[-1].read_bytes / 1e9:.2f}",
+        "written GB": f"{rows[-1].written_bytes / 1e9:.2f}",
+        "floor ms": middle("floor"),
+        "of floor": f"{ratio(rows):.2f}",
+    }
 
 
 def ratio(rows: list[TierTimes]) -> float:
@@ -115,19 +115,6 @@ def ratio(rows: list[TierTimes]) -> float:
 
 def judge(rows: list[TierTimes]) -> list[tuple[str, bool]]:
     return [(f"a step takes {ratio(rows):.2f} floors, at most {MOST}", ratio(rows) <= MOST)]
-
-
-def draw(path: str, rows: list[TierTimes]) -> None:
-    from commpress.cli import charts
-
-    names = (*PHASES, "step", "floor")
-    with charts.chart(path, "A step of experts in a store", size=(8, 3)) as (panel,):
-        charts.bars(
-            panel,
-            list(names),
-            {"": [1e3 * median(getattr(row, name) for row in rows) for name in names]},
-            "ms",
-        )
 
 
 class Bench:

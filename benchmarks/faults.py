@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from commpress.cli import harness
+from commpress.cli.option_groups import option
 from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.process_group.group_options import GroupOptions
 from commpress.torch_private import all_gather_single, reduce_scatter_single
@@ -80,19 +81,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--faults", nargs="+", metavar="NAME", choices=FAULTS, help=f"of {', '.join(FAULTS)}"
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=3.0,
-        metavar="S",
-        help="of the group, in seconds (default 3)",
-    )
-    parser.add_argument(
-        "--docs", metavar="FILE", help="enter the table into a page, such as docs/backend.md"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="everything seen, with the texts of the errors"
-    )
+    option(parser, "--timeout S", float, 3.0, "of the group, in seconds")
+    option(parser, "--docs FILE", says="enter the table into a page, such as docs/backend.md")
+    option(parser, "--json FILE", says="everything seen, with the texts of the errors")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -266,152 +257,101 @@ def _join(folder: str, name: str, rank: int, size: int, timeout: float, options:
 # --------------------------------------- every call as it is made right, and made wrong by one rank
 
 
+Call = Callable[[int, torch.dtype], object]
+
+
+def _ones(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(numel, dtype=dtype)
+
+
 def _rows(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.ones(numel, dtype=dtype) for _ in range(dist.get_world_size())]
+    return [_ones(numel, dtype) for _ in range(dist.get_world_size())]
 
 
-def _all_reduce(n: int, dtype: torch.dtype) -> None:
-    dist.all_reduce(torch.ones(n, dtype=dtype))
+def _all(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat(_rows(numel, dtype))
 
 
-def _all_reduce_async(n: int, dtype: torch.dtype) -> None:
-    dist.all_reduce(torch.ones(n, dtype=dtype), async_op=True).wait()
+def _on_first(numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
+    return _rows(numel, dtype) if dist.get_rank() == 0 else None
 
 
-def _all_reduce_coalesced(n: int, dtype: torch.dtype) -> None:
-    with _coalescing_manager():
-        for tensor in (torch.ones(n, dtype=dtype), torch.ones(2 * n, dtype=dtype)):
-            dist.all_reduce(tensor)
+def _all_reduce(n: int, d: torch.dtype) -> None:
+    dist.all_reduce(_ones(n, d))
 
 
-def _broadcast(n: int, dtype: torch.dtype) -> None:
-    dist.broadcast(torch.ones(n, dtype=dtype), 0)
+def _async(n: int, d: torch.dtype) -> None:
+    dist.all_reduce(_ones(n, d), async_op=True).wait()
 
 
-def _reduce(n: int, dtype: torch.dtype) -> None:
-    dist.reduce(torch.ones(n, dtype=dtype), 0)
+def _broadcast(n: int, d: torch.dtype) -> None:
+    dist.broadcast(_ones(n, d), 0)
 
 
-def _gather_list(n: int, dtype: torch.dtype) -> None:
-    dist.all_gather(_rows(n, dtype), torch.ones(n, dtype=dtype))
+def _reduce(n: int, d: torch.dtype) -> None:
+    dist.reduce(_ones(n, d), 0)
 
 
-def _gather_single(n: int, dtype: torch.dtype) -> None:
-    all_gather_single(
-        torch.ones(n * dist.get_world_size(), dtype=dtype), torch.ones(n, dtype=dtype)
-    )
+def _gather_single(n: int, d: torch.dtype) -> None:
+    all_gather_single(_all(n, d), _ones(n, d))
 
 
-def _gather_single_coalesced(n: int, dtype: torch.dtype) -> None:
-    with _coalescing_manager():
-        for _ in range(2):
-            _gather_single(n, dtype)
-
-
-def _gather(n: int, dtype: torch.dtype) -> None:
-    dist.gather(
-        torch.ones(n, dtype=dtype), _rows(n, dtype) if dist.get_rank() == 0 else None, dst=0
-    )
-
-
-def _scatter(n: int, dtype: torch.dtype) -> None:
-    dist.scatter(
-        torch.ones(n, dtype=dtype), _rows(n, dtype) if dist.get_rank() == 0 else None, src=0
-    )
-
-
-def _scatter_list(n: int, dtype: torch.dtype) -> None:
-    dist.reduce_scatter(torch.ones(n, dtype=dtype), _rows(n, dtype))
-
-
-def _scatter_single(n: int, dtype: torch.dtype) -> None:
-    reduce_scatter_single(
-        torch.ones(n, dtype=dtype), torch.ones(n * dist.get_world_size(), dtype=dtype)
-    )
-
-
-def _scatter_single_coalesced(n: int, dtype: torch.dtype) -> None:
-    with _coalescing_manager():
-        for _ in range(2):
-            _scatter_single(n, dtype)
-
-
-def _all_to_all(n: int, dtype: torch.dtype) -> None:
-    """Over the group itself: torch's function refuses lists of tensors on anything but NCCL and MPI
-    by its name."""
-    dist.group.WORLD.alltoall(_rows(n, dtype), _rows(n, dtype)).wait()  # type: ignore[union-attr]
-
-
-def _all_to_all_single(n: int, dtype: torch.dtype) -> None:
-    numel = n * dist.get_world_size()
-    dist.all_to_all_single(torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=dtype))
-
-
-def _barrier(n: int, dtype: torch.dtype) -> None:
-    dist.barrier()
-
-
-def _wait(works: list[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None  # torch's answer to ranks that are not in the group
-        work.wait()
+def _scatter_single(n: int, d: torch.dtype) -> None:
+    reduce_scatter_single(_ones(n, d), _all(n, d))
 
 
 def _with_the_last(
-    mine: Callable[..., object], its: Callable[..., dist.Work | None], n: int, dtype: torch.dtype
+    mine: Callable[..., object], its: Callable[..., Any], n: int, dtype: torch.dtype
 ) -> None:
+    """Everybody with the last rank."""
     last = dist.get_world_size() - 1
     if dist.get_rank() < last:
-        mine(torch.ones(n, dtype=dtype), last)
-    else:
-        _wait([its(torch.ones(n, dtype=dtype), r) for r in range(last)])
-
-
-def _send(n: int, dtype: torch.dtype) -> None:
-    """Everybody sends to the last rank."""
-    _with_the_last(dist.send, dist.irecv, n, dtype)
-
-
-def _recv(n: int, dtype: torch.dtype) -> None:
-    """Everybody receives from the last rank."""
-    _with_the_last(dist.recv, dist.isend, n, dtype)
+        mine(_ones(n, dtype), last)
+        return
+    for work in [its(_ones(n, dtype), r) for r in range(last)]:
+        work.wait()
 
 
 def _recv_any(n: int, dtype: torch.dtype) -> None:
-    last = dist.get_world_size() - 1
-    if dist.get_rank() < last:
-        dist.recv(torch.ones(n, dtype=dtype))
-    else:
-        _recv(n, dtype)
+    _with_the_last(lambda tensor, _: dist.recv(tensor), dist.isend, n, dtype)
 
 
-def _repeatedly(call: Callable[[int, torch.dtype], None], n: int, dtype: torch.dtype) -> None:
+def _repeated(call: Call, n: int, dtype: torch.dtype) -> None:
     for _ in range(TIMES):
         call(n, dtype)
 
 
-CALLS: dict[str, Callable[[int, torch.dtype], None]] = {
+def _coalesced(call: Call, second: int, n: int, dtype: torch.dtype) -> None:
+    """Two calls at once, of which the second has so many times the elements."""
+    with _coalescing_manager():
+        call(n, dtype)
+        call(second * n, dtype)
+
+
+CALLS: dict[str, Call] = {
     "all_reduce": _all_reduce,
-    "all_reduce, async": _all_reduce_async,
-    "all_reduce, repeated": partial(_repeatedly, _all_reduce),
-    "all_reduce, async, repeated": partial(_repeatedly, _all_reduce_async),
-    "all_reduce, coalesced": _all_reduce_coalesced,
+    "all_reduce, async": _async,
+    "all_reduce, repeated": partial(_repeated, _all_reduce),
+    "all_reduce, async, repeated": partial(_repeated, _async),
+    "all_reduce, coalesced": partial(_coalesced, _all_reduce, 2),
     "broadcast": _broadcast,
-    "broadcast, repeated": partial(_repeatedly, _broadcast),
+    "broadcast, repeated": partial(_repeated, _broadcast),
     "reduce": _reduce,
-    "all_gather": _gather_list,
+    "all_gather": lambda n, d: dist.all_gather(_rows(n, d), _ones(n, d)),
     "all_gather_single": _gather_single,
-    "all_gather_single, coalesced": _gather_single_coalesced,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _scatter_list,
+    "all_gather_single, coalesced": partial(_coalesced, _gather_single, 1),
+    "gather": lambda n, d: dist.gather(_ones(n, d), _on_first(n, d), dst=0),
+    "scatter": lambda n, d: dist.scatter(_ones(n, d), _on_first(n, d), src=0),
+    "reduce_scatter": lambda n, d: dist.reduce_scatter(_ones(n, d), _rows(n, d)),
     "reduce_scatter_single": _scatter_single,
-    "reduce_scatter_single, coalesced": _scatter_single_coalesced,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "barrier": _barrier,
-    "send": _send,
-    "recv": _recv,
+    "reduce_scatter_single, coalesced": partial(_coalesced, _scatter_single, 1),
+    # over the group itself: torch's function refuses lists of tensors on anything but NCCL and MPI
+    # by its name
+    "all_to_all": lambda n, d: dist.group.WORLD.alltoall(_rows(n, d), _rows(n, d)).wait(),  # type: ignore[union-attr]
+    "all_to_all_single": lambda n, d: dist.all_to_all_single(_all(n, d), _all(n, d)),
+    "barrier": lambda n, d: dist.barrier(),
+    "send": partial(_with_the_last, dist.send, dist.irecv),
+    "recv": partial(_with_the_last, dist.recv, dist.isend),
     ANYBODY: _recv_any,
 }
 

@@ -23,7 +23,7 @@ lie within the spread of plain.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from torch.nn import functional as F
 import commpress
 from commpress.cli import harness, ranks, training
 from commpress.cli.gpt import batch
+from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.torch_private import fsdp_communication
 
@@ -58,16 +59,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": None}  # None: no mixed precisi
 BARS = {"int8": 0.52, "int4": 0.44, "diff": 0.30}  # of the bytes of bf16 collectives
 FASTER = 1.8  # than plain, with --check
 WARM = 2
-HEAD = [
-    "variant",
-    "step ms",
-    "against plain",
-    "MB sent/rank",
-    "of plain",
-    "gradients",
-    "weights",
-    "loss",
-]
 
 
 @dataclass
@@ -81,10 +72,11 @@ class Measured:
     loss: float
     parameters: int
     losses: list[float] = field(default_factory=list)  # held out, of each seed
+    against: float = 1.0  # times as fast as plain
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=UNASKED, metavar="A,B", help=f"default {UNASKED}")
+    option(parser, "--ways A,B", None, UNASKED, f"default {UNASKED}")
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -92,16 +84,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="of what plain sends (default bfloat16)",
     )
     training.add_options(parser, rounds=3, steps=3, batch=1)
-    parser.add_argument(
-        "--train",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compare losses after N steps instead of times",
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=5, metavar="K", help="of each variant with --train (default 5)"
-    )
+    option(parser, "--train N", int, 0, "compare losses after N steps instead of times")
+    option(parser, "--seeds K", int, 5, "of each variant with --train")
     ranks.add_options(parser)
     shares = ", ".join(f"{100 * b:.0f} % ({v})" for v, b in BARS.items())
     harness.add_options(
@@ -116,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
     if options.train < 0 or options.seeds < 1:
         raise InvalidArgument("--train must be at least 0 and --seeds at least 1")
     bars = partial(judge, trained=bool(options.train))
-    return harness.run(
-        options, _train if options.train else _time, judge=bars, draw=draw, summary=summary
-    )
+    bench = _train if options.train else _time
+    title, panels = "A training step under FSDP2", {"one step, ms": ("step ms",)}
+    return harness.run(options, bench, cells, judge=bars, title=title, panels=panels)
 
 
 def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
@@ -228,21 +212,22 @@ class Sharded(training.Trainee):
         dist.all_reduce(loss)
         return float(loss) / dist.get_world_size()
 
-    def measured(self, seconds: float, sent: float | None) -> Measured:
-        of = [1.0, 1.0, 1.0]
+    def measured(self, seconds: float, sent: float | None, plain: float) -> Measured:
+        both = gradients = weights = 1.0
         if self.state is not None:
             a, b, c, d = (now - then for now, then in zip(self.counted(), self.before, strict=True))
-            of = [(a + c) / (b + d), a / b, c / d]
-        return Measured(self.name, seconds, sent, of[0], of[1], of[2], self.loss, self.parameters)
+            both, gradients, weights = (a + c) / (b + d), a / b, c / d
+        shares, against = (both, gradients, weights), plain / seconds
+        return Measured(
+            self.name, seconds, sent, *shares, self.loss, self.parameters, against=against
+        )
 
 
-def _time(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[Measured]:
+def _time(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measured | str]:
     load = training.load_of(options)
     every = {name: Sharded(name, load, options.dtype) for name in variants_of(options)}
     parameters = every["plain"].parameters / 1e6
-    report(
+    yield (
         f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} rounds of "
         f"{load.steps}"
     )
@@ -250,45 +235,41 @@ def _time(
         one.train(WARM)  # differences begin with an exact gather
         one.before = one.counted()
     seconds, sent = training.timed(every, load)
-    return [one.measured(float(seconds[name].median()), sent[name]) for name, one in every.items()]
+    plain = float(seconds["plain"].median())
+    for name, one in every.items():
+        yield one.measured(float(seconds[name].median()), sent[name], plain)
 
 
-def _train(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[Measured]:
-    results = []
+def _train(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measured | str]:
+    plain = 0.0
     for name in variants_of(options):
         losses, took = [], []
         for seed in range(options.seeds):
             one = Sharded(name, training.load_of(options, seed=seed), options.dtype)
             took += [one.step() for _ in range(options.train)]
             losses.append(one.held_out())
-            report(f"{name}, seed {seed}: held-out loss {losses[-1]:.4f}")
-        measured = one.measured(sorted(took)[len(took) // 2], None)
+            yield f"{name}, seed {seed}: held-out loss {losses[-1]:.4f}"
+        step = sorted(took)[len(took) // 2]
+        plain = plain or step  # which is trained first
+        measured = one.measured(step, None, plain)
         measured.losses, measured.loss = losses, sum(losses) / len(losses)
-        results.append(measured)
-    return results
+        yield measured
 
 
 # ---------------------------------------------------------------- on paper
 
 
-def summary(measured: list[Measured]) -> str:
-    return harness.render(HEAD, [_cells(m, measured[0]) for m in measured])
-
-
-def _cells(m: Measured, plain: Measured) -> list[str]:
-    shares = ["-"] * 3
-    if m.variant not in ("compute", "plain"):
-        shares = [f"{100 * x:.1f} %" for x in (m.of_plain, m.gradients, m.weights)]
-    return [
-        m.variant,
-        f"{1e3 * m.step_seconds:.1f}",
-        f"{plain.step_seconds / m.step_seconds:.2f}x",
-        "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}",
-        *shares,
-        f"{m.loss:.3f}",
-    ]
+def cells(m: Measured) -> dict[str, str]:
+    exact = m.variant in ("compute", "plain")
+    shares = {"of plain": m.of_plain, "gradients": m.gradients, "weights": m.weights}
+    return {
+        "variant": m.variant,
+        "step ms": f"{1e3 * m.step_seconds:.1f}",
+        "against plain": f"{m.against:.2f}x",
+        "MB sent/rank": "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}",
+        **{name: "-" if exact else f"{100 * share:.1f} %" for name, share in shares.items()},
+        "loss": f"{m.loss:.3f}",
+    }
 
 
 def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
@@ -323,18 +304,3 @@ def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
             factor >= FASTER,
         ),
     ]
-
-
-def draw(path: str, measured: list[Measured]) -> None:
-    from commpress.cli import charts
-
-    names = [m.variant for m in measured]
-    title = f"A training step of {measured[0].parameters / 1e6:.1f} M parameters under FSDP2"
-    with charts.chart(path, title, panels=2) as (time, sent):
-        charts.bars(time, names, {"": [1e3 * m.step_seconds for m in measured]}, "one step, ms")
-        shares = {
-            "gradients": [100 * m.gradients for m in measured],
-            "weights": [100 * m.weights for m in measured],
-            "together": [100 * m.of_plain for m in measured],
-        }
-        charts.bars(sent, names, shares, "bytes sent, % of plain collectives", show="{:.1f}")

@@ -10,6 +10,7 @@ difference is a record of 64 bytes beside the data.
 """
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import harness, ranks
+from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 
-HEAD = ["size B", "Gloo us", "commpress us", "difference us", "overhead"]
-WIDTHS = [10, 10, 12, 13, 9]
 CALLS = 8  # calls back to back
 DEAREST = 0.10  # overhead of the largest size that --check allows, from 4 MiB on
 
@@ -41,13 +41,7 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     harness.add_sizes(parser, "64KiB", "16MiB", factor=4)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=12,
-        metavar="N",
-        help=f"of {CALLS} calls, for each size (default 12)",
-    )
+    option(parser, "--rounds N", int, 12, f"of {CALLS} calls, for each size (default 12)")
     ranks.add_options(parser)
     check = (
         "results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most "
@@ -60,25 +54,20 @@ def run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise InvalidArgument("--rounds must be at least 1")
     harness.sizes_of(options)
-    return harness.run(
-        options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells)
-    )
+    title = 'An exact all-reduce over "commpress" and over Gloo'
+    panels = {"one call, us": ("Gloo us", "commpress us")}
+    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
 
 
-def bench(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[Measured]:
+def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measured | str]:
     import_module("commpress.backend")
     groups = {
         name: dist.new_group(timeout=timedelta(minutes=5), backend=name)
         for name in ("gloo", "commpress")
     }
-    report(f"# {size} ranks")
-    results = []
+    yield f"# {size} ranks"
     for nbytes in harness.sizes_of(options):
-        results.append(measure(nbytes // 4, groups, options.rounds))
-        report(results[-1])
-    return results
+        yield measure(nbytes // 4, groups, options.rounds)
 
 
 def measure(numel: int, groups: dict[str, dist.ProcessGroup], rounds: int) -> Measured:
@@ -98,14 +87,14 @@ def measure(numel: int, groups: dict[str, dist.ProcessGroup], rounds: int) -> Me
     return Measured(4 * numel, took["gloo"], took["commpress"], int(wrong))
 
 
-def cells(m: Measured) -> list[str]:
-    return [
-        str(m.size),
-        f"{1e6 * m.gloo_seconds:.0f}",
-        f"{1e6 * m.seconds:.0f}",
-        f"{1e6 * (m.seconds - m.gloo_seconds):.0f}",
-        f"{100 * m.overhead:.1f} %",
-    ]
+def cells(m: Measured) -> dict[str, str]:
+    return {
+        "size B": str(m.size),
+        "Gloo us": f"{1e6 * m.gloo_seconds:.0f}",
+        "commpress us": f"{1e6 * m.seconds:.0f}",
+        "difference us": f"{1e6 * (m.seconds - m.gloo_seconds):.0f}",
+        "overhead": f"{100 * m.overhead:.1f} %",
+    }
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
@@ -118,18 +107,3 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
         )
         bars.append((cost, last.overhead <= DEAREST))
     return bars
-
-
-def draw(path: str, measured: list[Measured]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(
-        path, 'What agreement costs: an exact all-reduce over "commpress" and over Gloo'
-    ) as (panel,):
-        charts.over_sizes(
-            panel,
-            {
-                "Gloo": [(m.size, m.gloo_seconds) for m in measured],
-                "commpress": [(m.size, m.seconds) for m in measured],
-            },
-        )

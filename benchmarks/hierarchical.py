@@ -17,14 +17,14 @@ ranks share a node is what the launcher says, or --topology. One line per size a
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from commpress.cli import harness, ranks
-from commpress.cli.option_groups import add_topology
+from commpress.cli.option_groups import add_topology, option
 from commpress.cli.probe import on_nodes
 from commpress.cli.reduced import LADDER, TwoLevel, trials
 from commpress.codecs import codec_named
@@ -32,20 +32,6 @@ from commpress.collectives.links import Links, choose, load_links
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of
 
-HEAD = [
-    "size B",
-    "codec",
-    "torch ms",
-    "flat ms",
-    "levels ms",
-    "speed-up",
-    "#wrong",
-    "node B",
-    "formula",
-    "choice",
-    "loss",
-]
-WIDTHS = [10, 8, 9, 9, 9, 8, 6, 10, 7, 12, 6]
 # bytes of a buffer from which headers are below 2 % of the formula, also with one bit
 HEADERS_FROM = 1 << 20
 
@@ -77,22 +63,14 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_topology(parser)
-    parser.add_argument(
-        "--codec", default="none,sign", metavar="A,B", help="between nodes (default none,sign)"
-    )
-    parser.add_argument(
-        "--links",
-        metavar="FILE",
-        help="what commpress probe measured: show what it makes collectives take",
+    option(parser, "--codec A,B", None, "none,sign", "between nodes")
+    option(
+        parser,
+        "--links FILE",
+        says="of commpress probe: show what it makes collectives take",
     )
     harness.add_sizes(parser, "1MiB", "32MiB")
-    parser.add_argument(
-        "--iterations",
-        type=int,
-        default=5,
-        metavar="N",
-        help="timed, of each line; more if short (default 5)",
-    )
+    option(parser, "--iterations N", int, 5, "timed, of each line; more if short")
     ranks.add_options(parser)
     harness.add_options(
         parser,
@@ -106,9 +84,9 @@ def run(options: argparse.Namespace) -> int:
     links_of(options), harness.sizes_of(options)
     for codec in options.codec.split(","):
         codec_named(codec)
-    return harness.run(
-        options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells)
-    )
+    panels = {"one all-reduce, ms": ("torch ms", "flat ms", "levels ms")}
+    title = "One all-reduce: torch's, flat and in two levels"
+    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
 
 
 def links_of(options: argparse.Namespace) -> Links | None:
@@ -118,9 +96,7 @@ def links_of(options: argparse.Namespace) -> Links | None:
 # ---------------------------------------------------------------- on every rank
 
 
-def bench(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[Measured]:
+def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measured | str]:
     channel, hierarchy = on_nodes(options.topology)
     topology, links = hierarchy.topology, links_of(options)
     if links is not None and links.topology != topology:
@@ -128,19 +104,13 @@ def bench(
             f"--links was measured on nodes {str(links.topology)!r}, these are {str(topology)!r}: "
             "run commpress probe here"
         )
-    report(f"# nodes {topology}")
+    yield f"# nodes {topology}"
     # a cold process is slow
     trials("none", channel, hierarchy, options.iterations, ladder=LADDER[:1])
-    measured = []
     for nbytes in harness.sizes_of(options):
         for codec in options.codec.split(","):
-            measured.append(
-                _measure(
-                    TwoLevel(nbytes // 4, codec, channel, hierarchy), options.iterations, links
-                )
-            )
-            report(measured[-1])
-    return measured
+            buffer = TwoLevel(nbytes // 4, codec, channel, hierarchy)
+            yield _measure(buffer, options.iterations, links)
 
 
 def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured:
@@ -175,38 +145,19 @@ def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured
 # ---------------------------------------------------------------- on paper
 
 
-def cells(m: Measured) -> list[str]:
-    return [
-        str(m.size),
-        m.codec,
-        *(f"{1e3 * s:.2f}" for s in (m.torch_seconds, m.flat_seconds, m.levels_seconds)),
-        f"{m.speed_up:.2f}",
-        str(m.wrong),
-        str(m.node_bytes),
-        f"{m.node_bytes / max(m.formula_bytes, 1):.3f}",
-        m.choice or "-",
-        "-" if m.loss is None else f"{100 * m.loss:.0f}%",
-    ]
-
-
-def draw(path: str, measured: list[Measured]) -> None:
-    from commpress.cli import charts
-
-    codecs = list(dict.fromkeys(m.codec for m in measured))
-    with charts.chart(
-        path, "One all-reduce: torch's, flat and in two levels", panels=len(codecs), share=True
-    ) as panels:
-        for codec, panel in zip(codecs, panels, strict=True):
-            of = [m for m in measured if m.codec == codec]
-            charts.over_sizes(
-                panel,
-                {
-                    "torch, float32": [(m.size, m.torch_seconds) for m in of],
-                    f"flat, {codec}": [(m.size, m.flat_seconds) for m in of],
-                    f"two levels, {codec}": [(m.size, m.levels_seconds) for m in of],
-                },
-            )
-            panel.set_title(f"between nodes: {codec}")
+def cells(m: Measured) -> dict[str, str]:
+    times = {"torch": m.torch_seconds, "flat": m.flat_seconds, "levels": m.levels_seconds}
+    return {
+        "size B": str(m.size),
+        "codec": m.codec,
+        **{f"{name} ms": f"{1e3 * seconds:.2f}" for name, seconds in times.items()},
+        "speed-up": f"{m.speed_up:.2f}",
+        "#wrong": str(m.wrong),
+        "node B": str(m.node_bytes),
+        "formula": f"{m.node_bytes / max(m.formula_bytes, 1):.3f}",
+        "choice": m.choice or "-",
+        "loss": "-" if m.loss is None else f"{100 * m.loss:.0f}%",
+    }
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:

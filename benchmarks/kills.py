@@ -22,8 +22,6 @@ importing torch is not in these figures.
 """
 
 import argparse
-import json
-import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -39,8 +37,10 @@ import torch.distributed as dist
 from torch import nn
 
 import commpress
+import kept
 from campaign import FAULTS, WORKLOADS, Campaign, Kill
-from commpress.cli import charts, harness
+from commpress.cli import harness
+from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 
 BATCH = 10  # faults of one campaign; the next one begins with new processes
@@ -88,7 +88,7 @@ class Account:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kills", type=int, default=10, metavar="N", help="faults of each workload (default 10)")
+    option(parser, "--kills N", int, 10, "faults of each workload")
     add(
         "--only",
         nargs="+",
@@ -103,24 +103,19 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help=f"some of {', '.join(FAULTS)} (default all)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of victims and bytes (default 0)")
-    add(
-        "--account",
-        metavar="FILE",
-        help="keep what came of each fault here, and go on from what is there",
+    option(parser, "--seed N", int, 0, "of victims and bytes")
+    option(
+        parser,
+        "--account FILE",
+        says="what came of each fault: kept, and gone on from",
     )
-    add(
-        "--loss",
-        type=int,
-        metavar="STEPS",
-        help="instead: losses of so many steps, disturbed and not",
-    )
-    add(
+    option(parser, "--loss STEPS", int, None, "instead: losses of so many steps, disturbed and not")
+    option(
+        parser,
         "--cost",
-        action="store_true",
-        help="instead: processor time that the loop itself takes in a step without faults",
+        says="instead: processor time that the loop itself takes in a step without faults",
     )
-    add("--logs", metavar="FOLDER", help="keep output and events of the processes here")
+    option(parser, "--logs FOLDER", says="keep output and events of the processes here")
     harness.add_options(
         parser,
         check="survivors go on within 5 s (fsdp2: 15 s), victims are back within 20 s, all "
@@ -139,27 +134,17 @@ def run(options: argparse.Namespace) -> int:
     import_module("commpress.backend")
     if options.cost:
         return measure_cost()
-    with tempfile.TemporaryDirectory(prefix="commpress-") as kept:
-        folder = Path(options.logs or kept)
+    with tempfile.TemporaryDirectory(prefix="commpress-") as made:
+        folder = Path(options.logs or made)
         if options.loss is not None:
             return compare_losses(options, folder)
         accounts = campaigns(options, folder)
-    print()
     rows = [kill for account in accounts for kill in account.kills]
     bars = [bar for workload in options.only or WORKLOADS for bar in judge(workload, accounts)]
-    if options.json:
-        harness.write_json(
-            options.json,
-            {
-                **harness.machine(),
-                "settings": harness.settings(options),
-                "bars": bars,
-                "rows": list(map(harness.row, rows)),
-            },
-        )
-    if options.plot:
-        draw(options.plot, rows)
-    return harness.verdict(bars)
+    panels = {"seconds": ("survive s", "back s")}
+    draw = harness.drawing("kill -9 at a random byte", cells, panels)
+    options.check = True  # always
+    return harness.deliver(options, rows, judge=lambda _: bars, draw=draw)
 
 
 # ---------------------------------------------------------------- faults
@@ -168,18 +153,7 @@ def run(options: argparse.Namespace) -> int:
 def campaigns(options: argparse.Namespace, folder: Path) -> list[Account]:
     """Those that the file knows, and as many more as are wanted, of each workload in turn."""
     accounts = read(options.account)
-    table = harness.Table(
-        ("workload", "kind", "bytes", "victims", "survive s", "back s"),
-        (10, 9, 8, 8, 10, 8),
-        lambda k: (
-            k.workload,
-            k.kind,
-            str(k.bytes) if k.bytes > 0 else "-",
-            " ".join(map(str, k.victims)),
-            f"{k.survive:.2f}",
-            f"{k.back:.2f}",
-        ),
-    )
+    table = harness.Table(cells)
     while True:
         done = {
             name: sum(len(a.kills) for a in accounts if a.workload == name)
@@ -214,22 +188,28 @@ def campaigns(options: argparse.Namespace, folder: Path) -> list[Account]:
         write(options.account, accounts)
 
 
+def cells(k: Kill) -> dict[str, str]:
+    return {
+        "workload": f"{k.workload:<9}",
+        "kind": f"{k.kind:<8}",
+        "bytes": f"{k.bytes if k.bytes > 0 else '-':>8}",
+        "victims": " ".join(map(str, k.victims)),
+        "survive s": f"{k.survive:.2f}",
+        "back s": f"{k.back:.2f}",
+    }
+
+
 def read(path: str | None) -> list[Account]:
-    if path is None or not Path(path).exists():
-        return []
-    found = json.loads(Path(path).read_text())["campaigns"]
-    kills = [
-        [Kill(**kill | {"victims": tuple(kill["victims"])}) for kill in each["kills"]]
-        for each in found
-    ]
-    return [Account(**each | {"kills": of}) for each, of in zip(found, kills, strict=True)]
+    found = kept.read(path, "campaigns")
+    for each in found:
+        each["kills"] = [
+            Kill(**kill | {"victims": tuple(kill["victims"])}) for kill in each["kills"]
+        ]
+    return [Account(**each) for each in found]
 
 
 def write(path: str | None, accounts: Sequence[Account]) -> None:
-    """In one move: whoever interrupts this loses one fault at most."""
-    if path is not None:
-        Path(f"{path}.new").write_text(json.dumps({"campaigns": list(map(asdict, accounts))}))
-        os.replace(f"{path}.new", path)
+    kept.write(path, {"campaigns": list(map(asdict, accounts))})
 
 
 def judge(workload: str, accounts: Sequence[Account]) -> Iterator[tuple[str, bool]]:
@@ -268,21 +248,6 @@ def _some(found: Sequence[Any]) -> str:
     return f", but not {found[:4]}" if found else ""
 
 
-def draw(path: str, rows: list[Kill]) -> None:
-    with charts.chart(path, "kill -9 at a random byte: seconds until the survivors' next step") as (
-        panel,
-    ):
-        for name in dict.fromkeys(row.workload for row in rows):
-            seconds = sorted(row.survive for row in rows if row.workload == name)
-            panel.plot(
-                seconds,
-                [(i + 1) / len(seconds) for i in range(len(seconds))],
-                drawstyle="steps-post",
-                label=name,
-            )
-        panel.set(xlabel="seconds", ylabel="share of kills", xlim=(0, None), ylim=(0, 1))
-
-
 # ---------------------------------------------------------------- without faults
 
 
@@ -314,11 +279,8 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
     Faults come after a third of them: those in the warmup of a compressed Adam leave a larger
     variance behind, and so smaller steps, which end at a lower loss than undisturbed ones.
     """
-    table = harness.Table(
-        ("workload", "seed", "faults", "loss"),
-        (10, 6, 8, 12),
-        lambda r: (r[0], str(r[1]), str(r[2]), f"{r[3]:.5f}"),
-    )
+    names = ("workload", "seed", "faults", "loss")
+    table = harness.Table(lambda row: dict(zip(names, map(str, row), strict=True)))
     rows, bars = [], []
     for workload in options.only or [name for name in WORKLOADS if name not in DIVIDED]:
         ends: dict[int, list[float]] = {0: [], LOSS_FAULTS: []}
@@ -334,7 +296,7 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
                     )
                     continue
                 ends[faults].append(mean(losses))
-                rows.append((workload, seed, faults, ends[faults][-1]))
+                rows.append((workload, seed, faults, round(ends[faults][-1], 5)))
                 table(rows[-1])
         calm, disturbed = ends.values()
         if calm and disturbed:
@@ -349,10 +311,5 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
                     apart <= spread,
                 )
             )
-    print()
-    if options.json:
-        settings = harness.settings(options)
-        harness.write_json(
-            options.json, {**harness.machine(), "settings": settings, "bars": bars, "rows": rows}
-        )
-    return harness.verdict(bars)
+    options.check = True  # always
+    return harness.deliver(options, rows, judge=lambda _: bars)

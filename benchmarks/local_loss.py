@@ -20,22 +20,21 @@ arrives. Their rate is searched for each.
 
 import argparse
 import copy
-import json
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import cos, pi
-from multiprocessing import get_context
-from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
+from commpress.cli.option_groups import option
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, Nesterov
+from kept import Runs
 
 WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5  # windows of all ranks in a step
 RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3, 8e-3), (0.5, 0.7, 0.9)
@@ -44,7 +43,6 @@ STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
 SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]
 # per cent above synchronous training
 BARS = {(30, "int4"): 1.0, (30, "bits2"): 1.5, (10, "int4"): 0.0, (10, "bits2"): 0.0}
-HEAD = ["way", "H", "codec", "rate", "outer rate", "held-out loss", "seeds", "gap", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -89,65 +87,42 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     says = "of cells with a bar (default 1 2 3)"
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help=says)
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=4,
-        metavar="N",
-        help="which share 32 windows a step (default 4)",
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
-    parser.add_argument(
-        "--decay", type=float, default=0.95, metavar="X", help="of residuals (default 0.95)"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)"
-    )
+    option(parser, "--ranks N", int, 4, "which share 32 windows a step")
+    option(parser, "--steps N", int, STEPS, f"default {STEPS}")
+    option(parser, "--decay X", float, 0.95, "of residuals")
+    option(parser, "--processes N", int, 1, "runs at a time")
     harness.add_options(
         parser, check="int4 loses at most 1 % and bits2 1.5 % at H = 30, neither anything at H = 10"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    done = _load(options.json)
+    kept = Runs(options.json, Run, Finished)
 
     def finished(runs: list[Run]) -> list[Finished]:
-        missing = [each for each in dict.fromkeys(runs) if each not in done]
-        for one in _trained(missing, options.processes):
-            done[one.run] = one
-            if options.json:
-                harness.write_json(
-                    f"{options.json}.part", {"runs": [asdict(each) for each in done.values()]}
-                )
-                Path(f"{options.json}.part").replace(options.json)
+        def tell(one: Finished) -> None:
             print(f"{one.run}: {one.loss:.4f}", flush=True)
-        return [done[each] for each in runs]
+
+        return kept.of(runs, train, options.processes, tell)
+
+    def best_of(run: Run, **tried: Sequence[float]) -> Run:
+        """With the value of one setting that ends lowest."""
+        ((name, values),) = tried.items()
+        settings: list[dict[str, Any]] = [{name: value} for value in values]
+        ends = finished([replace(run, **setting) for setting in settings])
+        return min(ends, key=lambda f: f.loss).run
 
     plain = Run(0, steps=options.steps, decay=options.decay, ranks=options.ranks)
-    best = min(
-        finished([replace(plain, rate=rate) for rate in RATES]), key=lambda f: f.loss
-    ).run.rate
-    local = replace(plain, every=30)
-    inner = min(
-        finished([replace(local, rate=rate) for rate in RATES]), key=lambda f: f.loss
-    ).run.rate
-    outer = min(
-        finished([replace(local, rate=inner, outer_rate=each) for each in OUTER_RATES]),
-        key=lambda f: f.loss,
-    ).run
-    tuned: dict[int, Run] = {}
-    for every in options.every:
-        tried = finished([replace(outer, every=every, rate=rate) for rate in RATES])
-        tuned[every] = min(tried, key=lambda f: f.loss).run
+    best = best_of(plain, rate=RATES).rate
+    outer = best_of(best_of(replace(plain, every=30), rate=RATES), outer_rate=OUTER_RATES)
+    tuned = {every: best_of(replace(outer, every=every), rate=RATES) for every in options.every}
     cells = [(every, codec) for every in options.every for codec in options.codecs]
     runs = [replace(plain, rate=best, seed=seed) for seed in options.seeds]
     for steps in options.hidden:
         hidden = replace(plain, every=steps, hidden=True, codec=options.codecs[0])
-        rate = min(
-            finished([replace(hidden, rate=rate) for rate in RATES]), key=lambda f: f.loss
-        ).run.rate
+        hidden = best_of(hidden, rate=RATES)
         runs += [
-            replace(hidden, rate=rate, codec=codec, seed=seed)
+            replace(hidden, codec=codec, seed=seed)
             for codec in options.codecs
             for seed in options.seeds
         ]
@@ -155,9 +130,11 @@ def run(options: argparse.Namespace) -> int:
         seeds = options.seeds if (every, codec) in SEEDED else options.seeds[:1]
         runs += [replace(tuned[every], codec=codec, seed=seed) for seed in seeds]
     every_run = finished(runs)
-    print(summary(every_run))
+    rows = cells_of(every_run)
+    print(harness.table(rows))
     options.json = None  # written already, after each run
-    return harness.deliver(options, every_run, judge=judge, draw=draw)
+    draw = harness.drawing("Local updates", dict, {"held-out loss": ("held-out loss",)})
+    return harness.deliver(options, every_run, judge=judge, draw=lambda path, _: draw(path, rows))
 
 
 def _gap(cell: list[Finished], runs: list[Finished]) -> float:
@@ -173,25 +150,26 @@ def _cells(runs: list[Finished]) -> dict[tuple[int, str, bool], list[Finished]]:
     return cells
 
 
-def summary(runs: list[Finished]) -> str:
+def cells_of(runs: list[Finished]) -> list[dict[str, str]]:
+    """A row for each cell of the table."""
     rows = []
     plain = mean(f.sent for f in runs if not f.run.every)
     for (every, codec, hidden), cell in _cells(runs).items():
         one = cell[0].run
         rows.append(
-            [
-                "hidden" if hidden else "local" if every else "synchronous",
-                str(every or 1),
-                codec,
-                f"{one.rate:g}",
-                f"{one.outer_rate:g}" if every and not hidden else "-",
-                f"{mean(f.loss for f in cell):.4f}",
-                str(len(cell)),
-                f"{_gap(cell, runs):+.2f} %",
-                f"1/{plain / mean(f.sent for f in cell):.0f}",
-            ]
+            {
+                "way": "hidden" if hidden else "local" if every else "synchronous",
+                "H": str(every or 1),
+                "codec": codec,
+                "rate": f"{one.rate:g}",
+                "outer rate": f"{one.outer_rate:g}" if every and not hidden else "-",
+                "held-out loss": f"{mean(f.loss for f in cell):.4f}",
+                "seeds": str(len(cell)),
+                "gap": f"{_gap(cell, runs):+.2f} %",
+                "bytes": f"1/{plain / mean(f.sent for f in cell):.0f}",
+            }
         )
-    return harness.render(HEAD, rows)
+    return rows
 
 
 def judge(runs: list[Finished]) -> list[tuple[str, bool]]:
@@ -206,48 +184,7 @@ def judge(runs: list[Finished]) -> list[tuple[str, bool]]:
     return bars
 
 
-def draw(path: str, runs: list[Finished]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(
-        path, "Held-out loss against synchronous training, by steps of a round", size=(6, 4.4)
-    ) as (panel,):
-        for codec in dict.fromkeys(f.run.codec for f in runs if f.run.every):
-            mine = {
-                key: cell
-                for key, cell in _cells(runs).items()
-                if key[1] == codec and key[0] and not key[2]
-            }
-            cells = {every: cell for (every, _, _), cell in mine.items()}
-            panel.plot(
-                list(cells), [_gap(cell, runs) for cell in cells.values()], marker="o", label=codec
-            )
-        panel.axhline(0, color="#999999")
-        panel.set(
-            xscale="log", xlabel="steps of a round", ylabel="per cent above synchronous training"
-        )
-        panel.legend()
-
-
 # ---------------------------------------------------------------- runs
-
-
-def _load(file: str | None) -> dict[Run, Finished]:
-    if not file or not Path(file).exists():
-        return {}
-    every = [
-        Finished(**entry | {"run": Run(**entry["run"])})
-        for entry in json.loads(Path(file).read_text())["runs"]
-    ]
-    return {each.run: each for each in every}
-
-
-def _trained(runs: list[Run], processes: int) -> Iterator[Finished]:
-    if processes <= 1:
-        yield from map(train, runs)
-        return
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        yield from pool.map(train, runs)
 
 
 def factor(step: int, steps: int) -> float:

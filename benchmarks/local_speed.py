@@ -27,9 +27,8 @@ stopped at any time and goes on.
 """
 
 import argparse
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -41,8 +40,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import harness, option_groups, ranks, training
+import kept
+from commpress.cli import harness, option_groups, training
 from commpress.cli.gpt import GPT, batch, standard_library
+from commpress.cli.option_groups import option
 from commpress.codecs import BitsCodec, Codec, codec_named
 from commpress.errors import InvalidArgument
 from commpress.schedules import Every
@@ -54,16 +55,6 @@ VARIANTS = (
 ALONE = 10  # steps of computing alone before each way, and after it
 SYNCHRONISED = 16  # steps of zero-one between two synchronisations
 ALLOWED = {"bits2/1024": 2.25, "topk-64+bits2": 0.25}  # bits of a parameter, at most, with headers
-HEAD = [
-    "device",
-    "variant",
-    "link",
-    "ms",
-    "of compute",
-    "MB out, round",
-    "MB in, round",
-    "of what is allowed",
-]
 
 
 @dataclass(frozen=True)
@@ -84,27 +75,13 @@ class Row:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
+    option(parser, "--ways A,B", None, VARIANTS, f"default {VARIANTS}")
     says = "cpu, or the time of a step stood in, such as 60ms (default cpu)"
-    parser.add_argument("--device", default="cpu", metavar="D", help=says)
-    parser.add_argument("--link", default="-", metavar="NAME", help="of the link, for the table")
-    parser.add_argument(
-        "--every", type=int, default=30, metavar="H", help="steps of a round (default 30)"
-    )
-    parser.add_argument(
-        "--overlap",
-        type=int,
-        default=None,
-        metavar="N",
-        help="steps under way of :overlap (default H - 1)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=8.0,
-        metavar="S",
-        help="of each way, after warming up (default 8)",
-    )
+    option(parser, "--device D", None, "cpu", says)
+    option(parser, "--link NAME", None, "-", "of the link, for the table")
+    option(parser, "--every H", int, 30, "steps of a round")
+    option(parser, "--overlap N", int, None, "steps under way of :overlap (default H - 1)")
+    option(parser, "--seconds S", float, 8.0, "of each way, after warming up")
     option_groups.add_measuring(
         parser,
         rounds=1,
@@ -121,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
     seconds_of(options.device)
     for variant in options.ways.split(","):
         _check_variant(variant)
-    return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
+    panels = {"of the speed of computing alone": ("of compute",)}
+    title = "Local updates over a link"
+    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
 
 
 def seconds_of(device: str) -> float:
@@ -297,11 +276,12 @@ def interface_bytes() -> tuple[int, int]:
     return sent, received
 
 
-def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Row]:
+def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Row]:
     load = training.load_of(options)
-    rows = [_loaded(options.json) if rank == 0 else []]
+    rows = [[Row(**row) for row in kept.read(options.json, "rows")] if rank == 0 else []]
     dist.broadcast_object_list(rows)
     found: list[Row] = rows[0]
+    yield from found
     alone = Training("compute", options, load)
     alone.timed(1)
     for variant in options.ways.split(","):
@@ -309,11 +289,9 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
         if any((r.device, r.variant, r.link, r.every, r.ranks) == place for r in found):
             continue
         found.append(_measured(variant, size, options, load, alone))
-        report(line(found[-1]))
-        if rank == 0 and options.json:
-            harness.write_json(f"{options.json}.part", {"rows": [asdict(row) for row in found]})
-            Path(f"{options.json}.part").replace(options.json)
-    return found
+        yield found[-1]
+        if rank == 0:
+            kept.write(options.json, {"rows": [asdict(row) for row in found]})
 
 
 def _measured(
@@ -352,20 +330,7 @@ def _measured(
     )
 
 
-def _loaded(file: str | None) -> list[Row]:
-    if not file or not Path(file).exists():
-        return []
-    return [Row(**row) for row in json.loads(Path(file).read_text())["rows"]]
-
-
 # ---------------------------------------------------------------- on paper
-
-
-def line(row: Row) -> str:
-    return (
-        f"{row.device} {row.link} {row.variant}: {1e3 * row.step_seconds:.1f} ms a step, "
-        f"{row.steps} steps"
-    )
 
 
 def _speed(row: Row) -> float:
@@ -374,26 +339,25 @@ def _speed(row: Row) -> float:
     return row.alone_seconds / row.step_seconds
 
 
-def cells(row: Row) -> list[str]:
-    counted = ["-" if b is None else f"{b / 1e6:.3f}" for b in (row.sent_bytes, row.received_bytes)]
-    allowed = (
-        "-"
-        if row.allowed_bytes is None or row.sent_bytes is None
-        else f"{row.sent_bytes / row.allowed_bytes:.3f}"
-    )
-    return [
-        row.device,
-        row.variant,
-        row.link,
-        f"{1e3 * row.step_seconds:.1f}",
-        f"{_speed(row):.3f}",
-        *counted,
-        allowed,
-    ]
+def _allowed(row: Row) -> float | None:
+    """Bytes sent, of those that are allowed."""
+    if row.sent_bytes is None or row.allowed_bytes is None:
+        return None
+    return row.sent_bytes / row.allowed_bytes
 
 
-def summary(rows: list[Row]) -> str:
-    return harness.render(HEAD, [cells(row) for row in rows])
+def cells(row: Row) -> dict[str, str]:
+    counted = {"MB out, round": row.sent_bytes, "MB in, round": row.received_bytes}
+    share = _allowed(row)
+    return {
+        "device": row.device,
+        "variant": row.variant,
+        "link": row.link,
+        "ms": f"{1e3 * row.step_seconds:.1f}",
+        "of compute": f"{_speed(row):.3f}",
+        **{name: "-" if b is None else f"{b / 1e6:.3f}" for name, b in counted.items()},
+        "of what is allowed": "-" if share is None else f"{share:.3f}",
+    }
 
 
 def bits_per_second(link: str) -> float:
@@ -421,8 +385,7 @@ def judge(rows: list[Row]) -> list[tuple[str, bool]]:
                     speed >= bar,
                 )
             )
-        if row.allowed_bytes is not None and row.sent_bytes is not None:
-            share = row.sent_bytes / row.allowed_bytes
+        if (share := _allowed(row)) is not None:
             bars.append(
                 (
                     f"{row.device} {row.link} {row.variant}: {share:.3f} of the bytes allowed",
@@ -441,29 +404,3 @@ def judge(rows: list[Row]) -> list[tuple[str, bool]]:
                 )
             )
     return bars
-
-
-def draw(path: str, rows: list[Row]) -> None:
-    from commpress.cli import charts
-
-    devices = list(dict.fromkeys(row.device for row in rows))
-    with charts.chart(
-        path, "Speed relative to computing alone", panels=len(devices), size=(6, 4.2)
-    ) as panels:
-        for panel, device in zip(panels, devices, strict=True):
-            mine = [row for row in rows if row.device == device]
-            for variant in dict.fromkeys(row.variant for row in mine):
-                points = sorted(
-                    (bits_per_second(row.link) / 1e6, _speed(row))
-                    for row in mine
-                    if row.variant == variant
-                )
-                panel.plot(*zip(*points, strict=True), marker="o", label=variant)
-            panel.set(
-                xscale="log",
-                xlabel="Mbit/s",
-                ylabel="of computing alone",
-                title=device,
-                ylim=(0, 1.05),
-            )
-            panel.legend()

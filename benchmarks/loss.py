@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 import deepspeed_peer
 from commpress.cli import harness, option_groups, ranks, training
-from commpress.cli.bench_train import ONE_BUCKET, attach
+from commpress.cli.option_groups import option
 from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim.optimizer import CompressedOptimizer
@@ -57,17 +57,6 @@ VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-log3-20,zero-one-log
 WARM = 3
 RATE = 5e-4
 FASTER, THAN_HOOKS = 8.0, 1.15
-HEAD = [
-    "variant",
-    "rate",
-    "seconds",
-    "steps",
-    "exact",
-    "compressed",
-    "local",
-    "loss",
-    "against plain",
-]
 
 
 # windows of text whose mean loss is compared with the target: fewer, and noise would reach it
@@ -180,54 +169,31 @@ class Results:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
-    parser.add_argument(
-        "--target", type=float, default=2.8, metavar="LOSS", help="nats per byte (default 2.8)"
+    option(parser, "--ways A,B", None, VARIANTS, f"default {VARIANTS}")
+    option(parser, "--target LOSS", float, 2.8, "nats per byte")
+    option(
+        parser,
+        "--losses FILE",
+        says="curves: read if there, written with missing ones",
     )
-    parser.add_argument(
-        "--losses",
-        metavar="FILE",
-        help="curves: read if it exists, written with those that were missing",
+    option(parser, "--no-times", says="train missing curves and measure no steps")
+    option(
+        parser,
+        "--times FILE",
+        says="step times of an earlier --json file instead of new ones",
     )
-    parser.add_argument(
-        "--no-times", action="store_true", help="train missing curves and measure no steps"
+    option(parser, "--train N", int, 150, "steps of each curve at most")
+    option(
+        parser,
+        "--lr R,R",
+        says="peaks to try (default: those of the curves, else 5e-4)",
     )
-    parser.add_argument(
-        "--times", metavar="FILE", help="step times of an earlier --json file instead of new ones"
-    )
-    parser.add_argument(
-        "--train",
-        type=int,
-        default=150,
-        metavar="N",
-        help="steps of each curve at most (default 150)",
-    )
-    parser.add_argument(
-        "--lr",
-        metavar="R,R",
-        help="peaks to try (default: those that a variant's curves have, else 5e-4)",
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="of each curve (default 1)"
-    )
-    parser.add_argument(
-        "--beta2", type=float, default=0.999, metavar="B", help="of Adam's variance (default 0.999)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=20, metavar="N", help="exact steps of ours (default 20)"
-    )
-    parser.add_argument(
-        "--codec", default="sign", metavar="NAME", help="of momentum (default sign)"
-    )
-    parser.add_argument(
-        "--spiky",
-        default="log3",
-        metavar="NAME",
-        help="of tensors with few large elements (default log3)",
-    )
-    parser.add_argument(
-        "--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)"
-    )
+    option(parser, "--seeds N", int, 1, "of each curve")
+    option(parser, "--beta2 B", float, 0.999, "of Adam's variance")
+    option(parser, "--warmup N", int, 20, "exact steps of ours")
+    option(parser, "--codec NAME", None, "sign", "of momentum")
+    option(parser, "--spiky NAME", None, "log3", "of tensors with few large elements")
+    option(parser, "--bucket-mb MB", float, 8, "DDP's buckets")
     check = (
         f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner "
         "than hooks"
@@ -246,12 +212,15 @@ def run(options: argparse.Namespace) -> int:
         earlier = json.loads(Path(options.times).read_text())
         results.seconds, results.sent = earlier["step_seconds"], earlier["step_bytes"]
     measured = [reached(curve, results.seconds, options.target) for curve in results.curves]
-    print(step_table(results), summary(measured), sep="\n\n")
+    plain = next((m.seconds for m in measured if m.variant == "plain"), None)
+    shown = partial(cells, plain=plain)
+    print(step_table(results), harness.table(list(map(shown, measured))), sep="\n\n")
+    title = f"To a training loss of {options.target:g} nats per byte"
     return harness.deliver(
         options,
         measured,
         judge=judge,
-        draw=partial(draw, target=options.target),
+        draw=harness.drawing(title, shown, {"seconds": ("seconds",)}),
         step_seconds=results.seconds,
         step_bytes=results.sent,
     )
@@ -448,7 +417,7 @@ def repeater(
 def wrapped(
     variant: Variant, options: argparse.Namespace, seed: int = 0
 ) -> DistributedDataParallel:
-    size = ONE_BUCKET if variant.family.startswith("powersgd") else options.bucket_mb
+    size = training.ONE_BUCKET if variant.family.startswith("powersgd") else options.bucket_mb
     # equal on all ranks, and a broadcast over a slow network takes long
     model = training.load_of(options, seed=seed).model()
     return DistributedDataParallel(
@@ -459,7 +428,7 @@ def wrapped(
 def theirs(
     variant: Variant, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0
 ) -> training.Trainee:
-    attach(ddp, variant.name)
+    training.attach(ddp, variant.name)
     optimizer = torch.optim.AdamW(
         ddp.parameters(), lr=UNSET, betas=(BETA1, options.beta2), fused=True
     )
@@ -575,37 +544,25 @@ def reached(curves: Sequence[Curve], seconds: dict[str, float], target: float) -
 
 
 def step_table(results: Results) -> str:
-    rows = [
-        [
-            kind,
-            f"{took:.3f}",
-            "-" if results.sent[kind] is None else f"{(results.sent[kind] or 0) / 1e6:.2f}",
-        ]
-        for kind, took in results.seconds.items()
-    ]
-    return harness.render(["kind of step", "s", "MB sent/rank"], rows)
-
-
-def summary(measured: list[Measured]) -> str:
-    plain = next((m.seconds for m in measured if m.variant == "plain"), None)
     rows = []
-    for m in measured:
-        counts = [
-            sum(n for kind, n in m.kinds.items() if word in kind)
-            for word in ("exact", "compressed", "local")
-        ]
-        rows.append(
-            [
-                m.variant,
-                f"{m.lr:g}",
-                "not reached" if m.seconds is None else f"{m.seconds:.1f}",
-                " ".join(map(str, m.steps)),
-                *map(str, counts),
-                f"{m.loss:.3f}",
-                f"{plain / m.seconds:.2f}x" if plain and m.seconds else "-",
-            ]
-        )
-    return harness.render(HEAD, rows)
+    for kind, took in results.seconds.items():
+        sent = results.sent[kind]
+        megabytes = "-" if sent is None else f"{sent / 1e6:.2f}"
+        rows.append({"kind of step": kind, "s": f"{took:.3f}", "MB sent/rank": megabytes})
+    return harness.table(rows)
+
+
+def cells(m: Measured, plain: float | None) -> dict[str, str]:
+    words = ("exact", "compressed", "local")
+    return {
+        "variant": m.variant,
+        "rate": f"{m.lr:g}",
+        "seconds": "not reached" if m.seconds is None else f"{m.seconds:.1f}",
+        "steps": " ".join(map(str, m.steps)),
+        **{word: str(sum(n for kind, n in m.kinds.items() if word in kind)) for word in words},
+        "loss": f"{m.loss:.3f}",
+        "against plain": f"{plain / m.seconds:.2f}x" if plain and m.seconds else "-",
+    }
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
@@ -637,13 +594,3 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
                 )
             )
     return bars
-
-
-def draw(path: str, measured: list[Measured], *, target: float) -> None:
-    from commpress.cli import charts
-
-    names = [m.variant for m in measured]
-    with charts.chart(path, f"To a training loss of {target:g} nats per byte", size=(8, 4)) as (
-        panel,
-    ):
-        charts.bars(panel, names, {"": [m.seconds for m in measured]}, "seconds (–: not reached)")

@@ -16,6 +16,7 @@ and a Timeline of encode, wire, decode and compute.
 """
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -24,13 +25,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import harness, option_groups, ranks, training
+from commpress.cli import harness, option_groups, training
+from commpress.cli.option_groups import option
 from commpress.codecs import codec_named
 
 MOST = 0.01
 SPANS = 20_000  # recorded to time one
 WARM = 3
-HEAD = ["", "step ms", "spans", "us per span", "counters us"]
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
+    option(parser, "--codec NAME", None, "sign")
     option_groups.add_measuring(
         parser,
         rounds=9,
@@ -67,48 +68,28 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     codec_named(options.codec)
     training.load_of(options)
-    return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
+    title = "Watching a step: both steps, and what it does in one"
+    panels = {"ms": ("step ms", "watched ms"), "% of a step": ("accounted %",)}
+    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
 
 
-def summary(measured: list[Measured]) -> str:
-    (m,) = measured
-    on = [f"{m.spans:.0f}", f"{1e6 * m.span_seconds:.2f}", f"{1e6 * m.counter_seconds:.0f}"]
-    rows = [
-        ["unwatched", f"{1e3 * m.off_seconds:.2f}", "", "", ""],
-        ["watched", f"{1e3 * m.on_seconds:.2f}", *on],
-    ]
-    shares = (
-        f"difference {100 * m.difference:+.2f} %, accounted {100 * m.accounted:.3f} % of a step"
-    )
-    return f"{harness.render(HEAD, rows)}\n{shares}"
+def cells(m: Measured) -> dict[str, str]:
+    return {
+        "parameters": f"{m.parameters / 1e6:.1f} M",
+        "step ms": f"{1e3 * m.off_seconds:.2f}",
+        "watched ms": f"{1e3 * m.on_seconds:.2f}",
+        "difference %": f"{100 * m.difference:+.2f}",
+        "spans": f"{m.spans:.0f}",
+        "us per span": f"{1e6 * m.span_seconds:.2f}",
+        "counters us": f"{1e6 * m.counter_seconds:.0f}",
+        "accounted %": f"{100 * m.accounted:.3f}",
+    }
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     (m,) = measured
     says = f"watching accounts for {100 * m.accounted:.3f} % of a step, at most {100 * MOST:.0f} %"
     return [(says, m.accounted <= MOST)]
-
-
-def draw(path: str, measured: list[Measured]) -> None:
-    from commpress.cli import charts
-
-    (m,) = measured
-    parts = {
-        "spans": m.spans * m.span_seconds,
-        "reading counters": m.counter_seconds,
-        "difference of the steps": m.on_seconds - m.off_seconds,
-    }
-    title = f"Watching a step of {1e3 * m.off_seconds:.0f} ms"
-    with charts.chart(path, title, size=(8, 3)) as (panel,):
-        shares = [100 * max(value, 0.0) / m.off_seconds for value in parts.values()]
-        charts.bars(
-            panel,
-            list(parts),
-            {"": shares},
-            f"% of an unwatched step; dashed: at most {100 * MOST:.0f} %",
-        )
-        panel.set_xlim(0, max(panel.get_xlim()[1], 110 * MOST))
-        panel.axvline(100 * MOST, color="#333333", linewidth=1, linestyle="--")
 
 
 # ---------------------------------------------------------------- on every rank
@@ -142,9 +123,7 @@ class Watched(training.Trainee):
         self.endpoint.close()
 
 
-def bench(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[Measured]:
+def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measured]:
     load = training.load_of(options)
     ddps = [DistributedDataParallel(load.model()) for _ in range(2)]
     states = [commpress.compress(ddp, options.codec) for ddp in ddps]
@@ -155,16 +134,12 @@ def bench(
     for one in (off, on):
         one.train(WARM)
     parameters = sum(p.numel() for p in ddps[0].parameters())
-    report(
-        f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} "
-        "steps each"
-    )
     before = len(on.timeline)
     seconds, _ = training.timed({"off": off, "on": on}, load)
     spans = (len(on.timeline) - before) / (load.rounds * load.steps)
     on.end()
     plain, watched = (float(seconds[name].median()) for name in ("off", "on"))
-    return [Measured(plain, watched, spans, cost_of_a_span(), median(on.reading), parameters)]
+    yield Measured(plain, watched, spans, cost_of_a_span(), median(on.reading), parameters)
 
 
 def cost_of_a_span() -> float:

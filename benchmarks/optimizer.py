@@ -31,6 +31,7 @@ import torch
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT
+from commpress.cli.option_groups import option
 from commpress.collectives.allreduce import settle
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
@@ -43,7 +44,6 @@ from commpress.work import run as run_steps
 BAR = 2.0
 BAR_WHOLE = 1.03
 LENGTH = 64  # tokens of a sequence
-HEAD = ["step", "ms", "against AdamW(fused)", "B/parameter", "at copy speed, ms"]
 CODEC, COPY = "codec of one rank of two", "copy of a buffer"
 MOVES = {
     "AdamW(fused=True)": 28,
@@ -68,23 +68,11 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--width", type=int, default=384, metavar="N", help="of the model (default 384)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=6, metavar="N", help="of the model (default 6)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=30, metavar="N", help="of each variant (default 30)"
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of whole training steps (default 0: the optimizer)",
-    )
+    option(parser, "--width N", int, 384, "of the model")
+    option(parser, "--layers N", int, 6, "of the model")
+    option(parser, "--steps N", int, 30, "of each variant")
+    option(parser, "--threads N", int, 1)
+    option(parser, "--tokens N", int, 0, "of whole training steps (default 0: the optimizer)")
     harness.add_options(
         parser, check=f"all steps take at most {BAR} of AdamW's, {BAR_WHOLE} with --tokens"
     )
@@ -101,33 +89,41 @@ def run(options: argparse.Namespace) -> int:
     if options.tokens:
         return run_whole(options)
     measured = measure(options.width, options.layers, options.steps)
-    base = measured[0].seconds
-    per_byte = measured[-1].seconds / MOVES[COPY]
-    rows = [
-        [
-            m.name,
-            f"{1e3 * m.seconds:.2f}",
-            f"{m.seconds / base:.2f}x",
-            str(MOVES[m.name]),
-            f"{1e3 * MOVES[m.name] * per_byte:.2f}",
-        ]
-        for m in measured
-    ]
-    print(f"{measured[0].parameters / 1e6:.1f} M parameters, {options.threads} thread(s)")
-    print(harness.render(HEAD, rows))
-    return harness.deliver(options, measured, judge=judge, draw=draw)
+    copied = measured[-1].seconds / MOVES[COPY]  # of a byte
+    cells = partial(cells_of, base=measured[0].seconds, copied=copied)
+    return show(options, measured, cells, "the optimizer", BAR)
 
 
 def run_whole(options: argparse.Namespace) -> int:
     measured = measure_whole(options.width, options.layers, options.steps, options.tokens)
-    base = measured[0].seconds
-    rows = [[m.name, f"{1e3 * m.seconds:.2f}", f"{m.seconds / base:.3f}x"] for m in measured]
-    print(
-        f"{measured[0].parameters / 1e6:.1f} M parameters, {options.tokens} tokens, "
-        f"{options.threads} thread(s)"
-    )
-    print(harness.render(["whole training step", "ms", "against AdamW(fused)"], rows))
-    return harness.deliver(options, measured, judge=partial(judge, bar=BAR_WHOLE), draw=draw)
+    cells = partial(cells_of, base=measured[0].seconds)
+    return show(options, measured, cells, f"whole steps of {options.tokens} tokens", BAR_WHOLE)
+
+
+def show(
+    options: argparse.Namespace,
+    measured: list[Measured],
+    cells: Callable[[Measured], dict[str, str]],
+    what: str,
+    bar: float,
+) -> int:
+    parameters = f"{measured[0].parameters / 1e6:.1f} M parameters"
+    title = f"{parameters}, {options.threads} thread(s), {what}, nothing sent"
+    print(title, harness.table(list(map(cells, measured))), sep="\n")
+    draw = harness.drawing(title, cells, {"one step, ms": ("ms",)})
+    return harness.deliver(options, measured, judge=partial(judge, bar=bar), draw=draw)
+
+
+def cells_of(m: Measured, *, base: float, copied: float | None = None) -> dict[str, str]:
+    found = {
+        "step": m.name,
+        "ms": f"{1e3 * m.seconds:.2f}",
+        "against AdamW(fused)": f"{m.seconds / base:.3f}x",
+    }
+    if copied is not None:
+        found["B/parameter"] = str(MOVES[m.name])
+        found["at copy speed, ms"] = f"{1e3 * MOVES[m.name] * copied:.2f}"
+    return found
 
 
 def judge(measured: list[Measured], bar: float = BAR) -> list[tuple[str, bool]]:
@@ -137,21 +133,6 @@ def judge(measured: list[Measured], bar: float = BAR) -> list[tuple[str, bool]]:
         for m in measured[1:]
         if m.name not in (CODEC, COPY)
     ]
-
-
-def draw(path: str, measured: list[Measured]) -> None:
-    from commpress.cli import charts
-
-    title = (
-        f"An optimizer's arithmetic, {measured[0].parameters / 1e6:.1f} M parameters, nothing sent"
-    )
-    with charts.chart(path, title, size=(8, 4)) as (panel,):
-        charts.bars(
-            panel,
-            [m.name for m in measured],
-            {"": [1e3 * m.seconds for m in measured]},
-            "one step, ms",
-        )
 
 
 def measure(width: int, layers: int, steps: int) -> list[Measured]:

@@ -35,10 +35,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import commpress
 from commpress.cli import gpt, harness, ranks
 from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.option_groups import option
 from commpress.integrations.pipeline import decode_into, edge_codec, encoded
 
 CODECS = ("none", "bf16", "int4", "tah4")
-HEAD = ["link", "codec", "edge ms", "x exact", "step ms", "of fast", "MB", "x fewer"]
 FAST = "unshaped"
 PORT = 29517
 SEEDS = 3
@@ -57,28 +57,11 @@ class EdgeTimes:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rates",
-        default="100mbit,1gbit",
-        metavar="A,B",
-        help="of the link (default 100mbit,1gbit)",
-    )
-    parser.add_argument(
-        "--width", type=int, default=512, metavar="D", help="of the model (default 512)"
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=4,
-        metavar="N",
-        help="of a micro-batch, 128 bytes each (default 4)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="steps timed (default 3)"
-    )
-    parser.add_argument(
-        "--loss-steps", type=int, default=60, metavar="N", help="of each loss; 0: none (default 60)"
-    )
+    option(parser, "--rates A,B", None, "100mbit,1gbit", "of the link")
+    option(parser, "--width D", int, 512, "of the model")
+    option(parser, "--rows N", int, 4, "of a micro-batch, 128 bytes each")
+    option(parser, "--rounds N", int, 3, "steps timed")
+    option(parser, "--loss-steps N", int, 60, "of each loss; 0: none")
     parser.add_argument("--on", help=argparse.SUPPRESS)  # a rank, on one link
     ranks.add_options(parser, ranks=2)
     harness.add_options(
@@ -114,11 +97,12 @@ def run(options: argparse.Namespace) -> int:
             exact.edge_seconds / row.edge_seconds,
             row.step_seconds / fast.step_seconds,
         )
-    print(harness.render(HEAD, [cells(row) for row in rows]))
+    print(harness.table(list(map(cells, rows))))
     for codec, each in losses.items():
         apart = [a - b for a, b in zip(each, losses["none"], strict=True)]
         said = ", ".join(f"{loss:.3f}" for loss in each)
         print(f"loss {codec}: {said}; less exact {min(apart):+.3f} to {max(apart):+.3f}")
+    draw = harness.drawing("An edge of a pipeline", cells, {"milliseconds": ("edge ms",)})
     return harness.deliver(options, rows, judge=judge, draw=draw, losses=losses)
 
 
@@ -289,50 +273,27 @@ def _loss(rank: int, codec: str, seed: int, steps: int) -> float:
 # ---------------------------------------------------------------- on paper
 
 
-def cells(row: EdgeTimes) -> list[str]:
-    return [
-        row.link,
-        row.codec,
-        f"{1e3 * row.edge_seconds:.1f}",
-        f"{row.gain:.1f}",
-        f"{1e3 * row.step_seconds:.0f}",
-        f"{row.of_fast:.2f}",
-        f"{row.sent_bytes / 1e6:.2f}",
-        f"{row.ratio:.1f}",
-    ]
+def cells(row: EdgeTimes) -> dict[str, str]:
+    return {
+        "link": row.link,
+        "codec": row.codec,
+        "edge ms": f"{1e3 * row.edge_seconds:.1f}",
+        "x exact": f"{row.gain:.1f}",
+        "step ms": f"{1e3 * row.step_seconds:.0f}",
+        "of fast": f"{row.of_fast:.2f}",
+        "MB": f"{row.sent_bytes / 1e6:.2f}",
+        "x fewer": f"{row.ratio:.1f}",
+    }
 
 
 def judge(rows: list[EdgeTimes]) -> list[tuple[str, bool]]:
     bars = []
     for row in rows:
-        if row.codec == "int4" and row.link != FAST:
-            if parse_rate(row.link) <= 1e8:
-                bars.append(
-                    (
-                        (
-                            f"{row.link}: the edge is {row.gain:.1f} times shorter in int4 (at "
-                            "least 5)"
-                        ),
-                        row.gain >= 5,
-                    )
-                )
-            bars.append(
-                (
-                    f"{row.link}: the step takes {row.of_fast:.2f} of unshaped (at most 1.1)",
-                    row.of_fast <= 1.1,
-                )
-            )
+        if row.codec != "int4" or row.link == FAST:
+            continue
+        if parse_rate(row.link) <= 1e8:
+            said = f"{row.link}: the edge is {row.gain:.1f} times shorter in int4 (at least 5)"
+            bars.append((said, row.gain >= 5))
+        said = f"{row.link}: the step takes {row.of_fast:.2f} of unshaped (at most 1.1)"
+        bars.append((said, row.of_fast <= 1.1))
     return bars
-
-
-def draw(path: str, rows: list[EdgeTimes]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(path, "An edge of a pipeline", panels=1) as panels:
-        links = list(dict.fromkeys(row.link for row in rows))
-        for i, codec in enumerate(CODECS):
-            each = [1e3 * row.edge_seconds for row in rows if row.codec == codec]
-            panels[0].bar([j + 0.2 * i for j in range(len(links))], each, 0.2, label=codec)
-        panels[0].set_xticks(range(len(links)), links)
-        panels[0].set_ylabel("milliseconds")
-        panels[0].legend()

@@ -13,9 +13,8 @@ first quarter of the steps and after all.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import commpress
 from commpress.cli import harness, ranks
+from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 
 WALK = (32, 64)  # shape of the matrices of the long run
@@ -66,21 +66,11 @@ class Bucket:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--count", type=int, default=100, metavar="N", help="matrices (default 100)"
-    )
-    parser.add_argument(
-        "--shape", default="256x512", metavar="RxC", help="of each (default 256x512)"
-    )
-    parser.add_argument(
-        "--rank", type=int, default=4, metavar="R", help="of the approximation (default 4)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=10, metavar="N", help="timed calls of each hook (default 10)"
-    )
-    parser.add_argument(
-        "--walk", type=int, default=400, metavar="N", help="steps of the long run (default 400)"
-    )
+    option(parser, "--count N", int, 100, "matrices")
+    option(parser, "--shape RxC", None, "256x512", "of each")
+    option(parser, "--rank R", int, 4, "of the approximation")
+    option(parser, "--steps N", int, 10, "timed calls of each hook")
+    option(parser, "--walk N", int, 400, "steps of the long run")
     ranks.add_options(parser, ranks=2)
     harness.add_options(
         parser,
@@ -92,13 +82,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sides_of(options)
-    return harness.run(
-        options,
-        bench,
-        judge=judge,
-        draw=partial(draw, options=options),
-        summary=partial(summary, walk=options.walk),
-    )
+    title, panels = f"PowerSGD of rank {options.rank}", {"one call, ms": ("ms per call",)}
+    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
 
 
 def sides_of(options: argparse.Namespace) -> tuple[int, int]:
@@ -110,43 +95,15 @@ def sides_of(options: argparse.Namespace) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
-def summary(measured: list[Measured], *, walk: int) -> str:
-    head = [
-        "hook",
-        "ms per call",
-        "error",
-        f"residual at {walk // 4}",
-        f"at {walk}",
-        f"error at {walk}",
-    ]
-    rows = [
-        [
-            m.hook,
-            f"{1e3 * m.seconds:.1f}",
-            *(f"{x:.4f}" for x in (m.error, m.early, m.late, m.walk_error)),
-        ]
-        for m in measured
-    ]
-    return harness.render(head, rows)
-
-
-def draw(path: str, measured: list[Measured], *, options: argparse.Namespace) -> None:
-    from commpress.cli import charts
-
-    title = (
-        f"PowerSGD of rank {options.rank}: {options.count} matrices of "
-        f"{options.shape.replace('x', '×')}"
-    )
-    with charts.chart(path, title, panels=3, size=(5, 3.4), share=True) as (time, error, residual):
-        charts.bars(time, HOOKS, {"": [1e3 * m.seconds for m in measured]}, "one call, ms")
-        charts.bars(
-            error, HOOKS, {"": [m.error for m in measured]}, "relative error of what was delivered"
-        )
-        norms = {
-            f"after {options.walk // 4} steps": [m.early for m in measured],
-            f"after {options.walk} steps": [m.late for m in measured],
-        }
-        charts.bars(residual, HOOKS, norms, "norm of the residual")
+def cells(m: Measured) -> dict[str, str]:
+    return {
+        "hook": m.hook,
+        "ms per call": f"{1e3 * m.seconds:.1f}",
+        "error": f"{m.error:.4f}",
+        "residual early": f"{m.early:.4f}",
+        "late": f"{m.late:.4f}",
+        "error late": f"{m.walk_error:.4f}",
+    }
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
@@ -173,13 +130,11 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     ]
 
 
-def bench(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[Measured]:
+def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measured]:
     timed = _compare(rank, size, options.count, *sides_of(options), options.rank, options.steps + 2)
     walked = _compare(rank, size, 100, *WALK, min(options.rank, 4), options.walk)
-    return [
-        Measured(
+    for name in HOOKS:
+        yield Measured(
             name,
             median(timed[name]["seconds"][2:]),
             timed[name]["error"],
@@ -187,8 +142,6 @@ def bench(
             walked[name]["norms"][-1],
             walked[name]["error"],
         )
-        for name in HOOKS
-    ]
 
 
 def _compare(
@@ -213,7 +166,7 @@ def _compare(
     for one in theirs:
         one.iter = 2  # past the exact steps, which there are for the sake of DDP's first buckets
     hooks: dict[str, Callable[[], torch.Tensor]] = {
-        "commpress": lambda: commpress.compressed_allreduce_hook(state, bucket).wait(),  # type: ignore[arg-type]
+        "commpress": lambda: state.reduce(bucket).wait(),
         "torch": lambda: powerSGD_hook(theirs[0], bucket).wait(),  # type: ignore[arg-type]
         "torch batched": lambda: powerSGD_hook(theirs[1], bucket).wait(),  # type: ignore[arg-type]
     }

@@ -22,19 +22,6 @@ from commpress.plan.grids import Grid, MeshWork, Numel, predicted
 from commpress.plan.mesh_simulator import simulate_mesh
 from commpress.plan.pair_links import PairLinks
 
-HEAD = [
-    "series",
-    "parameters",
-    "devices",
-    "grid",
-    "step s",
-    "published",
-    "simulated",
-    "off",
-    "dp ms bf16",
-    "int8",
-    "sign",
-]
 WAYS = ("bf16-ring", "int8", "sign")
 VOCABULARY, LENGTH = 51_200, 2048
 MEMORY = 1.5e12  # bytes per second of a device
@@ -166,7 +153,9 @@ def run(options: argparse.Namespace) -> int:
                 added,
             )
         )
-    print(harness.render(HEAD, [cells(row) for row in rows]))
+    print(harness.table(list(map(cells, rows))))
+    panels = {"teraflop/s of a device, or per cent": ("published", "simulated")}
+    draw = harness.drawing("Published and simulated scaling", cells, panels)
     return harness.deliver(options, rows, judge=judge, draw=draw)
 
 
@@ -182,18 +171,19 @@ def speed_of(row: Published, reached: float) -> float:
     return reached * (slow - still) / (row.flops / row.grid.size / reached - still)
 
 
-def cells(row: ScalingRow) -> list[str]:
-    return [
-        row.series,
-        f"{row.parameters / 1e9:.1f} B",
-        str(row.devices),
-        row.grid,
-        f"{row.step_seconds:.1f}",
-        f"{row.published:.0f}",
-        f"{row.simulated:.0f}",
-        f"{row.off:+.0%}",
-        *(f"{1e3 * row.dp_seconds[way]:.0f}" for way in WAYS),
-    ]
+def cells(row: ScalingRow) -> dict[str, str]:
+    added = zip(("dp ms bf16", "int8", "sign"), WAYS, strict=True)
+    return {
+        "series": row.series,
+        "parameters": f"{row.parameters / 1e9:.1f} B",
+        "devices": str(row.devices),
+        "grid": row.grid,
+        "step s": f"{row.step_seconds:.1f}",
+        "published": f"{row.published:.0f}",
+        "simulated": f"{row.simulated:.0f}",
+        "off": f"{row.off:+.0%}",
+        **{name: f"{1e3 * row.dp_seconds[way]:.0f}" for name, way in added},
+    }
 
 
 def judge(rows: list[ScalingRow]) -> list[tuple[str, bool]]:
@@ -210,24 +200,3 @@ def judge(rows: list[ScalingRow]) -> list[tuple[str, bool]]:
         if row.dp_seconds["bf16-ring"] > 0.02
     )
     return [*bars, ("where averaging adds 20 ms in bf16, it adds less in int8", fewer)]
-
-
-def draw(path: str, rows: list[ScalingRow]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(path, "Published and simulated scaling", panels=1) as (panel,):
-        for series in dict.fromkeys(row.series for row in rows):
-            mine = [row for row in rows if row.series == series]
-            (line,) = panel.plot(
-                [row.devices for row in mine], [row.published for row in mine], "o-", label=series
-            )
-            panel.plot(
-                [row.devices for row in mine],
-                [row.simulated for row in mine],
-                "x--",
-                color=line.get_color(),
-            )
-        panel.set_xscale("log")
-        panel.set_xlabel("devices")
-        panel.set_ylabel("teraflop/s of a device, or per cent")
-        panel.legend()

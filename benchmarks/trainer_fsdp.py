@@ -30,15 +30,16 @@ import commpress
 from commpress.cli import harness, ranks
 from commpress.cli.connections import sent_bytes
 from commpress.cli.gpt import standard_library
-from commpress.cli.hosts import Hosts, parse_delay, parse_rate
+from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
+from commpress.units import parse_time
 
 WAYS: dict[str, dict[str, str] | None] = {
     "plain": None,
     "int8": {"codec": "int8", "weights": "int8"},
     "int4": {"codec": "int4", "weights": "int8"},
 }
-HEAD = ["way", "step ms", "tokens/s", "against plain", "MB sent/rank", "loss"]
 FASTER = 1.9  # than plain, with --check
 WARM = 2  # steps of each turn that are not timed
 
@@ -78,34 +79,17 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default="plain,int8", metavar="A,B", help="default plain,int8")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="hosts (default 4)")
-    parser.add_argument("--rate", default="1gbit", metavar="R", help="of each link (default 1gbit)")
-    parser.add_argument(
-        "--delay",
-        default="0ms",
-        metavar="T",
-        help="of each link, one way; needs netem (default 0ms)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=2, metavar="N", help="turns of each way (default 2)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="timed, of each turn (default 8)"
-    )
-    parser.add_argument(
-        "--width", type=int, default=384, metavar="N", help="of the model (default 384)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=6, metavar="N", help="of the model (default 6)"
-    )
-    parser.add_argument(
-        "--length", type=int, default=64, metavar="N", help="tokens of a row (default 64)"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="rows of each rank (default 1)"
-    )
-    parser.add_argument("--bf16", action="store_true", help="bf16=True of TrainingArguments")
+    option(parser, "--ways A,B", None, "plain,int8")
+    option(parser, "--ranks N", int, 4, "hosts")
+    option(parser, "--rate R", None, "1gbit", "of each link")
+    option(parser, "--delay T", None, "0ms", "of each link, one way; needs netem")
+    option(parser, "--rounds N", int, 2, "turns of each way")
+    option(parser, "--steps N", int, 8, "timed, of each turn")
+    option(parser, "--width N", int, 384, "of the model")
+    option(parser, "--layers N", int, 6, "of the model")
+    option(parser, "--length N", int, 64, "tokens of a row")
+    option(parser, "--batch N", int, 1, "rows of each rank")
+    option(parser, "--bf16", says="bf16=True of TrainingArguments")
     harness.add_options(
         parser, check=f"int8 trains at least {FASTER} times as many tokens a second as plain"
     )
@@ -117,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"--ways has {unknown[0]!r}, expected some of {', '.join(WAYS)}")
     if options.rounds < 1 or options.steps < 1:
         raise InvalidArgument("--rounds and --steps must be at least 1")
-    rate, delay = parse_rate(options.rate), parse_delay(options.delay)
+    rate, delay = parse_rate(options.rate), parse_time(options.delay)
     model = (options.width, options.layers, options.length, options.batch, options.bf16)
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
     with (
@@ -135,8 +119,9 @@ def run(options: argparse.Namespace) -> int:
     found = {way: _measured(way, turns[way], options) for way in ways}
     for each in found.values():
         each.against = each.tokens / found["plain"].tokens if "plain" in found else 1.0
-    print(harness.render(HEAD, [cells(each) for each in found.values()]))
-    return harness.deliver(options, list(found.values()), judge=judge)
+    print(harness.table(list(map(cells, found.values()))))
+    draw = harness.drawing("The Trainer with FSDP2", cells, {"one step, ms": ("step ms",)})
+    return harness.deliver(options, list(found.values()), judge=judge, draw=draw)
 
 
 def _measured(way: str, turns: list[Turn], options: argparse.Namespace) -> Measured:
@@ -220,15 +205,15 @@ def train(rank: int, size: int, setting: Setting, report: Any) -> Turn:
     return Turn(float(took.median()), sent, result.training_loss, parameters)
 
 
-def cells(each: Measured) -> list[str]:
-    return [
-        each.way,
-        f"{1e3 * each.step_seconds:.0f}",
-        f"{each.tokens:.0f}",
-        f"{each.against:.2f}",
-        f"{each.sent_bytes / 1e6:.1f}",
-        f"{each.loss:.3f}",
-    ]
+def cells(each: Measured) -> dict[str, str]:
+    return {
+        "way": each.way,
+        "step ms": f"{1e3 * each.step_seconds:.0f}",
+        "tokens/s": f"{each.tokens:.0f}",
+        "against plain": f"{each.against:.2f}",
+        "MB sent/rank": f"{each.sent_bytes / 1e6:.1f}",
+        "loss": f"{each.loss:.3f}",
+    }
 
 
 def judge(found: list[Measured]) -> list[tuple[str, bool]]:

@@ -31,25 +31,12 @@ import torch
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.cli.option_groups import at_least
+from commpress.cli.option_groups import at_least, option
 from commpress.kernels import exact_format as law
 from commpress.kernels.cpu import exact
 
 RATES, STEPS = (1e-6, 5e-6, 2e-5, 1e-4), (1, 4, 16)
 SETTLE = 10  # steps at a new rate before the first version: Adam's moments begin at zero
-HEAD = (
-    "rate",
-    "steps",
-    "changed",
-    "bound",
-    "difference",
-    "XOR + {}",
-    "index + value",
-    "gaps + {}",
-    "dense",
-    "fewer than bf16",
-    "than XOR + {}",
-)
 
 
 @dataclass
@@ -65,16 +52,22 @@ class Line:
     gaps: float
     dense: float
 
-    def cells(self) -> list[str]:
-        bits = (self.bound, self.difference, self.xor, self.index_value, self.gaps, self.dense)
-        return [
-            f"{self.rate:g}",
-            str(self.steps),
-            f"{100 * self.changed:.2f} %",
-            *(f"{each:.3f}" for each in bits),
-            f"{16 / self.difference:.1f}",
-            f"{self.xor / self.difference:.2f}",
-        ]
+
+def cells(line: Line) -> dict[str, str]:
+    name, _ = compressor()
+    return {
+        "rate": f"{line.rate:g}",
+        "steps": str(line.steps),
+        "changed": f"{100 * line.changed:.2f} %",
+        "bound": f"{line.bound:.3f}",
+        "difference": f"{line.difference:.3f}",
+        f"XOR + {name}": f"{line.xor:.3f}",
+        "index + value": f"{line.index_value:.3f}",
+        f"gaps + {name}": f"{line.gaps:.3f}",
+        "dense": f"{line.dense:.3f}",
+        "fewer than bf16": f"{16 / line.difference:.1f}",
+        f"than XOR + {name}": f"{line.xor / line.difference:.2f}",
+    }
 
 
 def compressor() -> tuple[str, Callable[[bytes], bytes]]:
@@ -137,7 +130,7 @@ def measure(
                 old = patterns(model)
             elif step - SETTLE in STEPS:
                 lines.append(line(rate, step - SETTLE, old, patterns(model)))
-                tell(" ".join(lines[-1].cells()))
+                tell(" ".join(cells(lines[-1]).values()))
     return lines
 
 
@@ -176,25 +169,15 @@ def _entropy(shares: np.ndarray) -> float:
 
 
 def markdown(lines: list[Line]) -> str:
-    name, _ = compressor()
-    rows = ["| " + " | ".join(HEAD).format(*[name] * 3) + " |", "|" + " --- |" * len(HEAD)]
-    return "\n".join(rows + ["| " + " | ".join(line.cells()) + " |" for line in lines])
+    table = list(map(cells, lines))
+    rows = ["| " + " | ".join(table[0]) + " |", "|" + " --- |" * len(table[0])]
+    return "\n".join(rows + ["| " + " | ".join(row.values()) + " |" for row in table])
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=400,
-        metavar="N",
-        help="of training before (default 400)",
-    )
-    parser.add_argument(
-        "--width", type=at_least(1), default=384, metavar="N", help="of the model (default 384)"
-    )
-    parser.add_argument(
-        "--layers", type=at_least(1), default=6, metavar="N", help="of the model (default 6)"
-    )
+    option(parser, "--steps N", at_least(1), 400, "of training before")
+    option(parser, "--width N", at_least(1), 384, "of the model")
+    option(parser, "--layers N", at_least(1), 6, "of the model")
     harness.add_options(
         parser,
         check=(
@@ -211,6 +194,8 @@ def run(options: argparse.Namespace) -> int:
         tell=lambda text: print(text, flush=True),
     )
     print(markdown(lines))
+    panels = {"bits per weight": ("bound", "difference", "dense")}
+    draw = harness.drawing("A new version of a model: bits per weight", cells, panels)
     return harness.deliver(options, lines, judge=judge, draw=draw, compressor=compressor()[0])
 
 
@@ -235,22 +220,3 @@ def judge(lines: list[Line]) -> list[tuple[str, bool]]:
             )
         )
     return bars
-
-
-def draw(path: str, lines: list[Line]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(path, "A new version of a model: bits per weight", size=(8, 5)) as (panel,):
-        lines = sorted(lines, key=lambda line: line.changed)
-        names = ("bound", "difference", "xor", "gaps", "index_value", "dense")
-        for i, name in enumerate(names):
-            panel.plot(
-                [100 * line.changed for line in lines],
-                [getattr(line, name) for line in lines],
-                "o-",
-                color=charts.COLOURS[i % len(charts.COLOURS)],
-                label=name.replace("_", " + "),
-            )
-        panel.set(
-            xscale="log", yscale="log", xlabel="weights that changed, %", ylabel="bits per weight"
-        )

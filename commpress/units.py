@@ -92,17 +92,6 @@ def parse_nodes(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def parse_rates(text: str) -> list[float]:
-    """Learning rates of '5e-4,1e-3'."""
-    try:
-        rates = [float(word) for word in text.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise InvalidArgument(f"got {text!r}, expected rates between 0 and 1 such as 5e-4,1e-3")
-    return rates
-
-
 def parse_count(text: str) -> int:
     """110000000 of '110M'."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kKmMbBgG]?)", text.strip())

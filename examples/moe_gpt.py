@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--states",
-        help="a file for what the last gate sees in the end, for commpress bench experts --states",
+        help="a file for what the last gate sees: for benchmarks expert_dispatch --states",
     )
     options = parser.parse_args()
 

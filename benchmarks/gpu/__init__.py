@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from commpress.cli import harness
+from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from gpu import codecs, groups, machine, memory, runner, training
 from gpu.runner import Figure, Result, Step
@@ -54,16 +55,12 @@ WORD = {True: "ok", False: "MISSED", None: ""}
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=int, default=1, choices=(1, 2), help="default 1")
-    parser.add_argument("--steps", metavar="A,B", help="only these; default all of the part")
-    parser.add_argument(
-        "--twin",
-        action="store_true",
-        help="dry run of every line on the processor; figures mean nothing",
-    )
+    option(parser, "--steps A,B", says="only these; default all of the part")
+    option(parser, "--twin", says="dry run of every line on the processor; figures mean nothing")
     says = "of results, made if need be (default build/gpu)"
     parser.add_argument("--out", dest="folder", default="build/gpu", metavar="FOLDER", help=says)
-    parser.add_argument("--results", metavar="FILE", help="show these instead of running anything")
-    parser.add_argument("--docs", metavar="PAGE", help="enter the run into the table of this page")
+    option(parser, "--results FILE", says="show these instead of running anything")
+    option(parser, "--docs PAGE", says="enter the run into the table of this page")
     harness.add_options(parser, check="every step ran to its end and every figure holds its limit")
 
 
@@ -75,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         about, results = measure(options)
     rows = [row for result in results for row in rows_of(result)]
-    print("\n" + harness.render(HEAD, rows))
+    print("\n" + harness.table(rows))
     bad = [result for result in results if not result.holds]
     print(
         f"\n{len(results) - len(bad)} of {len(results)} steps ran to their end and held their "
@@ -89,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         options,
         [asdict(r) for r in results],
         judge=lambda _: judge(results),
-        draw=draw,
+        draw=lambda path, _: draw(path, results),
         about=about,
     )
 
@@ -133,7 +130,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
                 print(f"  {line_of(figure)}")
             print(f"  {result.status} after {result.seconds:.1f} s", flush=True)
     if not options.plot and find_spec("matplotlib") is not None:
-        draw(str(folder / "figures.png"), [asdict(result) for result in results])
+        draw(str(folder / "figures.png"), results)
     return about, results
 
 
@@ -184,20 +181,21 @@ def line_of(figure: Figure) -> str:
     return ", ".join(cell for cell in cells if cell)
 
 
-def rows_of(result: Result) -> list[list[str]]:
+def rows_of(result: Result) -> list[dict[str, str]]:
     rows = [
-        [
-            f"{result.step}: {f.what}",
-            value_of(f)[:60],
-            limit_of(f),
-            "" if f.ratio is None else f"{f.ratio:.2f}",
-            WORD[f.holds],
-        ]
+        {
+            "figure": f"{result.step}: {f.what}",
+            "value": value_of(f)[:60],
+            "limit": limit_of(f),
+            "value / limit": "" if f.ratio is None else f"{f.ratio:.2f}",
+            "": WORD[f.holds],
+        }
         for f in result.figures
     ]
-    return rows + (
-        [] if result.status == "ok" else [[result.step, result.status, "", "", "MISSED"]]
-    )
+    if result.status != "ok":
+        ended = (result.step, result.status, "", "", "MISSED")
+        rows.append(dict(zip(HEAD, ended, strict=True)))
+    return rows
 
 
 def reason(result: Result) -> str:
@@ -239,36 +237,11 @@ def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     page.write_text(before + mark + head + row + rest)
 
 
-def draw(path: str, results: Sequence[dict[str, Any]]) -> None:
-    """Shares of the speed of a copy by codec and size, and every figure that has a limit over
-    it."""
+def draw(path: str, results: Sequence[Result]) -> None:
+    """Every figure that has a limit over it."""
     from commpress.cli import charts
 
-    every = [(r["step"], Figure(**f)) for r in results for f in r["figures"]]
-    shares: dict[str, dict[str, float | None]] = {}
-    for _, figure in every:
-        if figure.unit == "of copy" and figure.value is not None:
-            kernel, _, size = figure.what.partition(", ")
-            shares.setdefault(size, {})[kernel] = 100 * figure.value
-    bounded = [(f"{step}: {f.what}", f.ratio) for step, f in every if f.ratio is not None]
-    kernels = list(dict.fromkeys(kernel for found in shares.values() for kernel in found))
-    series = {size: [found.get(kernel) for kernel in kernels] for size, found in shares.items()}
-    parts = [(kernels, series, "% of the speed of a copy")] if kernels else []
-    parts += (
-        [
-            (
-                [what for what, _ in bounded],
-                {"": [ratio for _, ratio in bounded]},
-                "figure / its limit",
-            )
-        ]
-        if bounded
-        else []
-    )
-    if parts:
-        height = 2 + 0.22 * max(len(names) * len(series) for names, series, _ in parts)
-        with charts.chart(
-            path, "What ran on the device", panels=len(parts), size=(8, height)
-        ) as panels:
-            for panel, (names, series, axis) in zip(panels, parts, strict=True):
-                charts.bars(panel, names, series, axis)
+    ratio = "value / limit"
+    rows = [row for result in results for row in rows_of(result) if row[ratio]]
+    if rows:
+        charts.of_table(path, "What ran on the device", rows, {"figure / its limit": [ratio]})

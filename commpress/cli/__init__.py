@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -22,21 +21,27 @@ ROOMS = {
     "weights": "New versions of a model at its readers; docs/weights.md has the rest.",
 }
 LAUNCHED = """\
-'commpress probe' and all benchmarks but codec and io start local processes, or run on several
+'commpress probe', bench allreduce and bench train start local processes, or run on several
 machines under a launcher:
 
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
     --no-python commpress bench train
 """
+RAW = argparse.RawDescriptionHelpFormatter
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands; of torch and of the modules that run them nothing is loaded."""
     from commpress.cli.commands import COMMANDS
 
-    top = _parser("commpress", f"{DESCRIPTION}\n\n{overview()}\n{LAUNCHED}")
+    top = argparse.ArgumentParser(
+        prog="commpress",
+        usage="commpress [-h] [--version] COMMAND ...",
+        description=f"{DESCRIPTION}\n\n{overview()}\n{LAUNCHED}",
+        formatter_class=RAW,
+    )
     top.add_argument("--version", action="version", version=f"commpress {__version__}")
-    rooms = {
+    rooms: dict[str, Any] = {
         "": top.add_subparsers(
             prog="commpress", metavar="COMMAND", required=True, help=argparse.SUPPRESS
         )
@@ -45,19 +50,14 @@ def parser() -> argparse.ArgumentParser:
         room, _, name = command.words.rpartition(" ")
         if room not in rooms:
             about = f"{ROOMS[room]}\n\n{overview(room)}"
-            home = rooms[""].add_parser(
-                room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-            )
+            home = rooms[""].add_parser(room, description=about, formatter_class=RAW)
             home.set_defaults(run=partial(_incomplete, room), parser=home)
             rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
-        below = rooms[room].add_parser(
-            name, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        below = rooms[room].add_parser(name, description=command.help, formatter_class=RAW)
         command.options(below)
-        run = partial(_start, command.runs, command.words if command.spins else "")
-        below.set_defaults(
-            run=run, refuses=command.words.replace(" ", "_").replace("-", "_"), parser=below
-        )
+        module, _, function = command.runs.partition(".")
+        run = partial(_start, f"{__name__}.{module}", function)
+        below.set_defaults(run=run, refuses=command.name, parser=below)
     return top
 
 
@@ -67,28 +67,15 @@ def overview(room: str = "") -> str:
 
     shown = [command for command in COMMANDS if command.words.startswith(room)]
     width = max(len(command.words) for command in shown)
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, str] = {}
     for command in shown:
-        groups.setdefault(command.group, []).append(
-            f"  commpress {command.words:<{width}}  {command.summary}\n"
-        )
-    return "\n".join(f"{group}\n{''.join(lines)}" for group, lines in groups.items())
+        line = f"  commpress {command.words:<{width}}  {command.summary}\n"
+        groups[command.group] = groups.get(command.group, "") + line
+    return "\n".join(f"{group}\n{lines}" for group, lines in groups.items())
 
 
-def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=name,
-        usage=f"{name} [-h] [--version] COMMAND ...",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def _start(module: str, spinner: str, options: argparse.Namespace) -> int:
-    from commpress.cli import terminal
-
-    with terminal.working(f"commpress {spinner}") if spinner else nullcontext():
-        return int(import_module(module).run(options))
+def _start(module: str, function: str, options: argparse.Namespace) -> int:
+    return int(getattr(import_module(module), function)(options))
 
 
 def _incomplete(room: str, options: argparse.Namespace) -> int:
@@ -102,55 +89,36 @@ def _check_words(argv: Sequence[str]) -> None:
     """Refuse words that are no command, with the one that was meant."""
     from commpress.cli.commands import COMMANDS
 
-    known = {tuple(command.words.split()) for command in COMMANDS}
-    for depth in (1, 2):
-        words = tuple(argv[:depth])
-        beside = {
-            each[depth - 1]
-            for each in known
-            if len(each) >= depth and each[: depth - 1] == words[: depth - 1]
-        }
-        if len(words) < depth or words[-1].startswith("-") or not beside:
+    beside, typed = [command.words.split() for command in COMMANDS], ["commpress"]
+    for word in argv[:2]:
+        known = sorted({words[0] for words in beside if words})
+        if word.startswith("-") or not known:
             return
-        if words[-1] not in beside:
-            meant = get_close_matches(words[-1], beside, 1)
-            hint = (
-                f"did you mean {meant[0]!r}?"
-                if meant
-                else f"expected one of {', '.join(sorted(beside))}"
-            )
-            raise InvalidArgument(
-                f"there is no command {' '.join(('commpress', *words))!r}: {hint}"
-            )
+        typed.append(word)
+        if word not in known:
+            meant = get_close_matches(word, known, 1)
+            hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(known)}"
+            raise InvalidArgument(f"there is no command {' '.join(typed)!r}: {hint}")
+        beside = [words[1:] for words in beside if words and words[0] == word]
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     """End with the command's own usage, and the option that is meant."""
-    option = word.partition("=")[0]
-    known = [
-        name
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--")
-    ]
-    meant = get_close_matches(option, known, 1, 0.75)
-    parser.error(
-        f"there is no option {option!r}" + (f": did you mean {meant[0]!r}?" if meant else "")
-        if option.startswith("-")
-        else f"{word!r} is one word too many"
-    )
+    name = word.partition("=")[0]
+    known = [each for action in parser._actions for each in action.option_strings if "--" in each]
+    meant = get_close_matches(name, known, 1, 0.75)
+    hint = f": did you mean {meant[0]!r}?" if meant else ""
+    unknown = f"there is no option {name!r}{hint}"
+    parser.error(unknown if name.startswith("-") else f"{word!r} is one word too many")
 
 
 def add(commands: Any, name: str, module: Any) -> None:
     """A command that is a module: its docstring is the help, ``options`` adds its options, ``run``
     returns the exit status."""
     summary, _, rest = module.__doc__.partition("\n\n")
-    command = commands.add_parser(
-        name,
-        help=" ".join(summary.split()),
-        description=f"{summary}\n\n{rest}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = f"{summary}\n\n{rest}"
+    shown = " ".join(summary.split())
+    command = commands.add_parser(name, help=shown, description=about, formatter_class=RAW)
     module.options(command)
     command.set_defaults(run=module.run)
 
@@ -163,10 +131,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"commpress: error: {error}", file=sys.stderr)
         return 2
     return run(parser(), argv)
-
-
-def _fine(options: argparse.Namespace) -> None:
-    """Options that all go together."""
 
 
 def _open_closed() -> None:
@@ -197,7 +161,8 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         if refuses is not None:
             from commpress.cli import refusals
 
-            getattr(refusals, refuses, _fine)(options)
+            if together := getattr(refusals, refuses, None):
+                together(options)
         return int(options.run(options))
     # who read our output has gone; nothing more is to be flushed to it at exit
     except BrokenPipeError:

@@ -1,6 +1,7 @@
 """One compressed all-reduce of one buffer, against torch's float32 all-reduce."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -9,28 +10,12 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from commpress.cli import harness, ranks
+from commpress.cli import harness
 from commpress.cli.reduced import CALLS, Reduced
 from commpress.collectives.channel import Channel
 from commpress.kernels.pieces import NUMEL, SHARD, SOURCE, WIDTH
 
 ORDER = ("none", "bf16", "int8", "int4", "sign")  # from the smallest error to the largest
-HEAD = [
-    "size B",
-    "codec",
-    "us",
-    "algbw",
-    "busbw",
-    "#wrong",
-    "wire B",
-    "ratio",
-    "error",
-    "kept",
-    "fp32 us",
-    "faster",
-]
-WIDTHS = [9, 5, 6, 6, 6, 6, 8, 5, 7, 7, 7, 6]
-
 CHECKED = 3  # further calls whose results are checked
 
 
@@ -67,156 +52,103 @@ class ReducedSize:
 
 
 def run(options: argparse.Namespace) -> int:
-    return harness.run(
-        options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells)
-    )
+    title = f"One all-reduce: {options.codec} and torch's float32"
+    panels = {"one call, us": ("us", "fp32 us"), "times faster than torch": ("faster",)}
+    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
 
 
-# ---------------------------------------------------------------- on every rank
-
-
-def bench(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[ReducedSize]:
-    channel, sizes, measured = (
-        Channel.among(timeout=timedelta(minutes=5)),
-        harness.sizes_of(options),
-        [],
-    )
-    report(f"# {size} ranks")
+def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[ReducedSize | str]:
+    channel, sizes = Channel.among(timeout=timedelta(minutes=5)), harness.sizes_of(options)
+    yield f"# {size} ranks"
     plan = [(nbytes, options.codec) for nbytes in sizes]
     if options.check:
         plan += [(sizes[0], codec) for codec in ORDER if codec != options.codec]
     for nbytes, codec in plan:
-        measured.append(
-            Checked(nbytes // 4, codec, channel).measure(options.iterations, options.warmup)
-        )
-        report(measured[-1])
-    return measured
+        yield _measured(Reduced(nbytes // 4, codec, channel), options.iterations, options.warmup)
 
 
-class Checked(Reduced):
-    """ReducedSize beside torch's all-reduce, then reduced again and held against the exact mean."""
-
-    def measure(self, iterations: int, warmup: int) -> ReducedSize:
-        ways = {"torch": lambda: dist.all_reduce(self.buffer), "ours": self.reduce}
-        for way in ways.values():
-            self.timed(way, warmup)
-        rounds = -(-iterations // CALLS)
-        calls = {
-            name: partial(self.timed, way, -(-iterations // rounds)) for name, way in ways.items()
-        }
-        took = harness.medians(calls, rounds)
-        self.forget()
-        exact, total = (
-            self._mean_of(self.input.double()),
-            torch.zeros(len(self.input), dtype=torch.float64),
-        )
-        before = self.channel.sent_bytes
-        for _ in range(CHECKED):
-            self.fill()
-            self.reduce()
-            if self.rounds == 1:
-                error = float((self.buffer - exact).norm() / exact.norm())
-            total += self.buffer
-        wire_bytes, owed = (self.channel.sent_bytes - before) // CHECKED, self._owed()
-        return ReducedSize(
-            ranks=self.channel.size,
-            size=4 * self.input.numel(),
-            codec=self.codec,
-            seconds=took["ours"],
-            fp32_seconds=took["torch"],
-            wrong=self.wrong(),
-            wire_bytes=wire_bytes,
-            error=error,
-            kept=float(owed.norm() / exact.norm()),
-            lost=float((total + owed - self.rounds * exact).norm() / (self.rounds * exact).norm()),
-        )
-
-    def _owed(self) -> torch.Tensor:
-        """R = mean of the sent residuals + the reduced ones side by side: the same tensor on every
-        rank."""
-        rank, size, owed = (
-            self.channel.rank,
-            self.channel.size,
-            torch.zeros(len(self.input), dtype=torch.float64),
-        )
-        for message, feedback in zip(self.messages, self.feedbacks, strict=True):
-            if feedback is None:
-                continue
-            feedback.settle(message.pieces)
-            for start, numel, kept in message.pieces.residual_runs:
-                owed[start : start + numel] += feedback.sent[kept : kept + numel]
-            for line in message.pieces.table:
-                first = min(rank * line[WIDTH], line[NUMEL])
-                last = min(first + line[WIDTH], line[NUMEL])
-                shard = feedback.reduced[line[SHARD] : line[SHARD] + last - first]
-                owed[line[SOURCE] + first : line[SOURCE] + last] += size * shard
-        return self._mean_of(owed)
-
-    def _mean_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor)
-        return tensor / self.channel.size
-
-
-# ---------------------------------------------------------------- on paper
-
-
-def cells(m: ReducedSize) -> list[str]:
-    return [
-        str(m.size),
-        m.codec,
-        f"{1e6 * m.seconds:.0f}",
-        f"{m.algorithm_bandwidth / 1e9:.3f}",
-        f"{m.bus_bandwidth / 1e9:.3f}",
-        str(m.wrong),
-        str(m.wire_bytes),
-        f"{m.ratio:.1f}",
-        f"{m.error:.1e}",
-        f"{m.kept:.1e}",
-        f"{1e6 * m.fp32_seconds:.0f}",
-        f"{m.speed_up:.2f}",
-    ]
-
-
-def draw(path: str, measured: list[ReducedSize]) -> None:
-    from commpress.cli import charts
-
-    first = measured[0]
-    plan = [m for m in measured if m.codec == first.codec]
-    ratio = plan[-1].ratio
-    title = (
-        f"One all-reduce among {first.ranks} ranks: {first.codec} ({ratio:.0f} times fewer bytes) "
-        "and torch's float32"
+def _measured(reduced: Reduced, iterations: int, warmup: int) -> ReducedSize:
+    """Timed beside torch's all-reduce, then reduced again and held against the exact mean."""
+    ways = {"torch": lambda: dist.all_reduce(reduced.buffer), "ours": reduced.reduce}
+    rounds = -(-iterations // CALLS)
+    calls = {
+        name: partial(reduced.timed, way, -(-iterations // rounds)) for name, way in ways.items()
+    }
+    for way in ways.values():
+        reduced.timed(way, warmup)
+    took = harness.medians(calls, rounds)
+    reduced.forget()
+    exact = _mean(reduced.input.double(), reduced.channel)
+    total, error, before = torch.zeros_like(exact), 0.0, reduced.channel.sent_bytes
+    for _ in range(CHECKED):
+        reduced.fill()
+        reduced.reduce()
+        error = error or float((reduced.buffer - exact).norm() / exact.norm())  # of the first
+        total += reduced.buffer
+    sent, residual = reduced.channel.sent_bytes - before, _residual(reduced)
+    return ReducedSize(
+        ranks=reduced.channel.size,
+        size=4 * len(exact),
+        codec=reduced.codec,
+        seconds=took["ours"],
+        fp32_seconds=took["torch"],
+        wrong=reduced.wrong(),
+        wire_bytes=sent // CHECKED,
+        error=error,
+        kept=float(residual.norm() / exact.norm()),
+        lost=float((total + residual - CHECKED * exact).norm() / (CHECKED * exact).norm()),
     )
-    with charts.chart(path, title, panels=2) as (time, gain):
-        curves = {"torch, float32": [(m.size, m.fp32_seconds) for m in plan]}
-        charts.over_sizes(
-            time, curves | {f"commpress, {first.codec}": [(m.size, m.seconds) for m in plan]}
-        )
-        charts.over_sizes(
-            gain, {"": [(m.size, m.speed_up) for m in plan]}, "times faster than torch", scale=1
-        )
-        gain.lines[0].set_color(charts.COLOURS[1])  # ours, as on the left
-        gain.set(yscale="linear", ylim=(0, 1.1 * max(1.0, *(m.speed_up for m in plan))))
-        gain.axhline(1, color="#333333", linewidth=1, linestyle="--")
+
+
+def _residual(reduced: Reduced) -> torch.Tensor:
+    """Mean of the sent residuals + the reduced ones side by side: the same tensor on every rank."""
+    rank, size = reduced.channel.rank, reduced.channel.size
+    found = torch.zeros(len(reduced.input), dtype=torch.float64)
+    for message, feedback in zip(reduced.messages, reduced.feedbacks, strict=True):
+        if feedback is None:
+            continue
+        feedback.settle(message.pieces)
+        for start, numel, kept in message.pieces.residual_runs:
+            found[start : start + numel] += feedback.sent[kept : kept + numel]
+        for row in message.pieces.table:
+            first = min(rank * row[WIDTH], row[NUMEL])
+            last = min(first + row[WIDTH], row[NUMEL])
+            shard = feedback.reduced[row[SHARD] : row[SHARD] + last - first]
+            found[row[SOURCE] + first : row[SOURCE] + last] += size * shard
+    return _mean(found, reduced.channel)
+
+
+def _mean(tensor: torch.Tensor, channel: Channel) -> torch.Tensor:
+    dist.all_reduce(tensor)
+    return tensor / channel.size
+
+
+def cells(m: ReducedSize) -> dict[str, str]:
+    return {
+        "size B": str(m.size),
+        "codec": m.codec,
+        "us": f"{1e6 * m.seconds:.0f}",
+        "algbw": f"{m.algorithm_bandwidth / 1e9:.3f}",
+        "busbw": f"{m.bus_bandwidth / 1e9:.3f}",
+        "#wrong": str(m.wrong),
+        "wire B": str(m.wire_bytes),
+        "ratio": f"{m.ratio:.1f}",
+        "error": f"{m.error:.1e}",
+        "kept": f"{m.kept:.1e}",
+        "fp32 us": f"{1e6 * m.fp32_seconds:.0f}",
+        "faster": f"{m.speed_up:.2f}",
+    }
 
 
 def judge(measured: list[ReducedSize]) -> list[tuple[str, bool]]:
     error = {m.codec: m.error for m in measured if m.size == measured[0].size}
-    order = [error[codec] for codec in ORDER]
+    order, lost = [error[codec] for codec in ORDER], max(m.lost for m in measured)
+    said = " < ".join(f"{codec} {error[codec]:.0e}" for codec in ORDER)
     return [
         ("every element has the same bits on every rank", all(m.wrong == 0 for m in measured)),
+        (f"outputs + residuals = inputs: {lost:.0e} lost, 1e-6 allowed for rounding", lost <= 1e-6),
         (
-            (
-                f"outputs + residuals = inputs: {max(m.lost for m in measured):.0e} lost, 1e-6 "
-                "allowed for rounding"
-            ),
-            all(m.lost <= 1e-6 for m in measured),
-        ),
-        (
-            "errors in the right order: "
-            + " < ".join(f"{codec} {error[codec]:.0e}" for codec in ORDER),
+            f"errors in the right order: {said}",
             all(a < b for a, b in pairwise(order)) and order[0] < 1e-6,
         ),
     ]

@@ -31,13 +31,19 @@ class Figure:
     of_copy: float  # bytes moved per second relative to a copy timed in between
 
 
+Figures = list[Figure]
+
+
 def run(options: argparse.Namespace) -> int:
     names = options.codec.split(",") if options.codec else list(CODECS)
     for name in names:
         check_bytes(CODECS[name])
     print(f"bytes equal the reference for {', '.join(names)}\n")
+    figures = measured(names, options.numel, options.threads, harness.Table(cells))
+    panels = {"GB of float32 per second": ("encode", "decode", "mean", "serve")}
+    picture = harness.drawing("Codecs on this processor", cells, panels)
     return harness.deliver(
-        options, measure(names, options.numel, options.threads), judge=judge, draw=draw
+        options, figures, judge=judge, draw=lambda path, figures: picture(path, lines(figures))
     )
 
 
@@ -50,31 +56,21 @@ def check_bytes(codec: Codec, numel: int = 10_007) -> None:
     draw = np.random.default_rng(0)
     x, residual = (draw.standard_normal(numel).astype(np.float32) for _ in range(2))
     pieces = cut([Piece(0, numel, codec.kind, codec.block)], ROWS)
-    width, size = int(pieces.table[0, 2]), codec.row_bytes(int(pieces.table[0, 2]))
+    width = int(pieces.table[0, WIDTH])
     rows, left = reference.encode_with_residual(x, residual, codec.kind, width, codec.block)
-    message, flag = (
-        torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8),
-        torch.zeros(1, dtype=torch.uint8),
-    )
-    kept, out = torch.empty(numel), torch.empty(numel)
-    cpu.encode(
-        torch.from_numpy(x),
-        message,
-        flag,
-        pieces,
-        residual=torch.from_numpy(residual),
-        new_residual=kept,
-    )
+    message = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8)
+    kept, out, flag = torch.empty(numel), torch.empty(numel), torch.zeros(1, dtype=torch.uint8)
+    given, old = torch.from_numpy(x), torch.from_numpy(residual)
+    cpu.encode(given, message, flag, pieces, residual=old, new_residual=kept)
     cpu.decode(message, out, pieces)
     decoded = [
         reference.decode_row(row, codec.kind, min(width, numel - r * width), width, codec.block)
         for r, row in enumerate(rows)
     ]
-    np.testing.assert_array_equal(message[:, :size].numpy(), rows, f"bytes of {codec.spec}")
-    np.testing.assert_array_equal(kept.numpy(), left, f"residual of {codec.spec}")
-    np.testing.assert_array_equal(
-        out.numpy(), np.concatenate(decoded), f"decoded floats of {codec.spec}"
-    )
+    size, spec = codec.row_bytes(width), codec.spec
+    np.testing.assert_array_equal(message[:, :size].numpy(), rows, f"bytes of {spec}")
+    np.testing.assert_array_equal(kept.numpy(), left, f"residual of {spec}")
+    np.testing.assert_array_equal(out.numpy(), np.concatenate(decoded), f"decoded floats of {spec}")
 
 
 # ---------------------------------------------------------------- time
@@ -96,13 +92,9 @@ class Buffers:
         """Name → (call, elements of float32 it handles, bytes moved per element)."""
         pieces = cut([Piece(0, self.numel, codec.kind, codec.block)], ROWS)
         kernels, device = arithmetic(self.device, pieces), self.device
-        message = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8, device=device)[
-            :, HEADER:
-        ]
-        reply, mean, owed = (
-            message[:1].clone(),
-            *(torch.zeros(pieces.shard, device=device) for _ in range(2)),
-        )
+        whole = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8, device=device)
+        message = whole[:, HEADER:]
+        reply, mean, owed = message[:1].clone(), *torch.zeros(2, pieces.shard, device=device)
         lazy, lazy_row = _lazy(pieces, ROWS, device), _lazy(pieces, 1, device)
         code = message.shape[1] / int(pieces.table[0, WIDTH])  # headers and scales included
         x, old, new, flag = self.x, self.residual, self.left, self.flag
@@ -135,105 +127,70 @@ def _lazy(pieces: Pieces, rows: int, device: torch.device) -> dict[str, torch.Te
     return {name: torch.zeros(rows, device=device) for name in names}
 
 
-def measure(names: list[str], numel: int, threads: list[int]) -> list[Figure]:
-    """All figures, printed as they come."""
-    buffers, figures, before = Buffers(numel), [], torch.get_num_threads()
-    head = ["codec", "threads", *OPERATIONS, "encode of copy", "in place of copy"]
-    widths = [max(len(name) for name in [*names, "codec"]), *map(len, head[1:])]
-    print(harness.line(head, widths))
+def measured(
+    names: list[str], numel: int, threads: list[int], report: Callable[[Figures], None]
+) -> list[Figure]:
+    """All figures, told as they come."""
+    buffers, found, before = Buffers(numel), list[Figure](), torch.get_num_threads()
     try:
         for count in threads:
             torch.set_num_threads(count)
-            copy = harness.alternately({"copy": buffers.copy})["copy"]
-            print(
-                harness.line(
-                    ["copy", str(count), f"{4 * numel / copy / 1e9:.1f}", *[""] * 6], widths
-                ),
-                flush=True,
-            )
             for name in names:
-                new = [
-                    timed(buffers, name, count, operation)
-                    for operation in buffers.operations(CODECS[name]).items()
-                ]
-                rates = [f"{f.fp32_gb_per_second:.1f}" for f in new]
-                shares = [f"{100 * f.of_copy:.0f}%" for f in new[:2]]
-                print(harness.line([name, str(count), *rates, *shares], widths), flush=True)
-                figures += new
+                operations = buffers.operations(CODECS[name]).items()
+                new = [timed(buffers, name, count, *operation) for operation in operations]
+                report(new)
+                found += new
     finally:
         torch.set_num_threads(before)
-    return figures
+    return found
 
 
 def timed(
     buffers: Buffers,
     codec: str,
     threads: int,
-    operation: tuple[str, tuple[Callable[[], object], int, float]],
+    name: str,
+    operation: tuple[Callable[[], object], int, float],
 ) -> Figure:
-    name, (call, numel, moved) = operation
+    call, numel, moved = operation
     took = harness.alternately({"ours": call, "copy": buffers.copy})
-    ours, rate = took["ours"], moved * numel / took["ours"]
-    return Figure(
-        codec,
-        threads,
-        name,
-        ours,
-        4 * numel / ours / 1e9,
-        rate / 1e9,
-        rate / (8 * buffers.numel / took["copy"]),
-    )
+    rate, copied = moved * numel / took["ours"], 8 * buffers.numel / took["copy"]
+    gigabytes = 4e-9 * numel / took["ours"]
+    return Figure(codec, threads, name, took["ours"], gigabytes, rate / 1e9, rate / copied)
 
 
 # ---------------------------------------------------------------- on paper
 
 
-def judge(figures: list[Figure]) -> list[tuple[str, bool]]:
+def cells(of: Figures) -> dict[str, str]:
+    """A line for a codec and a number of threads."""
+    copied = of[0].moved_gb_per_second / of[0].of_copy / 2  # of float32, as all figures here
+    return {
+        "codec": of[0].codec,
+        "threads": str(of[0].threads),
+        **{figure.operation: f"{figure.fp32_gb_per_second:.1f}" for figure in of},
+        "copy": f"{copied:.1f}",
+        "encode of copy": f"{100 * of[0].of_copy:.0f}%",
+        "in place of copy": f"{100 * of[1].of_copy:.0f}%",
+    }
+
+
+def lines(figures: Figures) -> list[Figures]:
+    return [figures[i : i + len(OPERATIONS)] for i in range(0, len(figures), len(OPERATIONS))]
+
+
+def judge(figures: Figures) -> list[tuple[str, bool]]:
     """Promises of the sign codec."""
     of = {(f.operation, f.threads): f for f in figures if f.codec == "sign"}
-    one, two, mean, decode = (
-        of["encode in place", 1],
-        of["encode in place", 2],
-        of["mean", 1],
-        of["decode", 1],
-    )
+    one, two = (of["encode in place", threads] for threads in (1, 2))
+    share, mean = two.of_copy / one.of_copy, of["mean", 1].seconds / of["decode", 1].seconds
+    said = f"{100 * one.of_copy:.0f} % of a copy's bytes per second, 65 % expected"
+    threads = f"two threads are {one.seconds / two.seconds:.2f}x one and reach {100 * share:.0f} %"
     return [
+        (f"sign encode in place moves {said}", one.of_copy >= 0.65),
+        (f"{threads} of the share of a copy that one reaches, 80 % expected", share >= 0.8),
         (
-            (
-                f"sign encode in place moves {100 * one.of_copy:.0f} % of a copy's bytes per "
-                "second, 65 % expected"
-            ),
-            one.of_copy >= 0.65,
-        ),
-        (
-            f"two threads are {one.seconds / two.seconds:.2f}x one and reach "
-            f"{100 * two.of_copy / one.of_copy:.0f} % of the share of a copy that one reaches, 80 "
-            "% expected",
-            two.of_copy >= 0.8 * one.of_copy,
-        ),
-        (
-            (
-                f"the mean of {ROWS} rows takes {mean.seconds / decode.seconds:.2f} of decoding "
-                "them, at most 1 expected"
-            ),
-            mean.seconds <= decode.seconds,
+            f"the mean of {ROWS} rows takes {mean:.2f} of decoding them, at most 1 expected",
+            mean <= 1,
         ),
     ]
-
-
-def draw(path: str, figures: list[Figure]) -> None:
-    from commpress.cli import charts
-
-    threads = list(dict.fromkeys(f.threads for f in figures))
-    names = list(dict.fromkeys(f.codec for f in figures))
-    of = {(f.codec, f.threads, f.operation): f.fp32_gb_per_second for f in figures}
-    title, size = "Codecs on this processor", (6.4, 1.2 + 0.55 * len(names))
-    with charts.chart(path, title, panels=len(threads), size=size, share=True) as panels:
-        for count, panel in zip(threads, panels, strict=True):
-            series = {
-                operation: [of[name, count, operation] for name in names]
-                for operation in ("encode", "decode", "mean", "serve")
-            }
-            charts.bars(panel, names, series, "GB of float32 per second", show="{:.2g}")
-            panel.set_title("one thread" if count == 1 else f"{count} threads")
-        charts.same_scale(panels)

@@ -1,5 +1,6 @@
-"""Pictures of one look: curves over sizes, bars side by side, losses over steps."""
+"""Pictures of one look: curves over sizes, bars side by side, losses over steps, matrices."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -52,24 +53,16 @@ def chart(
 
 
 def _explain(figure: Any, panels: Sequence[Any]) -> None:
-    """A legend in every panel of curves; one below all panels where there are bars, or where all
-    panels say the same."""
-    shown = [
-        dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True)) for panel in panels
-    ]
-    differ = len(panels) == 1 or any(one.keys() != shown[0].keys() for one in shown)
-    if differ and not any(panel.containers for panel in panels):
-        for panel, one in zip(panels, shown, strict=True):
-            if len(one) > 1:
-                panel.legend(frameon=False)
-        return
+    """One legend below all panels that have none of their own, where there is more than one thing
+    to name."""
     every: dict[str, Any] = {}
-    for one in shown:
-        every |= one
+    for panel in (panel for panel in panels if panel.get_legend() is None):
+        handles, labels = panel.get_legend_handles_labels()
+        every |= zip(labels, handles, strict=True)
     if len(every) > 1:
-        columns = min(len(every), 4 * len(panels))
+        columns, place = min(len(every), 3 * len(panels)), "outside lower center"
         figure.legend(
-            every.values(), every.keys(), loc="outside lower center", ncols=columns, frameon=False
+            every.values(), every, loc=place, ncols=columns, frameon=False, fontsize="small"
         )
 
 
@@ -150,11 +143,28 @@ def bars(
     panel.set_xlabel(axis)
 
 
-def same_scale(panels: Sequence[Any]) -> None:
-    """One x axis for bars that are to be compared from panel to panel."""
-    right = max(panel.get_xlim()[1] for panel in panels)
-    for panel in panels:
-        panel.set_xlim(0, right)
+def of_table(
+    path: str,
+    title: str,
+    rows: Sequence[Mapping[str, str]],
+    panels: Mapping[str, Sequence[str]],
+) -> None:
+    """Columns of a table as bars, those of an axis beside each other. The columns before the first
+    of them name a row."""
+    first = list(rows[0]).index(next(iter(panels.values()))[0])
+    names = [" ".join(list(row.values())[:first]) for row in rows]
+    bars_of_a_row = max(map(len, panels.values()))
+    height = 1.6 + 0.25 * len(names) * bars_of_a_row
+    with chart(path, title, panels=len(panels), size=(6.4, height), share=True) as drawn:
+        for (axis, columns), panel in zip(panels.items(), drawn, strict=True):
+            series = {column: [_number(row[column]) for row in rows] for column in columns}
+            bars(panel, names, series if len(columns) > 1 else {"": series[columns[0]]}, axis)
+
+
+def _number(cell: str) -> float | None:
+    """The number at the beginning of a cell; None where there is none."""
+    found = re.match(r"[+-]?[\d.]+(e[+-]\d+)?", cell)
+    return float(found[0]) if found else None
 
 
 def stacked(
@@ -194,16 +204,19 @@ def _shown(show: str, value: float) -> str:
     return f"{value:.0f}" if "e+" in text else text
 
 
-def smooth(values: list[float]) -> list[float]:
-    """The mean of the last fiftieth, or of what there is so far."""
-    window = max(len(values) // 50, 1)
+def matrix(panel: Any, values: Sequence[Sequence[float | None]]) -> None:
+    """Numbers in coloured cells, the largest are dark; None: no such pair."""
+    numbers = [[float("nan") if value is None else value for value in row] for row in values]
+    panel.imshow(numbers, cmap="Blues")
+    panel.set(xticks=range(len(values)), yticks=range(len(values)))
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            if value is not None:
+                panel.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=8, bbox=PAPER)
+
+
+def smooth(values: Sequence[float], least: int = 1) -> list[float]:
+    """The mean of the last fiftieth and of ``least`` values, or of as many as there are so far."""
+    window = max(len(values) // 50, least)
     sums = [0.0, *accumulate(values)]
     return [(sums[i] - sums[max(i - window, 0)]) / min(i, window) for i in range(1, len(sums))]
-
-
-def fit(panel: Any, curves: Sequence[list[float]]) -> None:
-    """The y axis to smoothed losses from their first twentieth on: the first steps would flatten
-    the rest."""
-    start, lowest = max(losses[len(losses) // 20] for losses in curves), min(map(min, curves))
-    margin = 0.05 * (start - lowest) + 1e-3
-    panel.set_ylim(lowest - margin, start + margin)

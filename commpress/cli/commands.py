@@ -1,19 +1,20 @@
-"""The commands: the words, the help and the options of each, and the module that runs it.
+"""The commands: the words, the help and the options of each, and the function that runs it.
 
-A command is a function here: its docstring is the help, its body adds the options, and ``runs``
-names a module whose function ``run(options)`` returns the exit status. That module is loaded when
-the command runs: help loads no torch.
+A command is a function here: its docstring is the help, its body adds the options. What runs it is
+``run(options)`` of the module of that name, which returns the exit status. It is loaded when the
+command runs: help loads no torch.
 """
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 
 from commpress.cli import option_groups
 from commpress.cli.fault_schedule import check_kinds
-from commpress.cli.hosts import MOST, parse_delay, parse_rate
+from commpress.cli.hosts import MOST, parse_rate
 from commpress.cli.option_groups import (
     at_least,
     byte_counts,
@@ -21,13 +22,18 @@ from commpress.cli.option_groups import (
     counts,
     folder,
     from_,
+    from_zero,
+    large,
+    natural,
+    option,
     positive,
     readable,
+    several,
     shared_width,
     told,
     word,
 )
-from commpress.units import parse_bytes, parse_link, parse_memory, parse_rates
+from commpress.units import parse_bytes, parse_link, parse_memory, parse_time
 
 SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
 TRY = "Try your own script"
@@ -42,10 +48,12 @@ class Command:
 
     words: str
     group: str
-    runs: str
     options: Options
-    # a sign of life is shown while it runs; False: it shows how far it is itself
-    spins: bool = True
+    runs: str  # module.function of this folder
+
+    @property
+    def name(self) -> str:
+        return self.words.replace(" ", "_").replace("-", "_")
 
     @property
     def help(self) -> str:
@@ -59,13 +67,12 @@ class Command:
 COMMANDS: list[Command] = []  # in the order in which help shows them
 
 
-def command(
-    words: str, group: str, *, runs: str, spins: bool = True
-) -> Callable[[Options], Options]:
+def command(words: str, group: str, runs: str = "") -> Callable[[Options], Options]:
     """Register the decorated function as a command."""
 
     def register(options: Options) -> Options:
-        COMMANDS.append(Command(words, group, runs, options, spins))
+        made = Command(words, group, options, runs)
+        COMMANDS.append(made if runs else Command(words, group, options, f"{made.name}.run"))
         return options
 
     return register
@@ -74,7 +81,7 @@ def command(
 # ---------------------------------------------------------------- see it
 
 
-@command("demo", SEE, runs="commpress.cli.demo", spins=False)
+@command("demo", SEE)
 def demo(parser: argparse.ArgumentParser) -> None:
     """train a GPT over a slow network in ten ways, each for the same time
 
@@ -91,8 +98,9 @@ def demo(parser: argparse.ArgumentParser) -> None:
       zero-one         commpress.ZeroOneAdam
       powersgd-4       commpress.compress(ddp, "powersgd-4")
       local            commpress.LocalUpdates(optimizer): exchanges hide behind computing
-    and ends with a table, the lowest loss first, and a picture: loss against seconds. Learning
-    rates were searched for each way (--search). Kernels are compiled before a clock starts.
+    and ends with a table, the lowest loss first, and a picture: loss against seconds. Each way has
+    the best of the learning rates that were tried for it. Kernels are compiled before a clock
+    starts.
 
       commpress demo                                  about 10 minutes on 2 cores
       commpress demo --quick                          3 minutes
@@ -100,128 +108,41 @@ def demo(parser: argparse.ArgumentParser) -> None:
       commpress demo --ways plain,sign --steps 500 --network loopback --error-feedback none
                                                       what is lost if what a bit leaves out is
                                                       thrown away
-      commpress demo --search                         how learning rates were found: half an hour
     """
-    add = parser.add_argument
+    add = partial(option, parser)
     ways = "no-network,plain,bf16,torch-powersgd4,diloco,int8,sign,zero-one,powersgd-4,local"
-    add(
-        "--ways",
-        type=word("contenders"),
-        default=ways,
-        metavar="A,B",
-        help=f"these, or any codec of commpress (default {ways})",
+    add("--ways A,B", word("contenders"), ways, "these, or any codec of commpress")
+    add("--quick", says="10 seconds for each way")
+    add("--seconds S", positive, None, "for each way (default 50)")
+    add("--steps N", from_zero, 0, "of each way, instead of seconds (default: seconds count)")
+    add("--rate RATE", told(parse_rate), "100mbit", "of each link")
+    says = (
+        "hosts; paced: connections that the kernel slows down; loopback: no slow network (default "
+        "hosts, else paced)"
     )
-    add("--quick", action="store_true", help="10 seconds for each way")
-    add("--seconds", type=positive, default=0.0, metavar="S", help="for each way (default 50)")
-    add("--steps", type=at_least(0), default=0, metavar="N", help="of each way, instead of seconds")
-    add(
-        "--rate",
-        type=told(parse_rate),
-        default=1e8,
-        metavar="RATE",
-        help="of each link, as 100mbit (default 100mbit)",
-    )
-    add(
-        "--network",
-        choices=("auto", "hosts", "paced", "loopback"),
-        default="auto",
-        help=(
-            "hosts; paced: connections that the kernel slows down; loopback: no slow network "
-            "(default hosts, else paced)"
-        ),
-    )
-    add(
-        "--ranks",
-        type=at_least(2),
-        default=2,
-        metavar="N",
-        help="hosts, a process of one thread on each (default 2)",
-    )
-    add(
-        "--lr",
-        type=checked(parse_rates),
-        metavar="X",
-        help="peak learning rate of all ways (default: what was searched for each)",
-    )
-    add(
-        "--search",
-        action="store_true",
-        help="try several rates for each way, over the steps that it does in the time",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
-    add(
-        "--seeds",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="repeat with so many seeds (default 1)",
-    )
-    add(
-        "--out",
-        default="",
-        metavar="FILE",
-        help="the picture: .svg, or .png and .pdf with matplotlib (default demo.svg)",
-    )
-    add("--json", metavar="FILE", help="everything measured")
-    group = parser.add_argument_group("model and data")
-    group.add_argument(
-        "--width", type=shared_width, default=384, metavar="N", help="of the model (default 384)"
-    )
-    group.add_argument(
-        "--layers",
-        type=at_least(1, 1 << 10),
-        default=3,
-        metavar="N",
-        help="of the model (default 3)",
-    )
-    group.add_argument(
-        "--length",
-        type=at_least(1, 1 << 16),
-        default=64,
-        metavar="N",
-        help="bytes of text in a window (default 64)",
-    )
-    group.add_argument(
-        "--batch",
-        type=at_least(1, 1 << 16),
-        default=8,
-        metavar="N",
-        help="windows per rank and step (default 8)",
-    )
-    group = parser.add_argument_group("ways that are a codec")
-    group.add_argument(
-        "--head-codec",
-        type=word("codec"),
-        default="int8",
-        metavar="NAME",
-        help="of the output layer (default int8)",
-    )
-    group.add_argument(
-        "--error-feedback",
-        choices=("kept", "none"),
-        default="kept",
-        help="what compression leaves out: kept and sent later (default), or none",
-    )
-    group.add_argument(
-        "--min-numel",
-        type=at_least(0),
-        default=256,
-        metavar="N",
-        help="smaller tensors travel exactly (default 256)",
-    )
-    group.add_argument(
-        "--exact-steps",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="first steps that travel exactly (default 0)",
-    )
+    networks = ("auto", "hosts", "paced", "loopback")
+    parser.add_argument("--network", choices=networks, default="auto", help=says)
+    add("--ranks N", several, 2, "hosts, a process of one thread on each")
+    says = "peak learning rate of all ways (default: what was searched for each)"
+    add("--lr X", positive, None, says)
+    add("--seed N", int, 0, "of weights and batches")
+    add("--seeds N", natural, 1, "repeat with so many seeds")
+    says = "the picture: .svg, .png or .pdf; needs matplotlib (default demo.svg)"
+    add("--out FILE", None, "", says)
+    add("--json FILE", says="everything measured")
+    add = partial(option, parser.add_argument_group("model and data"))
+    add("--width N", shared_width, 384, "of the model")
+    add("--layers N", at_least(1, 1 << 10), 3, "of the model")
+    add("--length N", at_least(1, 1 << 16), 64, "bytes of text in a window")
+    add("--batch N", at_least(1, 1 << 16), 8, "windows per rank and step")
+    says = "what codecs leave out: kept and sent later (default), or none"
+    parser.add_argument("--error-feedback", choices=("kept", "none"), default="kept", help=says)
 
 
 # ---------------------------------------------------------------- look at machines
 
 
-@command("doctor", LOOK, runs="commpress.cli.doctor", spins=False)
+@command("doctor", LOOK)
 def doctor(parser: argparse.ArgumentParser) -> None:
     """what works on this machine, and what to do about what does not
 
@@ -237,23 +158,14 @@ def doctor(parser: argparse.ArgumentParser) -> None:
       commpress doctor --report                 to paste into a bug report: versions, builds,
                                                 devices, no addresses
     """
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        default=Path(),
-        metavar="D",
-        help="on the disk to look at (default .)",
-    )
-    parser.add_argument(
-        "--only", type=option_groups.sections, metavar="A,B", help="sections; default all"
-    )
-    parser.add_argument(
-        "--report", action="store_true", help="print what a bug report needs instead"
-    )
-    parser.add_argument("--json", metavar="FILE", help="all findings")
+    add = partial(option, parser)
+    add("--directory D", Path, Path(), "on the disk to look at")
+    add("--only A,B", option_groups.sections, None, "sections; default all")
+    add("--report", says="print what a bug report needs instead")
+    add("--json FILE", says="all findings")
 
 
-@command("probe", LOOK, runs="commpress.cli.probe", spins=False)
+@command("probe", LOOK)
 def probe(parser: argparse.ArgumentParser) -> None:
     """how fast ranks reach each other, in pairs and all at once
 
@@ -266,38 +178,22 @@ def probe(parser: argparse.ArgumentParser) -> None:
       commpress probe --ranks 4 --pairs --plot pairs.svg  every pair, and a picture of it
       torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
     """
+    add = partial(option, parser)
     option_groups.add_topology(parser)
-    add = parser.add_argument
-    add(
-        "--bytes",
-        type=option_groups.large,
-        default="4MiB",
-        metavar="SIZE",
-        help="of a large row (default 4MiB)",
-    )
-    add(
-        "--rounds",
-        type=at_least(1),
-        default=5,
-        metavar="N",
-        help="of each measurement, the median counts (default 5)",
-    )
+    add("--bytes SIZE", large, "4MiB", "of a large row")
+    add("--rounds N", natural, 5, "of each measurement, the median counts")
     option_groups.add_ranks(parser)
-    add(
-        "--pairs",
-        action="store_true",
-        help="every pair of ranks, as a matrix; without it a few of each kind",
-    )
-    add("--out", default="links.json", metavar="FILE", help="where to save it (default links.json)")
-    add("--plot", metavar="FILE", help="the matrix as a picture, .svg (takes --pairs with it)")
-    add("--json", metavar="FILE", help="every pair (takes --pairs with it)")
-    parser.set_defaults(draws_itself=True)  # without matplotlib
+    add("--pairs", says="every pair of ranks, as a matrix; without it a few of each kind")
+    add("--out FILE", None, "links.json", "where to save it")
+    says = "the matrix as a picture (takes --pairs with it; needs matplotlib)"
+    add("--plot FILE", says=says)
+    add("--json FILE", says="every pair (takes --pairs with it)")
 
 
 # ---------------------------------------------------------------- predict
 
 
-@command("plan", PREDICT, runs="commpress.cli.plan")
+@command("plan", PREDICT)
 def plan(parser: argparse.ArgumentParser) -> None:
     """what to use on given machines and links and what it gains
 
@@ -340,64 +236,27 @@ def plan(parser: argparse.ArgumentParser) -> None:
       commpress plan --mesh --config config.json --pairs pairs.json \\
           --compute-ms 300 --dims dp=int4,pp=int8
     """
+    add = partial(option, parser)
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
     option_groups.add_mesh(parser)
     ways = "plain,bf16-ring,int8,int4,sign,powersgd-4"
-    parser.add_argument(
-        "--ways", metavar="A,B", help=f"codecs to choose from (default {ways}; see --allow)"
-    )
-    parser.add_argument(
-        "--allow", default="", metavar="A,B", help="choose these, too: codecs such as sign, local"
-    )
-    parser.add_argument(
-        "--memory",
-        type=told(parse_memory),
-        default="",
-        metavar="T=SIZE,…",
-        help="of one rank, as device=24GiB,host=64GiB (default: any)",
-    )
-    parser.add_argument(
-        "--host-rate",
-        type=checked(parse_link),
-        default="12GB/s",
-        metavar="RATE",
-        help="between device and host (default 12GB/s)",
-    )
-    parser.add_argument(
-        "--disk-rate",
-        type=checked(parse_link),
-        default="2GB/s",
-        metavar="RATE",
-        help="between host and disk (default 2GB/s)",
-    )
-    parser.add_argument(
-        "--gradients",
-        type=readable("what torch.save wrote"),
-        metavar="FILE",
-        help="measured ones, for a codec of its own for every layer",
-    )
-    parser.add_argument(
-        "--uniform",
-        default="int4",
-        metavar="CODEC",
-        help="whose error bounds that choice (default int4)",
-    )
-    parser.add_argument(
-        "--calls",
-        action="store_true",
-        help="the call of every candidate, not only of the advised one",
-    )
-    parser.add_argument(
-        "--out",
-        default="plan.json",
-        metavar="FILE",
-        help="where to write the plan (default plan.json)",
-    )
+    add("--ways A,B", None, None, f"codecs to choose from (default {ways}; see --allow)")
+    add("--allow A,B", None, "", "choose these, too: codecs such as sign, local")
+    says = "of one rank, as device=24GiB,host=64GiB (default: any)"
+    add("--memory T=SIZE,…", told(parse_memory), "", says)
+    add("--host-rate RATE", checked(parse_link), "12GB/s", "between device and host")
+    add("--disk-rate RATE", checked(parse_link), "2GB/s", "between host and disk")
+    saved = readable("what torch.save wrote")
+    says = "measured ones, for a codec of its own for every layer"
+    add("--gradients FILE", saved, None, says)
+    add("--uniform CODEC", None, "int4", "whose error bounds that choice")
+    add("--calls", says="the call of every candidate, not only of the advised one")
+    add("--out FILE", None, "plan.json", "where to write the plan")
     option_groups.add_output(parser)
 
 
-@command("simulate", PREDICT, runs="commpress.cli.simulate")
+@command("simulate", PREDICT)
 def simulate(parser: argparse.ArgumentParser) -> None:
     """time of training steps on a cluster that you describe
 
@@ -439,44 +298,18 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     that one rank sends, and of them those that leave its node (of the rank that sends most);
     against plain.
     """
-    parser.add_argument(
-        "--ways",
-        default="plain,bf16-ring,int8,int4,sign",
-        metavar="A,B",
-        help="default %(default)s",
-    )
-    parser.add_argument("--layered", action="store_true", help="also every codec in two levels")
-    parser.add_argument(
-        "--bytes",
-        type=checked(parse_bytes),
-        default="32MiB",
-        metavar="SIZE",
-        help="of float32 in one all-reduce (default 32MiB)",
-    )
-    parser.add_argument(
-        "--scaling",
-        type=counts,
-        metavar="A,B",
-        help="numbers of nodes of the first kind, one after the other",
-    )
-    parser.add_argument(
-        "--grid",
-        type=word("grid"),
-        metavar="P",
-        help="of parallelism, as pp2,dp4,tp4: ranks of each kind",
-    )
+    add = partial(option, parser)
+    add("--ways A,B", None, "plain,bf16-ring,int8,int4,sign")
+    add("--layered", says="also every codec in two levels")
+    add("--bytes SIZE", checked(parse_bytes), "32MiB", "of float32 in one all-reduce")
+    says = "numbers of nodes of the first kind, one after the other"
+    add("--scaling A,B", counts, None, says)
+    says = "of parallelism, as pp2,dp4,tp4: ranks of each kind"
+    add("--grid P", word("grid"), None, says)
     option_groups.add_batch(parser)
     option_groups.add_experts(parser, 0)
-    parser.add_argument(
-        "--tokens",
-        type=at_least(1),
-        default=4096,
-        metavar="N",
-        help="of a rank, for experts (default 4096)",
-    )
-    parser.add_argument(
-        "--width", type=at_least(1), default=1024, metavar="N", help="of a token (default 1024)"
-    )
+    add("--tokens N", natural, 4096, "of a rank, for experts")
+    add("--width N", natural, 1024, "of a token")
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
     option_groups.add_output(parser)
@@ -485,8 +318,8 @@ def simulate(parser: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------- try your own script
 
 
-@command("hosts", TRY, runs="commpress.cli.on_hosts", spins=False)
-def on_hosts(parser: argparse.ArgumentParser) -> None:
+@command("hosts", TRY, runs="on_hosts.run")
+def hosts(parser: argparse.ArgumentParser) -> None:
     """run a command on several hosts with slow links, all on this machine
 
     Makes N hosts (network namespaces of Linux; root is not needed where users may have namespaces),
@@ -502,14 +335,14 @@ def on_hosts(parser: argparse.ArgumentParser) -> None:
     Prints what each host prints, and at the end the seconds and bytes of each. The exit status is
     that of the first host that failed. The hosts share this machine's cores and files.
     """
-    add = parser.add_argument
-    add("count", type=at_least(1, MOST), metavar="N", help="hosts")
+    add = partial(option, parser)
+    parser.add_argument("count", type=at_least(1, MOST), metavar="N", help="hosts")
     _command(parser)
     _links(parser)
-    add("--json", metavar="FILE", help="seconds, bytes and exit status of each host")
+    add("--json FILE", says="seconds, bytes and exit status of each host")
 
 
-@command("compare", TRY, runs="commpress.cli.compare", spins=False)
+@command("compare", TRY)
 def compare(parser: argparse.ArgumentParser) -> None:
     """run a script with several methods in turns: loss, seconds, bytes
 
@@ -526,38 +359,22 @@ def compare(parser: argparse.ArgumentParser) -> None:
     Ends with a table, a verdict for each method, and a picture. The exit status is 1 if a method
     changes nothing, as where a script does not look at {method}.
     """
-    add = parser.add_argument
+    add = partial(option, parser)
     _command(parser)
+    add("--methods A,B", str, "none,int8", "words that replace {method}")
+    add("--seed N", at_least(0), 0, "the first seed")
+    add("--seeds N", at_least(1, 1000), 1, "so many")
     add(
-        "--methods",
-        default="none,int8",
-        metavar="A,B",
-        help="words that replace {method} (default none,int8)",
+        "--pattern REGEX",
+        str,
+        "",
+        says="of a line with a loss, whose number is the group (?P<loss>...)",
     )
-    add("--seed", type=at_least(0), default=0, metavar="N", help="the first (default 0)")
-    add("--seeds", type=at_least(1, 1000), default=1, metavar="N", help="so many (default 1)")
-    add(
-        "--pattern",
-        default="",
-        metavar="REGEX",
-        help="of a line with a loss, whose number is the group (?P<loss>...)",
-    )
-    add(
-        "--hosts",
-        dest="count",
-        type=at_least(2, MOST),
-        default=0,
-        metavar="N",
-        help="run on so many hosts, as commpress hosts does (default: here)",
-    )
+    says = "run on so many hosts, as commpress hosts does (default: here)"
+    add("--hosts N", at_least(2, MOST), 0, says, dest="count")
     _links(parser)
-    add(
-        "--out",
-        default="compare.svg",
-        metavar="FILE",
-        help="the picture, .svg (default compare.svg)",
-    )
-    add("--json", metavar="FILE", help="all losses with their times")
+    add("--out FILE", str, "compare.svg", "the picture; needs matplotlib")
+    add("--json FILE", says="all losses with their times")
 
 
 def _command(parser: argparse.ArgumentParser) -> None:
@@ -565,26 +382,16 @@ def _command(parser: argparse.ArgumentParser) -> None:
 
 
 def _links(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--rate",
-        type=told(parse_rate),
-        metavar="RATE",
-        help="of each host's link, as 100mbit (default: as fast as this machine)",
-    )
-    add(
-        "--delay",
-        type=told(parse_delay),
-        default=0.0,
-        metavar="TIME",
-        help="of each host's link, one way, as 20ms (default none)",
-    )
+    add = partial(option, parser)
+    says = "of each host's link, as 100mbit (default: as fast as this machine)"
+    add("--rate RATE", told(parse_rate), None, says)
+    add("--delay TIME", told(parse_time), 0.0, "of each link, one way, as 20ms (default none)")
 
 
 # ---------------------------------------------------------------- break it
 
 
-@command("chaos", BREAK, runs="commpress.cli.chaos", spins=False)
+@command("chaos", BREAK)
 def chaos(parser: argparse.ArgumentParser) -> None:
     """kill, stop, slow and cut off ranks of a run: what it costs
 
@@ -615,116 +422,44 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     ranks that took part in a step. Pause: what survivors waited longer than usual for the next
     committed step. Nothing that was started stays, however this ends.
     """
-    add = parser.add_argument
-    add(
-        "command",
-        nargs="*",
-        metavar="-- COMMAND",
-        help="what each process runs (default: a small model that sleeps)",
-    )
-    add("--ranks", type=at_least(2), default=4, metavar="N", help="processes (default 4)")
-    add(
-        "--seconds",
-        type=positive,
-        default=120.0,
-        metavar="S",
-        help="of training in which faults are made (default 120)",
-    )
-    add(
-        "--faults-per-hour",
-        type=from_(0),
-        default=125.0,
-        metavar="N",
-        help="on average, at random times (default 125)",
-    )
-    add(
-        "--faults",
-        type=checked(check_kinds),
-        default="kill",
-        metavar="KINDS",
-        help="some of kill,stop,slow,cut (default kill); cut needs --hosts",
-    )
-    add("--schedule", metavar="FILE", help="faults of a file instead of random ones")
-    add("--seed", type=int, default=0, metavar="N", help="of the random ones (default 0)")
-    add(
-        "--calm",
-        type=from_(0),
-        default=10.0,
-        metavar="S",
-        help="before faults: what goodput is compared with (default 10)",
-    )
-    add(
-        "--restart-after",
-        type=from_(0),
-        default=1.0,
-        metavar="S",
-        help="until an ended process starts again (default 1)",
-    )
-    add("--no-restart", action="store_true", help="what has ended stays away")
-    add(
-        "--patience",
-        type=positive,
-        default=60.0,
-        metavar="S",
-        help="without a committed step: the run hangs (default 60)",
-    )
-    add(
-        "--hosts",
-        action="store_true",
-        help="each rank on a host of its own: network namespaces (root or user namespaces)",
-    )
-    add(
-        "--rate",
-        type=told(parse_rate),
-        metavar="RATE",
-        help="of each host's link, as 100mbit (default: unshaped)",
-    )
-    add(
-        "--delay",
-        type=told(parse_delay),
-        default=0.0,
-        metavar="TIME",
-        help="of each host's link, as 5ms (default none)",
-    )
-    add(
-        "--step-seconds",
-        type=positive,
-        default=0.25,
-        metavar="S",
-        help="that a step of the small model sleeps (default 0.25)",
-    )
-    add(
-        "--hash-every",
-        type=at_least(0),
-        default=1,
-        metavar="N",
-        help="steps from one comparison of weights to the next (default 1)",
-    )
-    add("--logs", metavar="FOLDER", help="keep output and events of the processes here")
-    add("--json", metavar="FILE", help="figures, faults and pauses, with settings and versions")
-    add("--check", action="store_true", help="exit status 1 unless the bars below hold as well")
-    bar = parser.add_argument_group("bars")
-    bar.add_argument(
-        "--min-goodput", type=from_(0), default=90.0, metavar="PERCENT", help="default 90"
-    )
-    bar.add_argument(
-        "--min-participation", type=from_(0), default=80.0, metavar="PERCENT", help="default 80"
-    )
-    bar.add_argument("--median-pause", type=from_(0), default=2.5, metavar="S", help="default 2.5")
-    bar.add_argument("--longest-pause", type=from_(0), default=30.0, metavar="S", help="default 30")
-    bar.add_argument(
-        "--longest-healing",
-        type=from_(0),
-        default=20.0,
-        metavar="S",
-        help="new start to first step (default 20)",
-    )
+    add = partial(option, parser)
+    says = "what each process runs (default: a small model that sleeps)"
+    parser.add_argument("command", nargs="*", metavar="-- COMMAND", help=says)
+    add("--ranks N", several, 4, "processes")
+    add("--seconds S", positive, 120.0, "of training in which faults are made")
+    add("--faults-per-hour N", from_(0), 125.0, "on average, at random times")
+    kinds = "some of kill,stop,slow,cut (default kill); cut needs --hosts"
+    add("--faults KINDS", checked(check_kinds), "kill", kinds)
+    add("--schedule FILE", says="faults of a file instead of random ones")
+    add("--seed N", int, 0, "of the random ones")
+    add("--calm S", from_(0), 10.0, "before faults: what goodput is compared with")
+    add("--restart-after S", from_(0), 1.0, "until an ended process starts again")
+    add("--no-restart", says="what has ended stays away")
+    add("--patience S", positive, 60.0, "without a committed step: the run hangs")
+    says = "each rank on a host of its own: network namespaces (root or user namespaces)"
+    add("--hosts", says=says)
+    says = "of each host's link, as 100mbit (default: unshaped)"
+    add("--rate RATE", told(parse_rate), None, says)
+    says = "of each host's link, as 5ms (default none)"
+    add("--delay TIME", told(parse_time), 0.0, says)
+    add("--step-seconds S", positive, 0.25, "that a step of the small model sleeps")
+    says = "steps from one comparison of weights to the next"
+    add("--hash-every N", from_zero, 1, says)
+    add("--logs FOLDER", says="keep output and events of the processes here")
+    add("--json FILE", says="figures, faults and pauses, with settings and versions")
+    add("--check", says="exit status 1 unless the bars below hold as well")
+    add = partial(option, parser.add_argument_group("bars"))
+    add("--min-goodput PERCENT", from_(0), 90.0)
+    add("--min-participation PERCENT", from_(0), 80.0)
+    add("--median-pause S", from_(0), 2.5)
+    add("--longest-pause S", from_(0), 30.0)
+    add("--longest-healing S", from_(0), 20.0, "new start to first step")
 
 
 # ---------------------------------------------------------------- measure
 
 
-@command("bench codec", MEASURE, runs="commpress.cli.bench_codec")
+@command("bench codec", MEASURE)
 def bench_codec(parser: argparse.ArgumentParser) -> None:
     """speed of codecs on this processor, and a check of their bytes
 
@@ -741,25 +476,14 @@ def bench_codec(parser: argparse.ArgumentParser) -> None:
       commpress bench codec                            all codecs on 1 and 2 threads, about a minute
       commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
     """
-    parser.add_argument("--codec", type=word("timed"), metavar="A,B", help="default all")
-    parser.add_argument(
-        "--numel",
-        type=at_least(64),
-        default=1 << 25,
-        metavar="N",
-        help="floats in the buffer (default 33554432)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=counts,
-        default="1,2",
-        metavar="A,B",
-        help="numbers of threads (default 1,2)",
-    )
+    add = partial(option, parser)
+    add("--codec A,B", word("timed"), None, "default all")
+    add("--numel N", at_least(64), 1 << 25, "floats in the buffer")
+    add("--threads A,B", counts, "1,2", "numbers of threads")
     option_groups.add_output(parser, check="the sign codec holds its bars")
 
 
-@command("bench allreduce", MEASURE, runs="commpress.cli.bench_allreduce")
+@command("bench allreduce", MEASURE)
 def bench_allreduce(parser: argparse.ArgumentParser) -> None:
     """one compressed all-reduce against torch's
 
@@ -778,24 +502,11 @@ def bench_allreduce(parser: argparse.ArgumentParser) -> None:
       commpress bench allreduce --codec int8 --min-bytes 64KiB
       torchrun --nproc-per-node 2 --no-python commpress bench allreduce --check
     """
-    parser.add_argument(
-        "--codec", type=word("row_codec"), default="sign", metavar="NAME", help="default sign"
-    )
+    add = partial(option, parser)
+    add("--codec NAME", word("row_codec"), "sign")
     option_groups.add_sizes(parser, "1MiB", "32MiB")
-    parser.add_argument(
-        "--iterations",
-        type=at_least(1),
-        default=10,
-        metavar="N",
-        help="timed, of each size (default 10)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=at_least(0),
-        default=2,
-        metavar="N",
-        help="not timed, of each size (default 2)",
-    )
+    add("--iterations N", natural, 10, "timed, of each size")
+    add("--warmup N", from_zero, 2, "not timed, of each size")
     option_groups.add_ranks(parser)
     check = (
         "ranks agree bit for bit, error feedback loses nothing and codecs err in the right order"
@@ -803,116 +514,7 @@ def bench_allreduce(parser: argparse.ArgumentParser) -> None:
     option_groups.add_output(parser, check=check)
 
 
-@command("bench alltoall", MEASURE, runs="commpress.cli.bench_alltoall")
-def bench_alltoall(parser: argparse.ArgumentParser) -> None:
-    """one all-to-all, flat and by way of nodes, against torch's or MPI's
-
-    All run interleaved, so that a network's moods hit them alike; times are medians over rounds of
-    the slowest rank's.
-      size, block          bytes that one rank sends in all, and to each rank
-      flat, inside-first,
-      between-first        time of each route; the last two need --nodes. With --codec, encoding and
-                           decoding included
-      rival                time of torch's all_to_all_single on float32; with --mpi of MPI's
-                           blocking Alltoall on the same bytes
-      flat x               how many times longer the rival takes than flat
-      nodes x              how many times longer flat takes than the faster route by way of nodes:
-                           above 1 they pay
-      messages             that leave rank 0 for other nodes, flat and by the first way of nodes
-    Every result is compared with the rival's, bit for bit if nothing is compressed.
-
-      commpress bench alltoall                                              4 local processes
-      commpress bench alltoall --ranks 8 --nodes 2x4 --min-bytes 8KiB --max-bytes 8MiB
-      mpirun -n 4 commpress bench alltoall --mpi --check                    over MPI
-    """
-    parser.add_argument(
-        "--codec",
-        type=word("exchanged_codec"),
-        default="none",
-        metavar="NAME",
-        help="none, bf16, fp8, int8, int4 (default none)",
-    )
-    parser.add_argument(
-        "--nodes",
-        type=word("nodes"),
-        metavar="NxM",
-        help="which ranks share a node: 2x4, 4,4,3 or '0 2|1 3'",
-    )
-    option_groups.add_sizes(parser, "256KiB", "16MiB", factor=4)
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=5, metavar="N", help="of 3 calls of each (default 5)"
-    )
-    parser.add_argument("--mpi", action="store_true", help="over MPI instead of Gloo; needs mpirun")
-    option_groups.add_ranks(parser)
-    check = (
-        "all routes deliver what the rival delivers: in every bit, or within the codec's error; "
-        "over MPI at 9/10 its speed"
-    )
-    option_groups.add_output(parser, check=check)
-
-
-@command("bench experts", MEASURE, runs="commpress.cli.bench_experts")
-def bench_experts(parser: argparse.ArgumentParser) -> None:
-    """dispatch to experts and back, against torch's all_to_all_single
-
-    Tokens go to k experts each and come back as sums, experts doing nothing; all ways run
-    interleaved. One line per k:
-      torch f32, torch bf16   milliseconds, medians of the slowest rank's: copies sorted by rank,
-                              all_to_all_single of counts, there and back, gates and sums
-      flat, nodes             ExpertExchange with routing, dispatch and combine; once to every rank,
-                              once to every node
-      int8, auto              by way of nodes: int8 out and back; the codec that it measured
-      x nodes, x int8, ...    how many times longer torch takes in float32
-      took                    the codec that auto took
-      node B, formula         bytes that left nodes in one call, by way of nodes; as a share of
-                              Σ tokens · other nodes
-      wrong                   elements that differ from torch's beyond rounding
-    Tokens lie around 64 centres and choose at random, or are those that a trained layer saw
-    (--states).
-
-      commpress bench experts --topology 2x2 --check
-      torchrun --nproc-per-node 1 examples/moe_gpt.py --topology 1x1 --width 1024 --layers 1 \\
-          --experts 16 --states states.pt
-      commpress bench experts --topology 2x2 --states states.pt
-      torchrun --nnodes 2 --nproc-per-node 2 ... -m commpress bench experts --topology auto \\
-          --slow --check
-    """
-    option_groups.add_topology(parser)
-    parser.add_argument(
-        "--k", type=counts, default="2,8", metavar="A,B", help="experts of a token (default 2,8)"
-    )
-    parser.add_argument(
-        "--tokens", type=at_least(1), default=1024, metavar="N", help="of each rank (default 1024)"
-    )
-    parser.add_argument(
-        "--width", type=at_least(1), default=1024, metavar="D", help="of a token (default 1024)"
-    )
-    parser.add_argument(
-        "--experts", type=at_least(1), default=16, metavar="E", help="of all ranks (default 16)"
-    )
-    parser.add_argument(
-        "--states",
-        type=readable("what examples/moe_gpt.py --states FILE saved"),
-        metavar="FILE",
-        help="tokens and a gate that examples/moe_gpt.py saved",
-    )
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=5, metavar="N", help="timed (default 5)"
-    )
-    parser.add_argument(
-        "--slow",
-        action="store_true",
-        help="links between nodes are slow: hold speeds to their bars, too",
-    )
-    option_groups.add_ranks(parser)
-    check = (
-        "results are torch's and bytes between nodes the formula within 1 %; with --slow speeds, "
-        "too"
-    )
-    option_groups.add_output(parser, check=check)
-
-
-@command("bench io", MEASURE, runs="commpress.cli.bench_io", spins=False)
+@command("bench io", MEASURE)
 def bench_io(parser: argparse.ArgumentParser) -> None:
     """speed of the tiered store, reading and writing here, beside fio
 
@@ -920,64 +522,28 @@ def bench_io(parser: argparse.ArgumentParser) -> None:
     of several sizes:
       write   flush: tensors that are newer in memory go to disk
       read    prefetch: tensors on disk come back and are verified
-    "engine" is the same transfers without the store, from as few buffers as fio has: one for each
-    transfer at once, which stay in the processor's cache while they are small; "bare" is the engine
-    without checksums from as much memory as the tensors have: what memory and disk allow. "fio" is
-    the best of its engines io_uring, libaio and psync, at the same depth, if fio is installed;
-    "huge" is its io_uring with buffers in huge pages, as the store's memory is (where
-    vm.nr_hugepages sets some aside); "cold" is its io_uring with a buffer for every chunk, as
-    tensors have, and so at a greater depth. All use the same stretch of a file, interleaved;
-    medians.
+    "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if fio is
+    installed; "huge" is its io_uring with buffers in huge pages, as the store's memory is (where
+    vm.nr_hugepages sets some aside). All use the same stretch of a file, interleaved; medians.
 
       commpress bench io                                    in the current directory, one minute
       commpress bench io --directory /nvme/tmp --size 2GiB  elsewhere, more bytes
       commpress bench io --engine io_uring --check          exit status 1 if the store is below
                                                             95 % of fio
-      commpress bench io --deepspeed                        DeepSpeed's aio handle interleaved with
-                                                            all this, as it comes
     """
-    parser.add_argument(
-        "--directory",
-        type=folder,
-        default=Path(),
-        metavar="D",
-        help="on the disk to measure (default .)",
-    )
-    parser.add_argument(
-        "--chunks",
-        type=byte_counts,
-        default="1MiB,4MiB,16MiB,64MiB",
-        metavar="A,B",
-        help="default 1MiB,4MiB,16MiB,64MiB",
-    )
-    parser.add_argument(
-        "--size",
-        type=checked(parse_bytes),
-        default="512MiB",
-        help="bytes written and read per figure (default 512MiB)",
-    )
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=5, metavar="N", help="of everything (default 5)"
-    )
-    parser.add_argument(
-        "--depth", type=at_least(1), default=4, metavar="N", help="transfers at once (default 4)"
-    )
-    parser.add_argument(
-        "--engine",
-        type=word("engine"),
-        default="auto",
-        help="auto (default), threads, io_uring, libaio or aiofiles",
-    )
-    parser.add_argument("--no-fio", action="store_true", help="do not run fio")
-    parser.add_argument(
-        "--deepspeed",
-        action="store_true",
-        help="run DeepSpeed's aio handle too, which must be installed",
-    )
+    add = partial(option, parser)
+    add("--directory D", folder, Path(), "on the disk to measure")
+    add("--chunks A,B", byte_counts, "1MiB,4MiB,16MiB,64MiB")
+    add("--size SIZE", checked(parse_bytes), "512MiB", "bytes written and read per figure")
+    add("--rounds N", natural, 5, "of everything")
+    add("--depth N", natural, 4, "transfers at once")
+    says = "auto (default), threads, io_uring, libaio or aiofiles"
+    add("--engine NAME", word("engine"), "auto", says)
+    add("--no-fio", says="do not run fio")
     option_groups.add_output(parser, check="the store reaches 95 % of fio")
 
 
-@command("bench train", MEASURE, runs="commpress.cli.bench_train")
+@command("bench train", MEASURE)
 def bench_train(parser: argparse.ArgumentParser) -> None:
     """which share of a training step waits for the network
 
@@ -999,30 +565,26 @@ def bench_train(parser: argparse.ArgumentParser) -> None:
       commpress bench train --ways compute,plain,int8,sign --bucket-mb 25 sign=4
     """
     usual = "compute,plain,bf16,powersgd1,sign"
-    parser.add_argument(
-        "--ways",
-        type=word("variants_of"),
-        default=usual,
-        metavar="A,B",
-        help=f"default {usual}; compute is always measured",
-    )
+    says = f"default {usual}; compute is always measured"
+    option(parser, "--ways A,B", word("variants_of"), usual, says)
     says = "DDP's buckets: MB for all, way=MB for one (default 25)"
-    parser.add_argument("--bucket-mb", nargs="+", default=["25"], metavar="MB", help=says)
-    option_groups.add_measuring(
-        parser,
-        rounds=5,
-        steps=4,
-        batch=4,
-        check="sign exposes at most half of what powersgd1 does and its step is at most 1.3 of "
-        "compute, if both run; "
-        "auto is as fast as plain within 2 % and as the fastest within 5 %",
+    option(parser, "--bucket-mb MB", None, ["25"], says, nargs="+")
+    check = (
+        "sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute, "
+        "if both run; auto is as fast as plain within 2 % and as the fastest within 5 %"
     )
+    option_groups.add_measuring(parser, rounds=5, steps=4, batch=4, check=check)
 
 
 # ---------------------------------------------------------------- weights at their readers
 
 
-@command("weights serve", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+def _source(parser: argparse.ArgumentParser) -> None:
+    says = "a folder, http://HOST:PORT or a URL of fsspec"
+    parser.add_argument("source", metavar="SOURCE", help=says)
+
+
+@command("weights serve", WEIGHTS, "weight_copies.serve")
 def weights_serve(parser: argparse.ArgumentParser) -> None:
     """let readers have the versions in a folder over HTTP
 
@@ -1033,21 +595,12 @@ def weights_serve(parser: argparse.ArgumentParser) -> None:
       commpress weights serve /shared/run1        to this machine, port 9500
       COMMPRESS_RUN_KEY_FILE=key commpress weights serve /shared/run1 --host 0.0.0.0
     """
-    parser.set_defaults(action="serve")
     parser.add_argument("folder", metavar="FOLDER", help="of published versions")
-    parser.add_argument(
-        "--port",
-        type=at_least(0),
-        default=9500,
-        metavar="N",
-        help="default 9500; 0 takes a free one",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1)"
-    )
+    option(parser, "--port N", from_zero, 9500, "0 takes a free one")
+    option(parser, "--host H", None, "127.0.0.1", "address to listen on")
 
 
-@command("weights pull", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+@command("weights pull", WEIGHTS, "weight_copies.pull")
 def weights_pull(parser: argparse.ArgumentParser) -> None:
     """copy new versions into a folder
 
@@ -1059,31 +612,17 @@ def weights_pull(parser: argparse.ArgumentParser) -> None:
       commpress weights pull http://trainer:9500 /data/run1 --serve 9500   and for others, on and on
       commpress weights pull http://trainer:9500 /data/run1 --safetensors model.safetensors
     """
-    parser.set_defaults(action="pull")
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a folder, http://HOST:PORT or a URL of fsspec"
-    )
+    add = partial(option, parser)
+    _source(parser)
     parser.add_argument("folder", metavar="FOLDER", help="of the copy")
-    parser.add_argument("--follow", action="store_true", help="go on with every new version")
-    parser.add_argument(
-        "--serve", type=at_least(0), metavar="N", help="follow, and serve the copy at this port"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="H", help="address to serve on (default 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--safetensors", metavar="FILE", help="write the newest version as one file, too"
-    )
-    parser.add_argument(
-        "--limit",
-        type=checked(parse_bytes),
-        default="64GiB",
-        metavar="SIZE",
-        help="of its weights in memory (default 64GiB)",
-    )
+    add("--follow", says="go on with every new version")
+    add("--serve N", from_zero, None, "follow, and serve the copy at this port")
+    add("--host H", None, "127.0.0.1", "address to serve on")
+    add("--safetensors FILE", says="write the newest version as one file, too")
+    add("--limit SIZE", checked(parse_bytes), "64GiB", "of its weights in memory")
 
 
-@command("weights verify", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+@command("weights verify", WEIGHTS, "weight_copies.verify")
 def weights_verify(parser: argparse.ArgumentParser) -> None:
     """read every byte of every version, and rebuild its weights
 
@@ -1092,19 +631,11 @@ def weights_verify(parser: argparse.ArgumentParser) -> None:
       commpress weights verify /shared/run1
       commpress weights verify http://trainer:9500
     """
-    parser.set_defaults(action="verify")
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a folder, http://HOST:PORT or a URL of fsspec"
-    )
-    parser.add_argument(
-        "--json",
-        type=checked(option_groups.check_json),
-        metavar="FILE",
-        help="what was found, for programs",
-    )
+    _source(parser)
+    option(parser, "--json FILE", says="what was found, for programs")
 
 
-@command("weights stat", WEIGHTS, runs="commpress.cli.weight_copies", spins=False)
+@command("weights stat", WEIGHTS, "weight_copies.stat")
 def weights_stat(parser: argparse.ArgumentParser) -> None:
     """bytes and density of every version
 
@@ -1114,22 +645,14 @@ def weights_stat(parser: argparse.ArgumentParser) -> None:
       commpress weights stat /shared/run1
       commpress weights stat http://trainer:9500 --json versions.json
     """
-    parser.set_defaults(action="stat")
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a folder, http://HOST:PORT or a URL of fsspec"
-    )
-    parser.add_argument(
-        "--json",
-        type=checked(option_groups.check_json),
-        metavar="FILE",
-        help="the same for programs",
-    )
+    _source(parser)
+    option(parser, "--json FILE", says="the same for programs")
 
 
 # ---------------------------------------------------------------- come from elsewhere
 
 
-@command("from-deepspeed", COME, runs="commpress.cli.from_deepspeed", spins=False)
+@command("from-deepspeed", COME)
 def from_deepspeed(parser: argparse.ArgumentParser) -> None:
     """a ds_config.json as calls of torch and commpress
 
@@ -1142,6 +665,5 @@ def from_deepspeed(parser: argparse.ArgumentParser) -> None:
 
     docs/start_other_libraries.md has the whole table.
     """
-    parser.add_argument(
-        "config", type=Path, metavar="ds_config.json", help="DeepSpeed's configuration"
-    )
+    says = "DeepSpeed's configuration"
+    parser.add_argument("config", type=Path, metavar="ds_config.json", help=says)

@@ -10,17 +10,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter
 
 from commpress.cli import on_hosts, terminal
 from commpress.cli.hosts import Hosts
-from commpress.cli.svg import Curve, curves
 from commpress.errors import CommpressError
 
 METHOD, SEED = "{method}", "{seed}"  # in the command
-COLOURS = ("#666666", "#1f6fb4", "#d95f02", "#1b9e77", "#7b3294", "#b8860b", "#c51b7d")
 HEAD = ["method", "runs", "final loss", "gap", "seconds", "speed", "MB sent"]
 SHOWN = 15  # last lines of a command that failed
 # gaps of less than these shares count as none: of one seed, of several
@@ -65,16 +64,18 @@ def run(options: argparse.Namespace) -> int:
         print(terminal.wrapped(headline(options, methods)), flush=True)
         for seed in seeds:
             for method in methods if seed % 2 == 0 else reversed(methods):
-                with terminal.working(f"{method}, seed {seed}"):
-                    runs.append(trained(options.command, method, seed, reader, hosts))
-                one = runs[-1]
+                one = trained(options.command, method, seed, reader, hosts)
+                runs.append(one)
                 said = f"{method}, seed {seed}: {len(one.losses)} losses, final {one.final:.4g}"
                 print(f"{said}, {one.seconds:.1f} s", flush=True)
     print()
     terminal.show(HEAD, rows(runs, methods))
     print("\n".join(["", *map(terminal.wrapped, verdicts(runs, methods))]))
-    draw(options.out, runs, methods)
-    print(f"\npicture: {options.out}")
+    if find_spec("matplotlib") is None:
+        print("\nno picture: it needs matplotlib (pip install 'commpress[demo]')")
+    else:
+        draw(options.out, runs, methods)
+        print(f"\npicture: {options.out}")
     if options.json:
         found = [asdict(each) | {"final": each.final, "seconds": each.seconds} for each in runs]
         content = {"command": options.command, "runs": found}
@@ -273,16 +274,13 @@ def verdicts(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[str]:
 
 def draw(path: str, runs: Sequence[TrainedRun], methods: Sequence[str]) -> None:
     """Training loss against seconds, a line for each method, of its first seed."""
-    groups, lines = _by_method(runs, methods), {}
-    for i, (name, group) in enumerate(groups.items()):
-        first = group[0]
-        window = max(len(first.losses) // 50, 1)
-        smooth = [mean(first.losses[max(j - window, 0) : j + 1]) for j in range(len(first.losses))]
-        lines[name] = Curve(
-            [at - first.times[0] for at in first.times],
-            smooth,
-            COLOURS[i % len(COLOURS)],
-            f"{mean(each.final for each in group):.4g}",
-            dashed=i == 0,
-        )
-    curves(path, "Loss of each method", lines, x="seconds after the first loss", y="training loss")
+    from commpress.cli import charts
+
+    with charts.chart(path, "Loss of each method", size=(8, 5.6)) as (panel,):
+        for i, (name, group) in enumerate(_by_method(runs, methods).items()):
+            times = [at - group[0].times[0] for at in group[0].times]
+            label = f"{name} {mean(each.final for each in group):.4g}"
+            panel.plot(
+                times, charts.smooth(group[0].losses), label=label, color=charts.COLOURS[i % 8]
+            )
+        panel.set(xlabel="seconds after the first loss", ylabel="training loss")

@@ -65,16 +65,6 @@ CONTENDERS = {
 }
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Options of the ways that compress gradients by a codec."""
-
-    head_codec: str = "int8"  # of the output layer, whose gradients are the spikiest
-    error_feedback: bool = True
-    exact_steps: int = 0
-    min_numel: int = 256
-
-
 def contender(name: str) -> Contender:
     """One of the table, or any codec of commpress under AdamW."""
     if name in CONTENDERS:
@@ -91,7 +81,7 @@ def contender(name: str) -> Contender:
 
 def torch_rank(name: str) -> int:
     """Rank of torch's PowerSGD; 0 of any other way."""
-    match = re.fullmatch(r"torch-powersgd(\d+)", name)
+    match = re.fullmatch(r"(?:torch-)?powersgd(\d+)", name)
     return int(match[1]) if match else 0
 
 

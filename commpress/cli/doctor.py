@@ -1,75 +1,70 @@
-"""Findings on this machine: what works, and what to do about what does not."""
+"""Findings on this machine: what works, and what to do about what does not; or the report to paste
+into a bug report, in which nothing tells whose machine it is."""
 
 import argparse
 import ctypes
+import getpass
 import os
 import platform
 import re
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
 
+from commpress import __version__
 from commpress.cli import harness, option_groups, terminal
+from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import CommpressError
 from commpress.tiered_mem import FileLayer, engines, show_bytes
 from commpress.tiered_mem.engines import thread_priority
 
-P = ParamSpec("P")
 OLDEST = (2, 8)
-NEEDED, USEFUL = (
-    ("numpy", "llvmlite", "msgpack", "xxhash"),
-    ("transformers", "accelerate", "lightning", "matplotlib"),
-)
+NEEDED = ("numpy", "llvmlite", "msgpack", "xxhash")
+USEFUL = ("transformers", "accelerate", "lightning", "matplotlib")
+CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SECONDS = 30  # for a program or a thread to answer
 SYS, PROC = Path("/sys"), Path("/proc")
 STA_UNSYNC, TIME_ERROR = 0x0040, 5
 JUMBO = 9000
-DIOALIGN = 0x2000  # the bit of statx that asks for it
 LOW = 10 << 30
 COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``note``: works without it, or more slowly. ``bad``: something commpress needs does not work.
-    ``cure``: what to do."""
+    """``ok``; ``note``: works without it, or more slowly; ``bad``: something commpress needs does
+    not work. ``cure``: what to do."""
 
-    state: Literal["ok", "note", "bad"]
+    state: str
     what: str
     cure: str = ""
 
 
-def looked_at(
-    section: Callable[P, list[Finding]], *args: P.args, **kwargs: P.kwargs
-) -> list[Finding]:
+ok, note, bad = (partial(Finding, state) for state in COLOURS)
+
+
+def looked_at(section: Callable[..., Iterable[Finding]], *args: object) -> list[Finding]:
     """A section that cannot look is a finding, not the end of the report."""
     try:
-        return section(*args, **kwargs)
+        return list(section(*args))
     except Exception as error:
-        return [
-            Finding(
-                "note",
-                f"could not look: {type(error).__name__}: {error}",
-                "this machine hides it; nothing follows",
-            )
-        ]
+        said = f"could not look: {type(error).__name__}: {error}"
+        return [note(said, "this machine hides it; nothing follows")]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,56 +73,49 @@ def run(options: argparse.Namespace) -> int:
     for title in wanted:
         if not options.report:
             print(title, flush=True)
-        found[title] = looked_at(SECTIONS[title], options)
+        arguments = [options.directory] if title == "disks" else []
+        found[title] = looked_at(SECTIONS[title], *arguments)
         for finding in [] if options.report else found[title]:
-            state = terminal.coloured(f"{finding.state:<4}", COLOURS[finding.state])
-            told = terminal.wrapped(finding.what, " " * 8, " " * 8)[8:]
-            cure = "\n" + terminal.wrapped(finding.cure, " " * 8, " " * 8) if finding.cure else ""
-            print(f"  {state}  {told}{cure}", flush=True)
-    count = {
-        state: sum(f.state == state for fs in found.values() for f in fs)
-        for state in ("ok", "note", "bad")
-    }
+            state = terminal.styled(f"{finding.state:<4}", COLOURS[finding.state])
+            lines = [
+                terminal.wrapped(text, " " * 8) for text in (finding.what, finding.cure) if text
+            ]
+            print(f"  {state}  {chr(10).join(lines)[8:]}", flush=True)
+    states = [finding.state for findings in found.values() for finding in findings]
+    count = {state: states.count(state) for state in COLOURS}
     if options.report:
-        from commpress.cli import bug_report
-
-        print(bug_report.report(found))
+        print(report(found))
     else:
         print(f"\n{count['ok']} ok, {count['note']} to note, {count['bad']} bad")
     if options.json:
-        sections = {title: [asdict(f) for f in findings] for title, findings in found.items()}
-        harness.write_json(
-            options.json, {**harness.machine(), "count": count, "sections": sections}
-        )
+        sections = {title: list(map(asdict, findings)) for title, findings in found.items()}
+        content = {**harness.machine(), "count": count, "sections": sections}
+        harness.write_json(options.json, content)
     return int(count["bad"] > 0)
 
 
 # ---------------------------------------------------------------- software
 
 
-def packages() -> list[Finding]:
+def software() -> Iterator[Finding]:
     number = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    threads = f"{torch.get_num_threads()} threads"
     if number < OLDEST:
-        old = Finding(
-            "bad", f"torch {torch.__version__} is older than 2.8", "pip install --upgrade torch"
-        )
+        cure = "pip install --upgrade torch"
+        yield bad(f"torch {torch.__version__} is older than 2.8", cure)
     else:
-        old = Finding(
-            "ok", f"Python {platform.python_version()}, torch {torch.__version__}, {threads}"
-        )
-    missing = [name for name in NEEDED if not installed(name)]
-    there = ", ".join(f"{name} {installed(name)}" for name in NEEDED if name not in missing)
-    extras = [name for name in USEFUL if not installed(name)]
-    found = [old, Finding("ok", there)]
-    found += [Finding("bad", f"{name} is missing", f"pip install {name}") for name in missing]
-    if extras:
+        threads = f"{torch.get_num_threads()} threads"
+        yield ok(f"Python {platform.python_version()}, torch {torch.__version__}, {threads}")
+    yield ok(", ".join(f"{name} {installed(name)}" for name in NEEDED if installed(name)))
+    for name in NEEDED:
+        if not installed(name):
+            yield bad(f"{name} is missing", f"pip install {name}")
+    if extras := [name for name in USEFUL if not installed(name)]:
         cure = "only what uses them needs them: pip install 'commpress[hf,lightning,demo]'"
-        found.append(Finding("note", f"not installed: {', '.join(extras)}", cure))
-    return found
+        yield note(f"not installed: {', '.join(extras)}", cure)
+    yield from kernels()
 
 
-def kernels() -> list[Finding]:
+def kernels() -> Iterator[Finding]:
     """Encode, residual and decode of the sign codec against the reference, bit for bit: compiled on
     the first call."""
     try:
@@ -136,224 +124,156 @@ def kernels() -> list[Finding]:
 
         check_bytes(SignCodec(), 4099)
     except Exception as error:
+        said = f"the CPU kernels do not work: {type(error).__name__}: {str(error)[:200]}"
         cure = "pip install --upgrade llvmlite; if that does not help, install commpress again"
-        return [
-            Finding(
-                "bad",
-                f"the CPU kernels do not work: {type(error).__name__}: {str(error)[:200]}",
-                cure,
-            )
-        ]
-    return [
-        Finding("ok", "the CPU kernels compile, and their bytes equal the reference"),
-        kernel_cache(),
-        kernel_threads(),
-    ]
-
-
-def kernel_cache() -> Finding:
-    """The folder that keeps compiled kernels from one process to the next."""
+        yield bad(said, cure)
+        return
+    yield ok("the CPU kernels compile, and their bytes equal the reference")
     from commpress.kernels.cpu import object_cache
 
     if (folder := object_cache.writable()) is not None:
-        return Finding("ok", f"compiled kernels are kept in {folder}")
-    tried = ", ".join(map(str, object_cache.folders()))
-    what = f"compiled kernels are not kept: no folder of this user's alone can be written ({tried})"
-    cure = (
-        "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that nobody "
-        "else may write to"
-    )
-    return Finding("note", what, cure)
+        yield ok(f"compiled kernels are kept in {folder}")
+    else:
+        tried = ", ".join(map(str, object_cache.folders()))
+        yield note(
+            "compiled kernels are not kept: no folder of this user's alone can be written "
+            f"({tried})",
+            "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that "
+            "nobody else may write to",
+        )
+    yield kernel_threads()
 
 
 def kernel_threads() -> Finding:
-    from commpress.kernels.cpu import openmp as cpu_openmp
+    from commpress.kernels.cpu import openmp
 
-    if cpu_openmp.entry() is not None:
-        return Finding("ok", "the CPU kernels run on the threads of torch")
-    what = "this torch lets nobody use its threads: the CPU kernels run on threads of their own"
-    return Finding(
-        "note",
-        what,
+    if openmp.entry() is not None:
+        return ok("the CPU kernels run on the threads of torch")
+    return note(
+        "this torch lets nobody use its threads: the CPU kernels run on threads of their own",
         "no cure; right after an operation of torch they share its cores with threads that spin",
     )
 
 
-def backends() -> list[Finding]:
-    found = [gloo()]
+def backends() -> Iterator[Finding]:
+    yield gloo()
     try:
         import_module("commpress.backend")
-        found.append(Finding("ok", 'backend "commpress" is registered by import commpress.backend'))
+        yield ok('backend "commpress" is registered by import commpress.backend')
     except Exception as error:
-        found.append(
-            Finding(
-                "bad",
-                f'backend "commpress" cannot be registered: {error}',
-                "import commpress.backend",
-            )
-        )
+        said = f'backend "commpress" cannot be registered: {error}'
+        yield bad(said, "import commpress.backend")
     if not dist.is_nccl_available():
-        found.append(
-            Finding(
-                "note",
-                "this torch has no NCCL",
-                "needed on GPUs only: a build of torch for CUDA has it",
-            )
-        )
+        cure = "needed on GPUs only: a build of torch for CUDA has it"
+        yield note("this torch has no NCCL", cure)
     elif not torch.cuda.is_available():
-        found.append(Finding("note", "NCCL is there, a GPU is not"))
+        yield note("NCCL is there, a GPU is not")
     else:
-        found.append(Finding("ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"))
+        yield ok(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     if not dist.is_mpi_available():
-        found.append(
-            Finding(
-                "note",
-                "this torch has no MPI backend of its own",
-                "not needed: commpress goes through mpi4py",
-            )
-        )
-    return [*found, *own_name()]
+        cure = "not needed: commpress goes through mpi4py"
+        yield note("this torch has no MPI backend of its own", cure)
+    yield own_name()
 
 
 def gloo() -> Finding:
     """Two ranks of this process exchange one number over real connections."""
     if not dist.is_gloo_available():
-        return Finding("bad", "this torch has no Gloo", "install an official build of torch")
-    store, failures, sums = dist.HashStore(), [], []
+        return bad("this torch has no Gloo", "install an official build of torch")
+    store = dist.HashStore()
 
-    def rank(number: int) -> None:
-        try:
-            group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=SECONDS))
-            one = torch.ones(1)
-            group.allreduce([one]).wait()  # type: ignore[attr-defined]
-            sums.append(float(one))
-        except Exception as error:
-            failures.append(error)
+    def rank(number: int) -> float:
+        group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=SECONDS))
+        one = torch.ones(1)
+        group.allreduce([one]).wait()  # type: ignore[attr-defined]
+        return float(one)
 
-    threads = [threading.Thread(target=rank, args=(i,), daemon=True) for i in range(2)]
+    found: list[object] = []
+    threads = [
+        threading.Thread(target=lambda i=i: found.append(_tried(rank, i)), daemon=True)
+        for i in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * SECONDS)
-    if sums == [2.0, 2.0]:
-        return Finding("ok", "Gloo connects and sums")
-    said = (
-        str(failures[0]).strip().splitlines()[0][:200]
-        if failures
-        else f"no answer within {2 * SECONDS} s"
-    )
-    return Finding(
-        "bad",
-        f"Gloo does not connect: {said}",
-        "name an interface that works: GLOO_SOCKET_IFNAME=lo or eth0",
-    )
+    if found == [2.0, 2.0]:
+        return ok("Gloo connects and sums")
+    failures = [str(error).strip().splitlines()[0][:200] for error in found if error != 2.0]
+    said = failures[0] if failures else f"no answer within {2 * SECONDS} s"
+    cure = "name an interface that works: GLOO_SOCKET_IFNAME=lo or eth0"
+    return bad(f"Gloo does not connect: {said}", cure)
 
 
-def own_name() -> list[Finding]:
+def _tried(call: Callable[..., object], *args: object) -> object:
+    """Its result, or the exception that it raised."""
+    try:
+        return call(*args)
+    except Exception as error:
+        return error
+
+
+def own_name() -> Finding:
     """Gloo offers others the address of this machine's name, unless an interface is named."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
-    if named:
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
         there = {name for _, name in socket.if_nameindex()}
         missing = [name for name in named.split(",") if name not in there]
-        if missing:
-            cure = f"unset it or name one of {', '.join(sorted(there))}"
-            return [
-                Finding("bad", f"GLOO_SOCKET_IFNAME names {missing[0]}, which is not there", cure)
-            ]
-        return [Finding("ok", f"Gloo uses {named} (GLOO_SOCKET_IFNAME)")]
+        if not missing:
+            return ok(f"Gloo uses {named} (GLOO_SOCKET_IFNAME)")
+        cure = f"unset it or name one of {', '.join(sorted(there))}"
+        return bad(f"GLOO_SOCKET_IFNAME names {missing[0]}, which is not there", cure)
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        return [
-            Finding(
-                "note",
-                "this machine's name has no address",
-                "for several machines: GLOO_SOCKET_IFNAME=eth0",
-            )
-        ]
-    if address.startswith("127."):
-        cure = (
-            "fine on one machine; for several: commpress.init_process_group(), "
-            "GLOO_SOCKET_IFNAME=eth0, or mend /etc/hosts"
-        )
-        what = (
-            f"this machine's name is {address}: torch's Gloo offers others an address they cannot "
-            "reach"
-        )
-        return [Finding("note", what, cure)]
-    return [Finding("ok", f"this machine's name has an address ({address})")]
-
-
-def mpi() -> list[Finding]:
-    cure = "for MpiTransport and mpirun: pip install 'commpress[mpi]', which brings a whole MPI"
-    if not installed("mpi4py"):
-        return [Finding("note", "mpi4py is missing", cure)]
-    said = answer(
-        [
-            sys.executable,
-            "-c",
-            "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0])",
-        ]
+        cure = "for several machines: GLOO_SOCKET_IFNAME=eth0"
+        return note("this machine's name has no address", cure)
+    if not address.startswith("127."):
+        return ok(f"this machine's name has an address ({address})")
+    return note(
+        f"this machine's name is {address}: torch's Gloo offers others an address they cannot "
+        "reach",
+        "fine on one machine; for several: commpress.init_process_group(), "
+        "GLOO_SOCKET_IFNAME=eth0, or mend /etc/hosts",
     )
+
+
+def mpi() -> Iterator[Finding]:
+    cure = "for MpiTransport and mpirun: pip install 'commpress[mpi]', which brings a whole MPI"
+    number = installed("mpi4py")
+    if not number:
+        yield note("mpi4py is missing", cure)
+        return
+    said = answer("from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0])")
     if said is None:
         cure += "; or name yours: MPI4PY_LIBMPI=.../libmpi.so"
-        return [Finding("note", f"mpi4py {installed('mpi4py')} does not start an MPI", cure)]
-    found = [Finding("ok", f"mpi4py {installed('mpi4py')} on {said}")]
+        yield note(f"mpi4py {number} does not start an MPI", cure)
+        return
+    yield ok(f"mpi4py {number} on {said}")
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        return [*found, Finding("note", "mpirun is not on the PATH", cure)]
-    return [*found, Finding("ok", f"mpirun: {mpirun}")]
+    yield ok(f"mpirun: {mpirun}") if mpirun else note("mpirun is not on the PATH", cure)
 
 
-def gpu() -> list[Finding]:
+def gpu() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists():
-            cure = "install a build of torch for CUDA that fits the driver"
-            return [
-                Finding(
-                    "bad",
-                    f"there is an NVIDIA device, but torch {torch.__version__} cannot use it",
-                    cure,
-                )
-            ]
-        return [
-            Finding(
-                "note",
-                "no GPU: the CPU kernels work",
-                "with one: torch for CUDA, commpress[cuda12] or [cuda13]",
-            )
-        ]
-    found = []
-    for i in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(i)
-        found.append(
-            Finding(
-                "ok",
-                (
-                    f"{device.name}, {device.total_memory / 2**30:.0f} GiB, "
-                    f"sm_{device.major}{device.minor}"
-                ),
-            )
-        )
-    cupy = installed("cupy-cuda12x") or installed("cupy-cuda13x") or installed("cupy")
-    if cupy is None:
+            said = f"there is an NVIDIA device, but torch {torch.__version__} cannot use it"
+            yield bad(said, "install a build of torch for CUDA that fits the driver")
+            return
+        cure = "with one: torch for CUDA, commpress[cuda12] or [cuda13]"
+        yield note("no GPU: the CPU kernels work", cure)
+        return
+    for device in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+        memory = show_bytes(device.total_memory)
+        yield ok(f"{device.name}, {memory}, sm_{device.major}{device.minor}")
+    if (cupy := next(filter(None, map(installed, CUPY)), None)) is None:
         major = (torch.version.cuda or "12").split(".")[0]
-        return [
-            *found,
-            Finding(
-                "bad",
-                "CuPy is missing: no kernels for the GPU",
-                f"pip install 'commpress[cuda{major}]'",
-            ),
-        ]
-    said = answer([sys.executable, "-c", "import cupy; print(int(cupy.arange(3).sum()))"])
-    if said != "3":
-        return [
-            *found,
-            Finding("bad", f"CuPy {cupy} does not compute on the GPU", "see cupy.show_config()"),
-        ]
-    return [*found, Finding("ok", f"CuPy {cupy}")]
+        cure = f"pip install 'commpress[cuda{major}]'"
+        yield bad("CuPy is missing: no kernels for the GPU", cure)
+    elif answer("import cupy; print(int(cupy.arange(3).sum()))") != "3":
+        yield bad(f"CuPy {cupy} does not compute on the GPU", "see cupy.show_config()")
+    else:
+        yield ok(f"CuPy {cupy}")
 
 
 def installed(package: str) -> str | None:
@@ -363,10 +283,12 @@ def installed(package: str) -> str | None:
         return None
 
 
-def answer(command: list[str]) -> str | None:
-    """The last line that a program prints, None if it fails or does not end."""
+def answer(code: str) -> str | None:
+    """The last line that Python prints, None if it fails or does not end."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        ran = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = ran.stdout.strip().splitlines()
@@ -376,160 +298,85 @@ def answer(command: list[str]) -> str | None:
 # ------------------------------------------------------------- the machine, read from Linux's files
 
 
-def read(path: Path) -> str | None:
+def read(path: Path) -> str:
+    """The text of a file; empty where there is none."""
     try:
         return path.read_text().strip()
     except OSError:
-        return None
+        return ""
 
 
-# ---------------------------------------------------------------- processors and memory
-
-
-def numa(root: Path = SYS) -> list[Finding]:
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    found = [Finding("ok", f"{allowed} of {os.cpu_count()} processors for this process")]
+def numa(root: Path = SYS) -> Iterator[Finding]:
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    yield ok(f"{len(usable) or os.cpu_count()} of {os.cpu_count()} processors for this process")
     nodes = sorted((root / "devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:]))
     if not nodes:
-        return [
-            *found,
-            Finding("note", "the kernel does not tell which memory is near which processor (NUMA)"),
-        ]
-    if len(nodes) == 1:
-        return [*found, Finding("ok", "one NUMA node: all memory is equally near")]
-    parts = ", ".join(f"{node.name}: processors {read(node / 'cpulist')}" for node in nodes)
-    cure = (
-        "one rank per node, bound to it: torchrun --numa-binding=node, mpirun --bind-to numa, or "
-        "numactl -N 0 -m 0"
-    )
-    return [
-        *found,
-        Finding(
-            "note", f"{len(nodes)} NUMA nodes ({parts}): memory of another node is slower", cure
-        ),
-    ]
+        yield note("the kernel does not tell which memory is near which processor (NUMA)")
+    elif len(nodes) == 1:
+        yield ok("one NUMA node: all memory is equally near")
+    else:
+        parts = ", ".join(f"{node.name}: processors {read(node / 'cpulist')}" for node in nodes)
+        yield note(
+            f"{len(nodes)} NUMA nodes ({parts}): memory of another node is slower",
+            "one rank per node, bound to it: torchrun --numa-binding=node, mpirun --bind-to numa, "
+            "or numactl -N 0 -m 0",
+        )
 
 
-def memory(root: Path = PROC, system: Path = SYS) -> list[Finding]:
-    numbers = dict(re.findall(r"^(\w+):\s+(\d+) kB", read(root / "meminfo") or "", re.M))
-    found = []
+def memory(root: Path = PROC, system: Path = SYS) -> Iterator[Finding]:
+    numbers = dict(re.findall(r"^(\w+):\s+(\d+) kB", read(root / "meminfo"), re.M))
     if {"MemTotal", "MemAvailable"} <= numbers.keys():
-        total, free = (1024 * int(numbers[key]) for key in ("MemTotal", "MemAvailable"))
-        found.append(Finding("ok", f"{show_bytes(free)} of {show_bytes(total)} available"))
-    if (limit := read(system / "fs/cgroup/memory.max")) and limit.isdigit():
-        found.append(
-            Finding(
-                "note",
-                f"a control group ends this process beyond {show_bytes(int(limit))}",
-                "stay below it",
-            )
+        total, free = (
+            show_bytes(1024 * int(numbers[f"Mem{key}"])) for key in ("Total", "Available")
         )
-    huge = read(system / "kernel/mm/transparent_hugepage/enabled") or ""
+        yield ok(f"{free} of {total} available")
+    if (limit := read(system / "fs/cgroup/memory.max")).isdigit():
+        said = f"a control group ends this process beyond {show_bytes(int(limit))}"
+        yield note(said, "stay below it")
+    huge = read(system / "kernel/mm/transparent_hugepage/enabled")
     if "[never]" in huge:
-        cure = (
+        yield note(
+            "transparent huge pages are off",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: large buffers are "
-            "touched faster"
+            "touched faster",
         )
-        found.append(Finding("note", "transparent huge pages are off", cure))
     elif huge:
-        found.append(
-            Finding("ok", f"transparent huge pages: {huge[huge.index('[') + 1 : huge.index(']')]}")
-        )
-    return [*found, locked()]
-
-
-def locked() -> Finding:
+        yield ok(f"transparent huge pages: {huge[huge.index('[') + 1 : huge.index(']')]}")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
-        return Finding("ok", "memory can be pinned and registered without a limit")
-    cure = (
-        "ulimit -l unlimited, for pinned host memory and registered buffers; without it both are "
-        "left out"
-    )
-    return Finding("note", f"only {show_bytes(soft)} of memory can be locked", cure)
+        yield ok("memory can be pinned and registered without a limit")
+    else:
+        yield note(
+            f"only {show_bytes(soft)} of memory can be locked",
+            "ulimit -l unlimited, for pinned host memory and registered buffers; without it both "
+            "are left out",
+        )
 
 
-# ---------------------------------------------------------------- network
-
-
-def network(root: Path = SYS) -> list[Finding]:
-    return [interface(path) for path in sorted((root / "class/net").iterdir()) if is_up(path)] or [
-        Finding("bad", "no network interface is up, not even loopback", "ip link set lo up")
-    ]
-
-
-def is_up(path: Path) -> bool:
-    """By its flags: loopback's operstate is "unknown"."""
-    flags = read(path / "flags")
-    return flags is not None and bool(int(flags, 16) & 1)
+def network(root: Path = SYS) -> Iterator[Finding]:
+    paths = sorted((root / "class/net").glob("*"))
+    # by flags: loopback's operstate is "unknown"
+    up = [path for path in paths if int(read(path / "flags") or "0", 16) & 1]
+    yield from map(interface, up)
+    if not up:
+        yield bad("no network interface is up, not even loopback", "ip link set lo up")
 
 
 def interface(path: Path) -> Finding:
     mtu, speed = int(read(path / "mtu") or 0), int(read(path / "speed") or -1)
     what = f"{path.name}: MTU {mtu}" + (f", {speed / 1000:g} Gbit/s" if speed > 0 else "")
     if path.name == "lo":
-        return Finding("ok", what)
+        return ok(what)
     if read(path / "carrier") == "0":
-        return Finding(
-            "note", f"{what}, no carrier", "plug it in, or keep Gloo off it with GLOO_SOCKET_IFNAME"
-        )
+        cure = "plug it in, or keep Gloo off it with GLOO_SOCKET_IFNAME"
+        return note(f"{what}, no carrier", cure)
     if speed >= 10_000 and mtu < JUMBO:
-        return Finding(
-            "note",
-            what,
-            (
-                f"at this speed an MTU of {JUMBO} saves processor time, if every switch between "
-                "allows it"
-            ),
-        )
-    return Finding(
-        "ok", what + ("" if speed > 0 else ", speed not told: commpress probe measures it")
-    )
+        cure = f"at this speed an MTU of {JUMBO} saves processor time, if every switch allows it"
+        return note(what, cure)
+    return ok(what + ("" if speed > 0 else ", speed not told: commpress probe measures it"))
 
 
-# ---------------------------------------------------------------- clocks
-
-
-def clocks(root: Path = SYS) -> list[Finding]:
-    step, cost = smallest_step(), reading_cost()
-    source = read(root / "devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
-    what = (
-        f"monotonic clock: steps of {1e9 * step:.0f} ns, {1e9 * cost:.0f} ns to read (source "
-        f"{source})"
-    )
-    slow = step > 1e-6 or cost > 2e-6
-    cure = (
-        "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource, where tsc is "
-        "stable"
-    )
-    return [Finding("note" if slow else "ok", what, cure if slow else ""), offset()]
-
-
-def smallest_step(tries: int = 100) -> float:
-    """The smallest difference between two readings that is not zero."""
-    steps = []
-    for _ in range(tries):
-        now = then = time.perf_counter()
-        while then == now:
-            then = time.perf_counter()
-        steps.append(then - now)
-    return min(steps)
-
-
-def reading_cost(reads: int = 2000) -> float:
-    """Of the best of a few tries: others may run in between."""
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(reads):
-            time.perf_counter()
-        best = min(best, (time.perf_counter() - start) / reads)
-    return best
-
-
-def offset() -> Finding:
+def clocks() -> Iterator[Finding]:
     """Error of the wall clock, as the kernel believes (adjtimex, read only): it orders traces of
     several machines."""
     cure = (
@@ -543,103 +390,47 @@ def offset() -> Finding:
     except (OSError, AttributeError):
         state = -1
     if state < 0:
-        return Finding("note", "the kernel does not tell how far the wall clock is off", cure)
-    microseconds, status = record[3], record[5] & 0xFFFFFFFF
-    if state == TIME_ERROR or status & STA_UNSYNC:
-        return Finding("note", "the wall clock follows no time server: its offset is unknown", cure)
-    return Finding("ok", f"wall clock synchronised, at most {microseconds / 1e3:.3g} ms off")
+        yield note("the kernel does not tell how far the wall clock is off", cure)
+    elif state == TIME_ERROR or record[5] & STA_UNSYNC:
+        yield note("the wall clock follows no time server: its offset is unknown", cure)
+    else:
+        yield ok(f"wall clock synchronised, at most {record[3] / 1e3:.3g} ms off")
 
 
 # ---------------------------------------------------------------- disks
 
 
-def disks(options: argparse.Namespace) -> list[Finding]:
+def disks(directory: Path) -> Iterator[Finding]:
     """O_DIRECT, alignment, engines and room, for a store in this directory."""
     layer = FileLayer()
     try:
-        with tempfile.TemporaryDirectory(prefix="doctor-", dir=options.directory) as made:
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=directory) as made:
             folder = layer.open_folder(Path(made) / "store")
             try:
-                return [
-                    direct(layer, folder),
-                    alignment(folder, layer),
-                    *engine_findings(layer),
-                    precedence(),
-                    room(layer, folder),
-                ]
+                yield from on_disk(layer, folder)
             finally:
                 layer.close(folder)
     except (OSError, CommpressError) as error:
-        return [
-            Finding(
-                "bad",
-                f"{options.directory.absolute()} cannot be used: {error}",
-                "name another with --directory",
-            )
-        ]
+        said = f"{directory.absolute()} cannot be used: {error}"
+        yield bad(said, "name another with --directory")
 
 
-def direct(layer: FileLayer, folder: int) -> Finding:
+def on_disk(layer: FileLayer, folder: int) -> Iterator[Finding]:
     if layer.takes_direct(folder):
-        return Finding("ok", "files can be opened past the page cache (O_DIRECT)")
-    return Finding(
-        "note",
-        "no O_DIRECT here: the store works buffered, slower and with more memory",
-        "use a local disk",
-    )
+        yield ok("files can be opened past the page cache (O_DIRECT)")
+    else:
+        said = "no O_DIRECT here: the store works buffered, slower and with more memory"
+        yield note(said, "use a local disk")
+    yield from engine_findings(layer)
+    yield precedence()
+    free = layer.room(folder)
+    state = ok if free >= LOW else note
+    yield state(f"{show_bytes(free)} free of {show_bytes(layer.capacity(folder))}")
 
 
-def alignment(folder: int, layer: FileLayer) -> Finding:
-    fd = layer.open(folder, "alignment", create=True)
-    try:
-        found = direct_alignment(fd)
-    finally:
-        layer.close(fd)
-    if found is None:
-        return Finding(
-            "note",
-            "the kernel does not tell the alignment of direct transfers; the store uses 4096",
-        )
-    memory, offset = found
-    if max(found) > 4096:
-        return Finding(
-            "bad",
-            f"direct transfers want {max(found)} bytes, the store aligns to 4096",
-            "open with direct=False",
-        )
-    return Finding(
-        "ok",
-        (
-            f"direct transfers want memory aligned to {memory} and offsets to {offset}; the store "
-            "uses 4096"
-        ),
-    )
-
-
-def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """(memory, offset) alignment from statx, or None where the kernel or file system does not say.
-    x86-64 and Arm."""
-    number = {"x86_64": 332, "aarch64": 291}.get(os.uname().machine)
-    if number is None:
-        return None
-    found = ctypes.create_string_buffer(256)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(number), fd, b"", 0x1000, DIOALIGN, found):  # AT_EMPTY_PATH
-        return None
-    (mask,) = struct.unpack_from("<I", found.raw, 0)
-    memory, offset = struct.unpack_from("<II", found.raw, 152)
-    return (memory, offset) if mask & DIOALIGN and memory and offset else None
-
-
-def engine_findings(layer: FileLayer) -> list[Finding]:
-    found = []
+def engine_findings(layer: FileLayer) -> Iterator[Finding]:
     for name, missing in engines.available(layer).items():
-        found.append(
-            Finding("note", f"engine {name} is missing", missing)
-            if missing
-            else Finding("ok", f"engine {name}")
-        )
-    return found
+        yield note(f"engine {name} is missing", missing) if missing else ok(f"engine {name}")
 
 
 def precedence() -> Finding:
@@ -653,50 +444,73 @@ def precedence() -> Finding:
 
     with ThreadPoolExecutor(1) as thread:
         raised, short = thread.submit(ask).result()
-    had = [
-        what
-        for what, there in (
-            ("short time slices", short),
-            (f"priority raised by {raised}", raised > 0),
-        )
-        if there
-    ]
+    had = ["short time slices"] * short + [f"priority raised by {raised}"] * (raised > 0)
+    who = "the thread of io_uring"
     if len(had) == 2:
-        return Finding(
-            "ok", f"the thread of io_uring goes before those that compute: {', '.join(had)}"
-        )
-    what = (
-        f"the thread of io_uring gets {had[0]} only"
-        if had
-        else "the thread of io_uring waits for its turn as all others do"
-    )
-    cure = (
+        return ok(f"{who} goes before those that compute: {', '.join(had)}")
+    return note(
+        f"{who} gets {had[0]} only" if had else f"{who} waits for its turn as all others do",
         "while others compute reads may start 3 ms late: Linux 6.12 has short slices, "
-        "CAP_SYS_NICE or ulimit -e 30 priority"
+        "CAP_SYS_NICE or ulimit -e 30 priority",
     )
-    return Finding("note", what, cure)
 
 
-def room(layer: FileLayer, folder: int) -> Finding:
-    free = layer.room(folder)
-    state: Literal["ok", "note"] = "ok" if free >= LOW else "note"
-    return Finding(state, f"{show_bytes(free)} free of {show_bytes(layer.capacity(folder))}")
-
-
-SECTIONS: dict[str, Callable[[argparse.Namespace], list[Finding]]] = dict(
+SECTIONS: dict[str, Callable[..., Iterable[Finding]]] = dict(
     zip(
         option_groups.SECTIONS,
-        (
-            lambda options: [*packages(), *kernels()],
-            lambda options: backends(),
-            lambda options: mpi(),
-            lambda options: gpu(),
-            lambda options: numa(),
-            lambda options: memory(),
-            disks,
-            lambda options: network(),
-            lambda options: clocks(),
-        ),
+        (software, backends, mpi, gpu, numa, memory, disks, network, clocks),
         strict=True,
     )
 )
+
+
+# ---------------------------------------------------------------- the report
+
+REPORTED = ("torch", *NEEDED, "numba", *CUPY, "mpi4py", "libaio", "aiofiles", *USEFUL, "deepspeed")
+BUILD = re.compile(r"GCC|C\+\+ Version|oneDNN|OpenMP|LAPACK|CPU capability|CUDA Runtime|CuDNN")
+VARIABLES = ("COMMPRESS_", "GLOO_", "NCCL_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "TORCH_")
+
+
+def report(found: dict[str, list[Finding]]) -> str:
+    """Markdown; ``found`` are findings by section."""
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    numbers = {name: installed(name) for name in REPORTED}
+    shown = [line.strip(" -") for line in torch.__config__.show().splitlines()]
+    build = [line[:100] for line in shown if BUILD.search(line) and "Build settings" not in line]
+    lines = [
+        f"commpress {__version__}, Python {platform.python_version()}, {system}",
+        "packages: " + ", ".join(f"{name} {number}" for name, number in numbers.items() if number),
+        f"torch for CUDA {torch.version.cuda}: {'; '.join(build)}",
+        f"NVIDIA driver: {read(PROC / 'driver/nvidia/version').partition(chr(10))[0] or 'none'}",
+    ]
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(VARIABLES):
+            # no secret of a run, by which somebody could join it
+            hidden = re.sub(r"#[0-9a-f]{32}\b", "#<token>", value)
+            lines.append(f"set: {name}={'<key>' if name == VARIABLE else hidden}")
+    for section, findings in found.items():
+        lines += [f"{finding.state:<4}  {section}: {finding.what}" for finding in findings]
+    return "```\n" + scrubbed("\n".join(lines)) + "\n```"
+
+
+def scrubbed(text: str) -> str:
+    """Without addresses, the names of host and user, and the home directory."""
+    text = text.replace("127.0.0.1", "localhost")
+    for address in (
+        r"\b\d{1,3}(\.\d{1,3}){3}\b",
+        r"(?i:\b([0-9a-f]{2}:){5}[0-9a-f]{2}\b|(?<=enx)[0-9a-f]{12}\b)",
+        r"\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f]{1,4}\b|\b[0-9a-f]{1,4}(?::[0-9a-f]{1,4})*::[0-9a-f:]*",
+    ):
+        text = re.sub(address, "<address>", text)
+    text = text.replace(str(Path.home()), "~") if str(Path.home()) != "/" else text
+    for name, shown in ((socket.gethostname(), "<host>"), (_user(), "<user>")):
+        if name and name not in ("root", "localhost"):
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in containers
+        return ""

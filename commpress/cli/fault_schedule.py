@@ -2,7 +2,7 @@
 a file."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,23 +51,22 @@ def drawn(
     seed: int,
     *,
     first: float = 0.0,
-) -> Iterator[Fault]:
+) -> list[Fault]:
     """Faults of these kinds at random times, ``per_hour`` on average, from ``first`` to
     ``seconds``.
 
     The gaps between them are exponential, as between failures that know nothing of each other; the
     same seed draws the same.
     """
-    check_kinds(",".join(kinds))
-    draws = random.Random(seed)
-    at = first
+    draws, at, found = random.Random(seed), first, []
     while per_hour > 0 and kinds:
         at += draws.expovariate(per_hour / 3600)
         kind, victim = draws.choice(list(kinds)), draws.randrange(ranks)
         lasts, share = draws.uniform(*KINDS[kind]), draws.choice(list(SHARES))
         if at >= seconds:
-            return
-        yield Fault(at, kind, victim, lasts, share if kind == "cut" else "all")
+            break
+        found.append(Fault(at, kind, victim, lasts, share if kind == "cut" else "all"))
+    return found
 
 
 def read(path: str | Path, ranks: int) -> list[Fault]:

@@ -2,13 +2,14 @@
 equivalent."""
 
 import argparse
-import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from commpress.documents import read_json
 from commpress.errors import InvalidArgument
 from commpress.schedules import DoublingIntervals
 
@@ -41,50 +42,24 @@ HALF = {
 }
 CHUNK_MB = 16
 # settings of how DeepSpeed's engine moves data, prints and checks: nothing here takes them
-ENGINE = {
-    "": (
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "dump_state",
-        "prescale_gradients",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "gradient_predivide_factor",
-        "disable_allgather",
-        "memory_breakdown",
-        "sparse_gradients",
-        "checkpoint",
-        "aio",
-    ),
-    "optimizer": ("legacy_fusion",),
-    "optimizer.params": ("comm_backend_name", "cuda_aware"),
-    "zero_optimization": (
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "overlap_comm",
-        "reduce_scatter",
-        "reduce_bucket_size",
-        "contiguous_gradients",
-        "round_robin_gradients",
-        "sub_group_size",
-        "ignore_unused_parameters",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save",
-    ),
-    "zero_optimization.offload_optimizer": (
-        "pin_memory",
-        "buffer_count",
-        "fast_init",
-        "pipeline_read",
-        "pipeline_write",
-        "cpuadam_cores_perc",
-    ),
-    "zero_optimization.offload_param": ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
-}
+ENGINE = re.compile(
+    r"""
+    (steps_per_print | wall_clock_breakdown | dump_state | prescale_gradients
+      | zero_allow_untested_optimizer | zero_force_ds_cpu_optimizer | gradient_predivide_factor
+      | disable_allgather | memory_breakdown | sparse_gradients | checkpoint | aio) (\..*)?
+    | optimizer\.(legacy_fusion | params\.(comm_backend_name | cuda_aware))
+    | zero_optimization\.(
+        allgather_partitions | allgather_bucket_size | overlap_comm | reduce_scatter
+        | reduce_bucket_size | contiguous_gradients | round_robin_gradients | sub_group_size
+        | ignore_unused_parameters
+        | stage3_(prefetch_bucket_size | param_persistence_threshold | max_live_parameters
+          | max_reuse_distance | gather_(16bit | fp16)_weights_on_model_save)
+        | offload_optimizer\.(pin_memory | buffer_count | fast_init | pipeline_read
+          | pipeline_write | cpuadam_cores_perc)
+        | offload_param\.(pin_memory | buffer_count | buffer_size | max_in_cpu))
+    """,
+    re.VERBOSE,
+)
 INSTEAD = {
     "activation_checkpointing": "torch.utils.checkpoint",
     "tensorboard": "commpress.Metrics",
@@ -100,25 +75,16 @@ INSTEAD = {
 
 def run(options: argparse.Namespace) -> int:
     lines, notes = converted(read(options.config))
-    print("\n".join(lines))
     if notes:
-        print("\n# Differences:")
-        # a comment stays one, whatever the file says
-        print("\n".join(f"# - {' '.join(note.split())}" for note in notes))
+        lines += ["", "# Differences:"]
+    # a comment stays one, whatever the file says
+    lines += [f"# - {' '.join(note.split())}" for note in notes]
+    print("\n".join(lines))
     return 0
 
 
 def read(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > LARGEST:
-            raise InvalidArgument(
-                f"{path} has more than {LARGEST} bytes: expected a ds_config.json"
-            )
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} cannot be read as JSON: {error}") from error
+    config = read_json(path, LARGEST, "a ds_config.json")
     if not isinstance(config, dict):
         raise InvalidArgument(
             f"{path} holds a {type(config).__name__}, expected an object as DeepSpeed documents it"
@@ -156,6 +122,9 @@ class Conversion:
         self.autocast = self.own_clip = False
         self.rate = RATE
 
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
     # ------------------------------------------------------------ reading
 
     def take(self, key: str, of: dict[str, Any] | None = None) -> Any:
@@ -163,9 +132,7 @@ class Conversion:
         found = self.config if of is None else of
         value = found.pop(key, None)
         if value == "auto":
-            self.notes.append(
-                f'{self.paths.get(id(found), "")}{key} is "auto": pass a value yourself'
-            )
+            self.note(f'{self.paths.get(id(found), "")}{key} is "auto": pass a value yourself')
             return None
         return value
 
@@ -185,9 +152,7 @@ class Conversion:
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int | float) or value < least
         ):
-            self.notes.append(
-                f"{key} is {value!r}, expected a number of at least {least}: it is left out"
-            )
+            self.note(f"{key} is {value!r}, expected a number of at least {least}: it is left out")
             return None
         return value
 
@@ -214,7 +179,7 @@ class Conversion:
         fixed = self.number("loss_scale", section)
         scale = f"{float(fixed)!r}" if fixed else f"2.0**{power if isinstance(power, int) else 16}"
         if fixed:
-            self.notes.append(
+            self.note(
                 f"fp16.loss_scale {fixed}: still halves after an overflow; a GradScaler has no "
                 "fixed scale"
             )
@@ -223,9 +188,7 @@ class Conversion:
 
     def clipping(self) -> float | None:
         if "gradient_clipping" not in self.config:
-            self.notes.append(
-                f"gradient_clipping is missing: {CLIPPING}, the default of DeepSpeed 0.19"
-            )
+            self.note(f"gradient_clipping is missing: {CLIPPING}, the default of DeepSpeed 0.19")
             return CLIPPING
         return self.number("gradient_clipping", self.config) or None
 
@@ -235,18 +198,14 @@ class Conversion:
         size = self.number("train_micro_batch_size_per_gpu", self.config, 1)
         every = self.number("train_batch_size", self.config, 1)
         if size:
-            self.notes.append(
-                f"train_micro_batch_size_per_gpu {size}: the batch_size of your DataLoader"
-            )
+            self.note(f"train_micro_batch_size_per_gpu {size}: the batch_size of your DataLoader")
         if every and size and not steps:
             return f"max({int(every)} // ({int(size)} * dist.get_world_size()), 1)"
         if every:
             makes = (
                 f"{size} × {steps or 1}" if size else f"your DataLoader's batch_size × {steps or 1}"
             )
-            self.notes.append(
-                f"train_batch_size {every}: {makes} × the number of ranks must be that"
-            )
+            self.note(f"train_batch_size {every}: {makes} × the number of ranks must be that")
         return str(int(steps or 1))
 
     # ------------------------------------------------------------ the program
@@ -357,7 +316,7 @@ class Conversion:
                 f"# instead of {word!r}, which torch does not have: put another class and its "
                 "options here"
             )
-            self.notes.append(f"optimizer.type {word}: AdamW stands in its place")
+            self.note(f"optimizer.type {word}: AdamW stands in its place")
             self.params.setdefault("lr", self.params.pop("adam_lr", RATE))
             name = "AdamW"
         keywords = self.options(TORCHS[name])
@@ -377,16 +336,14 @@ class Conversion:
             ):
                 found[name] = value
             else:
-                self.notes.append(
-                    f"optimizer.params.{name} is {value!r}, expected numbers: it is left out"
-                )
+                self.note(f"optimizer.params.{name} is {value!r}, expected numbers: it is left out")
         self.rate = found.get("lr", RATE) or RATE
         return found
 
     def compressed(self, own: str) -> None:
         """One of the 1-bit optimizers, which averages over the ranks itself."""
         if self.stage:
-            self.notes.append(
+            self.note(
                 f"zero_optimization.stage {self.stage}: DeepSpeed refuses it with {own}, and it is "
                 "left out. ShardedOneBitAdam and ShardedZeroOneAdam divide the state"
             )
@@ -398,7 +355,7 @@ class Conversion:
         elif steps := self.number("freeze_step", self.params):
             keywords["exact_steps"] = int(steps)
         else:
-            self.notes.append(
+            self.note(
                 'freeze_step is missing: DeepSpeed freezes at step 100000, "auto" when the '
                 "variance is stable"
             )
@@ -448,7 +405,7 @@ class Conversion:
             return
         keywords["sync"] = DoublingIntervals(freeze + scaler, scaler, clipper)
         self.imports.add("from commpress.schedules import DoublingIntervals")
-        self.notes.append(
+        self.note(
             f"var_freeze_step {freeze}: updates of the variance become ever rarer and never end; "
             f"from step {freeze + scaler}, where intervals exceed 1, they wait for the end of one"
         )
@@ -458,15 +415,11 @@ class Conversion:
         self.imports.add("from torch.nn.parallel import DistributedDataParallel")
         self.autocast, self.runs, self.sync = bool(self.half), "ddp", "ddp.no_sync()"
         self.setup.append("ddp = DistributedDataParallel(model)")
-        scaler = self.scaler()
+        told = ", grad_scaler=scaler" * bool(self.scaler())
+        line = '# commpress.compress(ddp, "int8")  # nothing is compressed without it'
         if codec := self.codec():
-            self.setup.append(
-                f"commpress.compress(ddp, {codec!r}{', grad_scaler=scaler' * bool(scaler)})"
-            )
-        else:
-            self.setup.append(
-                '# commpress.compress(ddp, "int8")  # nothing is compressed without it'
-            )
+            line = f"commpress.compress(ddp, {codec!r}{told})"
+        self.setup.append(line)
         self.setup += assigned(torchs, call(keywords))
 
     def partitioned(self, torchs: str, keywords: dict[str, Any], state: str) -> None:
@@ -485,9 +438,7 @@ class Conversion:
         names = {"store": "store" if state else "", "grad_scaler": scaler}
         self.setup += assigned("commpress.Partitioned", call(more | keywords, torchs, **names))
         self.sync = "optimizer.no_sync()" if self.stage == 1 else ""
-        self.notes.append(
-            "the model stays bare: Partitioned averages gradients over the ranks itself"
-        )
+        self.note("the model stays bare: Partitioned averages gradients over the ranks itself")
 
     def sharded(self, torchs: str, keywords: dict[str, Any], state: str) -> None:
         """Stage 3 by torch's ``fully_shard``; weights are kept in float32 and computed with in half
@@ -526,7 +477,7 @@ class Conversion:
                 f"commpress.compress_fsdp(model, codec={gradients!r}, weights={weights!r}{told})"
             )
         if (size := self.take("zero_hpz_partition_size", self.zero)) not in (None, 1):
-            self.notes.append(
+            self.note(
                 f"zero_hpz_partition_size {size}: fully_shard on a mesh of two dimensions, and "
                 "compress_hsdp"
             )
@@ -539,16 +490,14 @@ class Conversion:
     def streamed(self, torchs: str, keywords: dict[str, Any], path: str) -> None:
         """Stage 3 with parameters outside of memory."""
         if self.scaled:
-            self.notes.append(
-                "fp16.enabled: bfloat16 instead, for gradients in a store take no loss scale"
-            )
+            self.note("fp16.enabled: bfloat16 instead, for gradients in a store take no loss scale")
             self.half, self.scaled = "torch.bfloat16", ""
         if self.half:
             self.setup.append(f"model.to({self.half})")
         self.setup += self.store(path, 24)
         self.setup.append(f"streamed = commpress.stream(model, store=store, chunk_mb={CHUNK_MB})")
         self.offloaded(torchs, keywords)
-        self.notes.append(
+        self.note(
             "offload_param: moments and masters lie in the store too, and gradients as backward "
             "makes them"
         )
@@ -568,7 +517,7 @@ class Conversion:
         """Of gradients, if the file names a dtype to send them in."""
         word = str(self.take("communication_data_type") or "")
         if word and word not in HALF and word != "fp32":
-            self.notes.append(f"communication_data_type {word}: gradients travel as they are")
+            self.note(f"communication_data_type {word}: gradients travel as they are")
         return {"torch.float16": "fp16", "torch.bfloat16": "bf16"}.get(HALF.get(word, ""), "")
 
     # ------------------------------------------------------------ stores
@@ -600,7 +549,7 @@ class Conversion:
                         f"{' or '.join(map(str, stages))}"
                     )
                 )
-                self.notes.append(f"{key} is left out: {why}")
+                self.note(f"{key} is left out: {why}")
                 device = "none"
             places[key] = "" if device == "none" else f"{device}:{path or 'store'}"
         return places["offload_optimizer"] or places["offload_param"], places["offload_param"]
@@ -632,7 +581,7 @@ class Conversion:
             return False
         kind = self.take("type", schedule)
         if kind not in ("WarmupLR", "WarmupDecayLR"):
-            self.notes.append(f"scheduler.type {kind}: take one of torch.optim.lr_scheduler")
+            self.note(f"scheduler.type {kind}: take one of torch.optim.lr_scheduler")
             return False
         params = self.section("params", schedule)
         lr = self.rate
@@ -657,18 +606,17 @@ class Conversion:
         """Name every key that nobody has taken, by its path."""
         engine, off = [], []
         for path, value in leaves(self.config):
-            room, _, key = path.rpartition(".")
-            if key in ENGINE.get(room, ()) or room.split(".")[0] in ENGINE[""]:
+            if ENGINE.fullmatch(path):
                 engine.append(path)
             elif value in (False, None):
                 off.append(path)
             else:
                 instead = INSTEAD.get(path.split(".")[0])
-                self.notes.append(f"no equivalent: {path}" + f"; see {instead}" * bool(instead))
+                self.note(f"no equivalent: {path}" + f"; see {instead}" * bool(instead))
         if off:
-            self.notes.append(f"switched off in the file: {', '.join(off)}")
+            self.note(f"switched off in the file: {', '.join(off)}")
         if engine:
-            self.notes.append(f"of DeepSpeed's engine, not needed here: {', '.join(engine)}")
+            self.note(f"of DeepSpeed's engine, not needed here: {', '.join(engine)}")
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,12 +1,13 @@
-"""Harness of every benchmark: calls interleaved on all ranks, rows become a table, and --check,
---json and --plot use them."""
+"""Harness of every benchmark: rows that come from all ranks become a table, and --check, --json and
+--plot use them."""
 
 import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,33 +22,45 @@ from commpress.cli.terminal import ProgressBar as ProgressBar
 from commpress.cli.terminal import Table as Table
 from commpress.cli.terminal import line as line
 from commpress.cli.terminal import render as render
+from commpress.cli.terminal import table as table
 
 T = TypeVar("T")
 Bars = Sequence[tuple[str, bool]]
+Cells = Callable[[Any], Mapping[str, str]]  # a row as its columns
+Panels = Mapping[str, Sequence[str]]  # axis → columns that are drawn beside each other
 MOST, ENOUGH = 15, 0.5  # repetitions of a short call, or fewer once they have taken so many seconds
 
 
 def run(
     options: argparse.Namespace,
-    bench: Callable[..., Any],
+    bench: Callable[..., Iterator[Any]],
+    cells: Cells,
     *,
     judge: Callable[[Any], Bars],
-    draw: Callable[[str, Any], None],
-    report: Callable[[Any], None] = print,
-    summary: Callable[[Any], str] | None = None,
+    title: str,
+    panels: Panels,
 ) -> int:
-    """The exit status of ``bench(rank, size, options, report)`` on all ranks, whose result on rank
-    0 is the rows.
-
-    ``report`` is called with what rank 0 reports, ``summary`` says what is printed of all rows at
-    the end.
-    """
-    rows = ranks.on_ranks(bench, options, report)
+    """The exit status of a benchmark: ``bench(rank, size, options)`` yields rows on all ranks, and
+    text for people. Those of rank 0 are shown as they come."""
+    rows = ranks.on_ranks(partial(_collected, bench), options, Table(cells))
     if rows is None:  # not rank 0 of a launcher
         return 0
-    if summary is not None:
-        print(summary(rows))
-    return deliver(options, rows, judge=judge, draw=draw)
+    return deliver(options, rows, judge=judge, draw=drawing(title, cells, panels))
+
+
+def _collected(
+    bench: Callable[..., Iterator[Any]],
+    rank: int,
+    size: int,
+    options: argparse.Namespace,
+    report: Callable[[Any], None],
+) -> list[Any]:
+    rows = []
+    for row in bench(rank, size, options):
+        report(row)
+        if not isinstance(row, str):
+            rows.append(row)
+    return rows
 
 
 # ---------------------------------------------------------------- options
@@ -162,6 +175,17 @@ def deliver(
     if bars:
         print()
     return verdict(bars)
+
+
+def drawing(title: str, cells: Cells, panels: Panels) -> Callable[[str, Any], None]:
+    """The function that draws rows of a table as bars."""
+
+    def draw(path: str, rows: Collection[Any]) -> None:
+        from commpress.cli import charts
+
+        charts.of_table(path, title, list(map(cells, rows)), panels)
+
+    return draw
 
 
 def verdict(bars: Bars) -> int:

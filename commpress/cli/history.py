@@ -3,7 +3,7 @@ pauses, what was lost."""
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -37,67 +37,7 @@ class Pause:
     seconds: float
 
 
-class EventFile:
-    """A file that a process appends JSON lines to; ``new`` returns those that are whole and were
-    not returned before."""
-
-    def __init__(self, path: Path, victim: int, life: int) -> None:
-        self.path, self.victim, self.life = path, victim, life
-        self._read = 0
-
-    def new(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(self._read)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self._read += len(whole) + len(end)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
-class History:
-    """Everything that the processes of a run have said."""
-
-    def __init__(self) -> None:
-        self.files: list[EventFile] = []
-        self.commits: list[Commit] = []
-        self.others: list[dict[str, Any]] = []  # events of other kinds, with "victim" and "life"
-
-    def follow(self, path: Path, victim: int, life: int) -> None:
-        self.files.append(EventFile(path, victim, life))
-
-    def read(self) -> list[Commit]:
-        """Take in what was written meanwhile; the new commits."""
-        new = []
-        for file in self.files:
-            for event in file.new():
-                if event["kind"] != "commit":
-                    self.others.append({**event, "victim": file.victim, "life": file.life})
-                    continue
-                new.append(commit_of(event, file.victim, file.life))
-        self.commits += new
-        return new
-
-
-def commit_of(event: dict[str, Any], victim: int, life: int) -> Commit:
-    """With a position, where the step of all ranks begins, its samples are those of ``size`` ranks
-    that read alike."""
-    samples, whole = event.get("samples"), event.get("position") is not None
-    if samples is not None and whole:
-        samples = (event["position"], event["position"] + event["size"] * (samples[1] - samples[0]))
-    return Commit(
-        victim,
-        life,
-        event["clock"],
-        event["step"],
-        event.get("epoch", 0),
-        event.get("hash"),
-        None if samples is None else (samples[0], samples[1]),
-        whole,
-    )
-
-
-@dataclass(frozen=True)
+@dataclass
 class Hit:
     """A fault that was done: to whom, from when to when (clock); ``back`` is when the victim had
     committed a step again."""
@@ -110,6 +50,70 @@ class Hit:
     restarted: float | None = None
 
 
+@dataclass
+class EventFile:
+    """A file that a process appends JSON lines to."""
+
+    path: Path
+    victim: int
+    life: int
+    taken: int = 0  # bytes
+
+    def new(self) -> list[dict[str, Any]]:
+        """Those lines that are whole and were not returned before."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.taken)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self.taken += len(whole) + len(end)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+class History:
+    """Everything that the processes of a run have committed."""
+
+    def __init__(self) -> None:
+        self.files: list[EventFile] = []
+        self.commits: list[Commit] = []
+
+    def follow(self, path: Path, victim: int, life: int) -> None:
+        self.files.append(EventFile(path, victim, life))
+
+    def read(self) -> list[Commit]:
+        """Take in what was written meanwhile; the new commits."""
+        new = [
+            commit_of(event, file.victim, file.life)
+            for file in self.files
+            for event in file.new()
+            if event["kind"] == "commit"
+        ]
+        self.commits += new
+        return new
+
+    @property
+    def last(self) -> int:
+        return max((commit.step for commit in self.commits), default=0)
+
+
+def commit_of(event: dict[str, Any], victim: int, life: int) -> Commit:
+    """With a position, where the step of all ranks begins, its samples are those of ``size`` ranks
+    that read alike."""
+    first, end = event.get("samples") or (0, 0)
+    if whole := first < end and event.get("position") is not None:
+        first, end = event["position"], event["position"] + event["size"] * (end - first)
+    return Commit(
+        victim,
+        life,
+        event["clock"],
+        event["step"],
+        event.get("epoch", 0),
+        event.get("hash"),
+        (first, end) if first < end else None,
+        whole,
+    )
+
+
 class Verdict:
     """Figures of a history; faults were made from ``begin`` to ``end`` (clock), and before
     ``begin`` nothing was disturbed."""
@@ -117,163 +121,134 @@ class Verdict:
     def __init__(
         self, history: History, hits: Sequence[Hit], ranks: int, begin: float, end: float
     ) -> None:
-        self.ranks, self.hits, self.begin, self.end = ranks, list(hits), begin, end
+        self.ranks, self.hits, self.begin, self.end = ranks, hits, begin, end
         self.commits = sorted(history.commits, key=lambda commit: commit.clock)
-        self.others = history.others
 
     @cached_property
     def first(self) -> dict[int, float]:
         """Step → when the first rank had committed it."""
-        found: dict[int, float] = {}
-        for commit in self.commits:
-            found.setdefault(commit.step, commit.clock)
-        return found
+        return {commit.step: commit.clock for commit in reversed(self.commits)}
 
     @cached_property
     def usual(self) -> float:
         """Seconds from a step to the next while nothing is disturbed: the mean, or the median of
         all without such a time."""
-        # the first steps warm up
-        calm = sorted(clock for clock in self.first.values() if clock <= self.begin)[3:]
+        clocks = sorted(self.first.values())
+        calm = [clock for clock in clocks if clock <= self.begin][3:]  # the first steps warm up
         if len(calm) > 10:
             return (calm[-1] - calm[0]) / (len(calm) - 1)
-        clocks = sorted(self.first.values())
-        return median(b - a for a, b in pairwise(clocks)) if len(clocks) > 1 else float("nan")
+        return median([b - a for a, b in pairwise(clocks)] or [float("nan")])
 
-    @property
-    def disturbed_steps(self) -> int:
-        return sum(self.begin < clock <= self.end for clock in self.first.values())
+    @cached_property
+    def disturbed(self) -> set[int]:
+        """Steps that were committed while faults were made."""
+        return {step for step, clock in self.first.items() if self.begin < clock <= self.end}
 
     @property
     def goodput(self) -> float:
         """Committed steps per second while faults were made, as a share of those without."""
-        return (
-            self.disturbed_steps / (self.end - self.begin) * self.usual
-            if self.end > self.begin
-            else float("nan")
-        )
+        seconds = self.end - self.begin
+        return len(self.disturbed) / seconds * self.usual if seconds > 0 else float("nan")
 
     @property
     def participation(self) -> float:
         """Ranks that committed a step, as a share of all ranks, mean over the steps while faults
         were made."""
-        took_part: dict[int, set[int]] = defaultdict(set)
-        for commit in self.commits:
-            if self.begin < self.first[commit.step] <= self.end:
-                took_part[commit.step].add(commit.victim)
-        return (
-            sum(map(len, took_part.values())) / (self.ranks * len(took_part))
-            if took_part
-            else float("nan")
-        )
+        took_part = {(c.step, c.victim) for c in self.commits if c.step in self.disturbed}
+        steps = len(self.disturbed)
+        return len(took_part) / (self.ranks * steps) if steps else float("nan")
 
     @cached_property
     def pauses(self) -> list[Pause]:
         """One for each step after which somebody who was not harmed himself waited because of a
         fault or another group."""
-        by_process: dict[tuple[int, int], list[Commit]] = defaultdict(list)
-        for commit in self.commits:
-            by_process[commit.victim, commit.life].append(commit)
         longest: dict[int, Pause] = {}
-        for (victim, _), commits in by_process.items():
+        for commits in self._processes().values():
             for before, after in pairwise(commits):
-                if not self._disturbed(victim, before, after):
+                if before.clock > self.end or not self._waited(before, after):
                     continue
-                if before.clock > self.end:
-                    continue
-                pause = Pause(
-                    before.step, before.clock, max(after.clock - before.clock - self.usual, 0.0)
-                )
+                seconds = max(after.clock - before.clock - self.usual, 0.0)
                 known = longest.get(before.step)
-                if known is None or known.seconds < pause.seconds:
-                    longest[before.step] = pause
-        return sorted(longest.values(), key=lambda pause: pause.step)
+                if known is None or known.seconds < seconds:
+                    longest[before.step] = Pause(before.step, before.clock, seconds)
+        return [longest[step] for step in sorted(longest)]
 
-    def _disturbed(self, victim: int, before: Commit, after: Commit) -> bool:
-        own = any(
-            hit.victim == victim
-            and hit.begin <= after.clock
-            and before.clock <= (hit.back or hit.end)
-            for hit in self.hits
-        )
-        others = any(
-            before.clock <= hit.begin <= after.clock for hit in self.hits if hit.victim != victim
-        )
-        return not own and (others or before.epoch != after.epoch)
+    def _waited(self, before: Commit, after: Commit) -> bool:
+        mine = [hit for hit in self.hits if hit.victim == before.victim]
+        if any(h.begin <= after.clock and before.clock <= (h.back or h.end) for h in mine):
+            return False
+        others = any(before.clock <= hit.begin <= after.clock for hit in self.hits)
+        return others or before.epoch != after.epoch
+
+    def _processes(self) -> dict[tuple[int, int], list[Commit]]:
+        found: dict[tuple[int, int], list[Commit]] = defaultdict(list)
+        for commit in self.commits:
+            found[commit.victim, commit.life].append(commit)
+        return found
 
     @property
     def repeated(self) -> list[int]:
         """Steps that a process has committed although it had already committed them, or later
         ones."""
-        last: dict[tuple[int, int], int] = {}
-        found = []
-        for commit in self.commits:
-            process = (commit.victim, commit.life)
-            if commit.step <= last.get(process, -1):
-                found.append(commit.step)
-            last[process] = max(commit.step, last.get(process, -1))
-        return sorted(set(found))
+        found = set()
+        for commits in self._processes().values():
+            last = -1
+            for commit in commits:
+                if commit.step <= last:
+                    found.add(commit.step)
+                last = max(commit.step, last)
+        return sorted(found)
 
     @property
     def skipped(self) -> list[int]:
         """Steps below the last that nobody has committed."""
         steps = self.first.keys()
-        return [
-            step
-            for step in range(min(steps, default=0), max(steps, default=0))
-            if step not in steps
-        ]
+        return sorted(set(range(min(steps, default=0), max(steps, default=0))) - steps)
+
+    @cached_property
+    def hashes(self) -> dict[int, set[str]]:
+        """Step → hashes of the weights after it."""
+        found: dict[int, set[str]] = defaultdict(set)
+        for commit in self.commits:
+            if commit.hash is not None:
+                found[commit.step].add(commit.hash)
+        return found
 
     @property
     def hashed_steps(self) -> int:
-        return len({commit.step for commit in self.commits if commit.hash is not None})
+        return len(self.hashes)
 
     @property
     def unequal(self) -> list[int]:
         """Steps after which two ranks had different weights."""
-        hashes: dict[int, set[str]] = defaultdict(set)
-        for commit in self.commits:
-            if commit.hash is not None:
-                hashes[commit.step].add(commit.hash)
-        return sorted(step for step, seen in hashes.items() if len(seen) > 1)
+        return sorted(step for step, seen in self.hashes.items() if len(seen) > 1)
 
     @property
     def samples_lost(self) -> int | None:
         """Samples before the last that no committed step has used; None if the ranks do not say."""
-        return self._samples()[0]
+        apart = list(self._apart())
+        return sum(max(gap, 0) for gap in apart) if apart else None
 
     @property
     def samples_twice(self) -> int | None:
         """Samples that committed steps have used more than once."""
-        return self._samples()[1]
+        apart = list(self._apart())
+        return -sum(min(gap, 0) for gap in apart) if apart else None
 
-    def _samples(self) -> tuple[int | None, int | None]:
-        used = [c for c in self.commits if c.samples is not None and c.samples[0] < c.samples[1]]
+    def _apart(self) -> Iterator[int]:
+        """Samples between a step's and those before it: negative where these are used again."""
+        used = [commit for commit in self.commits if commit.samples]
         # who came later may say the size of a later group
-        first = {c.step: c for c in reversed(used)}
-        ranges = sorted(
-            {
-                (*c.samples, c.step)
-                for c in used
-                if c.samples and (not c.whole or c is first[c.step])
-            }
-        )
-        if not ranges:
-            return None, None
-        lost = twice = 0
-        reached = ranges[0][0]
-        for begin, end, _ in ranges:
-            lost += max(begin - reached, 0)
-            twice += max(min(reached, end) - begin, 0)
-            reached = max(reached, end)
-        return lost, twice
+        first = {commit.step: commit for commit in reversed(used)}
+        ranges = {(*(c.samples or ()), c.step) for c in used if not c.whole or c is first[c.step]}
+        reached = None
+        for begin, end, _ in sorted(ranges):
+            gap = begin - (begin if reached is None else reached)
+            yield max(gap, begin - end)
+            reached = max(end, end if reached is None else reached)
 
     @property
     def healing(self) -> list[float]:
         """Seconds from the new start of a process that was gone to the first step that it
         committed."""
-        return [
-            hit.back - hit.restarted
-            for hit in self.hits
-            if hit.back is not None and hit.restarted is not None
-        ]
+        return [hit.back - hit.restarted for hit in self.hits if hit.back and hit.restarted]

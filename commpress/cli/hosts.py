@@ -31,7 +31,6 @@ SHARES = {  # packets that a cut link loses → nft's words
     "bulk": f"meta length > {BULK} drop",
 }
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _QUEUE = 0.02  # seconds of a link's traffic that wait at most
 _BURST = 250e-6  # seconds of a link's traffic that pass at once
 _TABLE = "inet commpress_cuts"
@@ -52,14 +51,6 @@ def parse_rate(text: str) -> float:
     if not match or float(match[1]) <= 0:
         raise InvalidArgument(f"rate is {text!r}, expected bits per second as 100mbit or 2.5gbit")
     return float(match[1]) * _UNITS[match[2]]
-
-
-def parse_delay(text: str) -> float:
-    """Seconds of ``200us`` or ``20ms``, one way."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
-    if not match:
-        raise InvalidArgument(f"delay is {text!r}, expected a time one way as 200us or 20ms")
-    return float(match[1]) * _TIMES[match[2]]
 
 
 class Hosts:
@@ -135,26 +126,14 @@ class Hosts:
         ):
             self._on(holder, _shaping(interface, rate, delay))
 
-    def cut(self, host: int, share: str = "all", *, peer: int | None = None) -> None:
-        """Lose ``share`` of the packets between a host and ``peer``, or everybody, both ways:
-        "all", "half" or "bulk"."""
-        if share not in SHARES:
-            raise InvalidArgument(
-                f"share is {share!r}, expected one of {', '.join(map(repr, SHARES))}"
-            )
+    def cut(self, host: int, share: str = "all") -> None:
+        """Lose ``share`` of the packets of a host, both ways: "all", "half" or "bulk"."""
         _need("nft")
-        made = host in self._cut
-        rules = [] if made else [f"add table {_TABLE}"]
-        for chain, end, interface in (
-            ("input", "saddr", "iifname"),
-            ("output", "daddr", "oifname"),
-        ):
-            whom = f'{interface} "eth0"' if peer is None else f"ip {end} {self.addresses[peer]}"
-            if not made:
-                rules.append(
-                    f"add chain {_TABLE} {chain} {{ type filter hook {chain} priority 0 ; }}"
-                )
-            rules.append(f"add rule {_TABLE} {chain} {whom} {SHARES[share]}")
+        rules = [f"add table {_TABLE}"]
+        for chain, interface in (("input", "iifname"), ("output", "oifname")):
+            hook = f"{{ type filter hook {chain} priority 0 ; }}"
+            rules.append(f"add chain {_TABLE} {chain} {hook}")
+            rules.append(f'add rule {_TABLE} {chain} {interface} "eth0" {SHARES[share]}')
         self._on(self._holders[1 + host], "nft -f -", feed="\n".join(rules) + "\n")
         self._cut.add(host)
 

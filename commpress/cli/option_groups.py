@@ -1,4 +1,5 @@
-"""Options that several commands share. Nothing here loads torch: help is shown at once."""
+"""Options, their kinds, and groups that several commands share. Nothing here loads torch: help is
+shown at once."""
 
 import argparse
 import os
@@ -22,21 +23,35 @@ SECTIONS = ("torch", "backends", "MPI", "GPU", "NUMA", "memory", "disks", "netwo
 HEADS = 4  # of the small model that commands train
 
 
-def size(text: str) -> int:
-    """Bytes of '32MiB'."""
-    return told(parse_bytes)(text)
+def option(
+    to: Any,
+    name: str,
+    kind: Callable[[str], object] | None = None,
+    default: object = None,
+    says: str = "",
+    **more: Any,
+) -> None:
+    """Add an option by the name that help shows, ``--rounds N``; a name alone is a switch. The help
+    text ends with the default, unless it tells of one itself."""
+    flag, _, metavar = name.partition(" ")
+    if default not in (None, "") and "default" not in says:
+        says += f" (default {default})"
+    if metavar:
+        more |= {"type": kind or str, "default": default, "metavar": metavar}
+    else:
+        more |= {"action": "store_true"}
+    to.add_argument(flag, help=says.strip().replace("%", "%%"), **more)
 
 
-def large(text: str) -> int:
-    """Bytes of at least a KiB."""
-    found = size(text)
-    if found < 1024:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected at least 1KiB")
-    return found
+# ---------------------------------------------------------------- kinds
+
+
+def refused(text: str, expected: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
 
 
 def told(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` as the type of an option: its own error is what the command says."""
+    """``parse`` as the kind of an option: its own error is what the command says."""
 
     def convert(text: str) -> T:
         try:
@@ -62,60 +77,70 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {says}")
+            raise refused(text, says)
         return int(text)
 
     return convert
+
+
+natural, from_zero, several = at_least(1), at_least(0), at_least(2)
+size = told(parse_bytes)  # bytes of '32MiB'
+
+
+def large(text: str) -> int:
+    """Bytes of at least a KiB."""
+    if (found := size(text)) < 1024:
+        raise refused(text, "at least 1KiB")
+    return found
 
 
 def shared_width(text: str) -> int:
     """A width of the small model."""
     width = at_least(1, 1 << 14)(text)
     if width % HEADS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a width that {HEADS} heads share")
+        raise refused(text, f"a width that {HEADS} heads share")
     return width
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+def number(least: float, says: str) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = float("nan")
+        if not least <= found < float("inf"):
+            raise refused(text, says)
+        return found
 
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    if not 0 < (found := _number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-    return found
+    return convert
 
 
 def from_(least: float) -> Callable[[str], float]:
     """A number of at least ``least``."""
+    return number(least, f"a number of at least {least:g}")
 
-    def convert(text: str) -> float:
-        if not least <= (found := _number(text)) < float("inf"):
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, expected a number of at least {least:g}"
-            )
-        return found
 
-    return convert
+positive = number(5e-324, "a number above 0")
 
 
 def sections(text: str) -> str:
     """Of what ``commpress doctor`` looks at."""
     for name in text.split(","):
         if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(
-                f"got {name!r}, expected some of {', '.join(SECTIONS)}{meant(name, SECTIONS)}"
-            )
+            raise refused(name, f"some of {', '.join(SECTIONS)}{meant(name, SECTIONS)}")
     return text
 
 
 def byte_counts(text: str) -> list[int]:
     """Bytes of each of '1MiB,4MiB'."""
     return [size(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int]:
+    """Positive numbers of '1,2,4'."""
+    if not re.fullmatch(r"\s*0*[1-9]\d{0,17}\s*(,\s*0*[1-9]\d{0,17}\s*)*", text, re.ASCII):
+        raise refused(text, "positive numbers such as 1,2,4,8")
+    return [int(part) for part in text.split(",")]
 
 
 def meant(word: str, known: Collection[str]) -> str:
@@ -132,6 +157,13 @@ def readable(what: str) -> Callable[[str], str]:
         return text
 
     return convert
+
+
+def folder(text: str) -> Path:
+    """One that is there and can be written."""
+    if not os.path.isdir(text) or not os.access(text, os.W_OK):
+        raise refused(text, "a folder that is there and can be written")
+    return Path(text)
 
 
 def word(name: str) -> Callable[[str], str]:
@@ -155,85 +187,27 @@ def read_config(path: str) -> dict[str, Any]:
     return content
 
 
-def _parameters(text: str) -> None:
-    if parse_count(text) < 1000:
-        raise InvalidArgument(f"got {text!r}, expected at least 1000 parameters")
-
-
-def _factory(text: str) -> None:
-    if not re.fullmatch(r"[^:]+:[^:]+", text):
-        raise InvalidArgument(f"got {text!r}, expected module:function, such as mymodels:make_gpt")
-
-
-def folder(text: str) -> Path:
-    """One that is there and can be written."""
-    if not os.path.isdir(text) or not os.access(text, os.W_OK):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected a folder that is there and can be written"
-        )
-    return Path(text)
-
-
-def _device(text: str) -> str:
-    if text != "cpu":
-        try:
-            parse_link(text)
-        except CommpressError:
-            raise InvalidArgument(
-                f"got {text!r}, expected cpu or a memory bandwidth such as 900GB/s"
-            ) from None
+def parameters(text: str) -> str:
+    if told(parse_count)(text) < 1000:
+        raise refused(text, "at least 1000 parameters")
     return text
 
 
-def counts(text: str) -> list[int]:
-    """Positive numbers of '1,2,4'."""
-    found = [
-        int(part) if re.fullmatch(r"\s*[0-9]{1,18}\s*", part) else 0 for part in text.split(",")
-    ]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected positive numbers such as 1,2,4,8")
-    return found
+def factory(text: str) -> str:
+    if not re.fullmatch(r"[^:]+:[^:]+", text):
+        raise refused(text, "module:function, such as mymodels:make_gpt")
+    return text
 
 
-def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """From the smallest to the largest by a factor."""
-    if not 4 <= options.min_bytes <= options.max_bytes or options.factor < 2:
-        raise InvalidArgument(
-            f"expected 4 <= --min-bytes <= --max-bytes and --factor >= 2, got {options.min_bytes}, "
-            f"{options.max_bytes} and {options.factor}"
-        )
-    sizes = [options.min_bytes]
-    while sizes[-1] * options.factor <= options.max_bytes:
-        sizes.append(sizes[-1] * options.factor)
-    return tuple(sizes)
+def device(text: str) -> str:
+    try:
+        parse_link("none" if text == "cpu" else text)
+    except CommpressError:
+        raise refused(text, "cpu or a memory bandwidth such as 900GB/s") from None
+    return text
 
 
-def add_output(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
-    """``check`` goes on from "exit status 1 unless"; commands without bars have none."""
-    if check is not None:
-        parser.add_argument(
-            "--check", action="store_true", help=f"exit status 1 unless {check.replace('%', '%%')}"
-        )
-    parser.add_argument("--json", metavar="FILE", help="all rows, with settings and versions")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="a picture of it: .png, .svg or .pdf (needs matplotlib)"
-    )
-
-
-def refuse_early(options: argparse.Namespace) -> None:
-    """Files that cannot be written and pictures that cannot be drawn, before minutes of
-    measuring."""
-    for name in FILES:
-        check_file(name, getattr(options, name, None))
-    path = getattr(options, "plot", None)
-    if path is None:
-        return
-    if Path(path).suffix not in PICTURES:
-        raise InvalidArgument(
-            f"--plot is {path!r}, expected a name that ends in {', '.join(PICTURES)}"
-        )
-    if find_spec("matplotlib") is None and not getattr(options, "draws_itself", False):
-        raise MissingPackage("--plot needs matplotlib: pip install 'commpress[demo]'")
+# ---------------------------------------------------------------- files that are written
 
 
 def check_file(name: str, path: str | None) -> None:
@@ -241,66 +215,76 @@ def check_file(name: str, path: str | None) -> None:
     if not path:
         return
     folder = os.path.dirname(path) or "."
-    if (
-        os.path.isdir(path)
-        or not os.path.isdir(folder)
-        or not os.access(path if os.path.exists(path) else folder, os.W_OK)
-    ):
+    written = path if os.path.exists(path) else folder
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(written, os.W_OK):
         raise InvalidArgument(
             f"--{name} is {path!r}, expected the name of a file in a folder that is there and can "
             "be written"
         )
 
 
-def check_json(path: str) -> None:
-    check_file("json", path)
+def check_picture(name: str, path: str) -> None:
+    if Path(path).suffix not in PICTURES:
+        raise InvalidArgument(
+            f"--{name} is {path!r}, expected a name that ends in {', '.join(PICTURES)}"
+        )
+    if find_spec("matplotlib") is None:
+        raise MissingPackage(f"--{name} needs matplotlib: pip install 'commpress[demo]'")
+
+
+def refuse_early(options: argparse.Namespace) -> None:
+    """Files that cannot be written and pictures that cannot be drawn, before minutes of
+    measuring."""
+    for name in FILES:
+        check_file(name, getattr(options, name, None))
+    if path := getattr(options, "plot", None):
+        check_picture("plot", path)
+
+
+# ---------------------------------------------------------------- groups
+
+
+def add_output(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
+    """``check`` goes on from "exit status 1 unless"; commands without bars have none."""
+    if check is not None:
+        option(parser, "--check", says=f"exit status 1 unless {check}")
+    option(parser, "--json FILE", says="all rows, with settings and versions")
+    says = "a picture of it: .png, .svg or .pdf (needs matplotlib)"
+    option(parser, "--plot FILE", says=says)
 
 
 def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
-    parser.add_argument(
-        "--min-bytes", type=size, default=least, metavar="SIZE", help=f"default {least}"
-    )
-    parser.add_argument(
-        "--max-bytes", type=size, default=most, metavar="SIZE", help=f"default {most}"
-    )
-    parser.add_argument(
-        "--factor",
-        type=at_least(2),
-        default=factor,
-        metavar="N",
-        help=f"from one size to the next (default {factor})",
-    )
+    option(parser, "--min-bytes SIZE", size, least)
+    option(parser, "--max-bytes SIZE", size, most)
+    option(parser, "--factor N", several, factor, "from one size to the next")
+
+
+def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
+    """From the smallest to the largest by a factor."""
+    if not 4 <= options.min_bytes <= options.max_bytes:
+        raise InvalidArgument(
+            f"expected 4 <= --min-bytes <= --max-bytes, got {options.min_bytes} and "
+            f"{options.max_bytes}"
+        )
+    sizes = [options.min_bytes]
+    while sizes[-1] * options.factor <= options.max_bytes:
+        sizes.append(sizes[-1] * options.factor)
+    return tuple(sizes)
 
 
 def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
     says = f"local processes (default {ranks}); a launcher's own number wins"
-    parser.add_argument("--ranks", type=at_least(2), default=ranks, metavar="N", help=says)
-    parser.add_argument(
-        "--threads",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="threads of each rank (default 1)",
-    )
+    option(parser, "--ranks N", several, ranks, says)
+    option(parser, "--threads N", natural, 1, "of each rank")
 
 
 def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
-    for name, default, metavar, what in (
-        ("rounds", rounds, "N", "of every variant"),
-        ("steps", steps, "N", "steps of each round"),
-        ("batch", batch, "N", "windows per rank and step"),
-        ("length", 64, "N", "bytes of text in a window"),
-        ("width", 384, "N", "of the model"),
-        ("layers", 6, "N", "of the model"),
-    ):
-        kind = shared_width if name == "width" else at_least(1)
-        parser.add_argument(
-            f"--{name}",
-            type=kind,
-            default=default,
-            metavar=metavar,
-            help=f"{what} (default {default})",
-        )
+    option(parser, "--rounds N", natural, rounds, "of every variant")
+    option(parser, "--steps N", natural, steps, "of each round")
+    option(parser, "--batch N", natural, batch, "windows per rank and step")
+    option(parser, "--length N", natural, 64, "bytes of text in a window")
+    option(parser, "--width N", shared_width, 384, "of the model")
+    option(parser, "--layers N", natural, 6, "of the model")
 
 
 def add_measuring(
@@ -313,206 +297,78 @@ def add_measuring(
 
 
 def add_topology(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--topology",
-        type=word("topology"),
-        default="auto",
-        metavar="NODES",
-        help=(
-            "nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says "
-            "(default auto)"
-        ),
-    )
+    says = "nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says"
+    option(parser, "--topology NODES", word("topology"), "auto", says)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machines")
-    group.add_argument(
-        "--nodes",
-        type=checked(parse_nodes),
-        default="4x1",
-        metavar="NxR",
-        help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)",
+    nodes, link, cores = checked(parse_nodes), checked(parse_link), from_(0)
+    says = "nodes x ranks per node; several kinds as 8x4,2x4"
+    option(group, "--nodes NxR", nodes, "4x1", says)
+    says = (
+        "of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node (default "
+        "1gbit,100us)"
     )
-    group.add_argument(
-        "--link",
-        action="append",
-        type=checked(parse_link),
-        metavar="RATE,TIME",
-        help=(
-            "of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node "
-            "(default 1gbit,100us)"
-        ),
+    option(group, "--link RATE,TIME", link, None, says, action="append")
+    probed = readable("what commpress probe wrote")
+    says = "what commpress probe wrote, for --nodes, --link and --inside"
+    option(group, "--links FILE", probed, None, says)
+    says = "of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
+    option(group, "--inside RATE,TIME", link, None, says)
+    says = "between nodes of different kinds, where that is slower"
+    option(group, "--foreign RATE", link, None, says)
+    option(group, "--rack N", from_zero, 0, "nodes below one switch (default: all)")
+    option(group, "--oversubscription F", from_(1), 1.0, "of a rack's uplink")
+    option(group, "--straggler F", positive, 1.0, "one node computes F times slower")
+    says = (
+        "cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, 900GB/s"
     )
-    group.add_argument(
-        "--links",
-        type=readable("what commpress probe wrote"),
-        metavar="FILE",
-        help="what commpress probe wrote, for --nodes, --link and --inside",
-    )
-    group.add_argument(
-        "--inside",
-        type=checked(parse_link),
-        metavar="RATE,TIME",
-        help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)",
-    )
-    group.add_argument(
-        "--foreign",
-        type=checked(parse_link),
-        metavar="RATE",
-        help="between nodes of different kinds, where that is slower",
-    )
-    group.add_argument(
-        "--rack",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="nodes below one switch (default: all)",
-    )
-    group.add_argument(
-        "--oversubscription",
-        type=from_(1),
-        default=1.0,
-        metavar="F",
-        help="of a rack's uplink (default 1)",
-    )
-    group.add_argument(
-        "--straggler",
-        type=positive,
-        default=1.0,
-        metavar="F",
-        help="one node computes F times slower",
-    )
-    group.add_argument(
-        "--device",
-        type=told(_device),
-        default="cpu",
-        metavar="D",
-        help=(
-            "cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, as "
-            "900GB/s (default cpu)"
-        ),
-    )
-    group.add_argument(
-        "--cores",
-        type=from_(0),
-        default=0,
-        metavar="N",
-        help="of each node, for its ranks (default: enough)",
-    )
-    group.add_argument(
-        "--machine-cores",
-        type=from_(0),
-        default=0,
-        metavar="N",
-        help="all nodes lie on one machine of N cores (namespaces)",
-    )
-    group.add_argument(
-        "--message-us",
-        type=from_(0),
-        metavar="T",
-        help="of a core for each message (default 60 over cpu, else 5)",
-    )
-    group.add_argument(
-        "--byte-ns",
-        type=from_(0),
-        metavar="T",
-        help="of a core for each byte sent or received (default 0.4, else 0)",
-    )
+    option(group, "--device D", device, "cpu", says)
+    option(group, "--cores N", cores, 0, "of each node, for its ranks (default: enough)")
+    says = "all nodes lie on one machine of N cores (namespaces; default: they do not)"
+    option(group, "--machine-cores N", cores, 0, says)
+    says = "of a core for each message (default 60 over cpu, else 5)"
+    option(group, "--message-us T", cores, None, says)
+    says = "of a core for each byte sent or received (default 0.4, else 0)"
+    option(group, "--byte-ns T", cores, None, says)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--parameters",
-        type=checked(_parameters),
-        metavar="N",
-        help="a transformer of about so many, as 110M",
-    )
-    group.add_argument(
-        "--model",
-        type=checked(_factory),
-        metavar="M:F",
-        help="what calling F of the Python module M returns, a torch.nn.Module",
-    )
-    group.add_argument(
-        "--config",
-        type=checked(read_config),
-        metavar="FILE",
-        help="config.json of a Hugging Face model",
-    )
-    group.add_argument(
-        "--compute-ms",
-        type=positive,
-        metavar="T",
-        help="of a step on a rank of its own, without communication",
-    )
-    group.add_argument(
-        "--bucket-mb", type=positive, default=25.0, metavar="MB", help="of DDP (default 25)"
-    )
+    option(group, "--parameters N", parameters, None, "a transformer of about so many, as 110M")
+    says = "what calling F of the Python module M returns, a torch.nn.Module"
+    option(group, "--model M:F", factory, None, says)
+    says = "config.json of a Hugging Face model"
+    option(group, "--config FILE", checked(read_config), None, says)
+    says = "of a step on a rank of its own, without communication"
+    option(group, "--compute-ms T", positive, None, says)
+    option(group, "--bucket-mb MB", positive, 25.0, "of DDP")
 
 
 def add_experts(group: Any, chosen: int) -> None:
-    group.add_argument(
-        "--experts",
-        type=at_least(0),
-        default=0,
-        metavar="E",
-        help="of a layer, all ranks together (default: many)",
-    )
-    said = f"that a gate chooses (default {chosen})"
-    group.add_argument(
-        "--experts-per-token", type=at_least(0), default=chosen, metavar="K", help=said
-    )
+    says = "of a layer, all ranks together (default: many)"
+    option(group, "--experts E", from_zero, 0, says)
+    option(group, "--experts-per-token K", from_zero, chosen, "that a gate chooses")
 
 
 def add_batch(group: Any) -> None:
-    group.add_argument(
-        "--batch",
-        type=at_least(1),
-        metavar="N",
-        help="sequences of a step on all ranks (default 4 for each rank)",
-    )
-    group.add_argument(
-        "--length",
-        type=at_least(1),
-        default=512,
-        metavar="N",
-        help="tokens of a sequence (default 512)",
-    )
-    group.add_argument(
-        "--micro",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="sequences of a micro-batch (default 1)",
-    )
+    says = "sequences of a step on all ranks (default 4 for each rank)"
+    option(group, "--batch N", natural, None, says)
+    option(group, "--length N", natural, 512, "tokens of a sequence")
+    option(group, "--micro N", natural, 1, "sequences of a micro-batch")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("meshes")
-    group.add_argument(
-        "--mesh",
-        action="store_true",
-        help="every grid of parallelism instead of ways to average gradients",
-    )
-    group.add_argument(
-        "--pairs",
-        type=readable("what commpress probe --pairs --json wrote"),
-        metavar="FILE",
-        help="links of every two ranks: what commpress probe --pairs --json wrote",
-    )
+    says = "every grid of parallelism instead of ways to average gradients"
+    option(group, "--mesh", says=says)
+    probed = readable("what commpress probe --pairs --json wrote")
+    says = "links of every two ranks: what commpress probe --pairs --json wrote"
+    option(group, "--pairs FILE", probed, None, says)
     add_batch(group)
-    group.add_argument(
-        "--dims",
-        type=word("dims"),
-        default="",
-        metavar="D=C,…",
-        help="codecs, as dp=int4,ep=int8 (default: dp chosen)",
-    )
+    says = "codecs, as dp=int4,ep=int8 (default: dp chosen)"
+    option(group, "--dims D=C,…", word("dims"), "", says)
     add_experts(group, 2)
-    group.add_argument(
-        "--speeds",
-        metavar="A,B",
-        help="of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)",
-    )
+    says = "of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)"
+    option(group, "--speeds A,B", None, None, says)

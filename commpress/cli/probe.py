@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from itertools import combinations, cycle
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.cli import harness, ranks, svg, terminal
+from commpress.cli import harness, ranks, terminal
 from commpress.cli.reduced import TRIED, Reduced, trials
 from commpress.codecs import codec_named
 from commpress.collectives.buckets import one_message
@@ -39,6 +40,7 @@ PAIRS = 4  # of each class that are measured alone
 SHORT = 50  # shortest exchanges in a row
 PASSES = 3  # over all that concerns processors
 WORK = 1 << 20  # bytes copied between two of them
+Among = Mapping[int, Transport]
 WARM = 2  # calls before those that count
 STRETCHES = 7  # of calls in a row, of which one may meet other work
 RESTED = 1 << 17  # bytes of a row that finds a link rested
@@ -52,76 +54,80 @@ def run(options: argparse.Namespace) -> int:
         return 0
     links, pairs = found
     links.save(options.out)
-    rows = [
-        [
-            name,
-            f"{1e6 * link.latency:.0f}",
-            f"{link.bandwidth / 1e6:.1f}",
-            f"{link.together / 1e6:.1f}",
-        ]
-        for name, link in (("inside a node", links.inside), ("between nodes", links.between))
-        if link is not None
-    ]
     print(f"nodes {links.topology}")
-    terminal.show(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows)
-    if (stack := links.stack) is not None:
-        print(
-            f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce "
-            f"{1e6 * stack.reduce:.0f}, torch's {1e6 * stack.ring:.0f}"
-        )
-        print(
-            f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for "
-            f"a byte at each end, {1e6 * stack.reduce_core:.0f} us for a rank's compressed "
-            "all-reduce"
-        )
-        print(
-            f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, "
-            f"{1e9 * stack.ring_byte:.2f} ns for a byte"
-        )
+    each = {"inside a node": links.inside, "between nodes": links.between}
+    print(terminal.table([_cells(name, link) for name, link in each.items() if link is not None]))
+    if links.stack is not None:
+        print("\n".join(_said(links.stack)))
+    values = grid(pairs, links.topology.size)
     if pairs:
         print("\nevery pair: MB/s each way above the diagonal, latency in us below it")
-        print(matrix_text(pairs, links.topology.size))
+        print(matrix_text(values))
     print(f"saved: {options.out}")
     if options.plot:
-        draw(options.plot, pairs, links.topology.size)
+        draw(options.plot, values)
         print(f"picture: {options.plot}")
     if options.json:
-        harness.write_json(
-            options.json,
-            {**harness.machine(), "nodes": links.topology.nodes, "rows": list(map(asdict, pairs))},
-        )
+        nodes, rows = links.topology.nodes, list(map(asdict, pairs))
+        harness.write_json(options.json, {**harness.machine(), "nodes": nodes, "rows": rows})
     return 0
 
 
-def grid(pairs: Sequence["Pair"], size: int) -> list[list["Pair | None"]]:
-    found: list[list[Pair | None]] = [[None] * size for _ in range(size)]
+def _cells(name: str, link: Link) -> dict[str, str]:
+    return {
+        "pairs": name,
+        "latency us": f"{1e6 * link.latency:.0f}",
+        "one pair MB/s": f"{link.bandwidth / 1e6:.1f}",
+        "a node, all at once MB/s": f"{link.together / 1e6:.1f}",
+    }
+
+
+def _said(stack: Stack) -> Iterator[str]:
+    yield (
+        f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce "
+        f"{1e6 * stack.reduce:.0f}, torch's {1e6 * stack.ring:.0f}"
+    )
+    yield (
+        f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for "
+        f"a byte at each end, {1e6 * stack.reduce_core:.0f} us for a rank's compressed "
+        "all-reduce"
+    )
+    yield (
+        f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, "
+        f"{1e9 * stack.ring_byte:.2f} ns for a byte"
+    )
+
+
+Grid = list[list["Pair | None"]]
+
+
+def grid(pairs: Sequence["Pair"], size: int) -> Grid:
+    found: Grid = [[None] * size for _ in range(size)]
     for pair in pairs:
         found[pair.first][pair.second] = found[pair.second][pair.first] = pair
     return found
 
 
-def matrix_text(pairs: Sequence["Pair"], size: int) -> str:
+def matrix_text(values: Grid) -> str:
     rows = []
-    for i, row in enumerate(grid(pairs, size)):
-        shown = ((j, pair) for j, pair in enumerate(row))
-        cells = (
-            "-" if p is None else f"{p.bandwidth / 1e6:.1f}" if j > i else f"{1e6 * p.latency:.0f}"
-            for j, p in shown
-        )
-        rows.append([str(i), *cells])
-    return harness.render(["rank", *map(str, range(size))], rows)
+    for i, row in enumerate(values):
+        rows.append([str(i), *["-"] * len(row)])
+        for j, pair in enumerate(row):
+            if pair is not None:
+                above, below = f"{pair.bandwidth / 1e6:.1f}", f"{1e6 * pair.latency:.0f}"
+                rows[-1][1 + j] = above if j > i else below
+    return terminal.render(["rank", *map(str, range(len(values)))], rows)
 
 
-def draw(path: str, pairs: Sequence["Pair"], size: int) -> None:
-    values = [[None if p is None else p.bandwidth / 1e6 for p in row] for row in grid(pairs, size)]
-    slowest = min(pairs, key=lambda pair: pair.bandwidth)
-    note = (
-        f"MB/s each way; slowest: ranks {slowest.first} and {slowest.second}, "
-        f"{slowest.bandwidth / 1e6:.3g}"
-    )
-    svg.matrix(
-        path, "One pair of ranks at a time", [str(i) for i in range(size)], values, note=note
-    )
+def draw(path: str, values: Grid) -> None:
+    from commpress.cli import charts
+
+    rates = [[None if p is None else p.bandwidth / 1e6 for p in row] for row in values]
+    side = max(4.0, 0.6 * len(values))
+    with charts.chart(
+        path, "MB/s each way, one pair of ranks at a time", size=(side, side)
+    ) as drawn:
+        charts.matrix(drawn[0], rates)
 
 
 # ---------------------------------------------------------------- processors
@@ -190,58 +196,39 @@ def measure(
 ) -> Links:
     """Needs ``topology``, ``bytes`` and ``rounds`` of the options."""
     channel, hierarchy = on_nodes(options.topology)
-    topology, probe, transport = hierarchy.topology, Probe(options.rounds), channel.inner
-    tasks: list[tuple[str, str, Callable[[], None]]] = []
+    topology, probe = hierarchy.topology, Probe(options.rounds)
+    tasks: list[tuple[str, Callable[[], object]]] = []
     for name, pairs in pairs_of(topology).items():
         for pair in pairs:
-            alone = part_of(transport, pair)
-            among: Mapping[int, Transport] = {} if alone is None else {0: alone}
-            tasks.append(
-                (
-                    name,
-                    f"{name}: ranks {pair[0]} and {pair[1]}",
-                    probe.task(f"{name} latency", among, 8),
-                )
-            )
-            tasks.append(
-                (
-                    name,
-                    f"{name}: ranks {pair[0]} and {pair[1]}",
-                    probe.task(f"{name} alone", among, options.bytes),
-                )
-            )
+            alone, what = _alone(channel, pair), f"{name}: ranks {pair[0]} and {pair[1]}"
+            tasks.append((what, partial(probe.keep, f"{name} latency", alone, 8)))
+            tasks.append((what, partial(probe.keep, f"{name} alone", alone, options.bytes)))
             if name == "between":
-                tasks.append(
-                    (name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.rested_task(among))
-                )
-    every: Mapping[str, Mapping[int, Transport]] = {
-        "inside": {0: hierarchy.inside},
-        "between": hierarchy.between,
-    }
+                tasks.append((what, partial(probe.keep_rested, alone)))
+    every: dict[str, Among] = {"inside": {0: hierarchy.inside}, "between": hierarchy.between}
     for name, all_of in every.items():
         if pairs_of(topology)[name]:
-            tasks.append(
-                (
-                    name,
-                    f"{name}: all at once",
-                    probe.task(f"{name} together", all_of, options.bytes),
-                )
-            )
-    count = len(tasks) + 1 + (len(TRIED) if topology.layered else 0)
+            call = partial(probe.keep, f"{name} together", all_of, options.bytes)
+            tasks.append((f"{name}: all at once", call))
+    stacks, tried = list[Stack](), dict[str, list[BufferTrial]]()
+    passes = partial(probe.stack, channel, options.bytes)
+    tasks.append(("what it costs processors", lambda: stacks.append(passes())))
 
-    def say(done: int, what: str) -> None:
-        report(done / count, f"{done}/{count}: {what}")
-
-    for i, (_, what, task) in enumerate(tasks):
-        task()
-        say(i + 1, what)
-    stack = probe.stack(channel, options.bytes)
-    say(len(tasks) + 1, "what it costs processors")
-    tried: dict[str, list[BufferTrial]] = {}
-    for i, codec in enumerate(TRIED if topology.layered else ()):
+    def try_codec(codec: str) -> None:
         tried[codec] = trials(codec, channel, hierarchy, options.rounds)
-        say(len(tasks) + 2 + i, f"all-reduces with codec {codec}")
-    return replace(probe.links(topology, options.bytes), stack=stack, trials=tried)
+
+    for codec in TRIED if topology.layered else ():
+        tasks.append((f"all-reduces with codec {codec}", partial(try_codec, codec)))
+    for i, (what, task) in enumerate(tasks, 1):
+        task()
+        report(i / len(tasks), f"{i}/{len(tasks)}: {what}")
+    return replace(probe.links(topology, options.bytes), stack=stacks[0], trials=tried)
+
+
+def _alone(channel: Channel, pair: tuple[int, int]) -> Among:
+    """The transport of two ranks; nothing on others."""
+    part = part_of(channel.inner, pair)
+    return {} if part is None else {0: part}
 
 
 @dataclass(frozen=True)
@@ -261,11 +248,10 @@ def measure_both(
 ) -> tuple[Links, list[Pair]]:
     """Links, and every pair where that is asked for."""
     wanted = options.pairs or bool(options.plot) or bool(options.json)
-    share = 0.5 if wanted else 1.0
-    links = measure(rank, size, options, lambda done, what: report(share * done, what))
-    return links, every_pair(
-        options, lambda done, what: report(share + share * done, what)
-    ) if wanted else []
+    if not wanted:
+        return measure(rank, size, options, report), []
+    links = measure(rank, size, options, lambda done, what: report(0.5 * done, what))
+    return links, every_pair(options, lambda done, what: report(0.5 + 0.5 * done, what))
 
 
 def every_pair(options: argparse.Namespace, report: Callable[[float, str], None]) -> list[Pair]:
@@ -273,8 +259,7 @@ def every_pair(options: argparse.Namespace, report: Callable[[float, str], None]
     topology, probe, found = hierarchy.topology, Probe(options.rounds), []
     every = list(combinations(range(topology.size), 2))
     for i, (a, b) in enumerate(every):
-        alone = part_of(channel.inner, (a, b))
-        among: Mapping[int, Transport] = {} if alone is None else {0: alone}
+        among = _alone(channel, (a, b))
         latency, took = probe.time(among, 8), probe.time(among, options.bytes)
         inside = topology.node(a) == topology.node(b)
         found.append(Pair(a, b, inside, latency, options.bytes / max(took - latency, latency / 10)))
@@ -290,6 +275,11 @@ def pairs_of(topology: Topology) -> dict[str, list[tuple[int, int]]]:
     return {name: pairs[:: max(len(pairs) // PAIRS, 1)][:PAIRS] for name, pairs in every.items()}
 
 
+def _median(took: list[float]) -> float:
+    """Of the slowest rank's seconds."""
+    return float(harness.slowest({"": took})[""].quantile(0.5))
+
+
 class Probe:
     """Runs exchanges and keeps the median seconds of each: the slowest rank's, equal on all
     ranks."""
@@ -298,10 +288,13 @@ class Probe:
         self.rounds, self.sequence = rounds, 1
         self.seconds: dict[str, list[float]] = {}
 
-    def task(self, name: str, among: Mapping[int, Transport], payload: int) -> Callable[[], None]:
-        return lambda: self.seconds.setdefault(name, []).append(self.time(among, payload))
+    def keep(self, name: str, among: Among, payload: int) -> None:
+        self.seconds.setdefault(name, []).append(self.time(among, payload))
 
-    def time(self, among: Mapping[int, Transport], payload: int) -> float:
+    def keep_rested(self, among: Among) -> None:
+        self.seconds.setdefault("between rested", []).append(self._rested(among))
+
+    def time(self, among: Among, payload: int) -> float:
         rows = {
             i: torch.zeros(2, t.size, HEADER + payload, dtype=torch.uint8) for i, t in among.items()
         }
@@ -313,33 +306,27 @@ class Probe:
             drive(overlapped(jobs, limit=max(len(jobs), 1)))
             took.append(perf_counter() - start if among else 0.0)
             self.sequence += 1
-        # the first opens connections and touches memory
-        slowest = torch.tensor(took[1:], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return median(slowest.tolist())
+        return _median(took[1:])  # the first opens connections and touches memory
 
-    def rested_task(self, among: Mapping[int, Transport]) -> Callable[[], None]:
-        return lambda: self.seconds.setdefault("between rested", []).append(self._rested(among))
-
-    def _rested(self, among: Mapping[int, Transport]) -> float:
+    def _rested(self, among: Among) -> float:
         """Seconds that ``RESTED`` bytes take longer than the shortest exchange, each time after a
         rest."""
         short, long_one = ([self._rows(t, row) for t in among.values()] for row in (8, RESTED))
         took = []
         for _ in range(REPEATS * self.rounds):
-            times = []
             if among:
                 sleep(REST)
-            for calls in (short, short, long_one):  # the first wakes both ends
-                start = perf_counter()
-                for call in calls:
-                    call()
-                times.append(perf_counter() - start)
-                self.sequence += 1
-            took.append(times[2] - times[1])
-        slowest = torch.tensor(took, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return median(slowest.tolist())
+            # the first wakes both ends
+            _, empty, full = (self._timed(calls) for calls in (short, short, long_one))
+            took.append(full - empty)
+        return _median(took)
+
+    def _timed(self, calls: list[Callable[[], None]]) -> float:
+        start = perf_counter()
+        for call in calls:
+            call()
+        self.sequence += 1
+        return perf_counter() - start
 
     def stack(self, channel: Channel, payload: int) -> Stack:
         """Several passes: a machine may be slow for as long as one takes."""
@@ -382,12 +369,10 @@ class Probe:
         ring, ring_cost = self._in_a_row(lambda: dist.all_reduce(few), SHORT)
         ring_message = ring_cost / (4 * peers * size)  # all but one of 2 · size halves, twice
         reduced = Reduced(64 * size, "sign", channel)
-        reduced.fill()
         reduce, reduce_core = beside(reduced.reduce)
         besides = []  # the kernels, of an all-reduce of short and one of longer rows
         for row in (64, FIRST):
             reduced, kernels = Reduced(row // 4 * size, "none", channel), Watched()
-            reduced.fill()
             with instead(kernels):
                 cost = beside(reduced.reduce, 4 * self.few)[1]
             besides.append(cost - self._sum(kernels.seconds) / (4 * self.few + WARM))
@@ -426,26 +411,19 @@ class Probe:
         """The scheduler moves threads to idle cores late, and an exchange waits for the last of
         them."""
         pieces = one_message(x.numel(), codec_named("int8"), ROWS).pieces
-        encode, alone = (
-            encoding(x, torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), pieces),
-            0.0,
-        )
-
-        def watched() -> None:
-            nonlocal alone
-            start = thread_time()
-            encode()
-            alone += thread_time() - start
+        rows, alone = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), [0.0]
+        encode = encoding(x, rows, pieces)
 
         def both() -> None:
-            watched()
+            start = thread_time()
+            encode()
+            alone.append(thread_time() - start)
             short()
 
         waits = self._in_a_row(short, SHORT)[0]
-        watched()
-        alone = 0.0
+        encode()
         took = self._in_a_row(both, SHORT)[0]
-        fair = self._sum(alone) / dist.get_world_size() / (SHORT + WARM) * share
+        fair = self._sum(sum(alone)) / dist.get_world_size() / (SHORT + WARM) * share
         return max(took - waits, 0.0) / fair
 
     @property
@@ -501,10 +479,8 @@ class Probe:
     def _exchange(
         self, transport: Transport, out: torch.Tensor, inp: torch.Tensor, index: int
     ) -> Steps[None]:
-        packed = Frame(
-            ALL_TO_ALL, transport.size, "probe", inp.shape[1], self.sequence, index
-        ).pack()
-        inp[:, :HEADER] = packed
+        frame = Frame(ALL_TO_ALL, transport.size, "probe", inp.shape[1], self.sequence, index)
+        inp[:, :HEADER] = frame.pack()
         yield transport.all_to_all(out, inp, 64 * self.sequence + index % 64)
 
     def links(self, topology: Topology, payload: int) -> Links:
@@ -516,16 +492,13 @@ class Probe:
         found: dict[str, Link | None] = {"inside": None, "between": None}
         for name in found:
             if f"{name} together" in self.seconds:
-                latency = median(self.seconds[f"{name} latency"])
-                alone, together = (
-                    median(self.seconds[f"{name} alone"]),
-                    self.seconds[f"{name} together"][0],
+                latency, alone = (
+                    median(self.seconds[f"{name} {what}"]) for what in ("latency", "alone")
                 )
                 least = latency / 10  # an exchange too fast to tell from an empty one
                 bandwidth = payload / max(alone - latency, least)
+                together = max(self.seconds[f"{name} together"][0] - latency, least)
                 rested = self.seconds.get(f"{name} rested")
                 burst = max(RESTED - bandwidth * median(rested), 0.0) if rested else 0.0
-                found[name] = Link(
-                    latency, bandwidth, sent[name] / max(together - latency, least), burst
-                )
+                found[name] = Link(latency, bandwidth, sent[name] / together, burst)
         return Links(topology, found["inside"], found["between"])

@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import commpress
 from commpress.cli import connections
-from commpress.cli.contenders import Choices, contender
+from commpress.cli.contenders import contender, torch_rank
 from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.cli.racer import Racer
-from commpress.cli.training import HELD_OUT
+from commpress.cli.training import HELD_OUT, ONE_BUCKET, attach
+from commpress.codecs import LowRankCodec, codec_named
 
 # steps before the race, of a model that is thrown away: kernels, connections, PowerSGD's third step
 WARM = 4
 WINDOWS, HELD_OUT_BATCH = 64, 16  # held-out windows per rank, and how many at once
 RISING = 10  # steps, or a tenth of the race, over which the learning rate rises
 LAST = 0.1  # of the peak of the learning rate, at the end
+DILOCO: dict[str, Any] = {"every": 30, "outer": commpress.Nesterov(0.7, 0.9), "codec": None}
+Show = Callable[[float, list[float], int], None]  # share that is over, losses, bytes sent
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,19 @@ class Course:
     steps: int = 0
     paced: float = 0.0  # bits per second of each connection; 0: the network is what it is
     interface: str = ""  # that carries nothing else; without one bytes are counted on sockets
-    choices: Choices = field(default_factory=Choices)
+    error_feedback: bool = True  # of ways that are a codec
 
     def sent_bytes(self) -> int | None:
-        return (
-            connections.interface_bytes(self.interface)
-            if self.interface
-            else connections.sent_bytes()
-        )
+        if self.interface:
+            return connections.interface_bytes(self.interface)
+        return connections.sent_bytes()
 
     def model(self, seed: int) -> GPT:
         torch.manual_seed(seed)
         return GPT(width=self.width, layers=self.layers, length=self.length)
+
+    def windows(self, draws: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(standard_library()[:-HELD_OUT], self.batch, self.length, draws)
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,9 @@ class Finish:
 
 class RaceClock:
     """The time of one run, kept by the process that all ranks ask before each step: so all stop
-    after the same one.
+    after the same one."""
 
-    ``show`` is told the share that is over and the losses so far.
-    """
-
-    def __init__(
-        self, lane: Lane, size: int, show: Callable[[float, list[float], int], None]
-    ) -> None:
+    def __init__(self, lane: Lane, size: int, show: Show) -> None:
         self.course, self.size, self.show = lane.course, size, show
         self.start = self.end = 0.0
         # of each step: of the time when it began; None: it is not to be
@@ -106,44 +106,35 @@ class RaceClock:
         """The share of the run that is over when ``step`` begins, None if it is not to; ``loss`` is
         that of the step before."""
         now = perf_counter()
-        if step == 0 and not self.shares:
+        if not self.shares:
             self.start = now
         if loss is not None:
             self.said.setdefault(step - 1, []).append(loss)
             if len(self.said[step - 1]) == 1:
                 self.times.append(now - self.start)
         if step == len(self.shares):
-            done = (
-                step / self.course.steps
-                if self.course.steps
-                else (now - self.start) / self.course.seconds
-            )
+            took = (now - self.start) / self.course.seconds
+            done = step / self.course.steps if self.course.steps else took
             self.shares.append(None if done >= 1 else done)
         if rank == 0:
             self.show(min(self.shares[step] or 1.0, 1.0) if step else 0.0, self.losses, sent)
         return self.shares[step]
 
-    def finished(self) -> None:
-        self.end = perf_counter()
-
     @property
     def losses(self) -> list[float]:
         """Mean over the ranks, of the steps that all have done."""
-        return [
-            sum(losses) / self.size for losses in self.said.values() if len(losses) == self.size
-        ]
+        done = [losses for losses in self.said.values() if len(losses) == self.size]
+        return [sum(losses) / self.size for losses in done]
 
 
-def time_it(
-    pool: Any, lane: Lane, size: int, show: Callable[[float, list[float], int], None]
-) -> Finish:
+def time_it(pool: Any, lane: Lane, size: int, show: Show) -> Finish:
     """Run one lane on a pool of ranks."""
     clock = RaceClock(lane, size, show)
 
-    def answer(rank: int, what: str, *values: Any) -> float | None:
-        if what == "step":
-            return clock.answer(rank, *values)
-        clock.finished()
+    def answer(rank: int, *asked: Any) -> float | None:
+        if asked:
+            return clock.answer(rank, *asked)
+        clock.end = perf_counter()
         return None
 
     finish: Finish = pool.call(run, lane, lambda *_: None, answer=answer)
@@ -154,52 +145,93 @@ def time_it(
 # ---------------------------------------------------------------- on every rank
 
 
+class Racer:
+    """A model on this rank with the way in which it is trained."""
+
+    def __init__(self, lane: Lane) -> None:
+        who, lr = contender(lane.name), lane.lr
+        self.model = lane.course.model(lane.seed)
+        self.wrapped: torch.nn.Module = self.model
+        self.state: commpress.CompressedState | None = None
+        self.finish: Callable[[], object] = lambda: None  # brings all ranks to the same weights
+        if who.own:
+            own = DILOCO if who.name == "diloco" else {}
+            local = commpress.LocalUpdates(self._adamw(lr), seed=lane.seed, **own)
+            self.optimizer: torch.optim.Optimizer = local
+            self.finish = local.drain
+            return
+        size = ONE_BUCKET if torch_rank(who.name) else None
+        ddp = DistributedDataParallel(
+            self.model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=size
+        )
+        self.wrapped = ddp
+        if who.name == "zero-one":
+            zero_one = commpress.ZeroOneAdam(
+                list(self.model.named_parameters()),
+                lr=lr,
+                weight_decay=0.01,
+                exact_codec="log3",
+                spiky_codec="log3",
+                exact_steps=8,
+                variance_updates=2,
+            )
+            self.optimizer, self.finish = commpress.overlap(ddp, zero_one), zero_one.synchronize
+            return
+        self.optimizer = self._adamw(lr)
+        codec = None
+        # the output layer has the spikiest gradients; at low rank it is a matrix like others
+        if who.ours and not isinstance(codec_named(who.name), LowRankCodec):
+            codec = commpress.ByName({"^head": "int8"}, who.name)
+        feedback = lane.course.error_feedback
+        self.state = attach(
+            ddp, who.name, codec, min_numel=256, error_feedback=feedback, seed=lane.seed
+        )
+
+    def _adamw(self, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.01, fused=True)
+
+    def step(self, windows: tuple[torch.Tensor, torch.Tensor], lr: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self.wrapped(*windows)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
 def warm(rank: int, size: int, lanes: list[Lane], report: Callable[[float, str], None]) -> None:
     """A few steps of each way: what is compiled and connected once is not in anybody's time."""
     # a warning would go between the lines of the live table
     logging.getLogger("commpress").setLevel(logging.ERROR)
     for i, lane in enumerate(lanes):
         report(i / len(lanes), lane.name)
-        racer = Racer(
-            contender(lane.name),
-            lane.course.model(lane.seed),
-            lane.lr,
-            lane.course.choices,
-            lane.seed,
-        )
-        draws = torch.Generator().manual_seed(rank)
+        racer, draws = Racer(lane), torch.Generator().manual_seed(rank)
         for _ in range(WARM):
-            racer.step(
-                batch(standard_library()[:-HELD_OUT], lane.course.batch, lane.course.length, draws),
-                1e-6,
-            )
+            racer.step(lane.course.windows(draws), 1e-6)
         racer.finish()
 
 
 def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
     course, who = lane.course, contender(lane.name)
-    model = course.model(lane.seed)
-    racer = Racer(who, model, lane.lr, course.choices, lane.seed)
-    library, draws = standard_library(), torch.Generator().manual_seed(lane.seed * 4096 + rank)
+    racer, draws = Racer(lane), torch.Generator().manual_seed(lane.seed * 4096 + rank)
     gc.collect()  # sockets of the way before
     dist.barrier()
     before = course.sent_bytes()
     step, loss, sent = 0, None, 0
-    while (share := ask("step", step, loss, sent)) is not None:
+    while (share := ask(step, loss, sent)) is not None:
         if course.paced:
             connections.pace(course.paced)  # in every step: some connections open in the first
-        windows = batch(library[:-HELD_OUT], course.batch, course.length, draws)
-        loss = racer.step(windows, lane.lr * schedule(step, share))
+        loss = racer.step(course.windows(draws), lane.lr * schedule(step, share))
         step += 1
         sent = (course.sent_bytes() or 0) - (before or 0)
     racer.finish()
     dist.barrier()
     if rank == 0:
-        ask("finished")
+        ask()
     sent = (course.sent_bytes() or 0) - (before or 0)
-    means = torch.tensor(
-        [held_out_loss(model, library[-HELD_OUT:], course.length, rank), sent], dtype=torch.float64
-    )
+    loss = held_out_loss(racer.model, course.length, rank)
+    means = torch.tensor([loss, sent], dtype=torch.float64)
     dist.all_reduce(means)
     return Finish(
         who.name,
@@ -208,7 +240,7 @@ def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
         lane.lr,
         lane.seed,
         size,
-        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in racer.model.parameters()),
         float(means[0]) / size,
         float(means[1]) / size if before is not None else None,
         racer.state.counters.as_dict() if racer.state is not None else {},
@@ -222,10 +254,10 @@ def schedule(step: int, share: float) -> float:
     return min(up, 1.0) * (1 - (1 - LAST) * share)
 
 
-def held_out_loss(model: GPT, held_out: torch.Tensor, length: int, rank: int) -> float:
+def held_out_loss(model: GPT, length: int, rank: int) -> float:
     """Of this rank's share of the held-out windows, the same for every way."""
-    draws, parts = torch.Generator().manual_seed(rank), range(WINDOWS // HELD_OUT_BATCH)
+    held_out, draws = standard_library()[-HELD_OUT:], torch.Generator().manual_seed(rank)
+    parts = range(WINDOWS // HELD_OUT_BATCH)
     with torch.no_grad():
-        return sum(
-            float(model(*batch(held_out, HELD_OUT_BATCH, length, draws))) for _ in parts
-        ) / len(parts)
+        losses = [float(model(*batch(held_out, HELD_OUT_BATCH, length, draws))) for _ in parts]
+    return sum(losses) / len(parts)

@@ -35,7 +35,7 @@ class Reduced:
         self.spans, self.policy = [Span("buffer", 0, numel)], policy_of(codec)
         self.messages: list[Message] = messages(self.spans, self.policy, channel.size)
         self.input = torch.randn(numel, generator=torch.Generator().manual_seed(channel.rank))
-        self.buffer = torch.empty(numel)
+        self.buffer = self.input.clone()
         self.forget()
 
     def forget(self) -> None:

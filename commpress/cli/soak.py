@@ -6,10 +6,8 @@ survivors' cores. All else is real: DDP with a compressed hook, the backend "com
 in data, weights hashed after every step.
 """
 
-import argparse
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -22,6 +20,7 @@ import commpress
 import commpress.backend
 
 SAMPLES, FEATURES, BATCH = 1 << 22, 64, 8
+TIMEOUT = timedelta(seconds=10)
 
 
 class Noise(Dataset[torch.Tensor]):
@@ -34,15 +33,9 @@ class Noise(Dataset[torch.Tensor]):
         return torch.randn(FEATURES, generator=torch.Generator().manual_seed(index))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--step-seconds", type=float, default=0.25, help="that a step sleeps")
-    parser.add_argument("--steps", type=int, default=1 << 30)
-    parser.add_argument("--timeout", type=float, default=10.0, help="of the group, in seconds")
-    parser.add_argument("--codec", default="int8")
-    options = parser.parse_args(argv)
+def main(step_seconds: float) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("commpress", timeout=timedelta(seconds=options.timeout))
+    dist.init_process_group("commpress", timeout=TIMEOUT)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(FEATURES, 256),
@@ -52,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         nn.Linear(256, FEATURES),
     )
     ddp = DistributedDataParallel(model)
-    commpress.compress(ddp, options.codec, min_numel=1)
+    commpress.compress(ddp, "int8", min_numel=1)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
     def train_step(batch: torch.Tensor) -> float:
-        time.sleep(options.step_seconds)
+        time.sleep(step_seconds)
         loss = nn.functional.mse_loss(ddp(batch), batch.roll(1, dims=1))
         loss.backward()
         optimizer.step()
@@ -65,13 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     data = Noise()
     loader = DataLoader(data, BATCH, sampler=commpress.ElasticSampler(data, BATCH, shuffle=False))
-    for _ in commpress.elastic(
-        train_step, {"model": ddp, "optimizer": optimizer}, data=loader, steps=options.steps
-    ):
+    state = {"model": ddp, "optimizer": optimizer}
+    for _ in commpress.elastic(train_step, state, data=loader, steps=1 << 30):
         pass
-    dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(float(sys.argv[1]))

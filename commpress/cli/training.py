@@ -1,23 +1,30 @@
-"""Training steps of benchmarks: one small GPT per variant, equal weights and batches, rounds of a
-few steps, bytes counted."""
+"""Training steps of benchmarks: one small GPT per way, equal weights and batches, rounds of a few
+steps, bytes counted."""
 
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
+import commpress
 from commpress.cli import harness, option_groups
 from commpress.cli.connections import sent_bytes
+from commpress.cli.contenders import FLOOR, torch_rank
 from commpress.cli.gpt import GPT, batch, standard_library
 
 add_options = option_groups.add_training
 HELD_OUT = 400_000  # bytes at the end of the text that nobody trains on
+# MB. PowerSGD's hook chains collectives in callbacks: with several buckets ranks may order them
+# differently.
+ONE_BUCKET = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,38 @@ def timed(
     }
 
 
-def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+# ---------------------------------------------------------------- hooks
+
+
+def attach(
+    ddp: DistributedDataParallel, name: str, codec: Any = None, **options: Any
+) -> "commpress.CompressedState | None":
+    """Give ``ddp`` the hook that a way names: one of torch's, or commpress's with ``codec``, else
+    the codec of that name. Return the state of ours."""
+    hooks: dict[str, Any] = {
+        "compute": _no_communication,
+        "hook": default_hooks.allreduce_hook,
+        "bf16": _bf16,
+    }
+    if name in hooks:
+        ddp.register_comm_hook(None, hooks[name])
+    elif rank := torch_rank(name):
+        state = powerSGD_hook.PowerSGDState(
+            ddp.process_group, matrix_approximation_rank=rank, start_powerSGD_iter=2
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name not in (FLOOR, "plain"):
+        return commpress.compress(ddp, codec or name, **options)
+    return None
+
+
+def _no_communication(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's own hook under another name: DDP refuses that name without NCCL, though Gloo adds
     bfloat16 as well."""
-    return bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    return default_hooks.bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from typing import Any
 from commpress.cli.hosts import Hosts
 from commpress.errors import CommpressError
 
-PATIENCE = 60.0  # seconds for the store to listen
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _STORE = """
 import sys
@@ -37,6 +36,9 @@ class Victim:
     ) -> None:
         self.number, self.command, self.folder, self.hosts = number, list(command), folder, hosts
         self.life, self.stopped = -1, False
+        self.slowed_until: float | None = None  # clock
+        self.away = False  # started again, and nothing committed since
+        self.pending = False  # ended, and seen to
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -49,42 +51,33 @@ class Victim:
         return self.folder / f"rank{self.number}.{self.life}.jsonl"
 
     @property
+    def status(self) -> int | None:
+        """Exit status; None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    @property
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.status is None
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Begin the next life."""
-        self.life, self.stopped = self.life + 1, False
-        env = {
-            **os.environ,
-            "PYTHONFAULTHANDLER": "1",
-            **environment,
-            "COMMPRESS_EVENTS": str(self.events),
-        }
+        self.life, self.stopped, self.pending = self.life + 1, False, False
+        env = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment}
+        env["COMMPRESS_EVENTS"] = str(self.events)
         with open(self.log, "wb") as log:
-            self.process = _start(
-                self.command,
-                self.hosts,
-                self.number,
-                env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self.process = _start(self.command, self.hosts, self.number, env, **streams)
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the process and all that it has started."""
         if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+            _signal(self.process, number)
             self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
 
     def last_words(self) -> str:
         """The last line that this life has written."""
-        lines = (
-            self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
-        )
-        return lines[-1].strip()[:400] if lines else ""
+        said = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
+        return said.rpartition("\n")[2].strip()[:400]
 
 
 class LauncherStore:
@@ -107,8 +100,13 @@ class LauncherStore:
         self.port = int(said)
 
     def send(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        _signal(self.process, number)
+
+
+def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """To it and all that it has started: its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _start(
@@ -184,10 +182,7 @@ def _descendants(of: int) -> list[int]:
                 parents[int(entry.name)] = int(
                     (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 )
-    found, waiting = [], [of]
-    while waiting:
-        pid = waiting.pop()
-        below = [child for child, parent in parents.items() if parent == pid]
-        found += below
-        waiting += below
-    return found
+    found = [of]
+    for pid in found:  # which grows
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]

@@ -14,19 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import changing_link
 import encoders
 import hierarchical
 import sources
 from commands import main, parser
 from commpress import cli
 
-TINY = ["--width", "32", "--layers", "1"]
-SMALL = [*TINY, "--batch", "2", "--length", "16"]
-
-
-def benchmark(*arguments: object) -> int:
-    return main([str(a) for a in arguments])
+TINY = "--width 32 --layers 1"
+SMALL = f"{TINY} --batch 2 --length 16"
 
 
 def benchmarks() -> dict[str, argparse.ArgumentParser]:
@@ -78,7 +73,7 @@ def test_the_folder_is_a_command_from_anywhere(tmp_path):
 )
 def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
     try:
-        code = benchmark(*arguments)
+        code = main(arguments)
     except SystemExit as left:  # argparse's way
         code = left.code
     assert code == 2
@@ -88,155 +83,128 @@ def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
 # ---------------------------------------------------------------- figures
 
 
+def run(line: str, folder: Path) -> dict:
+    """The file of a benchmark, which draws the columns that it is to draw."""
+    file, picture = folder / "rows.json", folder / "picture.png"
+    assert main([*line.split(), "--json", str(file), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    return json.loads(file.read_text())
+
+
 @pytest.mark.slow
 def test_guard_on_spawned_ranks(compiled, tmp_path):
     """Ranks of their own processes find the benchmark's module."""
-    file = tmp_path / "guard.json"
-    sizes = ["--min-bytes", "4KiB", "--max-bytes", "16KiB"]
-    assert benchmark("guard", "--ranks", 2, *sizes, "--rounds", 1, "--check", "--json", file) == 0
-    assert [(row["size"], row["wrong"]) for row in json.loads(file.read_text())["rows"]] == [
-        (4096, 0),
-        (16384, 0),
-    ]
+    sizes = "--min-bytes 4KiB --max-bytes 16KiB"
+    rows = run(f"guard --ranks 2 {sizes} --rounds 1 --check", tmp_path)["rows"]
+    assert [(row["size"], row["wrong"]) for row in rows] == [(4096, 0), (16384, 0)]
 
 
 @pytest.mark.slow
-def test_bench_optimizer(compiled, tmp_path):
-    file = tmp_path / "rows.json"
-    assert main(["optimizer", *TINY, "--steps", "3", "--json", str(file)]) == 0
-    names = [row["name"] for row in json.loads(file.read_text())["rows"]]
-    assert names[0] == "AdamW(fused=True)"
-    assert len(names) == 11
-    assert main(["optimizer", *TINY, "--steps", "3", "--tokens", "64", "--json", str(file)]) == 0
-    assert len(json.loads(file.read_text())["rows"]) == 6
+@pytest.mark.parametrize(("more", "count"), [("", 11), ("--tokens 64", 6)])
+def test_optimizers(compiled, tmp_path, more, count):
+    rows = run(f"optimizer {TINY} --steps 3 {more}", tmp_path)["rows"]
+    assert rows[0]["name"] == "AdamW(fused=True)"
+    assert len(rows) == count
 
 
 @pytest.mark.slow
-def test_bench_loss(compiled, tmp_path):
-    file, curves = tmp_path / "rows.json", tmp_path / "curves.json"
-    options = [
-        "--ranks",
-        "2",
-        "--length",
-        "16",
-        "--train",
-        "14",
-        "--batch",
-        "8",
-        "--losses",
-        str(curves),
-        "--rounds",
-        "1",
-    ]
-    options += ["--steps", "2"]
-    options += ["--ways", "plain,powersgd1,onebit-4,onebit-int4-4,zero-one-int8-4", "--target", "1"]
-    assert main(["loss", *TINY, *options, "--lr", "1e-3,4e-3", "--no-times"]) == 0
-    first = json.loads(curves.read_text())["curves"]
-    assert [(curve["variant"], curve["lr"]) for curve in first[:3]] == [
-        ("plain", 1e-3),
-        ("plain", 4e-3),
-        ("powersgd1", 1e-3),
-    ]
+def test_all_to_all_and_experts(tmp_path):
+    """Flat and by way of two nodes of one rank each, in the bits of torch or by the formula."""
+    sizes = "--nodes 2x1 --min-bytes 4KiB --max-bytes 4KiB --rounds 1"
+    (row,) = run(f"alltoall --ranks 2 {sizes} --check", tmp_path)["rows"]
+    assert row["wrong"] == 0
+    assert row["inside"] > 0 < row["between"]
+    sizes = "--topology 2x1 --k 2 --tokens 256 --width 64 --experts 4 --rounds 1"
+    (row,) = run(f"expert_dispatch --ranks 2 {sizes} --check", tmp_path)["rows"]
+    assert row["wrong"] == 0 < row["node_bytes"]
+
+
+@pytest.mark.slow
+def test_low_rank_beside_torch(tmp_path):
+    rows = run("powersgd --count 4 --shape 32x64 --steps 3 --walk 8", tmp_path)["rows"]
+    assert [row["hook"] for row in rows] == ["commpress", "torch", "torch batched"]
+    assert rows[0]["error"] == pytest.approx(rows[1]["error"], rel=0.2)
+
+
+@pytest.mark.slow
+def test_sharded_steps_send_fewer_bytes(tmp_path):
+    rows = run(f"fsdp --ranks 2 --rounds 1 --steps 1 {SMALL} --ways plain,int8", tmp_path)["rows"]
+    assert [row["variant"] for row in rows] == ["plain", "int8"]
+    assert rows[1]["of_plain"] < 1 == rows[0]["of_plain"]
+
+
+@pytest.mark.slow
+def test_seconds_to_a_loss(compiled, tmp_path):
+    curves = tmp_path / "curves.json"
+    shared = f"loss {TINY} --ranks 2 --length 16 --train 14 --batch 8 --losses {curves} --rounds 1"
+    shared += " --steps 2 --ways plain,powersgd1,onebit-4,onebit-int4-4,zero-one-int8-4 --target"
+
+    def kept() -> list[dict]:
+        return json.loads(curves.read_text())["curves"]
+
+    assert main(f"{shared} 1 --lr 1e-3,4e-3 --no-times".split()) == 0
+    first = kept()
+    tried = [(curve["variant"], curve["lr"]) for curve in first[:3]]
+    assert tried == [("plain", 1e-3), ("plain", 4e-3), ("powersgd1", 1e-3)]
     assert all(len(curve["losses"]) == len(curve["kinds"]) == 14 for curve in first)
     assert all(curve["finer"] for curve in first if curve["bytes"])
-    more = ["--ways", "plain", "--seeds", "2", "--no-times"]
-    assert main(["loss", *TINY, *options, "--lr", "1e-3", *more]) == 0
-    second = json.loads(curves.read_text())["curves"]
+    assert main(f"{shared} 1 --lr 1e-3 --ways plain --seeds 2 --no-times".split()) == 0
+    second = kept()
     assert second[:-1] == first
     assert second[-1]["seed"] == 1
     assert second[-1]["losses"] != first[0]["losses"]
-    first = second
-    options[-1] = "5.6"
-    assert main(["loss", *TINY, *options, "--json", str(file)]) == 0
-    assert json.loads(curves.read_text())["curves"] == first
-    content = json.loads(file.read_text())
-    took, rows = content["step_seconds"], {row["variant"]: row for row in content["rows"]}
+    content = run(f"{shared} 5.6", tmp_path)
+    assert kept() == second
+    took, sent = content["step_seconds"], content["step_bytes"]
     assert set(took) >= {"plain", "powersgd1", "exact", "exact-int4", "onebit-int4-4, compressed"}
-    for row in rows.values():
+    for row in content["rows"]:
         if row["seconds"] is not None:
-            assert row["seconds"] == pytest.approx(
-                sum(took[kind] * count for kind, count in row["kinds"].items())
-            )
-    if content["step_bytes"]["plain"] is not None:
-        assert content["step_bytes"]["onebit-4, compressed"] < content["step_bytes"]["plain"]
-    again = tmp_path / "again.json"
-    assert main(["loss", *TINY, *options, "--times", str(file), "--json", str(again)]) == 0
-    assert json.loads(again.read_text())["rows"] == content["rows"]
-    content = json.loads(curves.read_text())
-    for curve in content["curves"]:
+            total = sum(took[kind] * count for kind, count in row["kinds"].items())
+            assert row["seconds"] == pytest.approx(total)
+    if sent["plain"] is not None:
+        assert sent["onebit-4, compressed"] < sent["plain"]
+    earlier = (tmp_path / "rows.json").rename(tmp_path / "earlier.json")
+    assert run(f"{shared} 5.6 --times {earlier}", tmp_path)["rows"] == content["rows"]
+    changed = json.loads(curves.read_text())
+    for curve in changed["curves"]:
         curve["finer"] = []
-    curves.write_text(json.dumps(content))
+    curves.write_text(json.dumps(changed))
     with pytest.raises(SystemExit, match="bytes here, but sent"):
-        main(["loss", *TINY, *options, "--lr", "1e-3"])
+        main(f"{shared} 5.6 --lr 1e-3".split())
 
 
 @pytest.mark.slow
-def test_bench_convergence(compiled, tmp_path, capsys, monkeypatch):
+def test_losses_of_optimizers_are_kept_and_merged(compiled, tmp_path, capsys, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # letters stay letters
-    file, plot = tmp_path / "part.json", tmp_path / "plot.png"
-    options = ["--tasks", "gpt", "--optimizers", "adam", "onebit", "--seeds", "1", "--steps", "20"]
-    assert main(["convergence", *options, "--json", str(file)]) == 0
+    file, drawn = tmp_path / "part.json", tmp_path / "every.svg"
+    shared = "convergence --tasks gpt --seeds 1 --steps 20 --optimizers adam"
+    assert main(f"{shared} onebit --json {file}".split()) == 0
     first = file.read_bytes()
-    assert main(["convergence", *options, "--json", str(file)]) == 0
+    assert main(f"{shared} onebit --json {file}".split()) == 0
     assert file.read_bytes() == first
-    assert main(["convergence", "--merge", str(file), "--plot", str(plot)]) == 0
-    assert plot.stat().st_size > 10_000
+    assert main(f"convergence --merge {file}".split()) == 0
     assert capsys.readouterr().out.count("onebit") == 3
-    every = [
-        "--tasks",
-        "gpt",
-        "--optimizers",
-        "adam",
-        "zero-one",
-        "--seeds",
-        "1",
-        "--steps",
-        "20",
-        "--sync",
-        "every",
-    ]
-    every += ["--exact-codec", "log3", "--plot", str(tmp_path / "every.svg")]
-    assert main(["convergence", *every]) == 0
+    every = f"{shared} zero-one --sync every --exact-codec log3 --plot {drawn}"
+    assert main(every.split()) == 0
     assert "zero-one, every, log3" in capsys.readouterr().out
-    assert "zero-one, every, log3: " in (tmp_path / "every.svg").read_text()
+    assert "zero-one, every, log3: " in drawn.read_text()
 
 
 @pytest.mark.slow
-def test_encoders_agree(monkeypatch, capsys):
+def test_encoders_agree(monkeypatch, capsys, tmp_path):
     slow = encoders.candidates
-    monkeypatch.setattr(
-        encoders,
-        "candidates",
-        lambda numel: {k: v for k, v in slow(numel).items() if k != "torch.compile"},
-    )
+    quick = lambda numel: {k: v for k, v in slow(numel).items() if k != "torch.compile"}  # noqa: E731
+    monkeypatch.setattr(encoders, "candidates", quick)
     before = torch.get_num_threads()
-    assert benchmark("encoders", "--numel", 1 << 18, "--threads", 1) == 0
+    assert len(run("encoders --numel 262144 --threads 1", tmp_path)["rows"]) == 4
     assert torch.get_num_threads() == before
-    said = capsys.readouterr().out
-    assert "Numba (commpress)" in said
-    assert "failed" not in said
+    assert "failed" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_bench_plan(tmp_path, capsys):
-    out = tmp_path / "plan.json"
-    command = [
-        "plan",
-        "--ranks",
-        2,
-        "--rounds",
-        1,
-        "--steps",
-        1,
-        *SMALL,
-        "--ways",
-        "bf16,sign",
-        "--json",
-        out,
-    ]
-    assert benchmark(*command) == 0
-    content = json.loads(out.read_text())
+def test_a_plan_is_held_against_measurements(tmp_path, capsys):
+    content = run(f"plan --ranks 2 --rounds 1 --steps 1 {SMALL} --ways bf16,sign", tmp_path)
     assert [row["way"] for row in content["rows"]] == ["plain", "bf16", "sign"]
     assert sum(row["chosen"] for row in content["rows"]) == 1
     assert all(row["predicted_seconds"] > 0 for row in content["rows"])
@@ -245,82 +213,28 @@ def test_bench_plan(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_bench_simulate(tmp_path):
-    out = tmp_path / "simulate.json"
-    assert (
-        benchmark(
-            "simulate", "--ranks", 2, "--rounds", 1, "--calls", 1, "--sizes", "64KiB", "--json", out
-        )
-        == 0
-    )
-    rows = json.loads(out.read_text())["rows"]
+def test_simulated_calls_are_held_against_measurements(tmp_path):
+    rows = run("simulate --ranks 2 --rounds 1 --calls 1 --sizes 64KiB", tmp_path)["rows"]
     assert [row["way"] for row in rows] == ["plain", "int8", "sign"]
     assert all(row["seconds"] > 0 < row["simulated_seconds"] for row in rows)
 
 
 @pytest.mark.slow
-def test_bench_observe(tmp_path, capsys):
-    out, picture = tmp_path / "observe.json", tmp_path / "observe.png"
-    command = [
-        "observe",
-        "--ranks",
-        2,
-        "--rounds",
-        2,
-        "--steps",
-        2,
-        *SMALL,
-        "--json",
-        out,
-        "--plot",
-        picture,
-    ]
-    assert benchmark(*command) == 0
-    content = json.loads(out.read_text())
+def test_watching_is_accounted_for(tmp_path):
+    content = run(f"observe --ranks 2 --rounds 2 --steps 2 {SMALL}", tmp_path)
     (row,) = content["rows"]
     assert row["spans"] >= 7, "forward, backward, optimizer, encode twice, decode, wire twice"
     assert 0 < row["span_seconds"] < 1e-3
     assert row["accounted"] > 0
     assert content["settings"]["ranks"] == 2
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_rounds_follow_links_that_change(tmp_path, capsys):
-    out = tmp_path / "link.json"
-    command = [
-        "changing_link",
-        *TINY,
-        "--rates",
-        "1gbit,500kbit",
-        "--steps",
-        "10",
-        "--after",
-        "4",
-        "--json",
-        out,
-    ]
-    if benchmark(*command) == 2:
-        pytest.skip(f"no hosts here: {capsys.readouterr().err}")
-    rows = json.loads(out.read_text())["rows"]
-    changes = [row for row in rows if row["run"] == "changes"]
-    assert [row["rate"] for row in changes] == ["1gbit", "500kbit", "1gbit"]
-    assert changes[1]["length"] > changes[0]["length"] or rows[-1]["length"] > rows[-2]["length"], (
-        "longer where links are slow"
-    )
-    assert all(row["fresh"] > 0 for row in rows)
-    for steps, bar in ((1.0, True), (2.0, False)):
-        phase = changing_link.Phase("changes", 1, "1gbit", 2, 3, steps, 1.0)
-        assert changing_link.judge([phase])[0][1] is bar
 
 
 @pytest.mark.slow
 def test_probe_and_hierarchical(tmp_path, capsys):
     """The one reads what the other measures."""
-    links, out = tmp_path / "links.json", tmp_path / "out.json"
-    nodes = ["--ranks", "3", "--topology", "2,1"]
-    assert (
-        cli.main(["probe", *nodes, "--bytes", "64KiB", "--rounds", "2", "--out", str(links)]) == 0
-    )
+    links, nodes = tmp_path / "links.json", "--ranks 3 --topology 2,1"
+    probe = f"probe {nodes} --bytes 64KiB --rounds 2 --out {links}"
+    assert cli.main(probe.split()) == 0
     said = capsys.readouterr()
     assert "probe 13/13: all-reduces with codec sign" in said.err
     assert re.search(r"^between nodes +\d+ +\d+\.\d +\d+\.\d$", said.out, re.M), said.out
@@ -328,28 +242,21 @@ def test_probe_and_hierarchical(tmp_path, capsys):
     assert content["nodes"] == [[0, 1], [2]]
     assert all(content[name]["together"] > 0 for name in ("inside", "between"))
     assert content["stack"]["cores"] == os.cpu_count(), "all ranks run on this machine"
-    assert content["stack"]["exchange"] > 0
-    assert content["stack"]["ring"] > 0
+    assert content["stack"]["exchange"] > 0 < content["stack"]["ring"]
     for codec in ("none", "sign"):
         sizes = [numel for numel, *_ in content["trials"][codec]]
         assert sizes[:3] == [1024, 4096, 16384]
         assert all(flat > 0 and levels > 0 for _, flat, levels in content["trials"][codec])
-    sizes = ["--min-bytes", "64KiB", "--max-bytes", "1MiB", "--factor", 16, "--iterations", 1]
-    assert benchmark("hierarchical", *nodes, *sizes, "--links", links, "--json", out) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["size"], row["codec"]) for row in rows] == [
-        (65536, "none"),
-        (65536, "sign"),
-        (1 << 20, "none"),
-        (1 << 20, "sign"),
-    ]
+    sizes = "--min-bytes 64KiB --max-bytes 1MiB --factor 16 --iterations 1"
+    rows = run(f"hierarchical {nodes} {sizes} --links {links}", tmp_path)["rows"]
+    every = [(size, codec) for size in (65536, 1 << 20) for codec in ("none", "sign")]
+    assert [(row["size"], row["codec"]) for row in rows] == every
     for row in rows:
-        assert row["wrong"] == 0
+        assert row["wrong"] == 0 <= row["loss"]
         assert row["choice"] in ("flat", "hierarchical")
-        assert row["loss"] >= 0
     assert all(0.98 <= row["node_bytes"] / row["formula_bytes"] <= 1.02 for row in rows[2:])
     capsys.readouterr()
-    assert benchmark("hierarchical", "--ranks", 2, "--topology", "2x1", "--links", links) == 2
+    assert main(f"hierarchical --ranks 2 --topology 2x1 --links {links}".split()) == 2
     assert "--links was measured on nodes '0 1|2', these are '0|1'" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ from commpress.cli import chaos as chaos_command
 from commpress.cli import fault_schedule, main
 from commpress.cli.fault_schedule import LAUNCHER, Fault
 from commpress.cli.history import EventFile, History, Hit, Verdict
-from commpress.cli.hosts import Hosts, HostsUnavailable, parse_delay, parse_rate
+from commpress.cli.hosts import Hosts, HostsUnavailable, parse_rate
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import InvalidArgument
 
@@ -176,31 +176,10 @@ def chaos(folder, *arguments, toy=()):
 @pytest.mark.slow
 def test_the_small_model_goes_on_when_a_rank_is_killed(tmp_path, capsys):
     (tmp_path / "faults").write_text("2 kill 1\n")
-    arguments = [
-        "chaos",
-        "--check",
-        "--json",
-        tmp_path / "report",
-        "--ranks",
-        3,
-        "--step-seconds",
-        0.1,
-        "--seconds",
-        8,
-        "--calm",
-        2,
-        "--schedule",
-        tmp_path / "faults",
-        "--min-goodput",
-        10,
-        "--min-participation",
-        50,
-        "--longest-healing",
-        60,
-        "--median-pause",
-        30,
-    ]
-    status = main([str(argument) for argument in arguments])
+    bars = "--min-goodput 10 --min-participation 50 --longest-healing 60 --median-pause 30"
+    short = "chaos --check --ranks 3 --step-seconds 0.1 --seconds 8 --calm 2"
+    files = ["--json", tmp_path / "report", "--schedule", tmp_path / "faults"]
+    status = main([*short.split(), *bars.split(), *map(str, files)])
     report = json.loads((tmp_path / "report").read_text())
     assert status == 0, capsys.readouterr().out
     assert len(report["figures"]["healing"]) == 1
@@ -361,8 +340,8 @@ def test_links_of_hosts_lose_what_they_are_cut_to_lose():
         hosts.cut(1, "bulk")
         assert (answers("host0", 10), answers("host2", 1000)) == (12, 0)
         hosts.restore(1)
-        hosts.cut(1, peer=2)
-        assert (answers("host0", 1000), answers("host2", 10)) == (12, 0)
+        hosts.cut(1)
+        assert (answers("host0", 10), answers("host2", 10)) == (0, 0)
         hosts.restore(1)
         assert answers("host2", 1000) == 12
         assert hosts.sent_bytes(1) > 24_000
@@ -371,13 +350,9 @@ def test_links_of_hosts_lose_what_they_are_cut_to_lose():
         process.stdout.close()
 
 
-def test_rates_and_delays_are_read():
-    assert (parse_rate("100mbit"), parse_rate("2.5Gbit"), parse_rate("9600")) == (
-        1e8,
-        2.5e9,
-        9600.0,
-    )
-    assert (parse_delay("200us"), parse_delay("20ms")) == (pytest.approx(2e-4), pytest.approx(0.02))
-    for call, text in ((parse_rate, "fast"), (parse_rate, "0"), (parse_delay, "20")):
+def test_rates_are_read():
+    for text, rate in (("100mbit", 1e8), ("2.5Gbit", 2.5e9), ("9600", 9600.0)):
+        assert parse_rate(text) == rate
+    for text in ("fast", "0"):
         with pytest.raises(InvalidArgument, match="expected"):
-            call(text)
+            parse_rate(text)

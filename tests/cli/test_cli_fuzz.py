@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import io
 import random
+import re
 import signal
 import sys
 
@@ -14,100 +15,17 @@ from commpress.cli import chaos, cluster_options, commands, demo, main, option_g
 from commpress.errors import CommpressError
 from commpress.plan.costs import device_costs
 
-VALUES = (
-    "",
-    " ",
-    "0",
-    "1",
-    "2",
-    "3",
-    "-1",
-    "-0.5",
-    "0.5",
-    "1e-3",
-    "1e9",
-    "1e400",
-    "nan",
-    "inf",
-    "-inf",
-    "999999999999999999999999999999",
-    "0x10",
-    "1_000",
-    "٣",
-    "a",
-    "a,b",
-    ",",
-    ",,",
-    "=",
-    "1,2",
-    "1,,2",
-    "2x2",
-    "2x",
-    "x",
-    "0x0",
-    "4x1,2x2",
-    "3,1",
-    "0 1|2 3",
-    "|",
-    "1mbit",
-    "100mbit",
-    "1gbit,100us",
-    "1gbit,",
-    ",1us",
-    "0gbit,0us",
-    "none,1us",
-    "1us",
-    "5ms",
-    "900GB/s",
-    "0GB/s",
-    "1KiB",
-    "4096",
-    "64KiB",
-    "1QiB",
-    "sign",
-    "int8",
-    "int4",
-    "none",
-    "plain",
-    "powersgd-4",
-    "powersgd-0",
-    "topk-0",
-    "bits99",
-    "local:int4:30:0",
-    "local::",
-    "auto",
-    "plain,sign",
-    "sign=1",
-    "=1",
-    "110M",
-    "0M",
-    "1.5B",
-    "device=1GiB",
-    "device=",
-    "host=2GiB,disk",
-    "kill,stop",
-    "/",
-    "/dev/null",
-    "no/such/file",
-    "no/such/file.svg",
-    "\u202e",
-    "\udcff",
-    "💥",
-    "--",
-    "-",
-    "%s",
-    "{}",
-    "os:getcwd",
-    "os:none",
-    "no.such:module",
-    "json:dumps",
-    ":",
-    "python",
-    "-h",
-    "torch,network",
-    "network,",
-    "clocks",
-)
+ODD = ("", " ", "\u0663", "0 1|2 3", "\u202e", "\udcff", "\U0001f4a5")
+WORDS = r"""
+0 1 2 3 -1 -0.5 0.5 1e-3 1e9 1e400 nan inf -inf 999999999999999999999999999999 0x10 1_000 a
+a,b , ,, = 1,2 1,,2 2x2 2x x 0x0 4x1,2x2 3,1 | 1mbit 100mbit 1gbit,100us 1gbit, ,1us
+0gbit,0us none,1us 1us 5ms 900GB/s 0GB/s 1KiB 4096 64KiB 1QiB sign int8 int4 none plain
+powersgd-4 powersgd-0 topk-0 bits99 local:int4:30:0 local:: auto plain,sign sign=1 =1 110M
+0M 1.5B device=1GiB device= host=2GiB,disk kill,stop / /dev/null no/such/file
+no/such/file.svg -- - %s {} os:getcwd os:none no.such:module json:dumps : python -h
+torch,network network, clocks
+"""
+VALUES = (*ODD, *re.findall(r"\S+", WORDS))
 
 
 class Reached(CommpressError):
@@ -223,9 +141,9 @@ def no_processes(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, reached)
     monkeypatch.setattr(
-        "commpress.cli.doctor.SECTIONS", dict.fromkeys(option_groups.SECTIONS, lambda _: [])
+        "commpress.cli.doctor.SECTIONS", dict.fromkeys(option_groups.SECTIONS, lambda *_: [])
     )
-    monkeypatch.setattr("commpress.cli.bench_codec.measure", reached)
+    monkeypatch.setattr("commpress.cli.bench_codec.measured", reached)
     monkeypatch.setattr(cluster_options, "measure_costs", lambda: device_costs(1e11))
     monkeypatch.chdir(tmp_path)
     small = ["--nodes", "2x2", "--device", "900GB/s", "--parameters", "1M", "--compute-ms", "1"]
@@ -234,25 +152,17 @@ def no_processes(monkeypatch, tmp_path):
         assert outcome(main, [command, *small]) == 0
 
 
-def test_a_thousand_argument_lists_are_parsed_or_refused():
-    assert parse(0, 1000) == []
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_argument_lists_are_parsed_or_refused(count):
+    assert parse(count, count) == []
 
 
 # the timer, within what cannot raise
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="slow ones are given up by a timer")
-def test_accepted_arguments_end_with_a_status(no_processes):
-    assert run_to_the_end(0, 40) == []
-
-
-@pytest.mark.slow
-def test_ten_thousand_argument_lists_are_parsed_or_refused():
-    assert parse(1, 10_000) == []
-
-
-@pytest.mark.slow
-def test_hundreds_of_accepted_arguments_end_with_a_status(no_processes):
-    assert run_to_the_end(1, 400) == []
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_accepted_arguments_end_with_a_status(no_processes, count):
+    assert run_to_the_end(count, count) == []
 
 
 def test_every_command_is_among_those_that_are_tried():

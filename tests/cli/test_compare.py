@@ -144,7 +144,7 @@ def test_methods_take_turns_and_a_worse_one_is_told_beside_its_spread(tmp_path, 
     finals = {at: run["final"] for at, run in zip(order, runs, strict=True)}
     assert finals["none", 0] == pytest.approx((2.1 + 2.05) / 2)
     assert finals["lossy", 1] - finals["none", 1] == pytest.approx(0.1)
-    assert "none" in (tmp_path / "c.svg").read_text()
+    assert (tmp_path / "c.svg").read_text().startswith("<?xml")
 
 
 def test_a_gap_within_the_spread_of_its_seeds_is_no_worse():

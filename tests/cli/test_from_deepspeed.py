@@ -325,7 +325,9 @@ def test_what_is_no_configuration_is_an_error_in_one_line(tmp_path, capsys, text
 
 def test_a_file_that_is_not_there_is_no_bad_json(tmp_path, capsys):
     assert cli.main(["from-deepspeed", str(tmp_path / "none.json")]) == 2
-    assert capsys.readouterr().err.endswith("none.json cannot be read: No such file or directory\n")
+    assert capsys.readouterr().err.endswith(
+        "none.json' cannot be read (No such file or directory), expected a ds_config.json\n"
+    )
 
 
 def test_the_command_prints_a_program(tmp_path, capsys):

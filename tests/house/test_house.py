@@ -54,10 +54,6 @@ LATE = {  # (importer, what it imports inside a function): why not at the top of
         "commpress.cli.doctor",
         "commpress.cli.bench_codec",
     ): "kernels that cannot be imported are a finding",
-    (
-        "commpress.cli.doctor",
-        "commpress.cli.bug_report",
-    ): "a report tells of findings, so it knows them",
     ("commpress.cli.doctor", "commpress.codecs"): "likewise",
     ("commpress.cli.doctor", "commpress.kernels.cpu.*"): "likewise",
     (

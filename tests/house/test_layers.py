@@ -92,7 +92,6 @@ HOMES = {
     "xxhash": ("commpress.checksum",),
     "fsspec": ("commpress.integrations.weights.places",),
     "prometheus_client": ("commpress.integrations.observe.endpoint",),
-    "deepspeed": ("commpress.cli.bench_io",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": (
         "commpress.integrations.trainers.hf",
@@ -101,7 +100,6 @@ HOMES = {
     "accelerate": ("commpress.integrations.trainers.hf",),
     "lightning": ("commpress.integrations.trainers.lightning",),
     "matplotlib": ("commpress.cli*",),
-    "rich": ("commpress.cli.terminal",),
 }
 SHAPELESS = {"utils.py", "common.py", "helpers.py", "base.py"}
 

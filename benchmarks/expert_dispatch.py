@@ -1,7 +1,30 @@
-"""Dispatch to experts and back, against torch's all_to_all_single of sorted copies."""
+"""dispatch to experts and back, against torch's all_to_all_single
+
+Tokens go to k experts each and come back as sums, experts doing nothing; all ways run
+interleaved. One line per k:
+  torch f32, torch bf16   milliseconds, medians of the slowest rank's: copies sorted by rank,
+                          all_to_all_single of counts, there and back, gates and sums
+  flat, nodes             ExpertExchange with routing, dispatch and combine; once to every rank,
+                          once to every node
+  int8, auto              by way of nodes: int8 out and back; the codec that it measured
+  x nodes, x int8, ...    how many times longer torch takes in float32
+  took                    the codec that auto took
+  node B, formula         bytes that left nodes in one call, by way of nodes; as a share of
+                          Σ tokens · other nodes
+  wrong                   elements that differ from torch's beyond rounding
+Tokens lie around 64 centres and choose at random, or are those that a trained layer saw
+(--states).
+
+  python benchmarks expert_dispatch --topology 2x2 --check
+  torchrun --nproc-per-node 1 examples/moe_gpt.py --topology 1x1 --width 1024 --layers 1 \\
+      --experts 16 --states states.pt
+  python benchmarks expert_dispatch --topology 2x2 --states states.pt
+  torchrun --nnodes 2 --nproc-per-node 2 ... benchmarks expert_dispatch --topology auto \\
+      --slow --check
+"""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,26 +32,9 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from commpress.cli import harness, ranks
+from commpress.cli import harness, option_groups, refusals
+from commpress.errors import InvalidArgument
 
-HEAD = [
-    "k",
-    "tokens",
-    "torch f32",
-    "torch bf16",
-    "flat",
-    "nodes",
-    "int8",
-    "auto",
-    "x nodes",
-    "x int8",
-    "x auto",
-    "took",
-    "node B",
-    "formula",
-    "wrong",
-]
-WIDTHS = [3, 7, 10, 11, 8, 8, 8, 8, 8, 7, 7, 13, 10, 8, 6]
 WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "auto")
 # times faster than torch's float32 copies, with 8 experts a token
 BARS = {"nodes": 2.0, "int8": 2.5}
@@ -50,22 +56,40 @@ class ExpertTimes:
         return self.seconds["torch f32"] / self.seconds[way]
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    add = partial(option_groups.option, parser)
+    option_groups.add_topology(parser)
+    add("--k A,B", option_groups.counts, "2,8", "experts of a token")
+    add("--tokens N", option_groups.natural, 1024, "of each rank")
+    add("--width D", option_groups.natural, 1024, "of a token")
+    add("--experts E", option_groups.natural, 16, "of all ranks")
+    saved = option_groups.readable("what examples/moe_gpt.py --states FILE saved")
+    says = "tokens and a gate that examples/moe_gpt.py saved"
+    add("--states FILE", saved, None, says)
+    add("--rounds N", option_groups.natural, 5, "timed")
+    add("--slow", says="links between nodes are slow: hold speeds to their bars, too")
+    option_groups.add_ranks(parser)
+    check = (
+        "results are torch's and bytes between nodes the formula within 1 %; with --slow speeds, "
+        "too"
+    )
+    option_groups.add_output(parser, check=check)
+
+
 def run(options: argparse.Namespace) -> int:
-    bars, table = partial(judge, slow=options.slow), harness.Table(HEAD, WIDTHS, cells)
-    return harness.run(options, bench, judge=bars, draw=draw, report=table)
+    refusals.on_nodes(options, "topology")
+    if max(options.k) > options.experts:
+        raise InvalidArgument(
+            f"--k is {max(options.k)} and --experts {options.experts}: a token has at most all"
+        )
+    bars, title = partial(judge, slow=options.slow), "Dispatch to experts and back"
+    panels = {"milliseconds": WAYS}
+    return harness.run(options, bench, cells, judge=bars, title=title, panels=panels)
 
 
-# ---------------------------------------------------------------- on every rank
-
-
-def bench(
-    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
-) -> list[ExpertTimes]:
-    measured = []
+def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[ExpertTimes]:
     for k in options.k:
-        measured.append(_measure(rank, size, k, options))
-        report(measured[-1])
-    return measured
+        yield _measure(rank, size, k, options)
 
 
 def drawn(
@@ -162,65 +186,33 @@ def _by_torch(
     return torch.einsum("tk,tkd->td", gates, copies.view(count, k, -1).float())
 
 
-# ---------------------------------------------------------------- on paper
-
-
-def cells(m: ExpertTimes) -> list[str]:
-    times = [f"{1e3 * m.seconds[way]:.1f}" for way in WAYS]
-    gains = [f"{m.gain(way):.2f}" for way in ("nodes", "int8", "auto")]
-    share = f"{m.node_bytes / m.formula_bytes:.4f}" if m.formula_bytes else "-"
-    return [
-        str(m.k),
-        str(m.tokens),
-        *times,
-        *gains,
-        m.took,
-        str(m.node_bytes),
-        share,
-        str(m.wrong),
-    ]
-
-
-def draw(path: str, measured: list[ExpertTimes]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(path, "Dispatch to experts and back", panels=1) as panels:
-        ways = list(measured[0].seconds)
-        for i, m in enumerate(measured):
-            places = [j + 0.8 * i / len(measured) for j in range(len(ways))]
-            panels[0].bar(
-                places,
-                [1e3 * m.seconds[way] for way in ways],
-                0.8 / len(measured),
-                label=f"{m.k} experts a token",
-            )
-        panels[0].set_xticks(range(len(ways)), ways)
-        panels[0].set_ylabel("milliseconds")
-        panels[0].legend()
+def cells(m: ExpertTimes) -> dict[str, str]:
+    return {
+        "k": str(m.k),
+        "tokens": str(m.tokens),
+        **{way: f"{1e3 * m.seconds[way]:.1f}" for way in WAYS},
+        **{f"x {way}": f"{m.gain(way):.2f}" for way in ("nodes", "int8", "auto")},
+        "took": m.took,
+        "node B": str(m.node_bytes),
+        "formula": f"{m.node_bytes / m.formula_bytes:.4f}" if m.formula_bytes else "-",
+        "wrong": str(m.wrong),
+    }
 
 
 def judge(measured: list[ExpertTimes], *, slow: bool = False) -> list[tuple[str, bool]]:
-    bars = [(f"k = {m.k}: results are torch's ({m.wrong} differ)", m.wrong == 0) for m in measured]
-    bars += [
-        (
-            f"k = {m.k}: {m.node_bytes} bytes between nodes, {m.formula_bytes} by the formula",
-            abs(m.node_bytes - m.formula_bytes) <= 0.01 * m.formula_bytes,
-        )
-        for m in measured
-    ]
+    bars = []
+    for m in measured:
+        said = f"k = {m.k}: {m.node_bytes} bytes between nodes, {m.formula_bytes} by the formula"
+        close = abs(m.node_bytes - m.formula_bytes) <= 0.01 * m.formula_bytes
+        bars += [
+            (f"k = {m.k}: results are torch's ({m.wrong} differ)", m.wrong == 0),
+            (said, close),
+        ]
     for m in measured if slow else ():
         share = min(m.seconds[way] for way in EXACT) / m.seconds["auto"]
-        says = f"auto has {share:.2f} of the speed of the fastest exact way"
-        bars.append((f"k = {m.k}: {says}, expected {SLOWER}", share >= SLOWER))
-        bars += [
-            (
-                (
-                    f"k = {m.k}: {way} is {m.gain(way):.2f} times faster than torch's copies, "
-                    f"expected {least}"
-                ),
-                m.gain(way) >= least,
-            )
-            for way, least in BARS.items()
-            if m.k >= 8
-        ]
+        said = f"k = {m.k}: auto has {share:.2f} of the speed of the fastest exact way"
+        bars.append((f"{said}, expected {SLOWER}", share >= SLOWER))
+        for way, least in BARS.items() if m.k >= 8 else ():
+            said = f"k = {m.k}: {way} is {m.gain(way):.2f} times faster than torch's copies"
+            bars.append((f"{said}, expected {least}", m.gain(way) >= least))
     return bars
