@@ -9,9 +9,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.choice import AUTO, METHODS, steps_of_trial
 from commpress.cli import harness, ranks, training
 from commpress.cli.refusals import bucket_sizes, variants_of
-from commpress.integrations.ddp.trial import AUTO, Trial
 
 # MB. PowerSGD chains collectives in callbacks: with several buckets ranks may issue them in
 # different orders.
@@ -60,7 +60,7 @@ def attach(ddp: DistributedDataParallel, name: str) -> None:
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif name != "plain":
-        commpress.compress(ddp, name, measure_every=0)
+        commpress.compress(ddp, name).measure_every = 0
 
 
 def no_communication_hook(
@@ -78,7 +78,7 @@ def bench(
     sizes = bucket_sizes(variants, options.bucket_mb)
     trainees = {name: trainee(name, sizes.get(name, sizes[""]), load) for name in variants}
     for one in trainees.values():
-        one.train(WARM + (Trial().steps if one.name == AUTO else 0))
+        one.train(WARM + (steps_of_trial(METHODS) if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())
     report(
         f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} "
