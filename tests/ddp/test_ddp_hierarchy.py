@@ -154,7 +154,7 @@ def started_by_torchrun():
         "topk": {"codec": "topk-8"},
         "flat": {"topology": None},
         "exact": {"codec": "none"},
-        "low rank": {"codec": "auto", "allow": "powersgd-1"},
+        "low rank": {"codec": "auto+powersgd-1"},
         "plan": {"plan": Planned("int8")},
     }
     found = {}
