@@ -68,8 +68,8 @@ def step_with(make, bad, shape, options):
     held, raised = dict(model.named_parameters()), []
     optimizer = make(held.values(), **options)
     for step in range(10):
-        x, y = batch(mesh, step)
-        (model(x) - y).square().mean().backward()
+        x, _ = batch(mesh, step)
+        model(x).square().mean().backward()
         if step == bad and dist.get_rank() == 0:
             held["up.weight"].grad[0, 0] = float("nan")
         try:
