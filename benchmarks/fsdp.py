@@ -182,9 +182,9 @@ class Sharded(training.Trainee):
         gradients, weights = VARIANTS[name]
         self.state = None
         if gradients is not None:
-            kept = RESIDUALS.get(name, "none")
+            kept = RESIDUALS.get(name, True)
             self.state = commpress.compress_fsdp(
-                model, gradients, weights, regather=name == "bf16", residuals=kept
+                model, gradients, weights, regather=name == "bf16", error_feedback=kept
             )
         if name == "compute":
             for module in (*model.blocks, model):

@@ -224,7 +224,7 @@ class Training:
             else:
                 self.optimizer = self._adamw()
                 if name != "plain":
-                    commpress.compress(ddp, name, measure_every=0)
+                    commpress.compress(ddp, name).measure_every = 0
         self.corpus, self.draws = standard_library(), torch.Generator().manual_seed(dist.get_rank())
 
     def _adamw(self) -> torch.optim.AdamW:

@@ -151,8 +151,9 @@ def _compare(
     bucket = Bucket(count, tall, wide)
     names = {f"w{i}": p for i, p in enumerate(bucket.parameters())}
     state = commpress.CompressedState(
-        commpress.LowRankCodec(r, min_rate=1), named_parameters=names.items(), measure_every=0
+        commpress.LowRankCodec(r, min_rate=1), named_parameters=names.items()
     )
+    state.measure_every = 0
     theirs = [
         PowerSGDState(
             None,

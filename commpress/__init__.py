@@ -28,8 +28,6 @@ _HOMES = {
     "compress_pipeline": "commpress.integrations.pipeline.edges",
     "TileCodec": "commpress.integrations.pipeline.tiles",
     "Difference": "commpress.integrations.fsdp.shard_weights",
-    "FlatShardState": "commpress.integrations.fsdp.fsdp1",
-    "compressed_reduce_scatter_hook": "commpress.integrations.fsdp.fsdp1",
     "SignCodec": "commpress.codecs",
     "TernaryCodec": "commpress.codecs",
     "BlockCodec": "commpress.codecs",
@@ -49,7 +47,8 @@ _HOMES = {
     "ShardedOneBitAdam": "commpress.optim",
     "ShardedZeroOneAdam": "commpress.optim",
     "LocalUpdates": "commpress.optim.local_updates",
-    "Alarm": "commpress.integrations.observe.alarm",
+    "Alarm": "commpress.alarm",
+    "PerLayer": "commpress.choice",
     "keep_local": "commpress.integrations.ddp.local",
     "Average": "commpress.optim.outer",
     "Nesterov": "commpress.optim.outer",
@@ -82,6 +81,8 @@ _HOMES = {
 _MODULES = ("hf", "lightning", "moe", "weights")
 
 if TYPE_CHECKING:
+    from commpress.alarm import Alarm
+    from commpress.choice import PerLayer
     from commpress.codecs import (
         BitsCodec,
         BlockCodec,
@@ -110,11 +111,9 @@ if TYPE_CHECKING:
     from commpress.integrations.elastic.snapshots import Snapshots
     from commpress.integrations.experts.dispatch import AllToAll
     from commpress.integrations.experts.expert_exchange import ExpertExchange
-    from commpress.integrations.fsdp.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
     from commpress.integrations.fsdp.fsdp2 import compress_fsdp
     from commpress.integrations.fsdp.hsdp import compress_hsdp
     from commpress.integrations.fsdp.shard_weights import Difference
-    from commpress.integrations.observe.alarm import Alarm
     from commpress.integrations.observe.endpoint import MetricsEndpoint
     from commpress.integrations.observe.metrics import Metrics, to_json_lines, to_writer
     from commpress.integrations.observe.watch import watch
@@ -159,8 +158,6 @@ __all__ = [
     "compress_pipeline",
     "TileCodec",
     "Difference",
-    "FlatShardState",
-    "compressed_reduce_scatter_hook",
     "SignCodec",
     "TernaryCodec",
     "BlockCodec",
@@ -185,6 +182,7 @@ __all__ = [
     "ShardedZeroOneAdam",
     "LocalUpdates",
     "Alarm",
+    "PerLayer",
     "keep_local",
     "Average",
     "Nesterov",

@@ -354,7 +354,7 @@ class ResidualStore:
             raise StateMismatch(
                 f"the residual of parameter {key[0]!r} at offset {key[1]} has {codes.numel()} "
                 f"bytes, expected {mine.numel()}: the checkpoint is of another model, world size "
-                "or residuals="
+                "or error_feedback="
             )
         mine.copy_(codes)
 

@@ -167,12 +167,6 @@ class Sync(Protocol):
 
 
 @dataclass(frozen=True)
-class EveryStep:
-    def interval(self, step: int, lr: float, facts: Facts) -> int:
-        return 1
-
-
-@dataclass(frozen=True)
 class DoublingIntervals:
     """1 for the first ``start`` steps, then 2, 4, …, doubling every ``period`` steps up to
     ``longest``."""
@@ -330,7 +324,7 @@ def sync_of(every: "int | Sync | Seconds | Literal['auto']") -> "Sync | Seconds"
 
 def sync_named(sync: "str | int | Sync") -> Sync:
     names: dict[str, Sync] = {
-        "every": EveryStep(),
+        "every": Every(1),
         "rate": FollowRate(),
         "qsr": Quadratic(),
         "linear": Linear(),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from commpress.choice import AUTO, METHODS, steps_of_trial
 from commpress.cli import harness, training
 from commpress.cli.refusals import bucket_sizes, variants_of
-from commpress.integrations.ddp.trial import AUTO, Trial
 
 WARM = 4  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD begins with the third
 
@@ -48,7 +48,7 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Trained
     sizes = bucket_sizes(variants, options.bucket_mb)
     trainees = {name: trainee(name, sizes.get(name, sizes[""]), load) for name in variants}
     for one in trainees.values():
-        one.train(WARM + (Trial().steps if one.name == AUTO else 0))
+        one.train(WARM + (steps_of_trial(METHODS) if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())
     yield (
         f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} "

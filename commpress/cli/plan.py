@@ -11,6 +11,7 @@ import torch
 from commpress.cli import cluster_options, harness, plan_mesh, terminal
 from commpress.cli.refusals import planned_codecs
 from commpress.errors import InvalidArgument
+from commpress.plan.assignment import Assignment, assign
 from commpress.plan.candidates import (
     CHOSEN,
     WAYS,
@@ -21,7 +22,6 @@ from commpress.plan.candidates import (
     plan_of,
     recommended,
 )
-from commpress.plan.choice import Assignment, assign
 from commpress.units import TIERS
 
 LOCAL = "local"

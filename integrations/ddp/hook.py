@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from commpress.alarm import NONE, Alarm, Peers, alarm_of
+from commpress.choice import Now, PerLayer, Seen, choice_of, methods_of
 from commpress.codecs import Codec, Policy, SignCodec, codec_named, policy_of
 from commpress.codecs.family import EXACT
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.allreduce import Outcome
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
@@ -52,14 +53,10 @@ from commpress.errors import (
 )
 from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
-from commpress.integrations.ddp.lateness import Lateness, Probation
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.ddp.plain import Plain, values_of
-from commpress.integrations.ddp.replanning import Replanning
-from commpress.integrations.ddp.trial import AUTO, Trial, trial_of, with_low_rank
-from commpress.integrations.observe.alarm import NONE, Alarm, alarm_of, check_alarm
 from commpress.integrations.observe.counters import Counters, relative_errors
-from commpress.logs import tell_on_first, warn_on_first
+from commpress.logs import warn_on_first
 from commpress.torch_private import check_unhooked, check_wrapped
 from commpress.work import Steps, Work
 
@@ -77,18 +74,14 @@ class HookOptions(TypedDict, total=False):
     agree_over: AgreeOver | None
     grad_scaler: torch.amp.GradScaler | None
     exact_steps: int
-    measure_every: int
     timeout: timedelta | None
-    checksum: bool
     seed: int
-    replan_every: int
-    allow: str | Sequence[str] | None
     alarm: Alarm | str | None
 
 
 def compress(
     ddp: DistributedDataParallel,
-    codec: str | Codec | Policy = "int8",
+    codec: str | Codec | Policy | PerLayer = "int8",
     *,
     plan: str | Path | Planned | None = None,
     min_numel: int = DEFAULT_MIN_NUMEL,
@@ -103,7 +96,8 @@ def compress(
 
     ``codec="auto"`` tries no compression, ``int8``, ``int4`` and, in one level, ``powersgd-4`` for
     a few steps each and keeps the fastest, powersgd only while it keeps back at most two gradients.
-    ``allow="sign"`` lets it try that too, whatever it keeps back, and so for any codec or several.
+    ``"auto+sign"`` tries that too, whatever it keeps back, and so any codec or several;
+    ``"auto:int8,sign"`` these alone. ``PerLayer`` chooses a codec for every layer again and again.
     ``plan``: a file that ``commpress plan`` wrote, or what it holds, in place of a codec. Where
     that is no compression, DDP gets no hook, as if this had never been called.
 
@@ -130,7 +124,7 @@ def compress(
                 "plan and mesh are both given: of a mesh name the codecs in dims="
             )
         given = {"min_numel": min_numel, "exclude": exclude} | (
-            {} if topology == AUTO else {"topology": topology}
+            {} if topology == "auto" else {"topology": topology}
         )
         return compress_mesh(ddp, mesh, dims, given | options)
     check_wrapped(ddp)
@@ -138,8 +132,8 @@ def compress(
     refuse_unknown("compress", options, compress, CompressedState)
     if plan is not None:
         codec = plan if isinstance(plan, Planned) else load_plan(plan)
-        topology = codec.topology if topology == AUTO else topology
-    elif topology == AUTO and not _divides(codec, ddp, options):
+        topology = codec.topology if topology == "auto" else topology
+    elif topology == "auto" and not _divides(codec, ddp, options):
         topology = None
     state = CompressedState(
         codec,
@@ -155,9 +149,7 @@ def compress(
     return state
 
 
-def _divides(
-    codec: str | Codec | Policy, ddp: DistributedDataParallel, options: HookOptions
-) -> bool:
+def _divides(codec: Any, ddp: DistributedDataParallel, options: HookOptions) -> bool:
     """True if two levels take nothing away from what this run can do, so that "auto" may ask the
     launcher."""
     if (
@@ -167,9 +159,10 @@ def _divides(
         or options.get("alarm") is not None
     ):
         return False
-    if trial := trial_of(codec, options.get("allow")):
-        return not any(isinstance(codec_named(way), LowRankCodec) for way in trial.ways[1:])
-    return not policy_of(codec).choose("", BUCKET).lossless
+    if methods := methods_of(codec):
+        return not any(isinstance(codec_named(each), LowRankCodec) for each in methods[1:])
+    uniform = codec.uniform if isinstance(codec, PerLayer) else codec
+    return not policy_of(uniform).choose("", BUCKET).lossless
 
 
 def compressed_allreduce_hook(
@@ -217,24 +210,22 @@ class CompressedState:
       step stay as they were.
     - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate
       variances).
-    - ``measure_every``: steps between measurements of the compression error; 0 never. Not with a
-      topology.
-    - ``replan_every``: steps between two choices of a codec for every layer, each from the
-      gradients of that step: the fewest bytes at the error that ``codec`` for all would make; 0
-      never. See ``docs/planning.md``.
     - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what
       the launcher says). Sums inside a node are then exact and only what crosses between nodes is
       compressed; see ``docs/hierarchy.md``. The ``Links`` that ``commpress probe`` measured decide
       whether that is faster than one level.
-    - ``allow``: coarser codecs that ``codec="auto"`` may try beside ``int8`` and ``int4``, such as
-      "sign".
     - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compression seems to harm
       the run.
+
+    ``measure_every`` says how many steps lie between measurements of the compression error (100; 0:
+    none; none with a topology), and may be set at any time.
     """
+
+    measure_every = 100
 
     def __init__(
         self,
-        codec: str | Codec | Policy = "int8",
+        codec: str | Codec | Policy | PerLayer = "int8",
         *,
         min_numel: int = DEFAULT_MIN_NUMEL,
         exclude: tuple[str, ...] = (),
@@ -245,16 +236,11 @@ class CompressedState:
         agree_over: AgreeOver | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         exact_steps: int = 0,
-        measure_every: int = 100,
         timeout: timedelta | None = None,
-        checksum: bool = False,
         seed: int = 0,
-        replan_every: int = 0,
         topology: Topology | str | Links | None = None,
-        allow: str | Sequence[str] | None = None,
         alarm: Alarm | str | None = None,
     ) -> None:
-        self._saved: dict[str, Any] | None = None
         self.process_group = process_group
         self.options: dict[str, Any] = {
             "codec": codec,
@@ -263,58 +249,46 @@ class CompressedState:
             "error_feedback": error_feedback,
             "on_nonfinite": on_nonfinite,
             "exact_steps": exact_steps,
-            "measure_every": measure_every,
             "timeout": timeout,
-            "checksum": checksum,
             "seed": seed,
-            "replan_every": replan_every,
             "topology": topology,
-            "allow": allow,
             "alarm": alarm,
         }
-        self._given = {"agree_over": agree_over is not None, "grad_scaler": grad_scaler is not None}
         self.names = ParameterNames(named_parameters or ())
-        check_counts(
-            exact_steps=exact_steps,
-            measure_every=measure_every,
-            replan_every=replan_every,
-            seed=seed,
-        )
-        self._check(named=named_parameters is not None)
-        if isinstance(codec, str) and codec == PLAIN and agree_over is None:
+        self.alarm = alarm_of(alarm)
+        check_counts(exact_steps=exact_steps, seed=seed)
+        check_on_nonfinite(on_nonfinite)
+        check_feedback(error_feedback)
+        check_exclude(exclude)
+        self._check(named=named_parameters is not None, agrees=agree_over is not None)
+        if codec == PLAIN and agree_over is None:
             codec = Planned(PLAIN)
-        # else torch's all-reduce carries everything
-        self.compresses = not isinstance(codec, Planned) or codec.compresses
-        self.on_nonfinite = on_nonfinite
+        plain = isinstance(codec, Planned) and not codec.compresses
+        numel = sum(self.names.numels.values()) or BUCKET
+        self.choice = choice_of(
+            None if plain else codec,
+            partial(policy_of, min_numel=min_numel, exclude=exclude),
+            exact_steps=exact_steps,
+            alarm=self.alarm,
+            numel=numel,
+        )
+        self._now = Now(self.choice.usual)
+        policy = self.choice.usual or policy_of("none")
+        self.on_nonfinite, self.seed = on_nonfinite, seed
         self.grad_scaler = (
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
-        self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
         self.step = 0
         self.counters = Counters(
             choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else ""
         )
-        self._trial, self._way = trial_of(codec, allow), ""  # what it came to
-        self._probation: Probation | None = None
-        self.alarm = alarm_of(alarm)
-        self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
-        policy = policy_of("none" if self._trial else codec, **self._limits)
-        usual = min(sum(self.names.numels.values()) or BUCKET, BUCKET)
-        if topology is not None and self._trial is not None:
-            for way in self._trial.ways[1:]:
-                self._check_stays(policy_of(way, **self._limits))
-        self.channel = Channel.among(
-            process_group, timeout=timeout, workspace=Workspace(checksum=checksum)
-        )
+        self.channel = Channel.among(process_group, timeout=timeout)
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         if topology is not None:
-            usually = policy_of(self._trial.ways[-1], **self._limits) if self._trial else policy
-            self.channel.divide(topology, usual, usually.choose("", usual))
-        if self._trial is not None:
-            self._trial = self._widened(self._trial)
-        self._lateness = Lateness(sum(self.names.numels.values()) or BUCKET)
+            usual = min(numel, BUCKET)
+            self.channel.divide(topology, usual, policy.choose("", usual))
         self._names_ranks = {
-            "topology": topology not in (None, AUTO) or self.channel.levels is not None,
+            "topology": topology not in (None, "auto") or self.channel.levels is not None,
             "agree_over": agree_over is not None,
         }
         self.exchanges = Exchanges(
@@ -329,30 +303,33 @@ class CompressedState:
         self._survives = can_reform(process_group)  # backwards that fail: another may follow
         # what is owed is to be paid in the next step, which sends exactly or nothing
         self._owing = False
-        self._replanning = None
-        if replan_every:
-            self._replanning = Replanning(replan_every, codec, policy, self.channel.size)  # type: ignore[arg-type]
-        self._usual = policy  # the codecs while no alarm lasts
         self._backward: Backward | None = None
         self.handover = Handover(self.channel)
         self._finished = 0  # steps of which all is over
         self._told = False  # what was compressed
         on_reform(process_group, self)
-        if self.channel.size > 1:
-            self._say_caveat(policy, usual)
         if self.channel.size == 1:
             log.warning(
                 "world size is 1: there is nothing to reduce, gradients pass through as they are"
             )
+        elif any(isinstance(each, SignCodec) for each in self._codecs(min(numel, BUCKET))):
+            warn_on_first(
+                self.channel.rank,
+                "a codec of one bit sends the rest of a gradient later: compare the loss with an "
+                "uncompressed run; exact_steps= of a tenth of the run, and a finer codec for the "
+                "output layer, bring it closer",
+            )
 
-    def _check(self, *, named: bool) -> None:
+    def _codecs(self, numel: int) -> list[Codec]:
+        """Codecs that a tensor of so many elements may come to have."""
+        if methods := methods_of(self.options["codec"]):
+            return [codec_named(each) for each in methods[1:]]
+        return [] if self.choice.usual is None else [self.choice.usual.choose("", numel)]
+
+    def _check(self, *, named: bool, agrees: bool) -> None:
         """Refuse what makes no sense together, the same on every rank."""
-        o, agree_over = self.options, self._given["agree_over"]
-        codec, trial = o["codec"], trial_of(o["codec"], o.get("allow")) is not None
-        plain = self._uncompressed
-        check_on_nonfinite(o["on_nonfinite"])
-        check_feedback(o["error_feedback"])
-        check_exclude(o["exclude"])
+        o, tries = self.options, methods_of(self.options["codec"])
+        codec = o["codec"]
         if o["exclude"] and not named:
             raise InvalidArgument(
                 "exclude matches parameter names, but named_parameters is missing: pass "
@@ -363,18 +340,39 @@ class CompressedState:
                 "torch.distributed is not initialised: call init_process_group before "
                 "CompressedState"
             )
-        check_alarm(o.get("alarm"), o, trial=trial, plain=plain, agrees=agree_over)
-        if agree_over and (trial or (plain and isinstance(codec, Planned))):
+        if self.alarm is not None and (tries or o["topology"] is not None):
+            raise InvalidArgument(
+                "alarm is given with codec='auto' or a topology: an alarm looks at one codec in "
+                "one level, so name the codec, and pass topology=None"
+            )
+        if self.alarm is not None and self._uncompressed:
+            raise InvalidArgument(
+                "alarm is given, but the codec, or the plan's, is 'none': there is no compression "
+                "to look at"
+            )
+        if self.alarm is not None and self.alarm.then == NONE and agrees:
+            raise InvalidArgument(
+                "alarm has then='none' with agree_over, but steps without compression are torch's "
+                "own: use Alarm('int8')"
+            )
+        if agrees and (tries or (self._uncompressed and isinstance(codec, Planned))):
             raise InvalidArgument(
                 f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which "
                 "leaves steps to torch's own all-reduce: name a codec, such as 'int8', or leave "
                 "agree_over out"
             )
+        for method in tries[1:] if o["topology"] is not None else ():
+            if isinstance(codec_named(method), LowRankCodec):
+                # a matrix keeps residuals as a whole and rows slice by slice
+                raise InvalidArgument(
+                    f"a topology, and a codec that changes, is given, but "
+                    f"{codec_named(method).spec!r} keeps what it leaves behind in whole matrices, "
+                    "and other codecs in slices of a node: leave one of the three out"
+                )
         for pattern in o["exclude"]:
             if not any(re.search(pattern, name) for name in self.names.numels):
-                rank = dist.get_rank(self.process_group)
                 warn_on_first(
-                    rank,
+                    dist.get_rank(self.process_group),
                     "exclude=%r matches no parameter: nothing is left out because of it",
                     pattern,
                 )
@@ -385,37 +383,10 @@ class CompressedState:
         codec = self.options["codec"]
         return not codec.compresses if isinstance(codec, Planned) else codec in (NONE, EXACT)
 
-    def _say_caveat(self, policy: Policy, numel: int) -> None:
-        """Tell of codecs that leave so much behind that a run may end at another loss."""
-        ways = map(codec_named, self._trial.ways[1:]) if self._trial else [policy.choose("", numel)]
-        if any(isinstance(way, SignCodec) for way in ways):
-            warn_on_first(
-                self.channel.rank,
-                "a codec of one bit sends the rest of a gradient later: compare the loss with an "
-                "uncompressed run; exact_steps= of a tenth of the run, and a finer codec for the "
-                "output layer, bring it closer",
-            )
-
-    def _widened(self, trial: Trial) -> Trial:
-        """The trial with a low-rank codec, where residuals of whole matrices can follow a change of
-        codecs."""
-        return (
-            trial
-            if self.channel.levels is not None
-            else with_low_rank(trial, self.options["codec"])
-        )
-
-    def _check_stays(self, policy: Policy) -> None:
-        """With a topology a matrix keeps residuals as a whole and rows slice by slice, so one
-        cannot follow the other."""
-        for name, numel in self.names.numels.items() or [("", BUCKET)]:
-            codec = policy.choose(name, numel)
-            if isinstance(codec, LowRankCodec):
-                raise InvalidArgument(
-                    f"a topology, and a codec that changes, is given, but {codec.spec!r} keeps "
-                    "what it leaves behind in whole matrices, and other codecs in slices of a "
-                    "node: leave one of the three out"
-                )
+    @property
+    def compresses(self) -> bool:
+        """False where torch's all-reduce carries everything, as of now."""
+        return self._now.policy is not None
 
     @property
     def transport(self) -> Any:
@@ -440,8 +411,6 @@ class CompressedState:
 
     @torch.compiler.disable  # sockets and threads are nothing to trace
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self._saved is not None:
-            self.reconnect()
         buffer = bucket.buffer()
         if self.channel.size == 1 and self.consensus is None:
             self._pay(bucket, last=bucket.is_last())
@@ -485,88 +454,29 @@ class CompressedState:
         if before is not None:
             before.round.abandon()
         try:
-            self._decide(device, aborted=before is not None)
+            self._choose(device, aborted=before is not None)
         except CommunicationError as error:
             self._backward.round.fail(error)
 
-    def _decide(self, device: torch.device, *, aborted: bool) -> None:
-        """Choose the way of this step, where that may change."""
-        if self._probation is not None and self._probation.due(self.step - 1) and not aborted:
-            self._look(self._probation, device)
-        if not aborted and self._trial is not None and self.step >= self.exact_steps:
-            self._next_way(self._trial, device)
-        if self._replanning is not None and self._replanning.measured:
-            self.exchanges.use(self._replanning.decide(self._plain.group, device, self.step - 1))
-            self.counters.choice = self._replanning.why
-        if (
-            self.alarm is not None
-            and not aborted
-            and self.alarm.due(self.step - 1 - self.exact_steps)
-        ):
-            before = self.alarm.way
-            self.alarm.look(self._plain.group, device, self.step - 1)
-            if self.alarm.way != before:
-                self._heed(self.alarm)
-
-    def _heed(self, alarm: Alarm) -> None:
-        """Go on with the codec that an alarm brings, or with the usual ones."""
-        if alarm.way:
-            self._go(PLAIN if alarm.way == NONE else alarm.way)
-            self._owing = not self.compresses
-        else:
-            self.compresses = True
-            self.exchanges.use(self._usual)
-
-    def _next_way(self, trial: Trial, device: torch.device) -> None:
-        """The next step of the trial begins, or the first after it."""
-        now = perf_counter()
-        if trial.looks:
-            trial.see(self._late(device))
-        way = trial.begin(now)
-        if way is None:
-            way, self.counters.choice = trial.agreed(self._plain.group, device)
-            self._trial, self._way, self._owing = None, way, way == PLAIN
-            self._probation = Probation(way, trial.instead) if trial.instead else None
-            tell_on_first(self.channel.rank, "codec='auto' goes on with %s", self.counters.choice)
-        self._go(way)
-
-    def _late(self, device: torch.device) -> float:
-        """Lateness of the last step, the same on all ranks; collective."""
+    def _choose(self, device: torch.device, *, aborted: bool) -> None:
+        """The codecs of this step; collective where they may change."""
         rank, size = self.channel.rank, self.channel.size
-        return self._lateness.agreed(
-            lambda name, out: self.residuals.owed(name, out, rank, size), self._plain.group, device
-        )
 
-    def _look(self, probation: Probation, device: torch.device) -> None:
-        """Let another codec take the place of one that has fallen behind."""
-        late = self._late(device)
-        if probation.judge(late):
-            self._probation, self._way, self._owing = (
-                None,
-                probation.instead,
-                probation.instead == PLAIN,
-            )
-            self.counters.choice = (
-                f"{probation.instead}, because {probation.way} kept back {late:.2g} gradients"
-            )
-            warn_on_first(
-                self.channel.rank,
-                "codec='auto' goes on with %s from step %d on",
-                self.counters.choice,
-                self.step,
-            )
-            self._go(probation.instead)
+        def total(table: torch.Tensor) -> torch.Tensor:
+            table = table.to(device)
+            dist.all_reduce(table, group=self._plain.group)
+            return table.cpu()
 
-    def _looks(self, step: int) -> bool:
-        """True if somebody is to judge how late the gradients of this step are."""
-        return (self._trial is not None and self._trial.looks) or (
-            self._probation is not None and self._probation.due(step)
-        )
+        def owed(name: str, out: torch.Tensor) -> None:
+            self.residuals.owed(name, out, rank, size)
 
-    def _go(self, way: str) -> None:
-        self.compresses = way != PLAIN
-        if self.compresses:
-            self.exchanges.use(policy_of(way, **self._limits))
+        peers = Peers(rank, size, total, owed, in_levels=self.channel.levels is not None)
+        was, self._now = self._now, self.choice.at(self.step, peers, aborted=aborted)
+        if self._now.policy is not None:
+            self.exchanges.use(self._now.policy)
+        elif was.policy is not None:
+            self._owing = True
+        self.counters.choice = self.choice.why or self.counters.choice
 
     def _reduce_plainly(
         self, bucket: dist.GradBucket, *, last: bool
@@ -594,7 +504,6 @@ class CompressedState:
         self, bucket: dist.GradBucket, buffer: torch.Tensor, backward: Backward
     ) -> tuple[Steps[None], int | None]:
         """The steps of one bucket, and how often they wait, where that is known."""
-        step = backward.round.number
         if self.channel.size == 1 or not self.compresses or not self._plain.compressible(bucket):
             waits, begin = (
                 1 if self.consensus is None else None,
@@ -602,12 +511,12 @@ class CompressedState:
             )
             work = None if self._survives else begin()
             return self._averaged(buffer, lambda: work or begin(), backward.round), waits
-        parameters, exact = tuple(map(id, bucket.parameters())), step < self.exact_steps
         exchange = self.exchanges.of(
-            parameters, lambda: self.names.tensors(bucket), buffer.device, exact=exact
+            tuple(map(id, bucket.parameters())),
+            lambda: self.names.tensors(bucket),
+            buffer.device,
+            exact=self._now.exact,
         )
-        if self._replanning is not None and self._replanning.due(step - self.exact_steps):
-            self._replanning.measure(exchange.spans, buffer)
         sequence = self.channel.take(exchange.sequences)
         return self._exchanged(
             buffer, exchange, backward.round, sequence
@@ -621,20 +530,13 @@ class CompressedState:
         if bucket.dtype != torch.float32:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
-        measure = (
-            self.measure_every
-            and round.number % self.measure_every == 0
-            and isinstance(exchange, Reduce)
-        )
-        looks = self.alarm is not None and self.alarm.due(round.number - self.exact_steps)
-        before = (
-            exchange.compensated(buffer, gain)
-            if (measure or looks) and isinstance(exchange, Reduce)
-            else None
-        )
-        own = buffer * gain if looks else None
-        if self._looks(round.number):
-            self._lateness.see(exchange.spans, buffer, gain)
+        first = not (self._told or self._now.exact)  # compressed step
+        measure = self.measure_every and (first or round.number % self.measure_every == 0)
+        looks, own, before = self.choice.looks(round.number), None, None
+        if looks:
+            own = buffer * gain
+        if (measure or looks) and isinstance(exchange, Reduce):
+            before = exchange.compensated(buffer, gain)
         key = self.seed * 1_000_003 + round.number
         outcomes = yield from exchange.steps(
             self.channel, buffer, sequence=sequence, key=key, gain=gain
@@ -647,11 +549,10 @@ class CompressedState:
                 finite = bool(torch.isfinite(bucket).all())
         if bucket is not buffer:
             workspace.give_back(buffer)
-        if before is not None and finite:
-            if measure:
-                self.counters.errors.update(relative_errors(before, exchange.spans, outcomes))
-            if self.alarm is not None and own is not None:
-                self.alarm.measure(own, before, outcomes)
+        if measure and finite and before is not None:
+            self.counters.errors.update(relative_errors(before, exchange.spans, outcomes))
+        if own is not None and finite:
+            self.choice.observe(round.number, Seen(exchange.spans, own, before, outcomes))
         self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)
         yield from self._end(bucket, finite, outcomes, round)
 
@@ -698,7 +599,7 @@ class CompressedState:
             self.channel.waited,
             self.channel.workspace,
         )
-        if not self._told and round.number >= self.exact_steps:
+        if not self._told and not self._now.exact:
             self._told = True
             self.counters.say(self.channel.rank, wanted=not self._uncompressed)
 
@@ -746,13 +647,8 @@ class CompressedState:
                 raise cannot_follow(self, f"{option} names ranks that were")
         common = {
             "step": self._finished,
-            "trial": self._trial is not None,
-            "way": self._way,
-            "why": self.counters.choice,
-            "rules": dict(self._replanning.rules) if self._replanning is not None else {},
             "brought": list(self.names.brought),
-            "alarm": self.alarm.state_dict() if self.alarm is not None else {},
-            "probation": [] if self._probation is None else list(self._probation.state()),
+            "choice": self.choice.state(),
         }
         steps = self.handover.steps(
             change,
@@ -780,24 +676,8 @@ class CompressedState:
         self.channel.workspace.clear()
         self.exchanges.reform(self.channel.size)
         self._plain.group = self._plain_group()
-        self._probation = Probation(*common["probation"]) if common["probation"] else None
-        if common["trial"]:
-            trial = trial_of(self.options["codec"], self.options.get("allow"))
-            self._trial = self._widened(trial) if trial is not None else None
-        elif self._trial is not None or self._way != common["way"]:
-            self._trial, self._way, self.counters.choice = None, common["way"], common["why"]
-            self._go(self._way)
-        if self.alarm is not None and common["alarm"]:
-            self.alarm.load_state_dict(common["alarm"])
-            self._heed(self.alarm)
-        self._owing = (
-            self.channel.size == 1
-            or self._way == PLAIN
-            or (self.alarm is not None and not self.compresses)
-        )
-        if self._replanning is not None:
-            self._replanning.ranks = self.channel.size
-            self.exchanges.use(self._replanning.load(common["rules"]))
+        self.choice.load(common["choice"])
+        self._owing = self.channel.size == 1 or self._now.policy is None
 
     def hand_over(self, leaving: Sequence[int]) -> None:
         """Let the others take over what these ranks owe, which are about to leave; collective over
@@ -809,12 +689,10 @@ class CompressedState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
         its own."""
-        if self._saved is not None:
-            return dict(self._saved["state"])
         state = exact_state(
             self.residuals, self.transport, self.step, str(self.channel.levels or "")
         )
-        return state | self._saved_choices()
+        return state | self.exchanges.choices() | self.choice.saved()
 
     def rank_state(self) -> dict[str, Any]:
         """This rank's part of a checkpoint that fits any world size if the parts of all ranks are
@@ -829,8 +707,6 @@ class CompressedState:
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the total residual R, for a resume at any world size; collective,
         between steps."""
-        if self._saved is not None:
-            self.reconnect()
         sequence, levels = self.channel.take(), self.channel.levels
         if levels is None:
             state = self.channel.run(
@@ -848,79 +724,14 @@ class CompressedState:
                 key: part for key, part in flat.items() if key[0] in whole
             }
             state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence))
-        return state | self._saved_choices()
+        return state | self.exchanges.choices() | self.choice.saved()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For ``torch.save``, as torch documents it for hooks with a state: all but groups, scaler,
-        threads and connections."""
-        if self._saved is not None:
-            return self._saved
-        if any(self._given.values()) or self.process_group is not None:
-            log.warning(
-                "process_group, agree_over and grad_scaler are not saved with a state: give them "
-                "to reconnect()"
-            )
-        numels = self.names.numels
-        return {
-            "options": self.options,
-            "given": self._given,
-            "state": self.state_dict(),
-            "counters": self.counters,
-            "numels": numels,
-            "brought": list(self.names.brought) if numels else None,
-        }
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Without a word to other ranks: that is left to ``reconnect``."""
-        self._saved, self.counters, self.step = saved, saved["counters"], saved["state"]["step"]
-
-    def reconnect(
-        self,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        agree_over: AgreeOver | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    ) -> None:
-        """Make a state that ``torch.load`` or a copy gave work for the ranks of ``process_group``;
-        collective over these.
-
-        The first backward calls it, where no argument is needed. Without ``named_parameters`` DDP
-        is taken to bring parameters in the order in which it brought them in the first backward of
-        the run that was saved.
-        """
-        saved = self._saved
-        if saved is None:
-            raise InvalidArgument(
-                "this state is connected: reconnect is for one that comes from torch.load or a copy"
-            )
-        given = {"agree_over": agree_over, "grad_scaler": grad_scaler}
-        for name, value in given.items():
-            if saved["given"][name] and value is None:
-                raise InvalidArgument(
-                    f"the state was saved by a run with {name}=, which cannot be saved: call "
-                    f"state.reconnect({name}=...) on every rank before the first backward"
-                )
-        parameters = dict(named_parameters or ())
-        stand_ins = {
-            name: torch.nn.Parameter(torch.empty(numel, device="meta"))
-            for name, numel in saved["numels"].items()
-        }
-        if stand_ins and not parameters and not saved["brought"]:
-            raise InvalidArgument(
-                "the state was saved before its first backward, when nobody knew which parameter "
-                "comes when: pass named_parameters=ddp.module.named_parameters() to reconnect()"
-            )
-        self.__init__(  # type: ignore[misc]
-            **saved["options"],
-            **given,
-            process_group=process_group,
-            named_parameters=(parameters or stand_ins).items(),
+    def __getstate__(self) -> NoReturn:
+        """Connections, threads and groups cannot be saved, nor copied."""
+        raise InvalidArgument(
+            "a CompressedState cannot be pickled or copied: save state.state_dict(), and load it "
+            "into what commpress.compress returns for the model that goes on"
         )
-        if not parameters:
-            self.names.expect(saved["brought"] or ())
-        self.counters = self._plain.counters = saved["counters"]
-        self.load_state_dict(saved["state"])
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """From this rank's ``state_dict``, or at any world size from all ranks' states, of either
@@ -953,13 +764,4 @@ class CompressedState:
         self.exchanges.load_choices(states[0])
         self.residuals.load(residuals)
         self.step = self._finished = step
-        if self.alarm is not None and states[0].get("alarm"):
-            self.alarm.load_state_dict(states[0]["alarm"])
-            self._heed(self.alarm)
-        if self._replanning is not None:
-            self.exchanges.use(self._replanning.load(states[0].get("rules", {})))
-
-    def _saved_choices(self) -> dict[str, Any]:
-        rules = {"rules": dict(self._replanning.rules)} if self._replanning is not None else {}
-        alarm = {"alarm": self.alarm.state_dict()} if self.alarm is not None else {}
-        return self.exchanges.choices() | rules | alarm
+        self.choice.load(states[0])

@@ -22,12 +22,13 @@ def keep_local(ddp: DistributedDataParallel) -> None:
     check_wrapped(ddp)
     if ddp not in ALONE:
         check_unhooked(ddp)
-        ddp.register_comm_hook(None, _own_gradients)
+        ddp.register_comm_hook(None, own_gradients)
         ddp.broadcast_buffers = False
         ALONE.add(ddp)
 
 
-def _own_gradients(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def own_gradients(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP gets its own gradients back."""
     buffer = bucket.buffer()
     future = future_on(buffer.device)
     future.set_result(buffer)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Tensors
 from commpress.collectives.transports.factory import ranks_of
-from commpress.errors import InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument
 from commpress.optim.layout import is_held, refuse_averaging
 
 
@@ -54,13 +54,6 @@ class ParameterNames:
         name = self._names.get(id(parameter))
         if name is None:
             name = self._expected.pop(0) if self._expected else f"#{len(self._names):05d}"
-            if self.numels.get(name, parameter.numel()) != parameter.numel():
-                raise StateMismatch(
-                    f"DDP brings {parameter.numel()} elements where the saved state expects "
-                    f"{name!r} with {self.numels[name]}: call "
-                    "state.reconnect(named_parameters=ddp.module.named_parameters()) before the "
-                    "first backward"
-                )
             self._names[id(parameter)] = name
         self.brought.setdefault(name, parameter.numel())
         return name

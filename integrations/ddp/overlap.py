@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument
+from commpress.integrations.ddp.local import own_gradients
 from commpress.integrations.ddp.names import averaged_parameters
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
@@ -67,9 +68,9 @@ def overlap(
     if grad_scaler is not None:
         optimizer.grad_scaler = grad_scaler
     if not isinstance(optimizer, ReplicatedOptimizer):
-        if all(hook is not local_hook for hook, _ in ddp._comm_hooks):
+        if all(hook is not own_gradients for hook, _ in ddp._comm_hooks):
             check_unhooked(ddp)
-            ddp.register_comm_hook(None, local_hook)
+            ddp.register_comm_hook(None, own_gradients)
         return optimizer
     # DDP takes one hook, and for good
     registered = [
@@ -89,19 +90,12 @@ def averages(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "averages_gradients", False)
 
 
-def local_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP gets its own gradients back."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def momentum_hook(
     state: "BucketRounds", bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Start the round of one bucket; DDP gets its own gradients back."""
     state.start(bucket)
-    return local_hook(None, bucket)
+    return own_gradients(None, bucket)
 
 
 class BucketRounds:

@@ -1,6 +1,8 @@
 """torch's own all-reduce behind the hook: for steps that a trial or a plan leaves uncompressed, and
 for what no codec knows."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -32,24 +34,21 @@ class Plain:
         )
 
     def reduce(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        self._count(buffer)
-        if last:
-            self.counters.steps, self.counters.plain_steps = (
-                self.counters.steps + 1,
-                self.counters.plain_steps + 1,
-            )
-        work = dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
+        self.counters.steps += last
+        self.counters.plain_steps += last
+        work: Any = self._begin(bucket.buffer())
         return work.get_future().then(lambda future: future.value()[0])
 
     def average(self, buffer: torch.Tensor) -> Work:
         """Begin it, in the order of the calls, among the group's other collectives."""
-        size = self.group.size()
-        if size == 1:
+        if self.group.size() == 1:
             return Done()
-        self._count(buffer)
         self.counters.plain_elements += values_of(buffer).numel()
-        return dist.all_reduce(buffer.div_(size), group=self.group, async_op=True)
+        return self._begin(buffer)
+
+    def _begin(self, buffer: torch.Tensor) -> Work:
+        self._count(buffer)
+        return dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
 
     def _count(self, buffer: torch.Tensor) -> None:
         size, numel = self.group.size(), values_of(buffer).numel()

@@ -93,27 +93,15 @@ class Replicas:
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         # versions of parameters when the first gradient came that was not averaged yet
         self._owed: list[int] | None = None
-        if in_backward:
-            self._hooks = [
-                self._hook(bucket, i) for bucket in self.buckets for i in range(len(bucket.members))
-            ]
-        else:
-            self._hooks = [
-                p.register_post_accumulate_grad_hook(self._owing())
-                for b in self.buckets
-                for p in b.members
-            ]
+        for bucket in self.buckets:
+            for i, p in enumerate(bucket.members):
+                hook = _weakly(self._arrived, bucket, i) if in_backward else _weakly(self._owes)
+                p.register_post_accumulate_grad_hook(hook)
 
     def watch(self, stage: torch.nn.Module) -> None:
         """Before a forward of ``stage``: raise if parameters have moved by gradients that nobody
         has averaged."""
-        owner = weakref.ref(self)
-
-        def check(*_: object) -> None:
-            if (me := owner()) is not None:
-                me._check_averaged()
-
-        stage.register_forward_pre_hook(check)
+        stage.register_forward_pre_hook(_weakly(self._check_averaged))
 
     @torch.no_grad()
     def start_alike(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
@@ -147,14 +135,9 @@ class Replicas:
     def _versions(self) -> list[int]:
         return [p._version for bucket in self.buckets for p in bucket.members]
 
-    def _owing(self) -> Callable[[torch.Tensor], None]:
-        owner = weakref.ref(self)
-
-        def arrived(parameter: torch.Tensor) -> None:
-            if (me := owner()) is not None and me._owed is None:
-                me._owed = me._versions()
-
-        return arrived
+    def _owes(self) -> None:
+        if self._owed is None:
+            self._owed = self._versions()
 
     def _check_averaged(self) -> None:
         if self._owed is not None and self._owed != self._versions():
@@ -164,17 +147,10 @@ class Replicas:
                 "between schedule.step() and optimizer.step()"
             )
 
-    def _hook(self, bucket: LocalBucket, i: int) -> torch.utils.hooks.RemovableHandle:
-        owner = weakref.ref(self)  # parameters must not keep it alive
-
-        def arrived(parameter: torch.Tensor) -> None:
-            if (me := owner()) is not None and me.syncing:
-                me._arrived(bucket, i)
-
-        return bucket.members[i].register_post_accumulate_grad_hook(arrived)
-
     @torch.no_grad()
     def _arrived(self, bucket: LocalBucket, i: int) -> None:
+        if not self.syncing:
+            return
         # the first of a backward; of one that was aborted nothing counts
         if self._ending is None or self._ending() is None:
             self._clear()
@@ -215,6 +191,18 @@ class Replicas:
         self._clear()
         for bucket in self.buckets:
             bucket.give_back()
+
+
+def _weakly(method: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """A hook that calls ``method`` with ``given`` as long as its owner is there: modules and
+    parameters must not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*_: object) -> None:
+        if (call := reference()) is not None:
+            call(*given)
+
+    return hook
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> list[LocalBucket]:

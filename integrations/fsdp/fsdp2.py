@@ -3,7 +3,9 @@ extension points."""
 
 import logging
 import zlib
+from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -12,21 +14,24 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
+from commpress.alarm import NONE, WARN, Alarm, Peers, alarm_of
+from commpress.choice import choice_of
 from commpress.codecs import Codec, Policy, codec_named
 from commpress.codecs.family import EXACT
 from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
-from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import MESSAGE, PIECE
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Deal
-from commpress.collectives.round import Round, check_on_nonfinite
+from commpress.collectives.round import Round
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import on_reform
 from commpress.collectives.transports.transport import Divisible
 from commpress.errors import InvalidArgument, NonFiniteGradient
-from commpress.feedback import ResidualStore, check_feedback
+from commpress.feedback import ResidualStore
 from commpress.integrations.experts.moe import experts_of
+from commpress.integrations.fsdp.nonfinite import BadGradients
 from commpress.integrations.fsdp.param_groups import ParamGroup, column_mesh, param_groups_of
 from commpress.integrations.fsdp.policies import policy_for, residual_codec
 from commpress.integrations.fsdp.prefetch import AT_ONCE, DeferredReductions, Prefetcher
@@ -38,9 +43,7 @@ from commpress.integrations.fsdp.shard_checkpoint import (
     load_mean,
 )
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
-from commpress.integrations.fsdp.shard_memory import memory_of
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
-from commpress.integrations.observe.alarm import NONE, WARN, Alarm, alarm_of
 from commpress.integrations.observe.counters import Counters
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.optim.layout import local
@@ -52,28 +55,8 @@ log = logging.getLogger("commpress")
 MIN_NUMEL = 1024
 
 
-def compress_fsdp(
-    model: nn.Module,
-    codec: str | Codec | Policy | None = "int8",
-    weights: str | Codec | Policy | Difference | None = "int8",
-    *,
-    inside: str | Codec | Policy | None = None,
-    topology: Topology | None = None,
-    hadamard: bool = False,
-    min_numel: int = MIN_NUMEL,
-    error_feedback: bool = True,
-    residuals: str | Codec = "none",
-    on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
-    agree_over: AgreeOver | None = None,
-    grad_scaler: torch.amp.GradScaler | None = None,
-    regather: bool = False,
-    overlap: bool = True,
-    timeout: timedelta | None = None,
-    checksum: bool = False,
-    seed: int = 0,
-    alarm: Alarm | str | None = None,
-) -> "ShardedState":
-    """Compress what ``fully_shard`` sends; returns the state, which holds residuals and counters.
+class ShardedState(Divided):
+    """Compress what ``fully_shard`` sends; holds channels, residuals and counters.
 
     Call it on every rank, after the last ``fully_shard`` and before the first step. The sharded
     parameters, which the optimizer sees, stay as they are: only what is gathered from them is
@@ -83,14 +66,13 @@ def compress_fsdp(
       parameter name; None leaves that side to torch. A codec is used by role: tensors of fewer than
       ``min_numel`` elements, norms and biases travel exactly, embeddings and the last Linear with
       at least 8 bits. ``weights=Difference("int4")`` sends changes of weights.
-    - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec,
-      between nodes with ``codec``; ``hadamard`` rotates blocks of 64 before the second, which
-      spreads outliers. PowerSGD takes exact sums of nodes:
-      ``inside="none"`` for what they compress.
+    - ``topology``: gradients take two hops, inside the node with the codec ``inside``, which is
+      exact unless another is named, between nodes with ``codec``. PowerSGD takes exact sums of
+      nodes.
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the
-      whole model on each rank; with ``inside="none"`` and ``topology``, of a node's share of it.
-      ``residuals``: the codec in which it is kept, "none" (float32), "bf16", or "shift8", a byte
-      that is right on average. ``ShardedState.memory`` says what all of it takes.
+      whole model on each rank; with an exact hop inside nodes, of a node's share of it. A codec
+      keeps it in fewer: "bf16", or "shift8", a byte that is right on average.
+      ``ShardedState.memory`` says what all of it takes.
     - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has
       NaN or infinity become zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them),
       or zeros and an error after backward ("raise"). No residual changes.
@@ -107,69 +89,36 @@ def compress_fsdp(
       backward, gradients behind it.
     - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compressed gradients seem
       to harm the run.
-    """
-    return ShardedState(
-        model,
-        codec,
-        weights,
-        inside=inside,
-        topology=topology,
-        hadamard=hadamard,
-        min_numel=min_numel,
-        error_feedback=error_feedback,
-        residuals=residuals,
-        on_nonfinite=on_nonfinite,
-        agree_over=agree_over,
-        grad_scaler=grad_scaler,
-        regather=regather,
-        overlap=overlap,
-        timeout=timeout,
-        checksum=checksum,
-        seed=seed,
-        alarm=alarm,
-    )
 
-
-class ShardedState(Divided):
-    """Channels, residuals, counters and options that the communication objects of all parameter
-    groups share.
-
-    See ``compress_fsdp``. For each set of ranks that shares a group there is a channel for
-    gradients, and one beside it for weights: both are at work at once.
+    For each set of ranks that shares a group there is a channel for gradients, and one beside it
+    for weights: both are at work at once.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        codec: str | Codec | Policy | None,
-        weights: str | Codec | Policy | Difference | None,
+        codec: str | Codec | Policy | None = "int8",
+        weights: str | Codec | Policy | Difference | None = "int8",
         *,
-        inside: str | Codec | Policy | None,
-        topology: Topology | None,
-        hadamard: bool,
-        min_numel: int,
-        error_feedback: bool,
-        residuals: str | Codec,
-        on_nonfinite: str,
-        agree_over: AgreeOver | None,
-        grad_scaler: torch.amp.GradScaler | None,
-        regather: bool,
-        overlap: bool,
-        timeout: timedelta | None,
-        checksum: bool,
-        seed: int,
-        alarm: Alarm | str | None,
+        topology: Topology | None = None,
+        inside: str | Codec | Policy = "none",
+        min_numel: int = MIN_NUMEL,
+        error_feedback: bool | str | Codec = True,
+        on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
+        agree_over: AgreeOver | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        regather: bool = False,
+        overlap: bool = True,
+        timeout: timedelta | None = None,
+        seed: int = 0,
+        alarm: Alarm | str | None = None,
     ) -> None:
-        check_on_nonfinite(on_nonfinite)
         if codec is None and weights is None:
             raise InvalidArgument("codec and weights are both None: there is nothing to compress")
-        if (inside is None) != (topology is None):
+        if inside != "none" and topology is None:
             raise InvalidArgument(
-                "inside and topology belong together: the codec inside a node, and who shares one"
-            )
-        if hadamard and inside is None:
-            raise InvalidArgument(
-                "hadamard is for the second of two hops: pass inside= and topology= as well"
+                f"inside is {inside!r} and topology is None: inside and topology belong together, "
+                "the codec inside a node, and who shares one"
             )
         for layer in experts_of(model):
             layer.check_parameters()
@@ -180,16 +129,18 @@ class ShardedState(Divided):
                 "with model.to_empty(device=...) and its values, after fully_shard and before "
                 "compress_fsdp"
             )
-        check_feedback(error_feedback)
-        self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
+        self.model, self.seed = model, seed
+        self.bad = BadGradients(on_nonfinite, dist.get_rank(self.param_groups[0].group))
         self.grad_scaler = (
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
-        self.seed, self.hadamard, self._min_numel = seed, hadamard, min_numel
+        if self.grad_scaler is not None:
+            self.bad.value = float("nan")  # so that it skips the step
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
         # the step that a loaded state had taken, which counters know nothing of
         self.resumed_at = 0
-        self.kept_in = residual_codec(residuals)
+        self.error_feedback = error_feedback is not False
+        self.kept_in = EXACT if isinstance(error_feedback, bool) else residual_codec(error_feedback)
         coded: dict[str, Any] = (
             {}
             if self.kept_in.lossless
@@ -203,9 +154,7 @@ class ShardedState(Divided):
         self.gatherers: list[CompressedAllGather] = []
         self._exact_bytes = 0  # of weights, by torch
         self._summary_logged, self._pipeline_logged = False, False
-        self._error: NonFiniteGradient | None = None
         self.device = self.param_groups[0].parameters[0].device
-        self._rank = dist.get_rank(self.param_groups[0].group)
         on_reform(None, self)
         if all(each.ranks == 1 for each in self.param_groups):
             log.warning(
@@ -213,34 +162,29 @@ class ShardedState(Divided):
                 "compressed"
             )
 
+        named = partial(policy_for, model, min_numel=min_numel)
         difference = isinstance(weights, Difference)
         weight_codec = weights.codec if isinstance(weights, Difference) else weights
-        gradient_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
-        weight_policy = (
-            None if weight_codec is None else policy_for(model, weight_codec, min_numel=min_numel)
-        )
-        inside_policy = None if inside is None else policy_for(model, inside, min_numel=0)
+        gradient_policy = None if codec is None else named(codec)
+        weight_policy = None if weight_codec is None else named(weight_codec)
+        inside_policy = None if topology is None else policy_for(model, inside, min_numel=0)
         self._check_codecs(gradient_policy, inside_policy, weight_policy)
-        given = {"codec": codec, "weights": weight_codec}
+        given = {"gradients": codec, "weights": weight_codec}
         self._wanted = {side for side, each in given.items() if each not in (None, NONE, EXACT)}
-        self._usual = gradient_policy  # while no alarm lasts
         if agree_over is None:  # columns of tensor parallelism decide together
             agree_over = column_mesh(self.param_groups)
         self.consensus = consensus_over(agree_over, self.param_groups[0].group, timeout=timeout)
         self.alarm = alarm_of(alarm)
         if self.alarm is not None:
             self._check_alarm(self.alarm, gradient_policy, two_hops=topology is not None)
+        self.choice = choice_of(codec, named, alarm=self.alarm)
+        self._now = self.choice.usual
         divided: set[tuple[int, ...]] = set()  # in two levels, for whole tensors
         for each in self.param_groups:
             ranks = tuple(dist.get_process_group_ranks(each.group))
             if ranks not in self.reducing:
-                workspace = Workspace(checksum=checksum)
                 self.reducing[ranks] = Channel.among(
-                    each.group,
-                    timeout=timeout,
-                    name="commpress-gradients",
-                    at_once=AT_ONCE,
-                    workspace=workspace,
+                    each.group, timeout=timeout, name="commpress-gradients", at_once=AT_ONCE
                 )
                 self.gathering[ranks] = self.reducing[ranks].beside("commpress-weights")
             channel = self.reducing[ranks]
@@ -249,7 +193,7 @@ class ShardedState(Divided):
                 channel,
                 gradient_policy,
                 weight_policy,
-                (inside, str(topology), hadamard, difference, seed),
+                (inside, str(topology), difference, seed),
             )
             if gradient_policy is not None and each.parts(trainable=True):
                 hops = [Hop(channel, gradient_policy, self.residuals)]
@@ -317,9 +261,9 @@ class ShardedState(Divided):
             codec = None if gradients is None else gradients.choose(name, shape.numel())
             if not self.kept_in.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
-                    f"residuals is {self.kept_in.spec!r}, and gradients of {name!r} have a codec "
-                    "that compresses whole tensors, whose residuals are float32: leave residuals "
-                    "out, or choose a codec of rows such as 'int4'"
+                    f"error_feedback is {self.kept_in.spec!r}, and gradients of {name!r} have a "
+                    "codec that compresses whole tensors, whose residuals are float32: leave "
+                    "error_feedback out, or choose a codec of rows such as 'int4'"
                 )
             within = None if inside is None else inside.choose(name, shape.numel())
             if within is not None and not within.lossless and travels_whole(codec, shape):
@@ -387,7 +331,7 @@ class ShardedState(Divided):
         self.hops += [first, second]
         return [
             Hop(first, inside, self.residuals, rows=rows),
-            Hop(second, policy, self.residuals_between, own=rows[place], rotated=self.hadamard),
+            Hop(second, policy, self.residuals_between, own=rows[place]),
         ]
 
     def _agree_on(
@@ -438,32 +382,26 @@ class ShardedState(Divided):
                 )
             self._unsettled.add(reducer)
         if reducer.calls >= self.step:
-            if self.alarm is not None and self.alarm.due(self.step - 1):
-                self._look(self.alarm)
+            self._choose()
             self._check_complete()
-            self.step, self._error = reducer.calls + 1, None
+            self.step, self.bad.error = reducer.calls + 1, None
         return self.seed * 1_000_003 + reducer.calls
 
-    def _look(self, alarm: Alarm) -> None:
-        """Judge the last step, and go on with the codec that this says: every rank is at its next
-        step's first reduction."""
-        before = alarm.way
-        alarm.look(self.param_groups[0].group, self.device, self.step - 1)
-        if alarm.way != before:
-            self.heed()
+    def _choose(self) -> None:
+        """The codecs of the step that begins: every rank is at its first reduction. Residuals go on
+        as they are."""
 
-    def heed(self) -> None:
-        """Go on with the codec that an alarm brings, or with the usual ones; residuals go on as
-        they are."""
-        if self.alarm is None or self._usual is None:
-            return
-        policy = (
-            policy_for(self.model, self.alarm.way, min_numel=self._min_numel)
-            if self.alarm.way
-            else self._usual
-        )
-        for reducer in self.reducers.values():
-            reducer.go_on_with(policy)
+        def total(table: torch.Tensor) -> torch.Tensor:
+            table = table.to(self.device)
+            dist.all_reduce(table, group=self.param_groups[0].group)
+            return table.cpu()
+
+        group = self.param_groups[0].group
+        now = self.choice.at(self.step, Peers(group.rank(), group.size(), total)).policy
+        if now is not None and now != self._now:
+            self._now = now
+            for reducer in self.reducers.values():
+                reducer.go_on_with(now)
 
     def reductions(self, param_group: ParamGroup) -> int:
         """Times that its gradients have been reduced."""
@@ -493,7 +431,7 @@ class ShardedState(Divided):
 
         The error is for the caller to raise, once all have settled.
         """
-        round, self._step_round, self._unsettled, self._error = self._step_round, None, set(), None
+        round, self._step_round, self._unsettled = self._step_round, None, set()
         if round is not None:
             round.finite = finite
             round.close()
@@ -502,17 +440,12 @@ class ShardedState(Divided):
         self.gradients.skipped_steps += 1
         for p in self.model.parameters():
             if p.grad is not None:
-                local(p.grad).fill_(self._refused_value())
-        if self.on_nonfinite != "raise":
+                local(p.grad).fill_(self.bad.value)
+        if self.bad.policy != "raise":
             return None
         return NonFiniteGradient(
             f"gradients of step {self.step} hold NaN or infinity on some rank of the mesh. No "
             "residual was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
-        )
-
-    def _refused_value(self) -> float:
-        return (
-            0.0 if self.on_nonfinite != "propagate" and self.grad_scaler is None else float("nan")
         )
 
     def round(self) -> Round | None:
@@ -543,7 +476,7 @@ class ShardedState(Divided):
                 "gradients are reduced outside of backward, as by a pipeline: at once, not behind "
                 "backward (overlap=True)"
             )
-            tell_on_first(self._rank, text)
+            tell_on_first(self.bad.rank, text)
 
     # ------------------------------------------------------------ counting
 
@@ -632,12 +565,12 @@ class ShardedState(Divided):
             ]
             for side in exact:
                 warn_on_first(
-                    self._rank,
+                    self.bad.rank,
                     "no %s were compressed: every tensor has fewer than min_numel elements",
                     side,
                 )
             if not exact:
-                tell_on_first(self._rank, "compressing: %s", self._shares())
+                tell_on_first(self.bad.rank, "compressing: %s", self._shares())
 
     def memory(self) -> dict[str, int]:
         """Bytes that compression keeps on this rank between steps, by what they are for; before the
@@ -648,49 +581,38 @@ class ShardedState(Divided):
         codec. "weights": as they came, or copies for differences; those of the root group, which
         torch may decide not to gather twice, count until it has.
         """
-        kept_in = self.kept_in if self.error_feedback else None
+        every = [reducer.quantised() for reducer in self.reducers.values()]
+        every = every if self.error_feedback else []
+        coded = bool(every) and not self.kept_in.lossless
+        size = self.kept_in.row_bytes(PIECE) / PIECE if coded else 4.0
+        # the residuals of a backward that are all taken or left at its end are proposed together
         together = self._unsettled is not None or (
             self.grad_scaler is not None and self._shared_verdict
         )
-        return memory_of(list(self.reducers.values()), self.gatherers, kept_in, together=together)
+        kinds = Counter(tuple(elements) for elements in every)
+        proposed = sum(
+            (times if together else min(times, AT_ONCE)) * sum(elements)
+            for elements, times in kinds.items()
+        )
+        longest = max((max(elements, default=0) for elements in every), default=0)
+        return {
+            "residuals": round(size * sum(map(sum, every))),
+            "proposed": round(size * proposed),
+            "scratch": 4 * min(longest, MESSAGE) if coded else 0,
+            "weights": sum(gatherer.kept_bytes() for gatherer in self.gatherers),
+        }
 
     # ------------------------------------------------------------ not finite
 
     def not_finite(self, reducer: CompressedReduceScatter, shard: torch.Tensor) -> None:
         """The same decision on every rank: all have seen all headers."""
-        self.gradients.skipped_buckets += 1
-        count = self.gradients.skipped_buckets
-        zeros = self._refused_value() == 0.0
-        shard.fill_(self._refused_value())
-        if self.on_nonfinite == "raise":
-            if self._unsettled is not None:  # ``settle`` raises, on all ranks
-                return
-            if self._error is None:
-                self._error = NonFiniteGradient(
-                    f"the gradients of {reducer.param_group.name} hold NaN or infinity on some "
-                    f"rank at step {reducer.calls}. None of its residuals was changed. Look for "
-                    "the cause in the loss, or pass on_nonfinite='skip'."
-                )
-                if torch._C._current_graph_task_id() < 0:
-                    self._raise()
-                Variable._execution_engine.queue_callback(self._raise)
-        elif count <= 3 or count % 100 == 0:
-            warn_on_first(
-                reducer.channel.rank,
-                (
-                    "step %d: gradients of %s held NaN or infinity on some rank and became %s on "
-                    "all (%d so far)"
-                ),
-                reducer.calls,
-                reducer.param_group.name,
-                "zeros" if zeros else "NaN",
-                count,
-            )
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self.bad.refuse(
+            shard,
+            self.gradients,
+            f"gradients of {reducer.param_group.name}",
+            reducer.calls,
+            raises=self._unsettled is None,  # else ``settle`` does, on all ranks
+        )
 
     # ------------------------------------------------------------ checkpoints
 
@@ -726,6 +648,9 @@ class ShardedState(Divided):
         every rank."""
         for gatherer in self.gatherers:
             gatherer.forget()
+
+
+compress_fsdp = ShardedState  # what others call
 
 
 def _whole_gradients(param_group: ParamGroup, policy: Policy) -> list[str]:

@@ -7,43 +7,28 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpress.codecs import Codec, Policy
-from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchanges, Tensors
 from commpress.collectives.handover import Divided
 from commpress.collectives.residual_state import exact_state, residuals_of
-from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.transports.factory import on_reform
-from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.errors import InvalidArgument
 from commpress.feedback import check_feedback
 from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
+from commpress.integrations.fsdp.nonfinite import BadGradients
 from commpress.integrations.fsdp.param_groups import ParamGroup, column_mesh, param_groups_of
 from commpress.integrations.fsdp.policies import check_dtype, policy_for
 from commpress.integrations.observe.counters import Counters
-from commpress.logs import warn_on_first
 
 
-def compress_hsdp(
-    model: nn.Module,
-    replicate: DeviceMesh | dist.ProcessGroup,
-    codec: str | Codec | Policy = "int8",
-    *,
-    min_numel: int = MIN_NUMEL,
-    error_feedback: bool = True,
-    on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
-    agree_over: AgreeOver | None = None,
-    timeout: timedelta | None = None,
-    checksum: bool = False,
-    seed: int = 0,
-) -> "ReplicatedState":
-    """Average gradients over ``replicate`` too, compressed; returns the state, which holds
-    residuals and counters.
+class ReplicatedState(Divided):
+    """Average gradients over ``replicate`` too, compressed; holds residuals and counters.
 
     Shard over one dimension of a mesh and pass the other here: ``fully_shard(module,
     mesh=mesh["shard"])`` and ``compress_hsdp(model, mesh["replicate"])``. (On a mesh of two
@@ -55,47 +40,32 @@ def compress_hsdp(
     together, where these are more than ``replicate``: with tensor parallelism the whole mesh. They
     decide about each group of parameters together.
     """
-    check_on_nonfinite(on_nonfinite)
-    group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
-    param_groups = param_groups_of(model)
-    if agree_over is None and (mesh := column_mesh(param_groups)) is not None:
-        raise InvalidArgument(
-            f"agree_over is None and parameters are cut by tensor parallelism too, on {mesh}: pass "
-            "the whole mesh, replicas included, as in agree_over=mesh"
-        )
-    return ReplicatedState(
-        param_groups,
-        group,
-        policy_for(model, codec, min_numel=min_numel),
-        error_feedback=error_feedback,
-        on_nonfinite=on_nonfinite,
-        agree_over=agree_over,
-        timeout=timeout,
-        checksum=checksum,
-        seed=seed,
-    )
-
-
-class ReplicatedState(Divided):
-    """State that the hooks of all groups of parameters share. See ``compress_hsdp``."""
 
     def __init__(
         self,
-        param_groups: list[ParamGroup],
-        group: dist.ProcessGroup,
-        policy: Policy,
+        model: nn.Module,
+        replicate: DeviceMesh | dist.ProcessGroup,
+        codec: str | Codec | Policy = "int8",
         *,
-        error_feedback: bool,
-        on_nonfinite: str,
-        agree_over: AgreeOver | None,
-        timeout: timedelta | None,
-        checksum: bool,
-        seed: int,
+        min_numel: int = MIN_NUMEL,
+        error_feedback: bool = True,
+        on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
+        agree_over: AgreeOver | None = None,
+        timeout: timedelta | None = None,
+        seed: int = 0,
     ) -> None:
         check_feedback(error_feedback)
-        self.on_nonfinite, self.seed, self.step, self.counters = on_nonfinite, seed, 0, Counters()
-        self._error: NonFiniteGradient | None = None
-        self.channel = Channel.among(group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
+        self.bad = BadGradients(on_nonfinite, dist.get_rank(group))
+        param_groups = param_groups_of(model)
+        if agree_over is None and (mesh := column_mesh(param_groups)) is not None:
+            raise InvalidArgument(
+                "agree_over is None and parameters are cut by tensor parallelism too, on "
+                f"{mesh}: pass the whole mesh, replicas included, as in agree_over=mesh"
+            )
+        policy = policy_for(model, codec, min_numel=min_numel)
+        self.seed, self.step, self.counters = seed, 0, Counters()
+        self.channel = Channel.among(group, timeout=timeout)
         self.consensus = consensus_over(agree_over, group, timeout=timeout)
         whole = {
             name: p.numel()
@@ -136,20 +106,8 @@ class ReplicatedState(Divided):
             finite = self.channel.run(self.consensus.agreed(finite, shard.device))
         settle(outcomes, taken=finite)
         if not finite:
-            self.counters.skipped_buckets += 1
-            warn_on_first(
-                self.channel.rank,
-                "gradients of %s held NaN or infinity on some rank",
-                of.param_group.name,
-            )
-            if self.on_nonfinite == "raise" and self._error is None:
-                self._error = NonFiniteGradient(
-                    f"gradients of {of.param_group.name} held NaN or infinity on some rank. No "
-                    "residual was changed. Look for the cause in the loss, or pass "
-                    "on_nonfinite='skip'."
-                )
-                Variable._execution_engine.queue_callback(self._raise)
-            shard.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
+            name = f"gradients of {of.param_group.name}"
+            self.bad.refuse(shard, self.counters, name, of.calls - 1)
         elif buffer is not shard:
             shard.copy_(buffer)
         self.counters.bucket(
@@ -157,11 +115,6 @@ class ReplicatedState(Divided):
         )
         self.counters.steps, self.counters.wire_bytes = self.step, self.channel.sent_bytes
         self.counters.wire_seconds = self.channel.waited
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume with the same mesh: every rank saves and loads its
@@ -176,6 +129,9 @@ class ReplicatedState(Divided):
         self.exchanges.load_choices(state)
         self.exchanges.residuals.load(residuals)
         self.step = step
+
+
+compress_hsdp = ReplicatedState  # what others call
 
 
 class _Average:

@@ -62,18 +62,18 @@ class Lossless:
 WIDTHS = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16: CastCodec("fp16")}
 
 
-def residual_codec(residuals: str | Codec) -> Codec:
+def residual_codec(error_feedback: str | Codec) -> Codec:
     """The codec in which residuals are kept; of eight bits at least, for what it leaves out is
     lost."""
-    codec = codec_named(residuals)
+    codec = codec_named(error_feedback)
     if (
         isinstance(codec, WholeTensorCodec)
         or not isinstance(codec, (BlockCodec, BitsCodec, CastCodec))
         or bits(codec) < COARSE
     ):
         raise InvalidArgument(
-            f"residuals is {codec.spec!r}, expected 'none' (float32), 'bf16', or eight bits, as "
-            "'shift8' has, right on average"
+            f"error_feedback is {codec.spec!r}, expected True (float32), False, 'bf16', or eight "
+            "bits, as 'shift8' has, right on average"
         )
     return codec
 

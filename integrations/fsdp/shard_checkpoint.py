@@ -6,21 +6,22 @@ residuals, sharded like the parameters; on the new ranks every residual is R, so
 it everything still owed, is unchanged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from commpress.codecs import policy_of
+from commpress.codecs.family import EXACT
+from commpress.collectives.allreduce import reduce_message
+from commpress.collectives.buckets import one_message
 from commpress.collectives.powersgd import RowsOnly
-from commpress.collectives.reduce_scatter import deals, reduce_rows
+from commpress.collectives.reduce_scatter import deals
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, ResidualStore
 from commpress.integrations.fsdp.param_groups import column_mesh
 from commpress.integrations.fsdp.whole_parameters import WholeParameters
 from commpress.kernels.pieces import NUMEL, RESIDUAL
-from commpress.work import run
 
 _FORMAT = 1
 _NONE = torch.zeros(0)
@@ -37,7 +38,7 @@ def exact_residuals(state: Any) -> dict[str, Any]:
         "between": _plain(state.residuals_between),
         **({"kept_in": state.kept_in.spec} if not state.kept_in.lossless else {}),
         **_choices(state),
-        **({"alarm": state.alarm.state_dict()} if state.alarm is not None else {}),
+        **state.choice.saved(),
         "weights": {
             g.param_group.names[0]: g.own_row()
             for g in state.gatherers
@@ -57,8 +58,8 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
         )
     if saved.get("kept_in", "none") != state.kept_in.spec:
         raise StateMismatch(
-            f"the state was saved with residuals={saved.get('kept_in', 'none')!r}, this run keeps "
-            f"them in {state.kept_in.spec!r}: pass the same residuals=, or save with "
+            f"the state was saved with residuals in {saved.get('kept_in', 'none')!r}, this run "
+            f"keeps them in {state.kept_in.spec!r}: pass the same error_feedback=, or save with "
             "elastic_state_dict()"
         )
     if not state.kept_in.lossless:
@@ -77,9 +78,7 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
 def _load_steps(state: Any, saved: dict[str, Any]) -> None:
     state.step = saved["step"]
     state.resumed_at = state.step - state.counters.steps
-    if state.alarm is not None and "alarm" in saved:
-        state.alarm.load_state_dict(saved["alarm"])
-        state.heed()
+    state.choice.load(saved)
     for reducer, calls in zip(state.reducers.values(), saved["calls"], strict=True):
         reducer.calls = calls
     for gatherer in state.gatherers:
@@ -88,65 +87,68 @@ def _load_steps(state: Any, saved: dict[str, Any]) -> None:
 
 
 def elastic_residuals(state: Any) -> dict[str, Any]:
-    held: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for (name, offset), sent, _ in state.residuals.places():
-        held.setdefault(name, []).append((offset, sent))
     if state.residuals_between.places() or _in_levels(state):
         raise StateMismatch("residuals of two hops have no elastic form: save with state_dict()")
     _check_whole(state, "save with state_dict()")
+    own = [(key, sent) for key, sent, _ in state.residuals.places()]
     result: dict[str, DTensor] = {}
     for reducer in state.reducers.values():
-        param_group, parts = reducer.param_group, reducer.parts
-        rows = torch.zeros(param_group.ranks, reducer.stride, device=state.device)
-        for part in parts:
-            if part in reducer.in_rows:
-                whole = torch.zeros(param_group.ranks * part.width, device=rows.device)
-            else:
-                whole = torch.zeros(part.numel, device=rows.device)
-            for offset, sent in held.get(part.name, []):
-                whole[offset : offset + sent.numel()] = sent
-            columns = rows[:, part.at : part.at + part.width]
-            if part in reducer.in_rows:
-                columns.copy_(whole.view(param_group.ranks, -1))
-            else:
-                for row, values in zip(columns, param_group.slices(part.name, whole), strict=True):
-                    row[: values.numel()] = values.reshape(-1)
-        shard = torch.zeros(reducer.stride, device=rows.device)
+        group = reducer.param_group
+        every = _in_order(reducer, own, group.ranks)
+        parameters = dict(zip(group.names, group.parameters, strict=True))
+        flat = torch.cat([whole.view(-1) for whole in every.values()])
         channel = reducer.channel.beside("checkpoint")  # its bytes are none of gradients
-        plan = deals(
-            parts, policy_of("none"), rank=channel.rank, ranks=channel.size, feedback=False
+        steps = reduce_message(
+            flat,
+            None,
+            message=one_message(flat.numel(), EXACT, channel.size, name="elastic state"),
+            transport=channel.transport,
+            workspace=channel.workspace,
+            sequence=channel.take(),
         )
-        run(
-            reduce_rows(
-                rows.view(-1),
-                shard,
-                [None] * len(plan),
-                plan=plan,
-                transport=channel.transport,
-                workspace=channel.workspace,
-                sequence=channel.take(len(plan)),
-            )
-        )
-        parameters = dict(zip(param_group.names, param_group.parameters, strict=True))
-        for part in parts:
-            parameter = parameters[part.name]
-            local = parameter.to_local()
-            values = shard[part.at : part.at + local.numel()].view(local.shape).clone()
-            result[part.name] = DTensor.from_local(
-                values,
+        channel.run(steps)
+        lengths = [whole.numel() for whole in every.values()]
+        for name, whole in zip(every, flat.split(lengths), strict=True):
+            parameter = parameters[name]
+            mine = group.slices(name, whole)[channel.rank]
+            result[name] = DTensor.from_local(
+                mine.reshape(parameter.to_local().shape).clone(),
                 parameter.device_mesh,
                 parameter.placements,
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-    choices = _choices(state)
     return {
         "format": _FORMAT,
         "kind": "elastic",
         "step": state.step,
         "residuals": result,
-        "bases": choices["bases"],
+        "bases": _choices(state)["bases"],
     }
+
+
+def _in_order(
+    reducer: Any, residuals: Iterable[tuple[Key, torch.Tensor]], ranks: int
+) -> dict[str, torch.Tensor]:
+    """Sums of residuals of whole parameters, element by element as these are, of ``ranks`` ranks
+    that had them in the order of their rows."""
+    group, device = reducer.param_group, reducer.param_group.parameters[0].device
+    whole = {part.name: torch.zeros(part.numel, device=device) for part in reducer.parts}
+    for (name, offset), sent in residuals:
+        if name not in whole:
+            continue
+        if offset + sent.numel() > whole[name].numel():
+            raise StateMismatch(
+                f"the states have a residual of {name!r} at {offset}, which this model has not"
+            )
+        whole[name][offset : offset + sent.numel()] += sent.to(device)
+    for part in reducer.in_rows:
+        flat, at = whole[part.name], 0
+        whole[part.name] = torch.empty(group.shapes[part.name], device=device)
+        for piece in group.cut(part.name, whole[part.name], ranks):
+            piece.copy_(flat[at : at + piece.numel()].view(piece.shape))
+            at += piece.numel()
+    return whole
 
 
 def load_elastic(state: Any, saved: dict[str, Any]) -> None:
@@ -187,32 +189,15 @@ def load_mean(state: Any, every: Sequence[dict[str, Any]]) -> None:
             f"residuals were kept in {kept!r}, whose codes fit the ranks that saved them only: "
             f"{cure}"
         )
-    _load_whole(state, every[0], _means(state, every, size))
-
-
-def _means(state: Any, every: Sequence[dict[str, Any]], size: int) -> dict[str, torch.Tensor]:
-    """Mean residuals of whole parameters, of which each rank has those that it owes to all rows."""
-    whole: dict[str, torch.Tensor] = {}
+    known = {part.name for reducer in state.reducers.values() for part in reducer.parts}
+    residuals = [(_key(text), sent) for saved in every for text, sent in saved["residuals"].items()]
+    if strange := next((name for (name, _), _ in residuals if name not in known), None):
+        raise StateMismatch(f"the states have a residual of {strange!r}, which this model has not")
+    means = {}
     for reducer in state.reducers.values():
-        whole |= {part.name: torch.zeros(part.numel) for part in reducer.parts}
-    for saved in every:
-        for (name, offset), sent in (
-            (_key(text), sent) for text, sent in saved["residuals"].items()
-        ):
-            if name not in whole or offset + sent.numel() > whole[name].numel():
-                raise StateMismatch(
-                    f"the states have a residual of {name!r} at {offset}, which this model has not"
-                )
-            whole[name][offset : offset + sent.numel()] += sent.cpu() / size
-    for reducer in state.reducers.values():
-        # theirs count elements in the order of the ranks that there were
-        for part in reducer.in_rows:
-            flat, at = whole[part.name], 0
-            whole[part.name] = torch.empty(reducer.param_group.shapes[part.name])
-            for piece in reducer.param_group.cut(part.name, whole[part.name], size):
-                piece.copy_(flat[at : at + piece.numel()].view(piece.shape))
-                at += piece.numel()
-    return whole
+        for name, whole in _in_order(reducer, residuals, size).items():
+            means[name] = whole / size
+    _load_whole(state, every[0], means)
 
 
 def _full(residual: Any) -> torch.Tensor:

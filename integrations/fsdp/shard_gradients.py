@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commpress.choice import Seen
 from commpress.codecs import Policy
 from commpress.codecs.whole_tensors import travels_whole
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.powersgd import RowsOnly
-from commpress.collectives.reduce_scatter import Deal, deals, reduce_rows, second_hop
+from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows, second_hop
 from commpress.collectives.round import Round
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
@@ -22,7 +23,6 @@ from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.integrations.fsdp.policies import Lossless, check_dtype
 from commpress.integrations.fsdp.whole_parameters import WholeParameters
 from commpress.kernels.devices import knows
-from commpress.kernels.rotation import rotate
 from commpress.torch_private import fsdp_communication
 from commpress.work import Steps, overlapped
 
@@ -39,7 +39,6 @@ class Hop:
     # what each rank of the channel is sent; () in the last hop of two: ``own``
     rows: tuple[tuple[int, ...], ...] = ()
     own: tuple[int, ...] = ()  # the rows that the first hop left here
-    rotated: bool = False  # blocks are turned by a Hadamard matrix before they are quantised
 
 
 @dataclass
@@ -208,9 +207,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             outcome for found in (yield from overlapped(jobs, limit=limit)) for outcome in found
         ]
         finite = all(outcome.finite for outcome in outcomes)
-        alarm = self.owner.alarm
-        if finite and alarm is not None and alarm.due(self.calls - 1):
-            alarm.measure_rows(gradients, gain, outcomes)
+        if finite and self.owner.choice.looks(self.calls - 1):
+            self.owner.choice.observe(self.calls - 1, _seen(gradients, gain, outcomes))
         if finite and factor != gain:
             out.mul_(factor / gain)
         if finite and self.whole is not None and means is not None:
@@ -241,7 +239,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
     ) -> Steps[list[Outcome]]:
         """out := gain · the mean of what travels in rows, hop by hop."""
         workspace, lent, buffer = self.channel.workspace, [], gradients
-        if not knows(gradients.device, gradients.dtype) or legs[0].hop.rotated:
+        if not knows(gradients.device, gradients.dtype):
             buffer = workspace.borrow(gradients.numel(), torch.float32, gradients.device).copy_(
                 gradients
             )
@@ -253,8 +251,6 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             if not last:
                 target = workspace.borrow(leg.numel, torch.float32, buffer.device)
                 lent.append(target)
-            if leg.hop.rotated:
-                rotate(buffer, [deal.every.pieces for deal in leg.plan])
             outcomes += yield from reduce_rows(
                 buffer,
                 target,
@@ -267,8 +263,6 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 gain=gain if i == 0 else 1.0,
             )
             sequence += len(leg.plan)
-            if leg.hop.rotated:
-                rotate(target, [deal.own for deal in leg.plan])
             if not last and not all(outcome.finite for outcome in outcomes):
                 target.fill_(float("nan"))  # so that all nodes hear of it
             buffer = target
@@ -302,6 +296,20 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 "model.set_reduce_scatter_unused_params(True) (torch 2.13), for the second "
                 "compress_fsdp when it is done"
             )
+
+    def quantised(self) -> list[int]:
+        """Elements of which this rank keeps residuals, hop by hop."""
+        result = []
+        for hop in self.hops:
+            rows = hop.own or range(self.param_group.ranks)
+            lossy = [
+                part
+                for part in self.in_rows
+                if (codec := hop.policy.choose(part.name, part.numel)).feedback
+                and not codec.lossless
+            ]
+            result.append(sum(_in_row(part, row) for part in lossy for row in rows))
+        return result
 
     def go_on_with(self, policy: Policy) -> None:
         """Use other codecs from the next call on; residuals stay, by parameter."""
@@ -345,6 +353,25 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 legs.append(_Leg(hop, plan, feedbacks, rows * self.stride))
             self._legs = {dtype: legs}
         return self._legs[dtype]
+
+
+def _in_row(part: Part, row: int) -> int:
+    """Elements of a parameter that a row has, without padding."""
+    return min(max(part.numel - row * part.width, 0), part.width)
+
+
+def _seen(gradients: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> Seen:
+    """Facts of a reduce-scatter, which has left ``gradients`` as they were, before its outcomes are
+    settled."""
+    own = gradients.float() * gain
+    compensated = own.clone()
+    for outcome in outcomes:
+        if outcome.feedback is not None:
+            outcome.feedback.settle(outcome.message.pieces)
+            owed = outcome.feedback.floats()
+            for start, numel, kept in outcome.message.pieces.residual_runs:
+                compensated[start : start + numel] += owed[kept : kept + numel]
+    return Seen((), own, compensated, outcomes)
 
 
 def _factor(op: Any, ranks: int) -> float:

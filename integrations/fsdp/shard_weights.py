@@ -232,6 +232,19 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
             self._last = torch.empty_like(row)
         self._last.copy_(row)
 
+    def kept_bytes(self) -> int:
+        """Bytes that stay from forward to backward, or from step to step."""
+        ranks, dtype = self.param_group.ranks, self.param_group.gathered_dtype
+        if self.difference:
+            return dtype.itemsize * self.stride * ranks
+        if not (self.keep and self.param_group.gathered_twice):
+            return 0
+        chosen = [(part, self.policy.choose(part.name, part.numel)) for part in self.parts]
+        return ranks * sum(
+            dtype.itemsize * part.width if codec.lossless else codec.row_bytes(part.width)
+            for part, codec in chosen
+        )
+
     def own_row(self) -> torch.Tensor | None:
         """This rank's part of what all hold: with all ranks' parts, and nothing else, it comes back
         bit for bit."""

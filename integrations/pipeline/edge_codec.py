@@ -1,8 +1,6 @@
 """Codec of what crosses one edge of a pipeline: a tensor of any float becomes bytes of a size that
 its shape tells."""
 
-import hashlib
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -11,7 +9,7 @@ import torch
 
 from commpress.codecs import Codec, codec_named
 from commpress.errors import InvalidArgument
-from commpress.integrations.pipeline.tiles import NAMES, TileCodec
+from commpress.integrations.pipeline.tiles import TileCodec
 from commpress.kernels import Piece, Pieces, arithmetic, cut
 from commpress.kernels.reference import BITS, CASTS, FP8, INT4, INT8
 from commpress.kernels.registered import known
@@ -70,10 +68,8 @@ def _row(kind: int, block: int, numel: int) -> Pieces:
 def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCodec | None:
     """The codec of an edge that a name or a codec stands for; None where tensors travel as they
     are."""
-    if isinstance(codec, str) and codec in NAMES:
-        return TileCodec(NAMES[codec])
-    if isinstance(codec, TileCodec):
-        return codec
+    if codec == "tah4" or isinstance(codec, TileCodec):
+        return TileCodec()
     found = codec_named(codec)
     if found.lossless:
         return None
@@ -81,7 +77,7 @@ def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCod
     if not (found.kind in (INT8, INT4, FP8, *CASTS) or fine or known(found.kind)):
         raise InvalidArgument(
             f"{name} is {found.spec!r}, expected int4, int8, fp8, bf16, fp16, bits3 to bits8, "
-            "tah3, tah, tah4, none or a registered one: activations have no error feedback, so "
+            "tah4, none or a registered one: activations have no error feedback, so "
             "what others leave out would be lost"
         )
     return RowCodec(found)
@@ -114,84 +110,3 @@ def decode_into(tensor: torch.Tensor, message: torch.Tensor, codec: EdgeCodec) -
     values = torch.empty(target.numel(), dtype=torch.float32, device=target.device)
     codec.decode(message, values, width)
     target.copy_(values.view(target.shape))
-
-
-class Differences:
-    """Memory of what the other side knows of each sample: activations travel as their change since
-    it was last seen (AQ-SGD).
-
-    A sample that is new, or that became NaN or infinite, travels exactly. Both sides keep one,
-    which is equal bit for bit, because both add what the message says. Memory: a float32 copy of
-    one activation for every sample.
-    """
-
-    def __init__(self, codec: EdgeCodec) -> None:
-        self.codec = codec
-        # by place among the outputs, and sample
-        self.known: dict[tuple[int, Hashable], torch.Tensor] = {}
-
-    def size(self, place: int, samples: Sequence[Hashable], numel: int, width: int) -> int:
-        old = sum((place, sample) in self.known for sample in samples)
-        each = numel // len(samples)
-        return 4 * each * (len(samples) - old) + (self.codec.size(each * old, width) if old else 0)
-
-    def encode(self, place: int, samples: Sequence[Hashable], tensor: torch.Tensor) -> torch.Tensor:
-        values = tensor.detach().reshape(len(samples), -1).to(torch.float32)
-        size = self.size(place, samples, values.numel(), width_of(tensor))
-        message = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-        new, old = self._split(place, samples)
-        head = 4 * values.shape[1] * len(new)
-        if new:
-            message[:head].view(torch.float32).copy_(values[new].view(-1))
-        if old:
-            base = torch.stack([self.known[place, samples[i]] for i in old])
-            self.codec.encode((values[old] - base).view(-1), message[head:], width_of(tensor))
-        self._learn(place, samples, message, values, width_of(tensor))
-        return message
-
-    def decode(
-        self, place: int, samples: Sequence[Hashable], message: torch.Tensor, tensor: torch.Tensor
-    ) -> None:
-        values = torch.empty(
-            len(samples), tensor.numel() // len(samples), dtype=torch.float32, device=tensor.device
-        )
-        self._learn(place, samples, message, values, width_of(tensor))
-        tensor.detach().copy_(values.view(tensor.shape))
-
-    def _split(self, place: int, samples: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-        old = [(place, sample) in self.known for sample in samples]
-        return [i for i, known in enumerate(old) if not known], [
-            i for i, known in enumerate(old) if known
-        ]
-
-    def _learn(
-        self,
-        place: int,
-        samples: Sequence[Hashable],
-        message: torch.Tensor,
-        values: torch.Tensor,
-        width: int,
-    ) -> None:
-        """values := what the message says, which both sides remember."""
-        new, old = self._split(place, samples)
-        head = 4 * values.shape[1] * len(new)
-        if new:
-            values[new] = message[:head].view(torch.float32).view(len(new), -1)
-        if old:
-            change = torch.empty(
-                len(old) * values.shape[1], dtype=torch.float32, device=values.device
-            )
-            self.codec.decode(message[head:], change, width)
-            base = torch.stack([self.known[place, samples[i]] for i in old])
-            values[old] = base + change.view(len(old), -1)
-        finite = values.isfinite().all(1).tolist()
-        for i, sample in enumerate(samples):
-            if finite[i]:
-                self.known[place, sample] = values[i].clone()
-            else:
-                self.known.pop((place, sample), None)
-
-
-def digest(*words: object) -> str:
-    """Of options that ranks must agree on."""
-    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]

@@ -7,8 +7,10 @@ decoded into the tensors before these are used. So shapes, schedules, meshes and
 torch's own.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,14 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec
-from commpress.errors import InvalidArgument, Mismatch, StateMismatch, check_counts
+from commpress.errors import InvalidArgument, Mismatch, check_counts
 from commpress.integrations.pipeline import edge_choice
 from commpress.integrations.pipeline.edge_codec import (
     FLOATS,
-    Differences,
     EdgeCodec,
     decode_into,
-    digest,
     edge_codec,
     encoded,
     exact_bytes,
@@ -78,28 +78,17 @@ class PipelineEdges:
         stages: Sequence[Any],
         codecs: Callable[[int, int, bool], EdgeCodec | None],
         *,
-        differences: bool,
         min_numel: int,
         gradients_only: bool,
         choice: Mapping[tuple[int, int], str],
     ) -> None:
-        self.stages, self.codecs, self.differences = list(stages), codecs, differences
+        self.stages, self.codecs = list(stages), codecs
         self.min_numel, self.gradients_only = min_numel, gradients_only
         self.choice = dict(choice)  # of codec="auto": (from, to) ranks of the group → codec
         self.counters = EdgeCounters()
         self.edges = [StageEdges(stage, self) for stage in self.stages]
         for edge in self.edges:
             edge.enter()
-
-    def samples(self, micro_batches: Sequence[Sequence[Hashable]]) -> None:
-        """Say which samples the next step has: for each micro-batch those of its rows. Needed with
-        ``differences`` alone."""
-        if not self.differences:
-            raise InvalidArgument(
-                "samples(...) was called without differences=True, which alone needs to know them"
-            )
-        for edge in self.edges:
-            edge.samples = {i: tuple(rows) for i, rows in enumerate(micro_batches)}
 
     def remove(self) -> None:
         """Let the stages send as torch does again. On every rank."""
@@ -113,8 +102,6 @@ class StageEdges:
     def __init__(self, stage: Any, owner: PipelineEdges) -> None:
         self.stage, self.owner, self.kind = stage, owner, type(stage)
         self.rank = dist.get_rank(stage.group)
-        self.samples: dict[int, tuple[Hashable, ...]] = {}
-        self.known: dict[tuple[bool, int], Differences] = {}  # by whether it sends, and peer
         # decodings by direction and micro-batch
         self.due: dict[tuple[bool, int], list[Callable[[], None]]] = {}
 
@@ -131,14 +118,9 @@ class StageEdges:
     def sends(self, ops: list[dist.P2POp], chunk: int, *, forward: bool) -> list[dist.P2POp]:
         """The same sends with messages in place of tensors."""
         each = self._each(ops, forward, outputs=True)
-        return [
-            _instead(op, self._message(op, place, chunk, forward, lossy))
-            for place, (op, lossy) in each
-        ]
+        return [_instead(op, self._message(op, forward, lossy)) for op, lossy in each]
 
-    def _message(
-        self, op: dist.P2POp, place: int, chunk: int, forward: bool, lossy: bool
-    ) -> torch.Tensor:
+    def _message(self, op: dist.P2POp, forward: bool, lossy: bool) -> torch.Tensor:
         counters, tensor = self.owner.counters, op.tensor
         codec = self._codec(op, (self.rank, self._peer(op)), forward) if lossy else None
         counters.messages += 1
@@ -146,10 +128,7 @@ class StageEdges:
         message = tensor
         if codec is not None:
             start = perf_counter()
-            if forward and self.owner.differences:
-                message = self._known(op, codec).encode(place, self._samples(chunk, tensor), tensor)
-            else:
-                message = encoded(tensor, codec)
+            message = encoded(tensor, codec)
             counters.encode_seconds += perf_counter() - start
             counters.compressed_elements += tensor.numel()
         else:
@@ -161,32 +140,18 @@ class StageEdges:
 
     def receives(self, ops: list[dist.P2POp], chunk: int, *, forward: bool) -> list[dist.P2POp]:
         """The same receives of messages; ``settle`` decodes what they bring."""
-        found, due = [], []
-        for place, (op, lossy) in self._each(ops, forward, outputs=False):
+        found: list[dist.P2POp] = []
+        due: list[Callable[[], None]] = []
+        for op, lossy in self._each(ops, forward, outputs=False):
             codec = self._codec(op, (self._peer(op), self.rank), forward) if lossy else None
-            if codec is None:
-                found.append(op)
-                continue
-            message, decode = self._awaited(op, place, chunk, forward, codec)
+            message = op.tensor
+            if codec is not None:
+                size = codec.size(message.numel(), width_of(message))
+                message = torch.empty(size, dtype=torch.uint8, device=message.device)
+                due.append(partial(decode_into, op.tensor, message, codec))
             found.append(_instead(op, message))
-            due.append(decode)
         self.due[forward, chunk] = due
         return found
-
-    def _awaited(
-        self, op: dist.P2POp, place: int, chunk: int, forward: bool, codec: EdgeCodec
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Room for a message, and the call that decodes it."""
-        tensor = op.tensor
-        if forward and self.owner.differences:
-            samples, known = self._samples(chunk, tensor), self._known(op, codec)
-            size = known.size(place, samples, tensor.numel(), width_of(tensor))
-            message = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-            return message, lambda: known.decode(place, samples, message, tensor)
-        message = torch.empty(
-            codec.size(tensor.numel(), width_of(tensor)), dtype=torch.uint8, device=tensor.device
-        )
-        return message, lambda: decode_into(tensor, message, codec)
 
     def settle(self, chunk: int, *, forward: bool) -> None:
         """Decode what has come for a micro-batch."""
@@ -197,26 +162,24 @@ class StageEdges:
 
     # ------------------------------------------------------------ what is lossy
 
-    def _each(self, ops: list[dist.P2POp], forward: bool, *, outputs: bool) -> Any:
-        """The places of ops among a stage's outputs or inputs, and whether each may lose something:
-        the same on both sides."""
+    def _each(
+        self, ops: list[dist.P2POp], forward: bool, *, outputs: bool
+    ) -> list[tuple[dist.P2POp, bool]]:
+        """Ops, and whether each may lose something: the same on both sides."""
         learns = (
             learning(self.stage, outputs=outputs) if forward and self.owner.gradients_only else None
         )
         if learns is None or len(learns) != len(ops):
             learns = (True,) * len(ops)
         least = self.owner.min_numel
-        floats = [op.tensor.dtype in FLOATS and op.tensor.numel() >= least for op in ops]
-        return enumerate(
-            zip(ops, [a and b for a, b in zip(floats, learns, strict=True)], strict=True)
-        )
+        return [
+            (op, learns_ and op.tensor.dtype in FLOATS and op.tensor.numel() >= least)
+            for op, learns_ in zip(ops, learns, strict=True)
+        ]
 
     def _codec(self, op: dist.P2POp, ends: tuple[int, int], forward: bool) -> EdgeCodec | None:
         found = self.owner.codecs(*ends, not forward)
         return None if found is not None and found.spec == _OWN.get(op.tensor.dtype) else found
-
-    def _known(self, op: dist.P2POp, codec: EdgeCodec) -> Differences:
-        return self.known.setdefault((op.op is dist.isend, self._peer(op)), Differences(codec))
 
     def _peer(self, op: dist.P2POp) -> int:
         """Rank of the other end in the pipeline's group; torch may send each edge through a group
@@ -224,18 +187,6 @@ class StageEdges:
         group = self.stage.group or dist.group.WORLD
         assert group is not None
         return dist.get_group_rank(group, op.peer)
-
-    def _samples(self, chunk: int, tensor: torch.Tensor) -> tuple[Hashable, ...]:
-        samples = self.samples.get(chunk)
-        if samples is None or tensor.dim() == 0 or len(samples) != len(tensor):
-            raise StateMismatch(
-                f"differences=True needs the samples of micro-batch {chunk}, "
-                f"{len(tensor) if tensor.dim() else 1} rows: "
-                f"{'it was told of ' + str(len(samples)) if samples else 'nobody said'}. Call "
-                "edges.samples([...]) before each step on every rank, with one list for each "
-                "micro-batch"
-            )
-        return samples
 
 
 _OWN = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # casts that change nothing
@@ -281,7 +232,6 @@ def compress_pipeline(
     codec: str | Codec | TileCodec = "int4",
     *,
     gradient_codec: str | Codec | TileCodec | None = None,
-    differences: bool = False,
     min_numel: int = 256,
     gradients_only: bool = True,
 ) -> PipelineEdges:
@@ -291,12 +241,10 @@ def compress_pipeline(
     ``stages_or_schedule``: a stage, this rank's stages, or the schedule that runs them
     (``torch.distributed.pipelining``).
 
-    - ``codec``: of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah3, tah, tah4
-      (rotated tiles), none, a registered one, or "auto": the fastest of none, bf16, int8 and int4
+    - ``codec``: of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah4 (rotated
+      tiles), none, a registered one, or "auto": the fastest of none, bf16, int8 and int4
       on each edge, as its link is measured now.
     - ``gradient_codec``: of their gradients (default: as ``codec``).
-    - ``differences``: an activation travels as its change since the same sample was last seen; see
-      ``PipelineEdges.samples``.
     - ``min_numel``: smaller tensors travel exactly.
     - ``gradients_only``: so do floats that need no gradient, such as masks. False where a stage
       that learns nothing is first.
@@ -312,17 +260,10 @@ def compress_pipeline(
         None if each == "auto" else edge_codec(each, name)
         for each, name in ((codec, "codec"), (gradient_codec, "gradient_codec"))
     ]
-    if differences and (codec == "auto" or fixed[0] is None):
-        raise InvalidArgument(
-            f"codec is {codec!r}, of which differences=True makes nothing: name a lossy one, as "
-            "'int4'"
-        )
     group, device = stages[0].group, stages[0].device
     words = [None if each is None else each.spec for each in fixed]
-    said = digest(
-        words, codec == "auto", gradient_codec == "auto", differences, min_numel, gradients_only
-    )
-    _agree(group, said, codec, device)
+    options = words, codec == "auto", gradient_codec == "auto", min_numel, gradients_only
+    _agree(group, hashlib.sha256(repr(options).encode()).hexdigest()[:16], codec, device)
     choice = edge_choice.measured(group, device) if "auto" in (codec, gradient_codec) else {}
     chosen = {ends: edge_codec(name) for ends, name in choice.items()}
 
@@ -333,7 +274,6 @@ def compress_pipeline(
     return PipelineEdges(
         stages,
         codecs,
-        differences=differences,
         min_numel=min_numel,
         gradients_only=gradients_only,
         choice=choice,

@@ -41,8 +41,14 @@ from commpress.integrations.trainers.compression import (
     refuse_shards,
     wrapper_of,
 )
-from commpress.integrations.trainers.expert_files import bare, load_experts, save_experts
-from commpress.integrations.trainers.rank_files import load_ranks, save_rank, shards_part
+from commpress.integrations.trainers.rank_files import (
+    Compressor,
+    load_experts,
+    load_rank,
+    place,
+    save_experts,
+    save_rank,
+)
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.windows import WindowedOptimizer
@@ -52,7 +58,37 @@ log = logging.getLogger("commpress")
 SUMS = ("steps", "wire_bytes", "encode_seconds", "wire_seconds", "decode_seconds")
 
 
-class Compress(TrainerCallback):
+class _Beside(TrainerCallback):
+    """A callback that attaches in the first forward, and logs beside the Trainer."""
+
+    handle: Any = None  # of what waits for the first forward
+
+    @torch.compiler.disable  # sockets, threads and files are nothing to trace
+    def first_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+        """Only here the wrapper around the model can be asked for."""
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None:
+            self.handle.remove()
+            self.attach(ddp)
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, float]:
+        """Figures since the last log; none before anything is attached."""
+        raise NotImplementedError
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any
+    ) -> None:
+        if logs is not None and "loss" in logs:
+            numbers = self.numbers()
+            logs.update(numbers)
+            if state.log_history:
+                state.log_history[-1].update(numbers)
+
+
+class Compress(_Beside):
     """Compress what a Trainer's ranks send each other.
 
     With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded)
@@ -77,7 +113,6 @@ class Compress(TrainerCallback):
         self.state: CompressedState | CompressedOptimizer | ShardedState | None = None
         self._optimizer: CompressedOptimizer | None = None
         self._resume: Path | None = None
-        self._handle: Any = None
         self._attached: weakref.ref[torch.nn.Module] | None = None  # to this model
         self._clip: float | None = None
         self._scaler: torch.amp.GradScaler | None = None
@@ -88,29 +123,28 @@ class Compress(TrainerCallback):
     # ------------------------------------------------------------ attaching
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
+        optimizer, several = bare(things), place()[1] > 1
         self._scaler = getattr(things["optimizer"], "scaler", None)
-        if isinstance(optimizer, CompressedOptimizer):
-            optimizer.grad_scaler = self._scaler
         self._resume = _folder(args, state) if state.global_step else None
         self._optimizer = optimizer if averages(optimizer) else None
-        if isinstance(optimizer, CompressedOptimizer) and self._resume is not None:
-            self._load(optimizer)
+        if isinstance(optimizer, CompressedOptimizer):
+            optimizer.grad_scaler = self._scaler
+            if self._resume is not None:
+                load_rank(optimizer, self._resume)
         wrapper = wrapper_of(things["model"])
         if wrapper == SHARDED:
             self._shard(things["model"], optimizer)
-        elif self._several_ranks():
+        elif several:
             self._check(optimizer, wrapper)
-        if self._optimizer is not None and args.max_grad_norm and self._several_ranks():
+        if self._optimizer is not None and args.max_grad_norm and several:
             self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
             # gradients are local: the Trainer would clip each rank by a factor of its own
             args.max_grad_norm = 0
         self._experts.on_train_begin(args, state, control, **things)
-        if not self._several_ranks():
+        if not several:
             log.warning("there is one rank: nothing is compressed")
-            return
-        if wrapper != SHARDED:
-            self._handle = things["model"].register_forward_pre_hook(self._attach)
+        elif wrapper != SHARDED:
+            self.handle = things["model"].register_forward_pre_hook(self.first_forward)
 
     def _check(self, optimizer: Any, wrapper: str) -> None:
         """Before the first step, of replicas or of what the Trainer has made of them."""
@@ -123,9 +157,6 @@ class Compress(TrainerCallback):
             self.compression.check(wrapper or REPLICATED)
         self.compression.check_optimizer(optimizer)
 
-    def _several_ranks(self) -> bool:
-        return dist.is_initialized() and dist.get_world_size() > 1
-
     def _shard(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to FSDP2; the model has the weights of the checkpoint by now, if there is one."""
         # another train(): a Trainer keeps its model
@@ -136,22 +167,17 @@ class Compress(TrainerCallback):
                 weakref.ref(model),
             )
         self.state.forget_weights()
-        if self._resume is not None:
-            self._load(self.state)
-        self._watch(self.state)
+        self._go_on(self.state)
 
-    def _watch(self, state: CompressedState | CompressedOptimizer | ShardedState) -> None:
+    def _go_on(self, state: Compressor) -> None:
+        """Load what a checkpoint has for ``state``, and watch it."""
+        if self._resume is not None and not isinstance(state, CompressedOptimizer):
+            load_rank(state, self._resume)
         self._metrics = Metrics(
             state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0
         )
 
-    @torch.compiler.disable  # sockets, threads and files are nothing to trace
-    def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
-        """In the first forward: only there the wrapper around the model can be asked for."""
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is None:
-            return
-        self._handle.remove()
+    def attach(self, ddp: DistributedDataParallel) -> None:
         # another train(): a Trainer keeps its DDP model
         again = self._attached is not None and self._attached() is ddp
         self._attached = weakref.ref(ddp)
@@ -159,10 +185,7 @@ class Compress(TrainerCallback):
             joined = self.compression.join(ddp, self._optimizer, self._scaler)
             assert not isinstance(joined, LocalUpdates)  # refused when training began
             self.state = joined
-        if self._resume is not None and isinstance(self.state, CompressedState):
-            self._load(self.state)
-        assert self.state is not None
-        self._watch(self.state)
+        self._go_on(self.state)
 
     def _add(self, sample: StepMetrics) -> None:
         self._since.update({name: getattr(sample, name) for name in SUMS})
@@ -174,7 +197,7 @@ class Compress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         """Agree before something is saved or evaluated."""
-        if self._handle is not None and self.state is None:
+        if self.handle is not None and self.state is None:
             self.compression.check("")
         if self._metrics is not None:
             self._metrics.step()
@@ -185,23 +208,14 @@ class Compress(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         self._experts.on_save(args, state, control, **things)
-        # the rest is in the Trainer's own file, the same for all ranks
         if isinstance(self._optimizer, CompressedOptimizer):
-            save_rank({"commpress": self._optimizer.rank_state()}, _folder(args, state))
-        elif isinstance(self.state, CompressedState):
-            save_rank(self.state.rank_state(), _folder(args, state))
-        elif isinstance(self.state, ShardedState):
-            save_rank(shards_part(self.state), _folder(args, state))
+            save_rank(self._optimizer, _folder(args, state))
+        elif isinstance(self.state, CompressedState | ShardedState):
+            save_rank(self.state, _folder(args, state))
 
-    def _load(self, into: CompressedState | CompressedOptimizer | ShardedState) -> None:
-        assert self._resume is not None
-        load_into(into, self._resume)
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any
-    ) -> None:
-        if self.state is None or logs is None or "loss" not in logs:
-            return
+    def numbers(self) -> dict[str, float]:
+        if self.state is None:
+            return {}
         counters = self.state.counters
         steps = max(self._since["steps"], 1)
         numbers = {
@@ -216,9 +230,7 @@ class Compress(TrainerCallback):
         elif self.state.counters.errors:
             errors = self.state.counters.errors.values()
             numbers["commpress/error"] = sum(errors) / len(errors)
-        logs.update(numbers)
-        if state.log_history:
-            state.log_history[-1].update(numbers)
+        return numbers
 
     def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if isinstance(self._optimizer, WindowedOptimizer):
@@ -267,7 +279,7 @@ class DividedExperts(TrainerCallback):
             args.max_grad_norm, self._clip = self._clip, None
 
 
-class LocalTraining(TrainerCallback):
+class LocalTraining(_Beside):
     """Let each rank of a Trainer train by itself and exchange changes once a round: ``options`` are
     those of ``LocalUpdates``.
 
@@ -296,13 +308,12 @@ class LocalTraining(TrainerCallback):
         )
         self.local: LocalUpdates | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._handle: Any = None
         self._counts: Any = None  # the handle of what counts tokens
         self._resume: Path | None = None
         self._sent, self._counted = 0, 0  # bytes until the last log; tokens since the last step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        self._optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
+        self._optimizer = bare(things)
         if averages(self._optimizer):
             raise InvalidArgument(
                 f"the optimizer is {type(self._optimizer).__name__}, which averages over the ranks "
@@ -312,8 +323,8 @@ class LocalTraining(TrainerCallback):
         self._resume = _folder(args, state) if state.global_step else None
         if self._resume is not None:
             load_experts(things["model"], self._optimizer, self._resume)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._handle = things["model"].register_forward_pre_hook(self._attach)
+        if place()[1] > 1:
+            self.handle = things["model"].register_forward_pre_hook(self.first_forward)
         elif self.local is None:
             self._begin()
         if self.options.get("weight") == "tokens":
@@ -324,12 +335,7 @@ class LocalTraining(TrainerCallback):
         if model.training:
             self._counted += self.tokens(batch)
 
-    @torch.compiler.disable
-    def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is None:
-            return
-        self._handle.remove()
+    def attach(self, ddp: DistributedDataParallel) -> None:
         keep_local(ddp)
         if self.local is None:
             self._begin()
@@ -338,7 +344,7 @@ class LocalTraining(TrainerCallback):
         assert self._optimizer is not None
         self.local = LocalUpdates(self._optimizer, **self.options)
         if self._resume is not None:
-            load_into(self.local, self._resume)
+            load_rank(self.local, self._resume)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self.local is not None:
@@ -362,14 +368,12 @@ class LocalTraining(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self.local is not None and dist.is_initialized():
-            save_rank(self.local.state_dict(), _folder(args, state))
+            save_rank(self.local, _folder(args, state))
             save_experts(things["model"], bare(things), _folder(args, state))
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any
-    ) -> None:
-        if self.local is None or logs is None or "loss" not in logs:
-            return
+    def numbers(self) -> dict[str, float]:
+        if self.local is None:
+            return {}
         counters = self.local.counters
         numbers = {
             "commpress/rounds": counters.rounds,
@@ -381,9 +385,7 @@ class LocalTraining(TrainerCallback):
         self._sent = counters.sent_bytes
         for sink in self.sinks:
             sink(numbers)
-        logs.update(numbers)
-        if state.log_history:
-            state.log_history[-1].update(numbers)
+        return numbers
 
     def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self._counts is not None:
@@ -429,22 +431,9 @@ def _folder(args: Any, state: Any) -> Path:
     return folder if given is None or folder.exists() else given
 
 
-def load_into(
-    state: CompressedState | CompressedOptimizer | LocalUpdates | ShardedState, folder: Path
-) -> None:
-    """Load what ranks have apart from each other, as saved by any number of them."""
-    # of which ranks share a channel only with those of their mesh
-    whole = isinstance(state, ShardedState)
-    rank, size = (
-        (dist.get_rank(), dist.get_world_size())
-        if whole
-        else (state.channel.rank, state.channel.size)
-    )
-    parts = load_ranks(folder, rank, size)
-    if parts and isinstance(state, CompressedState | LocalUpdates | ShardedState):
-        state.load_state_dict(*parts)
-    elif parts and isinstance(state, CompressedOptimizer):
-        state.load_rank_state(*(part["commpress"] for part in parts))
+def bare(things: dict[str, Any]) -> Any:
+    """The optimizer of a Trainer's callback, out of accelerate's wrapper."""
+    return getattr(things["optimizer"], "optimizer", things["optimizer"])
 
 
 class RankFiles:
@@ -473,11 +462,9 @@ class RankFiles:
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         if isinstance(self.optimizer, LocalUpdates):
             self.optimizer.drain()  # one file holds weights for all ranks
-            save_rank(self.optimizer.state_dict(), Path(folder))
-            return
-        if isinstance(self.optimizer, WindowedOptimizer):
+        elif isinstance(self.optimizer, WindowedOptimizer):
             self.optimizer.synchronize()  # one file holds momentum for all ranks
-        save_rank({"commpress": self.optimizer.rank_state()}, Path(folder))
+        save_rank(self.optimizer, Path(folder))
 
     def _look(self, models: Any, folder: str) -> None:
         self._folder = Path(folder)
@@ -486,7 +473,7 @@ class RankFiles:
         return {}
 
     def load_state_dict(self, nothing: dict[str, Any]) -> None:
-        load_into(self.optimizer, self._folder)
+        load_rank(self.optimizer, self._folder)
 
 
 class DistributedCompression(DistributedDataParallelKwargs):
@@ -512,9 +499,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
                 "them out"
             )
         super().__init__(**(ddp or {}))
-        self.state: CompressedState | ShardedState | CompressedOptimizer | LocalUpdates | None = (
-            None
-        )
+        self.state: Compressor | None = None
         self._accelerator: Any = None
         self._model: torch.nn.Module | None = None  # that Accelerate has wrapped, or sharded
         self._handle: Any = None
@@ -581,17 +566,13 @@ class DistributedCompression(DistributedDataParallelKwargs):
             RankFiles(self.state).attach(self._accelerator)
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
-        if isinstance(self.state, ShardedState):
-            save_rank(shards_part(self.state), Path(folder))
-        elif isinstance(self.state, CompressedState):
-            save_rank(self.state.rank_state(), Path(folder))
+        if isinstance(self.state, CompressedState | ShardedState):
+            save_rank(self.state, Path(folder))
 
     def _load(self, models: Any, folder: str) -> None:
         self._join(None)
-        if isinstance(self.state, ShardedState):
-            self.state.forget_weights()
         if isinstance(self.state, CompressedState | ShardedState):
-            load_into(self.state, Path(folder))
+            load_rank(self.state, Path(folder))
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         own = ("compression", "state", "_accelerator", "_model", "_handle")

@@ -27,7 +27,7 @@ from commpress.integrations.trainers.compression import (
     refuse_shards,
     wrapper_of,
 )
-from commpress.integrations.trainers.rank_files import gathered_on_first, shards_part
+from commpress.integrations.trainers.rank_files import gathered_on_first, part_of, take_parts
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.windows import WindowedOptimizer
@@ -35,7 +35,20 @@ from commpress.optim.windows import WindowedOptimizer
 log = logging.getLogger("commpress")
 
 
-class Compress(Callback):
+class _Agreeing(Callback):
+    """A callback whose ranks agree before something is measured or saved."""
+
+    def agree(self) -> None:
+        raise NotImplementedError
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.agree()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.agree()
+
+
+class Compress(_Agreeing):
     """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` ("int8"
     unless given), ``options``.
 
@@ -74,19 +87,15 @@ class Compress(Callback):
                 "the module's optimizer is LocalUpdates: return the optimizer that it has, and "
                 "pass LocalTraining(...) with its options in place of Compress"
             )
-        if wrapper_of(ddp) == SHARDED or not averages(optimizer):
-            self._attach(ddp, scaler, optimizer)
-            self._load(saved)
-            return
-        self.compression.check_optimizer(optimizer)
-        if trainer.gradient_clip_val:
-            raise InvalidArgument(
-                f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: pass "
-                "max_grad_norm to the optimizer instead"
-            )
+        if wrapper_of(ddp) != SHARDED and averages(optimizer):
+            self.compression.check_optimizer(optimizer)
+            if trainer.gradient_clip_val:
+                raise InvalidArgument(
+                    f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: "
+                    "pass max_grad_norm to the optimizer instead"
+                )
         self._attach(ddp, scaler, optimizer)
-        if saved and isinstance(self.state, CompressedOptimizer):
-            self.state.load_rank_state(*saved)
+        self._load(saved)
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Attach in Fabric, to the first model that it sets up."""
@@ -114,44 +123,31 @@ class Compress(Callback):
 
     def _load(self, saved: list[dict[str, Any]]) -> None:
         """Load the parts of all ranks that saved."""
-        state = self.state
-        if isinstance(state, ShardedState):
-            state.forget_weights()
+        if isinstance(self.state, ShardedState):
             same = len(saved) == dist.get_world_size() and saved[0].get("kind") == "exact"
             saved = saved[dist.get_rank() :][:1] if same else saved
-        if saved and isinstance(state, CompressedState | ShardedState):
-            state.load_state_dict(*saved)
+        if self.state is not None:
+            take_parts(self.state, saved)
 
-    def _synchronize(self) -> None:
+    def agree(self) -> None:
         if isinstance(self.state, WindowedOptimizer):
             self.state.synchronize()
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._synchronize()
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._synchronize()
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """All that ranks have apart from each other, on rank 0; collective. Lightning asks the
         optimizer after this."""
-        self._synchronize()
+        self.agree()
         if self.state is None:
             return {}
+        if not self.elastic:
+            return {"ranks": gathered_on_first(part_of(self.state))}
         if isinstance(self.state, ShardedState):
-            return {
-                "ranks": self._owed_whole(self.state)
-                if self.elastic
-                else gathered_on_first(shards_part(self.state))
-            }
+            return {"ranks": self._owed_whole(self.state)}
+        part = self.state.elastic_state_dict()
         if isinstance(self.state, CompressedOptimizer):
-            part = (self.state.elastic_state_dict() if self.elastic else self.state.state_dict())[
-                "commpress"
-            ]
-        else:
-            part = self.state.elastic_state_dict() if self.elastic else self.state.rank_state()
+            part = {"commpress": part["commpress"]}  # Lightning saves the rest
         return {"ranks": gathered_on_first(part)}
 
     def _owed_whole(self, state: ShardedState) -> list[dict[str, Any]]:
@@ -176,12 +172,12 @@ class Compress(Callback):
             pl_module.log("commpress/ratio", counters.ratio)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._synchronize()
+        self.agree()
         if self.state is not None:
             log.info(self.state.counters.summary())
 
 
-class LocalTraining(Callback):
+class LocalTraining(_Agreeing):
     """Let each rank train by itself and exchange changes once a round: ``options`` are those of
     ``LocalUpdates``.
 
@@ -262,18 +258,12 @@ class LocalTraining(Callback):
             if counters.spread is not None:
                 pl_module.log("commpress/spread", counters.spread)
 
-    def _drain(self) -> None:
+    def agree(self) -> None:
         if self.local is not None and self.local.pending:
             self.local.drain()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._drain()
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._drain()
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._drain()
+        self.agree()
         if self.local is not None and trainer.is_global_zero:
             log.info(self.local.report())
 
@@ -282,7 +272,7 @@ class LocalTraining(Callback):
         optimizers after this."""
         if self.local is None:
             return {}
-        self._drain()
+        self.agree()
         own = self.local.state_dict()
         return {"ranks": gathered_on_first(own) if self.local.channel.size > 1 else [own]}
 

@@ -1,5 +1,5 @@
 """One file per rank in a checkpoint of somebody else's: what ranks have apart from each other, such
-as residuals."""
+as residuals (``commpress-<rank>.pt``), and divided experts (``experts-<rank>.pt``)."""
 
 import logging
 from io import BytesIO
@@ -9,13 +9,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commpress.errors import StateMismatch
+from commpress.integrations.ddp.hook import CompressedState
+from commpress.integrations.experts.moe import experts_of
+from commpress.integrations.fsdp.fsdp2 import ShardedState
+from commpress.optim.local_updates import LocalUpdates
+from commpress.optim.optimizer import CompressedOptimizer
+
 log = logging.getLogger("commpress")
 
+# what compresses: of a hook, of shards, or an optimizer
+Compressor = CompressedState | ShardedState | CompressedOptimizer | LocalUpdates
 
-def save_rank(own: dict[str, Any], folder: Path) -> None:
-    """Write this rank's ``state_dict``, of a hook or of an optimizer; there are no files of more
-    ranks afterwards."""
-    rank, size = _place(own)
+
+def part_of(state: Compressor) -> dict[str, Any]:
+    """This rank's part of a checkpoint; those of all ranks fit any number of ranks."""
+    if isinstance(state, ShardedState):
+        rank, size = place()
+        return {"rank": rank, "size": size} | state.state_dict()
+    if isinstance(state, CompressedOptimizer):
+        # the rest is in the trainer's own file, the same for all ranks
+        return {"commpress": state.rank_state()}
+    return state.state_dict() if isinstance(state, LocalUpdates) else state.rank_state()
+
+
+def take_parts(state: Compressor, parts: list[dict[str, Any]]) -> None:
+    """Load this rank's part, or those of all ranks that saved; none leaves ``state`` as it is."""
+    if isinstance(state, ShardedState):
+        state.forget_weights()
+    if parts and isinstance(state, CompressedOptimizer):
+        state.load_rank_state(*(part.get("commpress", part) for part in parts))
+    elif parts:
+        state.load_state_dict(*parts)
+
+
+def save_rank(state: Compressor, folder: Path) -> None:
+    """Write this rank's part; there are no files of more ranks afterwards."""
+    own = part_of(state)
+    rank, size = _saved_by(own)
     folder.mkdir(parents=True, exist_ok=True)
     for number, file in _files(folder).items() if rank == 0 else ():
         if number >= size:
@@ -23,12 +54,20 @@ def save_rank(own: dict[str, Any], folder: Path) -> None:
     torch.save(own, folder / f"commpress-{rank}.pt")
 
 
-def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
+def load_rank(state: Compressor, folder: Path) -> None:
     """Load what this rank saved, or where another number of ranks did, what all of them saved;
     nothing, with a warning, if that is not there."""
+    # shards have a channel only to those of their mesh
+    apart = not isinstance(state, ShardedState)
+    rank, size = (state.channel.rank, state.channel.size) if apart else place()
+    take_parts(state, load_ranks(folder, rank, size))
+
+
+def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
+    """Parts in ``folder`` for this rank."""
     files = _files(folder)
     first = _read(files.get(rank, next(iter(files.values())))) if files else None
-    saved = size if first is None else _place(first)[1]
+    saved = size if first is None else _saved_by(first)[1]
     if first is None or (saved == size and rank not in files):
         log.warning(
             "%s has no commpress-%d.pt: what compression left behind on this rank is lost",
@@ -67,18 +106,14 @@ def gathered_on_first(own: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
     dist.gather(padded, rows)
     return [
-        torch.load(
-            BytesIO(row[: int(length)].cpu().numpy().tobytes()),
-            weights_only=True,
-            map_location="cpu",
-        )
+        _read(BytesIO(row[: int(length)].cpu().numpy().tobytes()))
         for row, length in zip(rows or (), lengths, strict=False)
     ]
 
 
-def shards_part(state: Any) -> dict[str, Any]:
-    """``state_dict`` of a ``ShardedState``, with the rank that it is of."""
-    return {"rank": dist.get_rank(), "size": dist.get_world_size()} | state.state_dict()
+def place() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _files(folder: Path) -> dict[int, Path]:
@@ -89,11 +124,95 @@ def _files(folder: Path) -> dict[int, Path]:
     }
 
 
-def _place(state: dict[str, Any]) -> tuple[int, int]:
+def _saved_by(part: dict[str, Any]) -> tuple[int, int]:
     """The rank that saved it, and of how many."""
-    part = state["commpress"]["quantized"] if "commpress" in state else state
+    part = part["commpress"]["quantized"] if "commpress" in part else part
     return part["rank"], part["size"]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path | BytesIO) -> dict[str, Any]:
     return torch.load(file, weights_only=True, map_location="cpu")
+
+
+# ---------------------------------------------------------------- divided experts
+
+
+def save_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write ``experts-<rank>.pt``, where ``model`` has experts that are divided among ranks: these,
+    and what torch's optimizer has of them.
+
+    Note: that of rank 0 has the rest of the model too. transformers saves models of experts under
+    names of old, gates included, and a Trainer that goes on does not find them by these.
+    """
+    layers = experts_of(model)
+    if not layers:
+        return
+    rank, size = place()
+    content: dict[str, Any] = {
+        "size": size,
+        "layers": [layer.state_dict() for layer in layers],
+        "rest": _rest(model) if rank == 0 else {},
+        "optimizer": {
+            number: dict(optimizer.state[p])
+            for number, p in _own_numbers(model, optimizer).items()
+            if p in optimizer.state
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(content, folder / f"experts-{rank}.pt")
+
+
+def load_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Take over what this rank wrote, after somebody loaded the model and the optimizer of another
+    rank."""
+    layers = experts_of(model)
+    if not layers:
+        return
+    rank, size = place()
+    file = folder / f"experts-{rank}.pt"
+    if not file.exists():
+        raise StateMismatch(
+            f"{folder} has no {file.name}, the experts of this rank: it was saved without "
+            "commpress.hf.DividedExperts, or by fewer ranks. Put the files of all ranks there, and "
+            "go on with as many"
+        )
+    saved = _read(file)
+    if saved["size"] != size or len(saved["layers"]) != len(layers):
+        raise StateMismatch(
+            f"{file} has {len(saved['layers'])} layers of a run on {saved['size']} ranks, expected "
+            f"{len(layers)} on {size}: go on with as many ranks as saved it"
+        )
+    rest = saved["rest"] or _read(folder / "experts-0.pt")["rest"]
+    with torch.no_grad():
+        for name, value in _rest(model).items():
+            value.copy_(rest[name])
+    for layer, state in zip(layers, saved["layers"], strict=True):
+        layer.load_state_dict(state)
+    for number, p in _own_numbers(model, optimizer).items():
+        own = optimizer.state[p]
+        for key, value in saved["optimizer"].get(number, {}).items():
+            if not isinstance(value, torch.Tensor):
+                own[key] = value
+            elif isinstance(known := own.get(key), torch.Tensor) and known.shape == value.shape:
+                known.copy_(value)
+            else:
+                own[key] = value.to(p.device) if value.dim() else value
+
+
+def _rest(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, but those of divided experts."""
+    apart = {id(each) for layer in experts_of(model) for each in layer.parameters()}
+    every = [*model.named_parameters(), *model.named_buffers()]
+    return {name: each.detach() for name, each in every if id(each) not in apart}
+
+
+def _own_numbers(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[int, torch.Tensor]:
+    """Parameters of experts by their number in ``optimizer``; none where the optimizer is ours, and
+    saves them itself."""
+    if isinstance(optimizer, CompressedOptimizer):
+        return {}
+    held = {id(p) for layer in experts_of(model) for p in layer.parameters()}
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    return {number: p for number, p in enumerate(every) if id(p) in held}

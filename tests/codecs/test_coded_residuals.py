@@ -177,7 +177,12 @@ def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_
             dtype=torch.bfloat16 if options is hops else None,
             steps=2,
         )
-        for options in ({}, hops, {"residuals": "shift8"}, {**hops, "residuals": "shift8"})
+        for options in (
+            {},
+            hops,
+            {"error_feedback": "shift8"},
+            {**hops, "error_feedback": "shift8"},
+        )
     ]
     for whole, node, coded, both in pool.run(kept_bytes, *plans, size=4):
         for formula, real, losses, same in (whole, node, coded, both):
@@ -192,7 +197,7 @@ def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_
 def test_a_resumed_run_with_residuals_in_a_codec_equals_the_uninterrupted_one_bit_for_bit(
     pool, tmp_path
 ):
-    plan = Plan(codec="int4", steps=5, options={"residuals": "shift8"})
+    plan = Plan(codec="int4", steps=5, options={"error_feedback": "shift8"})
     for whole, again in pool.run(resumed, plan, str(tmp_path), size=2):
         assert again.losses == whole.losses[-2:]
         assert all(
@@ -203,17 +208,17 @@ def test_a_resumed_run_with_residuals_in_a_codec_equals_the_uninterrupted_one_bi
 def refused() -> None:
     plan = Plan(codec="int4", steps=1)
     session = Session(plan).run()
-    other = Session(replace(plan, options={"residuals": "shift8"}))
+    other = Session(replace(plan, options={"error_feedback": "shift8"}))
     with pytest.raises(
-        StateMismatch, match=r"saved with residuals='none', this run keeps them in 'shift/8/512'"
+        StateMismatch, match=r"saved with residuals in 'none', this run keeps them in 'shift/8/512'"
     ):
         other.state.load_state_dict(session.state.state_dict())
     for options, message in (
-        ({"residuals": "int4"}, "residuals is 'int4/256', expected 'none'"),
-        ({"residuals": "topk-8"}, "residuals is 'topk/256/2048', expected"),
-        ({"residuals": "powersgd-2"}, "residuals is 'powersgd/2/2', expected"),
+        ({"error_feedback": "int4"}, "error_feedback is 'int4/256', expected True"),
+        ({"error_feedback": "topk-8"}, "error_feedback is 'topk/256/2048', expected"),
+        ({"error_feedback": "powersgd-2"}, "error_feedback is 'powersgd/2/2', expected"),
         (
-            {"codec": "powersgd-2", "residuals": "shift8"},
+            {"codec": "powersgd-2", "error_feedback": "shift8"},
             "compresses whole tensors, whose residuals are float32",
         ),
     ):
@@ -224,9 +229,7 @@ def refused() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     fully_shard(model)
     assert (
-        commpress.compress_fsdp(
-            model, "int4", None, error_feedback=False, residuals="shift8"
-        ).memory()["residuals"]
+        commpress.compress_fsdp(model, "int4", None, error_feedback=False).memory()["residuals"]
         == 0
     )
 

@@ -8,7 +8,6 @@ a connection, or above it.
 import ast
 import random
 import time
-import warnings
 import zlib
 from functools import partial
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
@@ -115,7 +114,7 @@ def exchanged(codec, nodes, transport):
 
 
 def sharded_and_gathered(hop, transport):
-    """Do with a gradient and with weights as ``compress_fsdp`` and FSDP1 do."""
+    """Do with a gradient and with weights as ``compress_fsdp`` does."""
     ranks, row = transport.size, torch.arange(100.0)
     plan = deals(
         [Part("w", 0, 100, 300)], policy_of("int8", min_numel=0), rank=transport.rank, ranks=ranks
@@ -279,23 +278,6 @@ def replicated():
     return lambda number: [p.to_local() for p in step(number)]
 
 
-def older():
-    """FSDP1 with whole weights on every rank: others would wait for torch's own gather, until the
-    rank that failed ends."""
-    options = {
-        "sharding_strategy": ShardingStrategy.NO_SHARD,
-        "device_id": torch.device("cpu"),
-        "use_orig_params": True,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about this class
-        model = FullyShardedDataParallel(net(), **options)
-    model.register_comm_hook(
-        commpress.FlatShardState("int8"), commpress.compressed_reduce_scatter_hook
-    )
-    return trained(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-
-
 def optimized(kind, **options):
     model = net()
     return trained(model, kind(model.parameters(), lr=1e-3, **options))
@@ -312,7 +294,6 @@ PATHS = {
     "hook, two levels": partial(hook, codec="int8", topology=Topology(((0, 1), (2,)))),
     "FSDP2": sharded,
     "hybrid sharding": replicated,
-    "FSDP1": older,
     "1-bit Adam": partial(optimized, commpress.OneBitAdam, exact_steps=1),
     "0/1 Adam": partial(optimized, commpress.ZeroOneAdam),
     "1-bit LAMB": partial(optimized, commpress.OneBitLamb, exact_steps=1),

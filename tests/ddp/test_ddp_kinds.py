@@ -107,25 +107,3 @@ def test_what_is_not_finite_in_them_reaches_no_weight(pool, kind):
         train, "commpress", (kind,), {"on_nonfinite": "raise"}, (2,)
     ):
         assert (counters["skipped_steps"], raised) == (1, [2])
-
-
-def test_a_trial_goes_on_beside_them(pool):
-    for weights, counters in pool.run(try_all):
-        assert counters["choice"]
-        assert all(
-            torch.isfinite(torch.view_as_real(w) if w.is_complex() else w).all() for w in weights
-        )
-
-
-def try_all():
-    """Until the trial has chosen, and a step more, which pays what is owed."""
-    model = Mixed(ODD)
-    ddp = DistributedDataParallel(model)
-    state = commpress.compress(ddp, "auto:sign", min_numel=1)
-    for step in range(30):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        ddp(
-            torch.randn(6, 24, generator=generator), torch.randint(20, (7,), generator=generator)
-        ).backward()
-        ddp.zero_grad()
-    return [p.detach() for p in model.parameters()], state.counters.as_dict()

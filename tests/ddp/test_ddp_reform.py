@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.choice import PerLayer, methods_of, steps_of_trial
 from commpress.collectives.transports.factory import own_transport
 from commpress.errors import CommunicationError, InvalidArgument
-from commpress.integrations.ddp.trial import trial_of
 from commpress.integrations.process_group.group_options import GroupOptions
 from group_calls import as_world
 from new_ranks import changes
 from ranks import caught
 from variants import first
 
-TRIAL = trial_of("auto:int8")
+TRIAL = steps_of_trial(methods_of("auto:int8"))
 
 
 class Net(torch.nn.Module):
@@ -158,7 +158,7 @@ def grow(codec, options):
 
 @pytest.mark.parametrize(
     ("codec", "options"),
-    [("int4", {}), ("powersgd-2", {}), ("topk-16", {})],
+    [("int4", {}), ("powersgd-2", {})],
     ids=str,
 )
 def test_a_newcomer_trains_with_the_others(pool, codec, options):
@@ -168,28 +168,6 @@ def test_a_newcomer_trains_with_the_others(pool, codec, options):
         assert other[0] == 6
         for mine, theirs in zip(other[1], first[1], strict=True):
             assert torch.equal(mine, theirs)
-
-
-def divided():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8)
-    partitioned = commpress.Partitioned(model.parameters(), torch.optim.Adam)
-    flat, experts = commpress.FlatShardState("int8"), commpress.ExpertExchange(2)
-    return [
-        caught(each.reform, changes({0, 1}, 0, 2)[dist.get_rank()])
-        for each in (partitioned, flat, experts)
-    ]
-
-
-def test_who_has_a_part_of_the_model_refuses(pool):
-    for errors in pool.run(divided):
-        for error, name in zip(
-            errors, ("Partitioned", "FlatShardState", "ExpertExchange"), strict=True
-        ):
-            assert isinstance(error, InvalidArgument)
-            assert f"{name} cannot go on: every rank has a part of it. Construct it anew" in str(
-                error
-            )
 
 
 def refused():
@@ -269,12 +247,12 @@ def lose_and_choose(file, tried_out):
         by_trial, by_plan = (DistributedDataParallel(Net()) for _ in range(2))
         states = [
             commpress.compress(by_trial, "auto:int8"),
-            commpress.compress(by_plan, "int4", replan_every=2, min_numel=1),
+            commpress.compress(by_plan, PerLayer("int4", 2), min_numel=1),
         ]
         every = [
             (model, torch.optim.SGD(model.parameters(), lr=0.05)) for model in (by_trial, by_plan)
         ]
-        before = TRIAL.steps + 2 if tried_out else 5
+        before = TRIAL + 2 if tried_out else 5
         for number in range(before):
             for model, optimizer in every:
                 step(model, optimizer, rank, number)
@@ -284,10 +262,10 @@ def lose_and_choose(file, tried_out):
         assert isinstance(caught(step, *every[0], rank, before), CommunicationError)
         group.reform()
         kept = states[0].counters.choice == chosen[0]
-        for number in range(before, before + TRIAL.steps + 3):
+        for number in range(before, before + TRIAL + 3):
             for model, optimizer in every:
                 step(model, optimizer, rank, number)
-        rules = dict(states[1]._replanning.rules)
+        rules = states[1].choice.state()["rules"]
         choice = [state.counters.choice for state in states]
         return (
             chosen[0],

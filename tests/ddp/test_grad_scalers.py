@@ -26,7 +26,7 @@ def model_of():
 def hooked(codec, **options):
     def make(model, scaler, folder):
         ddp = DistributedDataParallel(model)
-        commpress.compress(ddp, codec, min_numel=64, measure_every=0, grad_scaler=scaler, **options)
+        commpress.compress(ddp, codec, min_numel=64, grad_scaler=scaler, **options)
         return ddp, torch.optim.SGD(model.parameters(), lr=1e-2)
 
     return make
@@ -190,30 +190,3 @@ def raising():
 
 def test_scales_agree_after_an_error_too(pool):
     assert pool.run(raising) == [FIRST / 2] * 2
-
-
-def unscaled():
-    """Gradients that the user has unscaled before are taken as they are."""
-    model, scaler = model_of(), torch.amp.GradScaler("cpu", init_scale=FIRST)
-    optimizer = ONE_BIT["OneBitAdam"](model.parameters(), grad_scaler=scaler)
-    twin = model_of()
-    plain = ONE_BIT["OneBitAdam"](twin.parameters())
-    for step in range(8):
-        for net in (model, twin):
-            x = torch.randn(
-                6, 16, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())
-            )
-            (scaler.scale(net(x).sum()) if net is model else net(x).sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        plain.step()
-        for o in (optimizer, plain):
-            o.zero_grad()
-    return all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
-    )
-
-
-def test_gradients_may_be_unscaled_before(pool):
-    assert all(pool.run(unscaled))

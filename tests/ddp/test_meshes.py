@@ -5,6 +5,8 @@ Gradients come from a generator, the same for every mesh, so a run on 2 × 2 ran
 1 with whole parameters.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from column_twin import SHAPES, apart, columns, parameters, placed, values, whole
-from commpress.errors import StateMismatch
+from commpress.errors import NonFiniteGradient, StateMismatch
 from commpress.schedules import DoublingIntervals
-from commpress.torch_private import RELEASE
 from ranks import refused
 from variants import first, seldom
 
@@ -195,20 +196,6 @@ def test_states_go_from_mesh_to_mesh(pool, make):
             assert each[5] == before[0][5]
 
 
-def part_of_a_state(states):
-    mesh = columns((2, 2))
-    optimizer = optimizer_on(onebit, parameters(mesh, tuple(SHAPES)), mesh, {})
-    with pytest.raises(StateMismatch) as caught:
-        optimizer.load_state_dict(*states)
-    return str(caught.value)
-
-
-def test_half_of_the_shards_are_refused(pool):
-    states = [each[0] for each in pool.run(went_on, "1-bit", (2, 2), [], range(4), size=4)]
-    for said in pool.run(part_of_a_state, states[::2], size=4):
-        assert "4096 of the 8192 elements of parameter 'tall': pass those of all ranks" in said
-
-
 def resumed(make, shape):
     """A run that was saved and loaded in its middle, and one that was not."""
     mesh, ends = columns(shape), []
@@ -248,98 +235,119 @@ class Net(nn.Module):
         return self.norm(h + self.down(self.up(h).relu()))
 
 
-def one_call(kind, codec, bad=None, accumulate=False):
-    """Weights as this rank knows them, bytes sent and bytes that torch would send, and how often
-    gradients were refused."""
-    mesh = columns((2, 2))
-    torch.manual_seed(0 if kind != "plain" else dist.get_rank())
-    model = net = Net()
+def one_call(kind, codec, bad=None, steps=(0, 1, 2), shape=(2, 2), scale=0.0, **options):
+    """Weights as this rank knows them; bytes sent, bytes that torch would send, and how often
+    gradients were refused; the steps that raised, and the loss scale. In step 1 one shard of the
+    first rank has gradients times ``bad``."""
+    mesh = columns(shape)
     # replicas are made alike, as DDP makes them; torch's twin starts from what the first one has
-    if kind == "plain":
-        torch.manual_seed(0)
-        if codec is None or dist.get_rank() < 2:
-            model = net = Net()
+    own = kind == "plain" and codec is not None
+    torch.manual_seed(mesh["dp"].get_local_rank() if own else 0)
+    model = net = Net()
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if kind == "ddp":
         _pre_dp_module_transform(model)
-        net = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        group = mesh["dp"].get_group()
+        net = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.006)
     if kind == "fsdp":
         for module in (model.up, model.down, model):
             fully_shard(module, mesh=mesh["dp"])
-    states = commpress.compress(net, mesh=mesh, dims={"dp": codec}) if codec else None
-    held = list(net.named_parameters())
-    optimizer, now = torch.optim.SGD([p for _, p in held], lr=0.05, foreach=False), {"step": 0}
-    if dist.get_rank() == 0 and bad and kind != "fsdp":
+    accumulates = options.pop("accumulates", False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
+    options |= {"grad_scaler": scaler} if scale else {}
+    states = commpress.compress(net, mesh=mesh, dims={"dp": codec}, **options) if codec else None
+    held, now, raised = list(net.named_parameters()), {"step": 0}, []
+    optimizer = torch.optim.SGD([p for _, p in held], lr=0.05, foreach=False)
+    spoils = bad and dist.get_rank() == 0
+    if spoils and kind != "fsdp":
         held[2][1].register_hook(lambda g: g * bad if now["step"] == 1 else g)  # of up
-    for now["step"] in range(3):
-        x = torch.randn(
-            6,
-            16,
-            generator=torch.Generator().manual_seed(10 * now["step"] + mesh["dp"].get_local_rank()),
-        )
-        loss = net(x).square().mean()
-        if accumulate:
-            with states.no_sync():
+    for now["step"] in steps:
+        draws = torch.Generator().manual_seed(10 * now["step"] + mesh["dp"].get_local_rank())
+        loss = scaler.scale(net(torch.randn(6, 16, generator=draws)).square().mean())
+        if spoils and kind == "fsdp" and now["step"] == 1:
+            loss = loss * bad
+        try:
+            with states.no_sync() if accumulates else nullcontext():
                 loss.backward()
-                states.synchronize()
-        else:
-            (
-                loss * bad
-                if bad and kind == "fsdp" and now["step"] == 1 and dist.get_rank() == 0
-                else loss
-            ).backward()
-        if kind == "plain" and states is None:
-            for _, p in held:
-                gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                dist.all_reduce(gradient.div_(2), group=mesh["dp"].get_group())
-        if bad and kind != "fsdp":
-            states.clip_grad_norm_(0.1)
-        optimizer.step()
+                if accumulates:
+                    states.synchronize()
+            if states is None and kind == "plain":
+                for _, p in held:
+                    gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                    dist.all_reduce(gradient.div_(2), group=mesh["dp"].get_group())
+            if bad == bad and bad is not None:  # torch clips FSDP2's
+                states.clip_grad_norm_(0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        except NonFiniteGradient:
+            raised.append(now["step"])
         optimizer.zero_grad()
-    counters = (
-        None
-        if states is None
-        else getattr(states["dp"], "gradients", None) or states["dp"].counters
-    )
-    sent = (
-        None
-        if counters is None
-        else (counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets)
-    )
-    return {name: whole(p) for name, p in held}, sent
+    weights = {name: whole(p) for name, p in held}
+    if states is None:
+        return weights, None, raised, 1.0
+    counters = getattr(states["dp"], "gradients", None) or states["dp"].counters
+    sent = counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets
+    return weights, sent, raised, scaler.get_scale()
 
 
 @pytest.mark.parametrize("kind", first(2, ["ddp", "fsdp", "plain"]))
 def test_without_a_codec_a_mesh_trains_as_torch_does(pool, kind):
     runs = [pool.run(one_call, kind, codec, size=4) for codec in (None, "none")]
     if kind == "plain":
-        runs.append(pool.run(one_call, kind, "none", None, True, size=4))
+        runs.append(pool.run(accumulated, size=4))
     for each in runs[1:]:
-        for (weights, _), (expected, _) in zip(each, runs[0], strict=True):
+        for (weights, *_), (expected, *_) in zip(each, runs[0], strict=True):
             assert apart(weights, expected) == 0.0
 
 
+def accumulated():
+    return one_call("plain", "none", accumulates=True)
+
+
 @pytest.mark.parametrize(
-    ("kind", "codec", "ratio", "bad"),
-    [
-        ("plain", "sign", 8, NAN),
-        ("ddp", "int4", 4, 1e5),
-        ("fsdp", "int8", 1.5, NAN),
-        seldom("plain", "sign", 8, 1e5),
-        seldom("ddp", "int4", 4, NAN),
-        seldom("fsdp", "int8", 1.5, 1e5),
-    ],
+    ("kind", "codec", "ratio"),
+    [("plain", "sign", 8), ("ddp", "int4", 4), seldom("fsdp", "int8", 1.5)],
 )
-def test_replicas_stay_equal_whatever_one_shard_sees(pool, kind, codec, ratio, bad):
-    if kind == "fsdp" and bad == bad:
+def test_gradients_are_clipped_by_one_norm_and_replicas_stay_equal(pool, kind, codec, ratio):
+    if kind == "fsdp":
         pytest.skip("torch clips there")
-    results = pool.run(one_call, kind, codec, bad, size=4)
-    for rank, (weights, (sent, plain, denied)) in enumerate(results):
+    results = pool.run(one_call, kind, codec, 1e5, size=4)
+    for rank, (weights, (sent, plain, denied), *_) in enumerate(results):
         # DDP shows a rank its shards only
         assert apart(weights, results[rank % 2 if kind == "ddp" else 0][0]) == 0.0
-        assert all(torch.isfinite(w).all() for w in weights.values())
         assert plain > ratio * sent
-        assert (denied > 0) == (bad != bad)
+        assert denied == 0
+
+
+def spoilt(kind, bad, steps, shape, options):
+    return one_call(kind, "sign" if kind != "fsdp" else "int8", bad, steps, shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "options"),
+    [
+        ("plain", (2, 2), {}),
+        ("fsdp", (2, 2), {}),
+        ("ddp", (2, 2), {}),
+        ("ddp", (2, 2), {"scale": 64.0}),
+        seldom("ddp", (2, 2), {"on_nonfinite": "raise"}),
+        # ranks that have nobody to exchange with vote too
+        ("ddp", (1, 2), {"on_nonfinite": "raise"}),
+        ("ddp", (1, 2), {"scale": 64.0}),
+    ],
+)
+def test_columns_skip_a_step_together_as_if_it_had_not_been(pool, kind, shape, options):
+    size = shape[0] * shape[1]
+    results = pool.run(spoilt, kind, NAN, (0, 1, 2), shape, options, size=size)
+    without = pool.run(spoilt, kind, None, (0, 2), shape, options, size=size)
+    for rank, (weights, (*_, denied), raised, scale) in enumerate(results):
+        assert apart(weights, results[rank % shape[1] if kind == "ddp" else 0][0]) == 0.0
+        assert all(torch.isfinite(w).all() for w in weights.values())
+        if kind != "fsdp":  # whose groups decide one by one
+            assert apart(weights, without[rank][0]) == 0.0
+        assert denied > (1 if kind == "ddp" else 0), "all buckets, not only the one with the shard"
+        assert raised == ([1] if "on_nonfinite" in options else [])
+        assert scale == options.get("scale", 2.0) / 2
 
 
 # ---------------------------------------------------------------- FSDP2 with tensor parallelism
@@ -500,64 +508,9 @@ def forgotten():
     return repr(caught.value.__cause__)
 
 
-def versions_of_a_shard():
-    mesh = columns((1, 2))
-    p = nn.Parameter(placed("tall", values("tall", 0), mesh))
-    before, p.grad = p._version, placed("tall", values("tall", 1), mesh)
-    torch.optim.SGD([p], lr=0.1, foreach=False).step()
-    return p._version - before
-
-
 def test_gradients_of_a_pipeline_that_nobody_averaged_are_noticed(pool):
     for said in pool.run(forgotten, size=2):
         assert "call states.synchronize() on every rank" in said
-    assert all(moved > 0 for moved in pool.run(versions_of_a_shard, size=2))  # DTensors tell too
-
-
-def turned_shards(folder, order):
-    """True if torch alone trains and saves right on a mesh of this order; and what we say to it."""
-    mesh = DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("dp",))
-    torch.manual_seed(0)
-    model, twin = nn.Linear(16, 10), nn.Linear(16, 10)
-    twin.load_state_dict(model.state_dict())
-    fully_shard(model, mesh=mesh)
-    call = lambda: commpress.compress(model, mesh=mesh, dims={"dp": "sign"})  # noqa: E731
-    said = (
-        refused({"fsdp": lambda: commpress.compress_fsdp(model), "call": call})
-        if order != [0, 1]
-        else {}
-    )
-    for step in range(3):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        for net in (model, twin):
-            net(x).square().mean().backward()
-        for p in (*model.parameters(), *twin.parameters()):
-            p.data.add_(p.grad, alpha=-0.1)
-            p.grad = None
-    trained = all(
-        torch.allclose(p.full_tensor(), q)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
-    )
-    dcp.save({"weight": model.weight.detach()}, checkpoint_id=folder)
-    found = {"weight": torch.zeros(10, 16)}
-    dcp.load(found, checkpoint_id=folder)
-    return trained, torch.allclose(found["weight"], twin.weight), said
-
-
-def test_shards_whose_ranks_do_not_ascend_are_refused_for_checkpoints_change_their_rows(
-    pool, tmp_path
-):
-    """torch trains right in any order, and saves the rows of the first rank as those of the
-    second."""
-    for trained, saved, said in pool.run(turned_shards, str(tmp_path / "turned"), [1, 0], size=2):
-        assert trained
-        assert not saved or RELEASE[:2] > (2, 13)
-        for each in said.values():
-            assert "do not ascend along 'dp': [1, 0]" in each
-            assert "Start the ranks in the order of the mesh" in each
-    for trained, saved, _ in pool.run(turned_shards, str(tmp_path / "straight"), [0, 1], size=2):
-        assert trained
-        assert saved
 
 
 def whole_mesh_refusals():
@@ -568,6 +521,9 @@ def whole_mesh_refusals():
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     nameless = init_device_mesh("cpu", (4,))
     turned = DeviceMesh("cpu", torch.tensor([[2, 0], [1, 3]]), mesh_dim_names=("pp", "dp"))
+    # distributed checkpoints would save the rows of one rank as those of another
+    back = DeviceMesh("cpu", torch.tensor([3, 2, 1, 0]), mesh_dim_names=("dp",))
+    cut = fully_shard(nn.Linear(16, 12), mesh=back)
     calls = {
         "mesh": lambda: commpress.compress(model, mesh=nameless, dims={"dp": "sign"}),
         "dims": lambda: commpress.compress(model, mesh=mesh),
@@ -577,6 +533,8 @@ def whole_mesh_refusals():
         "auto": lambda: commpress.compress(model, mesh=mesh, dims={"dp": "auto"}),
         "pp": lambda: commpress.compress(model, mesh=columns_of_a_pipeline(), dims={"pp": "int4"}),
         "order": lambda: commpress.compress([], mesh=turned, dims={"pp": "int4"}),
+        "shards": lambda: commpress.compress_fsdp(cut),
+        "shards too": lambda: commpress.compress(cut, mesh=back, dims={"dp": "sign"}),
     }
     return refused(calls)
 
@@ -596,68 +554,9 @@ def test_what_one_call_cannot_do_is_refused_with_the_cure(pool):
         assert "name a codec" in said["auto"]
         assert "pass the stages of this rank" in said["pp"]
         assert "do not ascend along 'pp': [[2, 0], [1, 3]]" in said["order"]
-
-
-# ---------------------------------------------------------- local updates, and optimizers in stores
-
-
-def own_shards(kind, cut, folder):
-    """This rank's shards after drawn gradients: as DTensors, or as plain tensors of the same
-    values."""
-    mesh = columns((2, 2))
-    params = parameters(mesh, tuple(SHAPES))
-    if not cut:
-        params = {
-            n: nn.Parameter((p.to_local() if isinstance(p, DTensor) else p).detach().clone())
-            for n, p in params.items()
-        }
-    store = None
-    if kind == "local":
-        inner = torch.optim.AdamW(params.values(), lr=1e-2, foreach=False)
-        among = {"mesh": mesh} if cut else {"process_group": mesh["dp"].get_group()}
-        optimizer = commpress.LocalUpdates(inner, every=3, **among)
-    else:
-        store = commpress.TieredStore.open(
-            f"{folder}/{cut}-{dist.get_rank()}", host="1MiB", engine="threads"
-        )
-        optimizer = commpress.Offloaded(
-            params.values(), torch.optim.AdamW, store=store, lr=1e-2, chunk_mb=0.004, fused=True
-        )
-    for step in range(7):
-        for name, p in params.items():
-            gradient = placed(
-                name,
-                values(name, 100 * (step + 1) + mesh["dp"].get_local_rank() * (kind == "local")),
-                mesh,
-            )
-            p.grad = gradient if cut or not isinstance(gradient, DTensor) else gradient.to_local()
-        optimizer.step()
-    if kind == "local":
-        optimizer.drain()
-    else:
-        store.close()
-    return {
-        n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
-        for n, p in params.items()
-    }
-
-
-@pytest.mark.parametrize("kind", ["local", "offloaded"])
-def test_dtensors_train_as_their_shards_do(pool, tmp_path, kind):
-    found = pool.run(own_shards, kind, True, str(tmp_path), size=4)
-    for rank, (mine, plain) in enumerate(
-        zip(found, pool.run(own_shards, kind, False, str(tmp_path), size=4), strict=True)
-    ):
-        assert apart(mine, plain) == 0.0
-        assert apart(mine, found[(rank + 2) % 4]) == 0.0  # the other replica
-        assert (
-            float(
-                (mine["tall"] - values("tall", 0)[:32] if rank % 2 == 0 else torch.ones(1))
-                .abs()
-                .max()
-            )
-            > 0
-        )
+        for each in ("shards", "shards too"):
+            assert "do not ascend along 'dp': [3, 2, 1, 0]" in said[each]
+            assert "Start the ranks in the order of the mesh" in said[each]
 
 
 # ---------------------------------------------------------------- refused

@@ -1,6 +1,7 @@
 """Under DistributedDataParallel, rounds started by the gradient hook give the bits of rounds in
 ``step``."""
 
+import io
 from contextlib import nullcontext
 
 import pytest
@@ -187,3 +188,23 @@ def wrong():
 
 def test_wrong_arguments_are_named(pool):
     pool.run(wrong)
+
+
+def through_a_file():
+    """A DDP model that was saved and loaded: overlap again, with an optimizer of the loaded one."""
+    ddp = DistributedDataParallel(torch.nn.Linear(24, 8))
+    for step in range(2):
+        optimizer = commpress.overlap(
+            ddp, commpress.OneBitAdam(ddp.parameters(), lr=1e-3, exact_steps=2)
+        )
+        ddp(torch.ones(2, 24)).square().mean().backward()
+        optimizer.step()
+        if step == 0:
+            torch.save(ddp, file := io.BytesIO())
+            file.seek(0)
+            ddp = torch.load(file, weights_only=False)
+    return optimizer.steps_done
+
+
+def test_a_model_that_was_saved_under_an_optimizer_goes_on(pool):
+    assert pool.run(through_a_file) == [1, 1]

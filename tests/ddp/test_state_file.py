@@ -5,8 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.errors import CommpressError, InvalidArgument, StateMismatch
@@ -110,53 +108,3 @@ def test_any_prefix_and_any_flipped_byte_is_read_or_refused(tmp_path):
             except CommpressError:
                 continue
             assert len(data) == len(whole)
-
-
-def gone_on(folder):
-    """Six steps, and three that go on from a file of the residuals: the same bits."""
-
-    def run(steps, state=None, weights=None):
-        torch.manual_seed(0)
-        net = torch.nn.Linear(64, 32)
-        if weights is not None:
-            net.load_state_dict(weights)
-        ddp = DistributedDataParallel(net)
-        hook = commpress.compress(ddp, codec="sign", min_numel=1)
-        if state is not None:
-            hook.load_state_dict(state)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for step in steps:
-            draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            ddp(torch.randn(4, 64, generator=draw)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return hook, {name: value.clone() for name, value in net.state_dict().items()}
-
-    _, wanted = run(range(6))
-    hook, weights = run(range(3))
-    path = f"{folder}/residuals-{dist.get_rank()}.safetensors"
-    commpress.save_safetensors(hook.state_dict(), path)
-    _, found = run(range(3, 6), commpress.load_safetensors(path), weights)
-    _, without = run(range(3, 6), None, weights)
-    return same(wanted, found) and not same(wanted, without)
-
-
-def test_a_run_goes_on_from_residuals_in_a_file(pool, tmp_path):
-    assert all(pool.run(gone_on, str(tmp_path), size=2))
-
-
-def adam(folder):
-    """Twice the state of 1-bit Adam: as it is, and through a file."""
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(64, 32))
-    optimizer = commpress.OneBitAdam([parameter], lr=1e-3, exact_steps=2)
-    for _ in range(4):
-        parameter.grad = torch.randn(64, 32)
-        optimizer.step()
-    path = f"{folder}/optimizer-{dist.get_rank()}.safetensors"
-    commpress.save_safetensors(optimizer.state_dict(), path)
-    return same(optimizer.state_dict(), commpress.load_safetensors(path))
-
-
-def test_an_optimizer_of_ours_in_a_file(pool, tmp_path):
-    assert all(pool.run(adam, str(tmp_path), size=2))

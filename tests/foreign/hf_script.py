@@ -38,7 +38,7 @@ def trained(folder, optimizer=None, *, resume=None, clip=0.0):
         seed=1,
     )
     samples, reporter = [], Reporter()
-    options = {} if optimizer else {"codec": "sign", "exact_steps": 3, "measure_every": 2}
+    options = {} if optimizer else {"codec": "sign", "exact_steps": 3}
     callback = commpress.hf.Compress(metrics=[samples.append], **options)
     kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
     trainer = Trainer(

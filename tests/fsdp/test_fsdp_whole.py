@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,59 +103,6 @@ def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
 
 
 # ---------------------------------------------------------------- two levels
-
-
-def between_nodes(nodes: Topology, of_nodes: bool) -> list[torch.Tensor]:
-    """Means of six steps of one matrix; every rank its own gradients, or those of a node: their
-    mean."""
-    torch.set_num_threads(1)
-    means: list[torch.Tensor] = []
-    torch.manual_seed(0)
-    model = nn.Linear(64, 128, bias=False)
-    fully_shard(model)
-    options = {} if of_nodes else {"inside": "none", "topology": nodes}
-    state = commpress.compress_fsdp(
-        model, commpress.ByName({}, "powersgd-2"), None, overlap=False, **options
-    )
-    for step in range(6):
-        every = torch.randn(
-            4, 64, 128, generator=torch.Generator().manual_seed(step)
-        ) * torch.logspace(-2, 0, 128)
-        first, second = nodes.nodes[dist.get_rank() % 2]
-        mine = (every[first] + every[second]) / 2 if of_nodes else every[dist.get_rank()]
-        (model(torch.eye(64)) * mine).sum().backward()
-        means.append(model.weight.grad.full_tensor().clone())
-        model.zero_grad()
-    assert state.gradients.compressed_elements == 6 * 8192
-    return means
-
-
-@pytest.mark.parametrize("nodes", ["0 1|2 3", "0 3|1 2"])
-def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(pool, nodes):
-    """Up to rounding: residuals of PowerSGD are each rank's own."""
-    nodes = Topology.parse(nodes)
-    flat, *_ = pool.run(between_nodes, nodes, True, size=2)
-    for found in pool.run(between_nodes, nodes, False, size=4):
-        for one, other in zip(found, flat, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-
-
-def one_rank_a_node(plan: Plan) -> bool:
-    """True if two hops, the first of which goes nowhere, make the weights that one makes."""
-    torch.set_num_threads(1)
-    alone = Topology(tuple((rank,) for rank in range(dist.get_world_size())))
-    one, other = (
-        Session(replace(plan, options=o)).run() for o in ({}, {"inside": "none", "topology": alone})
-    )
-    ours, theirs = one.trained().parameters, other.trained().parameters
-    same = one.state.state_dict()["residuals"], other.state.state_dict()["residuals"]
-    return all(torch.equal(ours[n], theirs[n]) for n in ours) and all(
-        torch.equal(v, same[1][k]) for k, v in same[0].items()
-    )
-
-
-def test_a_node_of_one_rank_is_that_rank(pool):
-    assert all(pool.run(one_rank_a_node, replace(PLAN, codec=MIXED), size=3))
 
 
 def resumed_between_nodes() -> list[bool]:

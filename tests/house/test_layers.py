@@ -27,6 +27,7 @@ LEAVES = (
 )
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
+CHOICE = ("commpress.alarm", "commpress.choice")
 BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
 
 # A module belongs to the longest entry that begins its name; modules of one entry may import each
@@ -50,7 +51,9 @@ MAY_IMPORT = {
     "commpress.tiered_mem": LEAVES,
     "commpress.optim": ("commpress.tiered_mem", *USES, *BELOW_USES),
     "commpress.plan": (*USES, *BELOW_USES),
-    "commpress.integrations": ("commpress.tiered_mem", *USES, *BELOW_USES),
+    "commpress.alarm": BELOW_USES,
+    "commpress.choice": ("commpress.alarm", "commpress.plan", *BELOW_USES),
+    "commpress.integrations": ("commpress.tiered_mem", *CHOICE, *USES, *BELOW_USES),
     # importing it has an effect: nothing else may
     "commpress.backend": ("commpress.integrations", *LEAVES),
     "commpress.hf": ("commpress.integrations", *LEAVES),

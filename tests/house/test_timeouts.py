@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
@@ -60,20 +60,6 @@ def sharded():
     return partial(backward, model)
 
 
-def sharded_flat():
-    """Weights stay whole: gathering them is torch's own."""
-    model = FullyShardedDataParallel(
-        net(),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-        sharding_strategy=ShardingStrategy.NO_SHARD,
-    )
-    model.register_comm_hook(
-        commpress.FlatShardState("int8"), commpress.compressed_reduce_scatter_hook
-    )
-    return partial(backward, model)
-
-
 def optimized(kind, **options):
     model = net()
     optimizer = kind(model.parameters(), **options)
@@ -106,7 +92,6 @@ PATHS = {
         "hook": hook,
         "hook, through Gloo's messages": partial(hook, "gloo"),
         "FSDP2": sharded,
-        "FSDP": sharded_flat,
         "1-bit Adam": partial(optimized, commpress.OneBitAdam, **ADAM),
         "0/1 Adam": partial(optimized, commpress.ZeroOneAdam, lr=1e-3),
         "1-bit LAMB": partial(optimized, commpress.OneBitLamb, **ADAM),

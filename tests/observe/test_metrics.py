@@ -3,14 +3,12 @@
 import http.client
 import json
 import logging
-import random
 import re
 import socket
 import sys
 import threading
 import time
 import urllib.request
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +17,8 @@ from prometheus_client import parser
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-import sources
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, MissingPackage
-from commpress.integrations.observe import Counters
 from commpress.integrations.observe.endpoint import AT_ONCE
 from commpress.integrations.observe.metrics import StepMetrics, by_layer, to_writer
 from expert_batch import Batch, through
@@ -47,7 +43,8 @@ class Net(torch.nn.Module):
 def train(codec, every):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Net())
-    state = commpress.compress(ddp, codec=codec, min_numel=256, measure_every=1)
+    state = commpress.compress(ddp, codec=codec, min_numel=256)
+    state.measure_every = 1
     samples, endpoint = [], commpress.MetricsEndpoint(labels={"rank": dist.get_rank()})
     metrics = commpress.Metrics(state, to=[samples.append, endpoint], every=every, norms_every=2)
     before = state.counters.wire_bytes
@@ -170,58 +167,6 @@ def test_a_writer_gets_scalars():
     assert ("commpress/error/head", 0.25, 7) in got
 
 
-def test_tensorboard_takes_them(tmp_path):
-    tensorboard = pytest.importorskip(
-        "torch.utils.tensorboard", reason="tensorboard is not installed"
-    )
-    with tensorboard.SummaryWriter(tmp_path) as writer:
-        to_writer(writer)(StepMetrics(1, 1, 0.5, wire_bytes=3))
-    assert any(tmp_path.iterdir())
-
-
-class Tracker:
-    """Stand-in for a package that tracks experiments; keeps all that it is given."""
-
-    def __init__(self, *_, **__):
-        self.seen = []
-
-    def log(self, figures, step):
-        self.seen += [(name, value, step) for name, value in figures.items()]
-
-    log_metrics = log
-
-    def add_scalar(self, tag, value, step):
-        self.seen.append((tag.removeprefix("commpress/"), value, step))
-
-    def start_run(self):
-        return self
-
-    def init(self, project):
-        return self
-
-    def SummaryWriter(self, folder):
-        return self
-
-
-@pytest.mark.parametrize("package", ["wandb", "mlflow", "torch.utils.tensorboard"])
-def test_the_page_sends_figures_to_trackers(monkeypatch, package):
-    """The page's own lines, with a stand-in for the package."""
-    page = (sources.ROOT / "docs" / "observe.md").read_text()
-    (code,) = (
-        code
-        for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-        if f" {package}" in code
-    )
-    assert len(code.splitlines()) <= 6
-    monkeypatch.setitem(sys.modules, package, tracker := Tracker())
-    names = {"commpress": commpress, "state": SimpleNamespace(counters=Counters())}
-    exec(compile(code, "docs/observe.md", "exec"), names)
-    names["state"].counters.wire_bytes += 30
-    names["metrics"].step()
-    assert ("wire_bytes", 30, 1) in tracker.seen
-    assert all(isinstance(value, int | float) for _, value, _ in tracker.seen)
-
-
 # ---------------------------------------------------------------- the endpoint
 
 
@@ -281,20 +226,11 @@ def raw(endpoint, request):
 BAD_HOSTS = [
     "[::1",
     "::1]",
-    "[",
-    "]",
-    "[]",
-    "[1.2.3.4",
-    "[::1]x",
-    "[v]",
     "[::1%lo",
     "::1",
     "a@127.0.0.1",
     "127.0.0.1/x",
-    "127.0.0.1:x",
     "127.0.0.1, 127.0.0.1",
-    "127.0.0.1\\x",
-    "127.0.0.1?",
     "\xff",
     "127.0.0.1\r\nHost: 127.0.0.1",
     "127.0.0.1\r\n folded",
@@ -319,34 +255,6 @@ def test_headers_that_cannot_be_read_are_bad_requests(endpoint, capfd):
         assert status("127.0.0.1", accept) == b"HTTP/1.0 400 Bad Request", accept
     for host in ("127.0.0.1", "[::1]", "[::1]:9400", "LocalHost:", "127.8.9.10:1"):
         assert status(host) == b"HTTP/1.0 200 OK", host
-    assert capfd.readouterr().err == ""
-
-
-REQUEST = (
-    b"GET /metrics?name[]=commpress_steps HTTP/1.1\r\n"
-    b"Host: [::1]:9400\r\n"
-    b"Accept: application/openmetrics-text; version=1.0.0; escaping=underscores, "
-    b"text/plain;version=0.0.4;q=0.5\r\n"
-    b"Accept-Encoding: gzip;q=1\r\n"
-    b"Content-Length: 0\r\n\r\n"
-)
-
-
-def test_no_damaged_request_is_an_error_of_the_server(endpoint, capfd):
-    chance = random.Random(3)
-    for _ in range(600):
-        request = bytearray(REQUEST)
-        for _ in range(chance.choice((1, 1, 2, 4))):
-            at, byte = (
-                chance.randrange(len(request)),
-                chance.choice(b"[]:;,=/@#?%& \t\r\n\0\xff-0aH."),
-            )
-            request[at : at + chance.choice((0, 1, 1, 8))] = bytes([byte]) * chance.choice(
-                (0, 1, 1)
-            )
-        answer = raw(endpoint, bytes(request))
-        assert not answer.startswith(b"HTTP/1.0 5"), bytes(request)
-        assert b"server error" not in answer, bytes(request)
     assert capfd.readouterr().err == ""
 
 
@@ -395,20 +303,14 @@ def test_a_client_that_drips_is_cut_off(endpoint):
 
 
 @pytest.mark.parametrize(
-    "endpoint", [{"host": "::1"}, {"host": "localhost"}, {"host": "0.0.0.0"}], indirect=True
-)
-def test_where_it_listens(endpoint):
-    assert urllib.request.urlopen(endpoint.url, timeout=30).status == 200
-
-
-@pytest.mark.parametrize(
-    ("host", "warns"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("::", True)]
+    ("host", "warns"), [("localhost", False), ("::1", False), ("0.0.0.0", True), ("::", True)]
 )
 def test_beyond_loopback_it_warns_and_answers_every_name(host, warns, caplog):
     with caplog.at_level(logging.WARNING, "commpress"):
         endpoint = commpress.MetricsEndpoint(host=host)
     said = [r.message for r in caplog.records if "nobody is asked" in r.message]
     assert len(said) == warns
+    assert urllib.request.urlopen(endpoint.url, timeout=30).status == 200
     if warns:
         assert endpoint.url in said[0]
         assert ask(endpoint, host="node7.cluster.example:9400")[0] == 200

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.collectives.allreduce import Workspace
 from commpress.errors import InvalidArgument
 from commpress.timeline import Timeline, merge_timelines
 
@@ -175,14 +174,6 @@ def test_encode_wire_decode_disk_and_compute_on_one_timeline(pool, tmp_path):
     for verb, total in zip(("read", "write"), traffic[0], strict=True):
         moved = sum(begin["args"]["bytes"] for begin, _ in flights(events, f"disk: {verb}"))
         assert 0 < moved <= total
-
-
-def test_nothing_is_recorded_unless_somebody_watches():
-    """Off: one look at an attribute."""
-    workspace = Workspace()
-    assert workspace.timeline is None
-    workspace.encoded(time.perf_counter())
-    assert workspace.encode_seconds > 0
 
 
 def test_what_cannot_be_watched_is_refused():

@@ -11,10 +11,10 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import commpress
-from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from commpress.errors import InvalidArgument, Mismatch
 from commpress.integrations.pipeline import edge_choice
 from commpress.integrations.pipeline.edge_choice import fastest
-from commpress.integrations.pipeline.edge_codec import Differences, decode_into, edge_codec, encoded
+from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
 from variants import first
 
 WIDTH, BATCH, CHUNKS = 64, 16, 4
@@ -23,8 +23,7 @@ FOLDED = ["ZBVZeroBubble", "DualPipeV"]
 CODECS = {
     "none": ("none", "none"),
     "int4": ("int4", "int8"),
-    "tah": ("tah", "tah4"),
-    "bf16": ("bf16", "none"),
+    "tah4": ("tah4", "tah4"),
 }
 
 
@@ -187,7 +186,7 @@ def test_every_schedule_sends_what_one_process_computes(pool, schedule):
     for size in (2, 4) if schedule in SINGLE else (2,):
         plain = pool.run(pipeline, schedule, None, size=size)
         assert same(plain, pool.run(pipeline, schedule, "none", size=size))
-    for codec in ("int4", "tah") if schedule in SINGLE else ("int4",):
+    for codec in ("int4", "tah4") if schedule in SINGLE else ("int4",):
         found = pool.run(pipeline, schedule, codec, size=2)
         losses, gradients = one_process(schedule, codec, 2)
         assert list(chain.from_iterable(one[0] for one in found)) == losses
@@ -251,11 +250,10 @@ def evaluated():
     for step in (runner.step, runner.eval, runner.step):
         with torch.set_grad_enabled(step == runner.step):
             out.append(step(*([x] if rank == 0 else []), **({"target": target} if rank else {})))
-    for call in (lambda: commpress.compress_pipeline(stage), lambda: edges.samples([[1]])):
-        try:
-            call()
-        except InvalidArgument as error:
-            said.append(str(error))
+    try:
+        commpress.compress_pipeline(stage)
+    except InvalidArgument as error:
+        said.append(str(error))
     edges.remove()
     assert type(stage) is PipelineStage
     out.append(runner.step(*([x] if rank == 0 else []), **({"target": target} if rank else {})))
@@ -279,90 +277,22 @@ def test_evaluates_between_steps_and_can_be_removed(pool):
     assert torch.allclose(out[1], exact, atol=0.1)
     for lines in (said, also):
         assert "compressed already" in lines[0]
-        assert "differences=True" in lines[1]
-        assert "other options than ranks" in lines[2]
-
-
-def differing(epochs):
-    """Per step the error of activations that arrive, against those that were sent, as the same
-    samples come again."""
-    rank = dist.get_rank()
-    stage = PipelineStage(
-        Last(1) if rank else nn.Linear(WIDTH, WIDTH), rank, 2, torch.device("cpu")
-    )
-    runner = pipelining.ScheduleGPipe(stage, 2, loss_fn=error_of)
-    edges = commpress.compress_pipeline(
-        runner, "int4", gradient_codec="none", differences=True, min_numel=1
-    )
-    seen, losses = [], []
-    stage.submod.register_forward_hook(
-        lambda _, inputs, output: seen.append((inputs[0] if rank else output).detach().clone())
-    )
-    order = torch.arange(BATCH)
-    for epoch in range(epochs):
-        x, target = batch(0)
-        order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(epoch))
-        edges.samples([half.tolist() for half in order.tensor_split(2)])
-        seen.clear()
-        runner.step(
-            *([x[order]] if rank == 0 else []), **({"target": target[order]} if rank else {})
-        )
-        losses.append(torch.cat(seen[-2:]))
-        with torch.no_grad():
-            for p in stage.submod.parameters():
-                p -= 0.05 * p.grad
-                p.grad = None
-    edges.samples([list(range(3))] * 2)
-    try:
-        runner.step(*([x] if rank == 0 else []), **({"target": target} if rank else {}))
-    except StateMismatch as error:
-        return losses, str(error)
-    return losses, ""
-
-
-def test_differences_shrink_with_what_changes(pool):
-    """A sample's first activation is exact; later ones err by four bits of their change, in
-    whatever order samples come."""
-    (sent, said), (came, also) = pool.run(differing, 4, size=2)
-    errors = [float((a - b).norm() / a.norm()) for a, b in zip(sent, came, strict=True)]
-    assert errors[0] == 0
-    assert 0 < max(errors[1:]) < 0.01
-    assert "8 rows: it was told of 3" in said
-    assert "8 rows: it was told of 3" in also
-
-
-def test_a_sample_that_was_nan_is_sent_anew():
-    one, other = Differences(edge_codec("int4")), Differences(edge_codec("int4"))
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    for values, exact in ((x, True), (x * torch.tensor([[1.0], [torch.nan]]), False), (x, True)):
-        size, there = other.size(0, "ab", 128, 64), torch.empty(2, 64)
-        message = one.encode(0, "ab", values)
-        assert len(message) == size
-        other.decode(0, "ab", message, there)
-        assert not exact or torch.equal(there[1], x[1])
-        assert one.known.keys() == other.known.keys()
-    assert torch.equal(there[0], x[0]) or torch.allclose(there[0], x[0], atol=0.05)
+        assert "other options than ranks" in lines[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "bits", "error"), [("tah3", 3.7, 0.2), ("tah", 4.2, 0.16), ("tah4", 4.7, 0.1)]
-)
-def test_tiles_hold_tokens_with_outliers(dtype, name, bits, error):
+def test_tiles_hold_tokens_with_outliers(dtype):
     """Tokens whose other elements int4 rounds to next to nothing. A NaN spoils its tile of 64
     alone."""
-    codec, x = (
-        edge_codec(name),
-        torch.randn(40, 192, generator=torch.Generator().manual_seed(1)).to(dtype),
-    )
+    draws = torch.Generator().manual_seed(1)
+    codec, x = edge_codec("tah4"), torch.randn(40, 192, generator=draws).to(dtype)
     x[:, 70] *= 100
     x[::2] *= 1e4
-    out = torch.empty_like(x)
-    message = encoded(x, codec)
+    out, message = torch.empty_like(x), encoded(x, codec)
     decode_into(out, message, codec)
-    assert 8 * len(message) / x.numel() < bits
+    assert 8 * len(message) / x.numel() == 4.625
     rest = [i for i in range(192) if i != 70]
-    assert float((out - x)[:, rest].norm() / x[:, rest].norm()) < error
+    assert float((out - x)[:, rest].norm() / x[:, rest].norm()) < 0.1
     x[3, 5] = torch.nan
     decode_into(out, encoded(x, codec), codec)
     wrong = out.isnan()
@@ -381,37 +311,29 @@ def test_the_fastest_codec_of_a_link_is_never_slower_than_none():
         assert fastest(bandwidth, dict.fromkeys(seconds, 1.0)) == "none"
 
 
-def chosen_alike():
-    stage = PipelineStage(parts(2)[dist.get_rank()], dist.get_rank(), 2, torch.device("cpu"))
-    return commpress.compress_pipeline(stage, "auto").choice
-
-
 def both_ways():
     """Codecs of the edge between two ranks: of activations and of gradients, where either is
-    "auto"."""
+    "auto"; and a choice that was measured."""
     rank, found = dist.get_rank(), []
     stage = PipelineStage(parts(2)[rank], rank, 2, torch.device("cpu"))
     before, edge_choice.measured = edge_choice.measured, lambda *_: {(0, 1): "bf16", (1, 0): "int8"}
     try:
-        for codecs in (("int4", "tah"), ("int4", "auto"), ("auto", "int4")):
+        for codecs in (("int4", "tah4"), ("int4", "auto"), ("auto", "int4")):
             edges = commpress.compress_pipeline(stage, codecs[0], gradient_codec=codecs[1])
             found.append((edges.codecs(0, 1, False).spec, edges.codecs(1, 0, True).spec))
             edges.remove()
     finally:
         edge_choice.measured = before
-    return found
+    return found, commpress.compress_pipeline(stage, "auto").choice
 
 
-def test_gradients_have_a_codec_of_their_own(pool):
-    names = [("int4", "tah"), ("int4", "int8"), ("bf16", "int4")]
+def test_gradients_have_a_codec_of_their_own_and_all_ranks_know_each_choice(pool):
+    names = [("int4", "tah4"), ("int4", "int8"), ("bf16", "int4")]
     wanted = [tuple(edge_codec(name).spec for name in each) for each in names]
-    assert pool.run(both_ways, size=2) == [wanted, wanted]
-
-
-def test_all_ranks_know_the_choice_of_each_edge(pool):
-    one, other = pool.run(chosen_alike, size=2)
-    assert one == other
-    assert one.keys() == {(0, 1), (1, 0)}
+    (found, measured), other = pool.run(both_ways, size=2)
+    assert (found, measured) == other
+    assert found == wanted
+    assert measured.keys() == {(0, 1), (1, 0)}
 
 
 @pytest.mark.parametrize("codec", ["sign", "topk-64", "bits2", "ternary", "shift4"])
@@ -452,21 +374,18 @@ class EdgeGroupStage(PipelineStage):
         return list(self._regrouped(super().get_bwd_recv_ops(chunk)))
 
 
-def by_edge(grouped, differences):
+def by_edge(grouped):
     """Losses, gradients and bytes where each edge has a codec of its own."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     groups = {(a, b): dist.new_group([a, b]) for a in range(ranks) for b in range(ranks) if a != b}
     kind, options = (EdgeGroupStage, {"groups": groups}) if grouped else (PipelineStage, {})
     stage = kind(parts(ranks)[rank], rank, ranks, torch.device("cpu"), **options)
     runner = schedules.ScheduleGPipe(stage, CHUNKS, loss_fn=error_of)
-    edges = commpress.compress_pipeline(stage, "int4", min_numel=1, differences=differences)
-    if not differences:
-        named = {(a, b): edge_codec("int4" if max(a, b) == 1 else "int8") for a, b in groups}
-        edges.codecs = lambda sender, receiver, gradient: named[sender, receiver]
+    edges = commpress.compress_pipeline(stage, "int4", min_numel=1)
+    named = {(a, b): edge_codec("int4" if max(a, b) == 1 else "int8") for a, b in groups}
+    edges.codecs = lambda sender, receiver, gradient: named[sender, receiver]
     losses = []
     for step in range(2):
-        if differences:
-            edges.samples([[4 * chunk + row for row in range(4)] for chunk in range(CHUNKS)])
         x, target = batch(step)
         last = {"target": target, "losses": losses} if rank == ranks - 1 else {}
         runner.step(*([x] if rank == 0 else []), **last)
@@ -474,9 +393,8 @@ def by_edge(grouped, differences):
     return [float(loss.detach()) for loss in losses], gradients, edges.counters.sent_bytes
 
 
-@pytest.mark.parametrize("differences", [False, True])
-def test_an_edge_is_known_by_its_ranks_whatever_group_carries_it(pool, differences):
-    alone, grouped = (pool.run(by_edge, each, differences, size=3) for each in (False, True))
+def test_an_edge_is_known_by_its_ranks_whatever_group_carries_it(pool):
+    alone, grouped = (pool.run(by_edge, each, size=3) for each in (False, True))
     for one, other in zip(alone, grouped, strict=True):
         assert one[0] == other[0]
         assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.errors import InvalidArgument
-from commpress.plan.choice import assign, bytes_of, cheapest, errors_of
+from commpress.plan.assignment import assign, bytes_of, cheapest, errors_of
 
 
 def brute_force(costs, errors, bound):

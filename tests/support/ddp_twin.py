@@ -159,7 +159,6 @@ class Session:
             "min_numel": MIN_NUMEL,
             "exclude": plan.exclude,
             "grad_scaler": self.scaler,
-            "checksum": True,
         } | plan.state
         if plan.wrapped is None and plan.named:
             self.state = commpress.compress(self.ddp, plan.codec, **options)

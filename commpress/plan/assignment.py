@@ -30,7 +30,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Choice:
+class Cheapest:
     """One option for each layer, by its index."""
 
     options: tuple[int, ...]
@@ -40,7 +40,7 @@ class Choice:
 
 def cheapest(
     costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], bound: float
-) -> Choice:
+) -> Cheapest:
     """The least cost with Σ error ≤ bound; of equal costs, the least error."""
     table = [np.asarray(row, float) for row in costs], [np.asarray(row, float) for row in errors]
     layers = [_undominated(c, e) for c, e in zip(*table, strict=True)]
@@ -73,12 +73,12 @@ def cheapest(
     if not len(ends):  # only rounding was in the way
         ends = np.array([int(np.argmin(error))])
     at = int(ends[np.argmin(cost[ends])])
-    found = Choice((), float(cost[at]), float(error[at]))
+    found = Cheapest((), float(cost[at]), float(error[at]))
     options: list[int] = []
     for before, option in reversed(steps):
         options.append(int(option[at]))
         at = int(before[at])
-    return Choice(tuple(options[::-1]), found.cost, found.error)
+    return Cheapest(tuple(options[::-1]), found.cost, found.error)
 
 
 def _undominated(cost: np.ndarray, error: np.ndarray) -> np.ndarray:

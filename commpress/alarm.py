@@ -5,14 +5,13 @@ judge alike: what compression has left behind grows, relative to the gradient; w
 elsewhere than the gradient; the loss leaves its trend.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from commpress.codecs import codec_named
 from commpress.collectives.allreduce import Outcome
@@ -28,6 +27,17 @@ FEWEST = 3  # of these, before residuals and the cosine are judged
 FEWEST_LOSSES = 8
 CALM = 8  # looks without an alarm, after which the next pause is short again
 LONGEST = 64  # looks that another codec lasts at most
+
+
+class Peers(NamedTuple):
+    """Ranks that look and choose together, and what this one still owes them."""
+
+    rank: int
+    size: int
+    total: Callable[[torch.Tensor], torch.Tensor]  # sum of a table over the ranks; collective
+    # adds this rank's residual of a parameter to a tensor
+    owed: Callable[[str, torch.Tensor], None] | None = None
+    in_levels: bool = False  # ranks of a node add up exactly
 
 
 @dataclass
@@ -70,11 +80,9 @@ class Alarm:
 
     def __post_init__(self) -> None:
         check_counts(every=self.every, pause=self.pause)
-        for name, least in (("every", 1), ("pause", 1)):
-            if getattr(self, name) < least:
-                raise InvalidArgument(
-                    f"{name} is {getattr(self, name)!r}, expected a number from {least}"
-                )
+        for name in ("every", "pause"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}, expected at least 1")
         for name in ("growth", "cosine", "deviations"):
             value = getattr(self, name)
             if (
@@ -102,7 +110,6 @@ class Alarm:
     ) -> None:
         """One bucket of this rank: its gradient, what the encoder saw, and what it proposes to
         keep."""
-        sums = [0.0] * 4
         for outcome in outcomes:
             if outcome.proposed is None:
                 continue
@@ -114,38 +121,16 @@ class Alarm:
                 place = slice(int(line[SOURCE]), int(line[SOURCE] + line[NUMEL]))
                 left = residual[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
                 own, sent = gradient[place], compensated[place] - left
-                sums = [
-                    total + float(torch.dot(a, b))
-                    for total, (a, b) in zip(
-                        sums, ((own, own), (own, sent), (sent, sent), (left, left)), strict=True
-                    )
-                ]
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
+                pairs = (own, own), (own, sent), (sent, sent), (left, left)
+                for i, (a, b) in enumerate(pairs):
+                    self._sums[i] += float(torch.dot(a, b))
 
-    def measure_rows(
-        self, gradient: torch.Tensor, gain: float, outcomes: Sequence[Outcome]
-    ) -> None:
-        """Measure one reduce-scatter, which has left ``gradient`` as it was, before its outcomes
-        are settled."""
-        own = gradient.float() * gain
-        compensated = own.clone()
-        for outcome in outcomes:
-            if outcome.feedback is not None:
-                outcome.feedback.settle(outcome.message.pieces)
-                owed = outcome.feedback.floats()
-                for start, numel, kept in outcome.message.pieces.residual_runs:
-                    compensated[start : start + numel] += owed[kept : kept + numel]
-        self.measure(own, compensated, outcomes)
-
-    def look(self, group: dist.ProcessGroup, device: torch.device, step: int) -> None:
-        """Judge ``step`` from what all ranks saw; collective over ``group``."""
-        losses = [value for value in (float(loss) for loss in self._told) if isfinite(value)]
-        table = torch.tensor(
-            [*self._sums, sum(losses), len(losses)], dtype=torch.float64, device=device
-        )
-        dist.all_reduce(table, group=group)
+    def look(self, peers: Peers, step: int) -> None:
+        """Judge ``step`` from what all ranks saw; collective."""
+        losses = [value for value in map(float, self._told) if isfinite(value)]
+        table = torch.tensor([*self._sums, sum(losses), len(losses)], dtype=torch.float64)
         self._sums, self._told = [0.0] * 4, []
-        own, product, sent, left, loss, count = table.tolist()
+        own, product, sent, left, loss, count = peers.total(table).tolist()
         seen = {}
         if own > 0 and sent > 0:
             seen = {"residual": sqrt(left / own), "cosine": product / sqrt(own * sent)}
@@ -153,11 +138,11 @@ class Alarm:
             seen["loss"] = loss / count
         if not seen and not self._looks and not self.way:
             warn_on_first(
-                dist.get_rank(group),
+                peers.rank,
                 "the alarm sees nothing: this codec keeps no residuals here, or the step was not "
                 "finite, and nobody told it a loss. Call state.alarm.tell(loss) in every step",
             )
-        self.judge(step, seen, dist.get_rank(group))
+        self.judge(step, seen, peers.rank)
 
     # ------------------------------------------------------------ what follows
 
@@ -204,23 +189,15 @@ class Alarm:
             name: median(values) for name, values in self._usual.items() if len(values) >= FEWEST
         }
         found = []
-        if (
-            "residual" in seen
-            and (before := usual.get("residual")) is not None
-            and seen["residual"] > self.growth * before
-        ):
+        if seen.get("residual", 0.0) > self.growth * usual.get("residual", inf):
             found.append(
                 f"residuals are {seen['residual']:.3g} times as large as the gradient, usually "
-                f"{before:.3g}"
+                f"{usual['residual']:.3g}"
             )
-        if (
-            "cosine" in seen
-            and (before := usual.get("cosine", 0.0)) > 0
-            and seen["cosine"] < self.cosine * before
-        ):
+        if seen.get("cosine", inf) < self.cosine * max(usual.get("cosine", 0.0), 0.0):
             found.append(
                 f"the cosine of sent and true gradient is {seen['cosine']:.3g}, usually "
-                f"{before:.3g}"
+                f"{usual['cosine']:.3g}"
             )
         losses = self._usual.get("loss", [])
         if "loss" in seen and len(losses) >= FEWEST_LOSSES:
@@ -284,34 +261,3 @@ def alarm_of(alarm: Alarm | str | None) -> Alarm | None:
             f"alarm is {alarm!r}, expected 'warn', a codec's name or commpress.Alarm(...)"
         )
     return replace(alarm)
-
-
-def check_alarm(
-    alarm: Alarm | str | None, options: Mapping[str, Any], *, trial: bool, plain: bool, agrees: bool
-) -> None:
-    """Refuse an alarm beside what it could not work with."""
-    wanted = alarm_of(alarm)
-    if wanted is None:
-        return
-    if trial or options["topology"] is not None:
-        raise InvalidArgument(
-            "alarm is given with codec='auto' or a topology: an alarm looks at one codec in one "
-            "level, so name the codec, and pass topology=None"
-        )
-    if plain:
-        raise InvalidArgument(
-            "alarm is given, but the codec, or the plan's, is 'none': there is no compression to "
-            "look at"
-        )
-    if wanted.then == WARN:
-        return
-    if options["replan_every"]:
-        raise InvalidArgument(
-            f"alarm has then={wanted.then!r} with replan_every, which chooses codecs itself: use "
-            "Alarm('warn')"
-        )
-    if wanted.then == NONE and agrees:
-        raise InvalidArgument(
-            "alarm has then='none' with agree_over, but steps without compression are torch's "
-            "own: use Alarm('int8')"
-        )

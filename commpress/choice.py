@@ -1,0 +1,449 @@
+"""Choice: the codecs of each step, alike on all ranks.
+
+    choice.at(step, peers)     says how the step that begins sends its gradients
+    choice.looks(step)         says whether buckets of this step are to be observed
+    choice.observe(seen)       takes in one of them, as this rank sent it
+    choice.state()             is what ranks that join, or a run that goes on, must know of it
+
+A fixed codec is the simplest choice. Others try several, choose for every layer, or wrap another
+choice: exact first steps, an alarm. Who asks does not know which it is. Where a step begins that
+sends nothing compressed (``Now.policy`` is None), what earlier steps left behind goes with it.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from commpress.alarm import NONE, WARN, Alarm, Peers
+from commpress.codecs import Codec, Policy, codec_named
+from commpress.codecs.planned import PLAIN
+from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.collectives.allreduce import Outcome
+from commpress.collectives.buckets import Span
+from commpress.errors import InvalidArgument, check_counts
+from commpress.logs import tell_on_first, warn_on_first
+from commpress.plan.assignment import OPTIONS, assign_by, errors_of
+
+AUTO = "auto"
+# from the most exact to the coarsest; what may change a loss is tried only if asked for
+METHODS = (PLAIN, "int8", "int4")
+# tried as well where ranks reduce in one level, and kept if it sends gradients in time
+LOW_RANK = "powersgd-4"
+UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is touched, kernels are compiled
+CONSECUTIVE = 3  # steps of a method in a row, of which the first does not count
+ROUNDS = 4  # turns of each method
+MARGIN = 0.03  # of its seconds that a coarser method must save over a finer one to be worth it
+LATE = 2.0  # gradients that a codec may keep back which nobody asked for
+SAMPLED = 1 << 16  # elements that are looked at: they lie evenly over all parameters
+EVERY = 100  # steps between two looks at a codec that stays
+PATIENCE = 2  # looks in a row at which it is late, before another takes its place
+
+Named = Callable[[str | Codec | Policy], Policy]  # the policy that an option stands for
+
+
+class Now(NamedTuple):
+    """Way to send a step: None is torch's own all-reduce, ``exact`` floats in our messages."""
+
+    policy: Policy | None
+    exact: bool = False
+
+
+class Seen(NamedTuple):
+    """A bucket of this rank: its gradient, what the encoder saw of it, what that left behind."""
+
+    spans: Sequence[Span]
+    gradient: torch.Tensor
+    compensated: torch.Tensor | None
+    outcomes: Sequence[Outcome]
+
+
+class Choice:
+    """The same codecs in every step, or torch's own all-reduce."""
+
+    why = ""  # of what was chosen
+
+    def __init__(self, usual: Policy | None, *, start: int = 0) -> None:
+        """``start``: the first step that is compressed."""
+        self.usual, self.start = usual, start
+
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
+        """The codecs of the step that begins; collective. ``aborted``: the last backward was."""
+        return Now(self.usual, exact=step < self.start)
+
+    def looks(self, step: int) -> bool:
+        return False
+
+    def observe(self, step: int, seen: Seen) -> None:
+        """Take in a bucket of a step that ``looks``, which was finite."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain data that ranks have in common."""
+        return {}
+
+    def saved(self) -> dict[str, Any]:
+        """The part of ``state`` that belongs into checkpoints."""
+        return self.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` or ``saved``."""
+
+
+# ---------------------------------------------------------------- a trial
+
+
+class Auto(Choice):
+    """Every method for a few steps in turn, then the fastest that sends gradients in time.
+
+    Which method a step of the trial takes is a pure function of its number. At the end the ranks
+    exchange what their steps took, once: a step counts as its slowest rank, so all decide alike. A
+    resumed run tries again.
+
+    Of ``judged`` methods, which nobody asked for, ranks look at the lateness: how much of the
+    gradients they still keep back.
+
+        ‖Σᵢ eᵢ / P + s‖ / ‖mean gradient‖        1: as much as one whole gradient is yet to be sent
+
+    Residuals of all ranks are added up first: a low-rank codec leaves on each rank what this rank's
+    gradient has apart from the others, which is noise and adds up to little. ``int8`` keeps 0.01,
+    ``int4`` 0.2, ``powersgd-4`` 0.1 to 1.6, ``sign`` 5 to 100 (a GPT of 0.9 million parameters, 240
+    steps): those that keep at most ``LATE`` train as without compression.
+    """
+
+    def __init__(
+        self,
+        methods: Sequence[str],
+        named: Named,
+        *,
+        widens: bool = False,
+        start: int = 0,
+        numel: int = SAMPLED,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """``widens``: ``LOW_RANK`` is tried too, where ranks reduce in one level. ``numel``: of all
+        parameters together."""
+        super().__init__(named(methods[-1]), start=start)
+        self.methods, self.judged = tuple(methods), tuple[str, ...]()
+        self._named, self._clock = named, clock
+        self._widens = widens and LOW_RANK not in methods
+        self._stride = max(numel // SAMPLED, 1)
+        # a parameter's sample in the last step that was looked at, and its number of elements
+        self._samples: dict[str, tuple[torch.Tensor, int]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.method, self.instead, self.late = "", "", 0  # what it came to, and what else
+        self._step = 0  # of the trial
+        self._took: list[float] = []  # seconds of each step until the next one began
+        self._began = 0.0
+        self._lateness: dict[str, float] = {}
+
+    @property
+    def steps(self) -> int:
+        """Steps of the trial."""
+        return steps_of_trial(self.methods)
+
+    def turn(self, step: int) -> str:
+        """Method of a step of the trial."""
+        return self.methods[max(step - UNTIMED, 0) // CONSECUTIVE % len(self.methods)]
+
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
+        if step < self.start:
+            return Now(self.usual, exact=True)
+        if not aborted:
+            (self._watch if self.method else self._try)(step, peers)
+        method = self.method or self.turn(self._step - 1)
+        return Now(None if method == PLAIN else self._named(method))
+
+    def _try(self, step: int, peers: Peers) -> None:
+        """The next step of the trial begins, or the first after it."""
+        now = self._clock()
+        if self._step == 0:
+            if self._widens and not peers.in_levels and LOW_RANK not in self.methods:
+                usual, more = self.methods[: len(METHODS)], self.methods[len(METHODS) :]
+                self.methods, self.judged = (*usual, LOW_RANK, *more), (LOW_RANK,)
+        else:
+            self._took.append(now - self._began)
+            if self._judges():
+                self._lateness[self.turn(self._step - 1)] = self._late(peers)
+        self._step, self._began = self._step + 1, now
+        if self._step > self.steps:
+            rows = torch.zeros(peers.size, self.steps)
+            rows[peers.rank] = torch.tensor(self._took)
+            self.method, self.why = self.decide(peers.total(rows).amax(0).tolist())
+            tell_on_first(peers.rank, "codec='auto' goes on with %s", self.why)
+
+    def decide(self, seconds: Sequence[float]) -> tuple[str, str]:
+        """The method to go on with, and why. ``seconds``: of each step, the slowest rank's."""
+        took: dict[str, list[float]] = {method: [] for method in self.methods}
+        for step in range(UNTIMED, self.steps):
+            if (step - UNTIMED) % CONSECUTIVE:
+                took[self.turn(step)].append(seconds[step])
+        medians = {method: median(every) for method, every in took.items()}
+        able = [method for method in self.methods if self._lateness.get(method, 0.0) <= LATE]
+        chosen = _best(medians, able)
+        if chosen in self.judged:
+            self.instead = _best(medians, [each for each in able if each not in self.judged])
+        measured = ", ".join(f"{each} {1e3 * taken:.4g} ms" for each, taken in medians.items())
+        kept = [
+            f"{each} keeps back {late:.2g} gradients (at most {LATE:g})"
+            for each, late in self._lateness.items()
+        ]
+        return chosen, "; ".join([f"{chosen}, because a step took {measured}", *kept])
+
+    def _watch(self, step: int, peers: Peers) -> None:
+        """Let another codec take the place of one that has fallen behind."""
+        if not self.instead or not self._due(step - 1):
+            return
+        lateness = self._late(peers)
+        self.late = self.late + 1 if lateness > LATE else 0
+        if self.late < PATIENCE:
+            return
+        self.why = f"{self.instead}, because {self.method} kept back {lateness:.2g} gradients"
+        warn_on_first(peers.rank, "codec='auto' goes on with %s from step %d on", self.why, step)
+        self.method, self.instead = self.instead, ""
+
+    def _due(self, step: int) -> bool:
+        return step % EVERY == EVERY - 1
+
+    def _judges(self) -> bool:
+        """True if the step that is under way is the last of a method that is judged."""
+        step = self._step - 1
+        last = step >= self.steps - CONSECUTIVE * len(self.methods)
+        ends = (step - UNTIMED) % CONSECUTIVE == CONSECUTIVE - 1
+        return last and ends and self.turn(step) in self.judged
+
+    def looks(self, step: int) -> bool:
+        return self._judges() if not self.method else bool(self.instead) and self._due(step)
+
+    def observe(self, step: int, seen: Seen) -> None:
+        for span in seen.spans:
+            part = seen.gradient[span.source : span.source + span.numel]
+            self._samples[span.name] = part[:: self._stride].clone(), span.numel
+
+    def _late(self, peers: Peers) -> float:
+        """Lateness of the step that was observed, the same on all ranks."""
+        own, left = [torch.zeros(1)], [torch.zeros(1)]
+        for name, (sample, numel) in sorted(self._samples.items()):
+            owed = torch.zeros(numel, device=sample.device)
+            assert peers.owed is not None
+            peers.owed(name, owed)
+            own.append(sample.cpu())
+            left.append(owed[:: self._stride].cpu())
+        self._samples.clear()
+        table = peers.total(torch.stack([torch.cat(own), torch.cat(left)]))
+        gradient, behind = table.double().norm(dim=1).tolist()
+        return behind / gradient if gradient > 0 else 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "instead": self.instead,
+            "late": self.late,
+            "why": self.why if self.method else "",
+        }
+
+    def saved(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if "method" not in state:
+            return
+        self._begin()
+        self.method, self.instead = state["method"], state["instead"]
+        self.late, self.why = state["late"], state["why"]
+
+
+def _best(medians: Mapping[str, float], able: Sequence[str]) -> str:
+    """The fastest, or a finer method that takes hardly longer."""
+    best = min(medians[method] for method in able)
+    return next(method for method in able if medians[method] * (1 - MARGIN) <= best)
+
+
+def steps_of_trial(methods: Sequence[str]) -> int:
+    return UNTIMED + CONSECUTIVE * ROUNDS * len(methods)
+
+
+def methods_of(codec: object) -> tuple[str, ...]:
+    """Methods that 'auto' tries; 'auto+sign' has the usual ones and these, 'auto:int8,sign' these
+    alone beside no compression. None of any other codec."""
+    found = re.fullmatch(rf"{AUTO}(?:([+:])(.*))?", codec) if isinstance(codec, str) else None
+    if found is None:
+        return ()
+    more = [name.strip() for name in found[2].split(",")] if found[1] else []
+    methods = (PLAIN, *more) if found[1] == ":" else (*METHODS, *more)
+    for method in methods[1:]:
+        codec_named(method)
+    return tuple(dict.fromkeys(methods))
+
+
+# ---------------------------------------------------------------- a codec for every layer
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """A codec for every layer, chosen anew every so many steps from the gradients of that moment:
+    the fewest bytes at the error that ``uniform`` for all would make.
+
+    ``commpress.compress(ddp, commpress.PerLayer("int4", every=1000))``.
+    """
+
+    uniform: str = "int4"
+    every: int = 1000
+
+    def __post_init__(self) -> None:
+        check_counts(every=self.every)
+        if not isinstance(self.uniform, str) or self.every < 1:
+            raise InvalidArgument(
+                f"PerLayer got {self.uniform!r} and every={self.every!r}, expected a name such as "
+                "'int4' and a number from 1"
+            )
+        if isinstance(codec_named(self.uniform), WholeTensorCodec):
+            raise InvalidArgument(
+                f"PerLayer got {self.uniform!r}, which compresses whole tensors, and errors of "
+                "codecs of rows are compared: choose one of these, such as 'int4'"
+            )
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A policy: codecs by name, ``base`` for all other parameters."""
+
+    base: Policy
+    rules: Mapping[str, str]
+
+    def choose(self, name: str, numel: int) -> Codec:
+        return (
+            codec_named(self.rules[name]) if name in self.rules else self.base.choose(name, numel)
+        )
+
+
+class Layered(Choice):
+    """A codec for every layer, as ``PerLayer`` asks (``plan.assignment``).
+
+    In a step that is due, every rank measures what each option loses of its own gradients. Between
+    that step and the next the ranks add up their errors, once, and each solves the same problem: so
+    all come to the same codecs. Layers that travel exactly stay as they are. Gradients that are not
+    finite change nothing.
+    """
+
+    def __init__(self, wanted: PerLayer, named: Named, *, start: int = 0) -> None:
+        self.base = named(wanted.uniform)  # says which layers travel exactly
+        super().__init__(self.base, start=start)
+        self.wanted = wanted
+        self.options = tuple(dict.fromkeys([*OPTIONS, wanted.uniform]))
+        self.rules: dict[str, str] = {}  # name → codec, of the last choice
+        self._errors: dict[str, list[float]] = {}
+        self._numels: dict[str, int] = {}
+
+    def looks(self, step: int) -> bool:
+        return step >= self.start and (step - self.start) % self.wanted.every == 0
+
+    def observe(self, step: int, seen: Seen) -> None:
+        for span in seen.spans:
+            if not self.base.choose(span.name, span.numel).lossless:
+                part = seen.gradient[span.source : span.source + span.numel]
+                self._errors[span.name] = errors_of(part, self.options)
+                self._numels[span.name] = span.numel
+
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
+        if self._errors:
+            self._decide(step - 1, peers)
+        return super().at(step, peers)
+
+    def _decide(self, step: int, peers: Peers) -> None:
+        names, wanted = sorted(self._errors), self.wanted
+        table = peers.total(torch.tensor([self._errors[n] for n in names], dtype=torch.float64))
+        self._errors.clear()
+        if not torch.isfinite(table).all():
+            return
+        rows = dict(zip(names, table.tolist(), strict=True))
+        found = assign_by(
+            rows, self._numels, self.options, ranks=peers.size, uniform=wanted.uniform
+        )
+        self.why = (
+            f"of step {step}: {found.gain:.2f} times fewer bytes than {wanted.uniform} for every "
+            "layer, at its error"
+        )
+        self._use(self.rules | dict(found.rules))
+
+    def _use(self, rules: Mapping[str, str]) -> None:
+        self.rules = dict(rules)
+        self.usual = Ruled(self.base, self.rules) if rules else self.base
+
+    def state(self) -> dict[str, Any]:
+        return {"rules": dict(self.rules)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        rules = state.get("rules", {})
+        for codec in rules.values():
+            codec_named(codec)
+        self._errors.clear()
+        self._use(rules)
+
+
+# ---------------------------------------------------------------- an alarm
+
+
+class Alarmed(Choice):
+    """Another choice, watched by an alarm: while that lasts, the codec that it brings."""
+
+    def __init__(self, inner: Choice, alarm: Alarm, named: Named, *, start: int = 0) -> None:
+        super().__init__(inner.usual, start=start)
+        self.inner, self.alarm = inner, alarm
+        self._then = None if alarm.then in (WARN, NONE) else named(alarm.then)
+
+    @property
+    def why(self) -> str:  # type: ignore[override]
+        return self.inner.why
+
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
+        now = self.inner.at(step, peers, aborted=aborted)
+        if not aborted and self.alarm.due(step - 1 - self.start):
+            self.alarm.look(peers, step - 1)
+        return Now(self._then) if self.alarm.way else now
+
+    def looks(self, step: int) -> bool:
+        return self.inner.looks(step) or self.alarm.due(step - self.start)
+
+    def observe(self, step: int, seen: Seen) -> None:
+        if self.inner.looks(step):
+            self.inner.observe(step, seen)
+        if self.alarm.due(step - self.start) and seen.compensated is not None:
+            self.alarm.measure(seen.gradient, seen.compensated, seen.outcomes)
+
+    def state(self) -> dict[str, Any]:
+        return self.inner.state() | {"alarm": self.alarm.state_dict()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.inner.load(state)
+        if "alarm" in state:
+            self.alarm.load_state_dict(state["alarm"])
+
+
+# ---------------------------------------------------------------- what options say
+
+
+def choice_of(
+    codec: str | Codec | Policy | PerLayer | None,
+    named: Named,
+    *,
+    exact_steps: int = 0,
+    alarm: Alarm | None = None,
+    numel: int = SAMPLED,
+) -> Choice:
+    """The choice that options stand for. ``codec`` None sends nothing compressed; ``named`` makes a
+    policy of a codec; ``numel`` is of all parameters together."""
+    choice: Choice
+    if methods := methods_of(codec):
+        widens = isinstance(codec, str) and ":" not in codec
+        choice = Auto(methods, named, widens=widens, start=exact_steps, numel=numel)
+    elif isinstance(codec, PerLayer):
+        choice = Layered(codec, named, start=exact_steps)
+    else:
+        choice = Choice(None if codec is None else named(codec), start=exact_steps)
+    return choice if alarm is None else Alarmed(choice, alarm, named, start=exact_steps)
