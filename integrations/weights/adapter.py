@@ -13,7 +13,7 @@ from commpress.collectives.transports.run_key import (
     proves,
     run_key,
 )
-from commpress.integrations.zero.weights_file import Writer as SafetensorsWriter
+from commpress.integrations.zero.safetensors_file import Writer as SafetensorsWriter
 from commpress.kernels.cpu.exact import decode, encode
 from commpress.kernels.exact_format import (
     BFLOAT16,

@@ -97,7 +97,7 @@ def on_the_way(kind):
     if kind == "manual in own order":
         return net, offloaded(net), average_in_own_order
     if kind == "manual, delayed":
-        return net, offloaded(net, delayed=True), average
+        return net, offloaded(net, gradients="delayed"), average
     if kind == "partitioned":
         return (
             net,
@@ -151,7 +151,7 @@ def warnings_of(build, how=None, seeds=(0,)):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    "more", [{}, {"gradients": "store"}, {"delayed": True}, {"max_grad_norm": 0.1}]
+    "more", [{}, {"gradients": "store"}, {"gradients": "delayed"}, {"max_grad_norm": 0.1}]
 )
 def test_a_bare_model_on_several_ranks_is_warned_of_once_by_one_of_them(pool, more, size):
     every = [line for lines in pool.run(warnings_of, bare, more, size=size) for line in lines]

@@ -158,7 +158,7 @@ def test_bytes_of_a_step(store):
     train(net, optimizer, 0, 2)
     written = written_in_the_end(store)
     train(net, optimizer, 2, 6)
-    passing = [chunk for chunk in optimizer.chunks if optimizer._passes(chunk)]
+    passing = [chunk for chunk in optimizer.chunks if chunk.passes]
     wanted = 4 * sum(12 * chunk.numel for chunk in passing)
     assert len(passing) > 5
     assert written_in_the_end(store) - written == pytest.approx(wanted, rel=0.05)
@@ -192,7 +192,7 @@ def test_budgets_place_the_first_chunks(tmp_path):
     with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
         net, other = model(), model()
         optimizer, twin = (
-            offloaded(net, store, device_budget="200KiB", host_budget="200KiB"),
+            offloaded(net, store, resident={"device": "200KiB", "host": "200KiB"}),
             plain(other),
         )
         train(net, optimizer, 0, 20)
@@ -220,10 +220,10 @@ def test_budgets_place_the_first_chunks(tmp_path):
             "together",
             "update",
         ]
-        with pytest.raises(InvalidArgument, match="host_budget"):
-            offloaded(net, store, prefix="more", host_budget="1MiB")
-        with pytest.raises(InvalidArgument, match="device_budget"):
-            offloaded(net, store, prefix="more", device_budget="1MiB")
+        with pytest.raises(InvalidArgument, match="of 'host'"):
+            offloaded(net, store, prefix="more", resident={"host": "1MiB"})
+        with pytest.raises(InvalidArgument, match="of 'device'"):
+            offloaded(net, store, prefix="more", resident={"device": "1MiB"})
 
 
 class Watch(TorchDispatchMode):
@@ -258,7 +258,9 @@ def test_bytes_between_host_and_device(tmp_path, dtype, max_grad_norm):
     }
     with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
         net = model().to(dtype)
-        optimizer = offloaded(net, store, device_budget="200KiB", max_grad_norm=max_grad_norm)
+        optimizer = offloaded(
+            net, store, resident={"device": "200KiB"}, max_grad_norm=max_grad_norm
+        )
         for step in range(3):
             net(torch.full((8, 64), 0.1 + step, dtype=dtype)).float().square().mean().backward()
             arrays = [store._residency.device.bytes, optimizer._gradients._buffers["device"]]
@@ -332,7 +334,7 @@ def test_a_delayed_update(store):
     """The update with the gradients of one step is taken after the backward of the next: as said
     step by step."""
     net, other = model(), model()
-    optimizer, twin = offloaded(net, store, delayed=True), plain(other)
+    optimizer, twin = offloaded(net, store, gradients="delayed"), plain(other)
     waiting = None
     for step in range(8):
         optimizer.param_groups[0]["lr"] = rate = 1e-2 * 0.9**step

@@ -34,7 +34,7 @@ def measured(folder):
             torch.optim.AdamW,
             store=store,
             chunk_mb=0.0164,
-            host_budget=0,
+            resident={"host": 0},
             lr=1e-3,
         )
 

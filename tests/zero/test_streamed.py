@@ -138,7 +138,7 @@ def test_bytes_and_memory_of_a_step(tmp_path):
     with open_store(tmp_path / "store", host="1MiB") as store:
         net = made(layers=8)
         streamed = commpress.stream(net, store=store, chunk_mb=0.02)
-        optimizer = offloaded(net, store, host_budget=0)
+        optimizer = offloaded(net, store, resident={"host": 0})
         most = 0
 
         def look(*_):
