@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commpress
-from stream_twin import open_store
+from small_store import open_store
 
 WIDTH, LAYERS, STEPS = 128, 40, 2
 
