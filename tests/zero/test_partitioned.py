@@ -143,20 +143,30 @@ def test_half_precision_has_a_float32_master(pool):
 
 
 def scaled(stage, codec):
-    plan = Plan(steps=6, scale=2.0**10, bad=(2,), max_norm=0.5, decay=1.0)
-    model, optimizer, scales = with_partitioned(plan, stage=stage, codec=codec)
-    skipped = optimizer.skipped_steps
-    optimizer.close()
-    return values(model), scales, skipped
+    """Weights without a loss scale, under one that is a power of two, and where one rank makes a
+    step infinite."""
+    options = {"bucket_mb": 0.004, "codec": codec, "stage": stage}
+    sgd = {"optimizer": torch.optim.SGD, "options": {"lr": 0.1}, "decay": 1.0}
+    plan = Plan(accumulate=2, sync_every=True, partitioned=options, **sgd)
+    found = [
+        with_partitioned(replace(plan, scale=scale, bad=bad))
+        for scale, bad in ((0.0, ()), (1024.0, ()), (1024.0, (2,)))
+    ]
+    for _, optimizer, _ in found:
+        optimizer.close()
+    skipped = [optimizer.skipped_steps for _, optimizer, _ in found]
+    return [values(model) for model, _, _ in found], found[-1][2], skipped
 
 
 @pytest.mark.parametrize(("stage", "codec"), [(1, "none"), (2, "int8"), (2, "powersgd-2")])
-def test_a_grad_scaler_skips_on_all_ranks(pool, stage, codec):
+def test_a_grad_scaler_changes_no_bit_and_skips_on_all_ranks(pool, stage, codec):
     (first, scales, skipped), (second, others, _) = pool.run(scaled, stage, codec)
+    plain, under_scale, after_infinity = first
     assert scales == others == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
-    assert skipped == 1
-    assert equal(first, second)
-    assert all(bool(torch.isfinite(one).all()) for one in first)
+    assert skipped == [0, 0, 1]
+    assert equal(plain, under_scale)
+    assert all(bool(torch.isfinite(one).all()) for one in after_infinity)
+    assert all(equal(*both) for both in zip(first, second, strict=True))
 
 
 def not_finite(gradients):

@@ -191,6 +191,14 @@ def test_a_file_that_plain_pytorch_loads(store, tmp_path):
         )
 
 
+def test_without_gradients_nothing_stays(store):
+    net, other = made(), made()
+    streamed = commpress.stream(net, store=store)
+    with torch.no_grad():
+        assert loss_of(net, 0, 0) == loss_of(other, 0, 0)
+    assert not any(group.present for group in streamed.groups)
+
+
 def test_what_cannot_work_is_refused(store):
     net = made()
     with pytest.raises(InvalidArgument, match="neither a parameter"):
