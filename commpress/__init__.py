@@ -60,8 +60,8 @@ _HOMES = {
     "overlap": "commpress.integrations.ddp.overlap",
     "save_distributed": "commpress.integrations.trainers.distributed_checkpoint",
     "load_distributed": "commpress.integrations.trainers.distributed_checkpoint",
-    "save_safetensors": "commpress.integrations.zero.state_file",
-    "load_safetensors": "commpress.integrations.zero.state_file",
+    "save_safetensors": "commpress.integrations.zero.safetensors_file",
+    "load_safetensors": "commpress.integrations.zero.safetensors_file",
     "ErrorFeedback": "commpress.feedback",
     "compressed_allreduce": "commpress.collectives.allreduce",
     "GroupOptions": "commpress.integrations.process_group.group_options",
@@ -127,7 +127,7 @@ if TYPE_CHECKING:
     from commpress.integrations.trainers.launch import init_process_group
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
-    from commpress.integrations.zero.state_file import load_safetensors, save_safetensors
+    from commpress.integrations.zero.safetensors_file import load_safetensors, save_safetensors
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import (

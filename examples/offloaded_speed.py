@@ -49,7 +49,7 @@ def step_and_transfers(optimizer: commpress.Offloaded, steps: int) -> None:
         optimizer.__class__ = Idle
         alone.append(seconds(optimizer.step))
         optimizer.__class__ = commpress.Offloaded
-    passing = sum(c.numel for c in optimizer.chunks if optimizer._passes(c))
+    passing = sum(c.numel for c in optimizer.chunks if c.passes)
     print(f"{passing / 1e6:.0f} million parameters pass through, engine {optimizer.store.engine}")
     ratio = show("step", whole, 24 * passing) / show("reads and writes alone", alone, 24 * passing)
     print(f"a step is {ratio:.2f} times its reads and writes alone")
@@ -119,7 +119,7 @@ def main() -> None:
             torch.optim.AdamW,
             store=store,
             chunk_mb=options.chunk_mb,
-            delayed=options.batch > 0,
+            gradients="delayed" if options.batch else "parameters",
             **adam,
         )
         optimizer.step()

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from commpress.checksum import checksum_of
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.integrations.weights.adapter import checksum_of
 from commpress.integrations.weights.weight_layout import (
     NUMBERS,
     DescribedTensor,

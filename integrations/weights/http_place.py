@@ -12,8 +12,7 @@ import time
 from hashlib import blake2b
 from urllib.parse import urlsplit
 
-from commpress.errors import CommunicationError, Corrupted, InvalidArgument
-from commpress.integrations.weights.adapter import (
+from commpress.collectives.transports.run_key import (
     CALLER,
     DOOR,
     LONGEST,
@@ -25,6 +24,7 @@ from commpress.integrations.weights.adapter import (
     proves,
     run_key,
 )
+from commpress.errors import CommunicationError, Corrupted, InvalidArgument
 from commpress.integrations.weights.places import FolderPlace, ObjectPlace, ReadablePlace
 
 SCHEME, CHALLENGE, PROOF_HEADER = "Commpress", "X-Commpress-Challenge", "X-Commpress-Proof"

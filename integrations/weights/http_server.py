@@ -12,8 +12,8 @@ from socketserver import TCPServer, ThreadingMixIn
 from time import monotonic
 from typing import Any
 
+from commpress.collectives.transports.run_key import CALLER, DOOR, nonce, proof, proves
 from commpress.errors import InvalidArgument
-from commpress.integrations.weights.adapter import CALLER, DOOR, nonce, proof, proves
 from commpress.integrations.weights.http_place import (
     CHALLENGE,
     MOST,

@@ -9,12 +9,12 @@ import torch
 from commpress.errors import Damaged, StateMismatch
 from commpress.integrations.weights import replay
 from commpress.integrations.weights import weight_records as records
-from commpress.integrations.weights.adapter import SafetensorsWriter
 from commpress.integrations.weights.http_place import reading_place
 from commpress.integrations.weights.places import FolderPlace, ReadablePlace
 from commpress.integrations.weights.receiver import Receiver
 from commpress.integrations.weights.version_log import tidy
 from commpress.integrations.weights.weight_layout import WeightLayout
+from commpress.integrations.zero.safetensors_file import Writer
 
 Told = Callable[[str], None]
 
@@ -203,7 +203,7 @@ def save_safetensors(
         return 0
     version = receiver.install()
     weights: dict[str, torch.Tensor] = dict(receiver.weights)
-    with SafetensorsWriter(path, weights, {"version": str(version)}) as file:
+    with Writer(path, weights, {"version": str(version)}) as file:
         for name, value in weights.items():
             file.write(name, value)
     return version

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from commpress.checksum import checksum_of
 from commpress.errors import StateMismatch
-from commpress.integrations.weights import adapter
 from commpress.integrations.weights.held_weights import Tensors, local
 from commpress.integrations.weights.replay import Rebuilder, seed_of
 from commpress.integrations.weights.weight_layout import (
@@ -21,6 +21,8 @@ from commpress.integrations.weights.weight_layout import (
     rows_meet,
     take,
 )
+from commpress.kernels.cpu.exact import decode, encode
+from commpress.kernels.exact_format import BLOCK, SAME, SPARSE, SPARSE_HEAD
 
 
 class _Block(NamedTuple):
@@ -49,7 +51,7 @@ class OwnPart:
         for s, stream in enumerate(self._streams):
             numbers = stream.numbers
             copy = np.zeros(stream.numel * numbers.words, numbers.unsigned)
-            parts = np.split(copy, range(adapter.BLOCK, len(copy), adapter.BLOCK))
+            parts = np.split(copy, range(BLOCK, len(copy), BLOCK))
             blocks = zip(stream.blocks(), parts, strict=True) if len(copy) else ()
             self._blocks += [_Block(s, b, runs, part) for b, (runs, part) in enumerate(blocks)]
         self._pool = ThreadPoolExecutor(torch.get_num_threads(), "commpress-scan")
@@ -74,10 +76,10 @@ class OwnPart:
             new = self._patterns(numbers, block.runs, tensors)
             if first:
                 block.copy[:] = new
-            code = adapter.encode(block.copy, new, numbers.kind)
+            code = encode(block.copy, new, numbers.kind)
             seed = seed_of(self._rank, block.stream, block.number)
             changed = len(new) if first else _changed(code, len(new))
-            return code, adapter.checksum_of(new.data.cast("B"), seed), changed
+            return code, checksum_of(new.data.cast("B"), seed), changed
 
         found = list(self._pool.map(one, self._blocks))
         changed = sum(each for _, _, each in found)
@@ -86,14 +88,14 @@ class OwnPart:
     def advance(self, codes: Sequence[bytes]) -> None:
         """The copy becomes the version that the codes lead to."""
         for block, code in zip(self._blocks, codes, strict=True):
-            adapter.decode(code, block.copy, self._numbers(block).kind)
+            decode(code, block.copy, self._numbers(block).kind)
 
     def anchor_codes(self, codes: Sequence[bytes]) -> Iterator[bytes]:
         """Codes of that version by itself. Training may go on changing what the rank holds."""
         for block, code in zip(self._blocks, codes, strict=True):
             content, kind = block.copy.copy(), self._numbers(block).kind
-            adapter.decode(code, content, kind)
-            yield adapter.encode(None, content, kind)
+            decode(code, content, kind)
+            yield encode(None, content, kind)
 
     def fill(self, earlier: Rebuilder) -> None:
         """The copy becomes a version whose ranks held other parts.
@@ -157,6 +159,6 @@ class OwnPart:
 
 def _changed(code: bytes, numel: int) -> int:
     """The numbers that a code changes."""
-    if code[0] == adapter.SPARSE:
-        return int(adapter.SPARSE_HEAD.unpack_from(code)[3])
-    return 0 if code[0] == adapter.SAME else numel
+    if code[0] == SPARSE:
+        return int(SPARSE_HEAD.unpack_from(code)[3])
+    return 0 if code[0] == SAME else numel

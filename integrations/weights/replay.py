@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from commpress.checksum import checksum_of
 from commpress.errors import Damaged, StateMismatch
-from commpress.integrations.weights.adapter import checksum_of, decode
 from commpress.integrations.weights.places import ReadablePlace
 from commpress.integrations.weights.weight_layout import WeightLayout
 from commpress.integrations.weights.weight_records import (
@@ -21,6 +21,7 @@ from commpress.integrations.weights.weight_records import (
     unpack_layout,
     version_name,
 )
+from commpress.kernels.cpu.exact import decode
 
 T = TypeVar("T")
 TRIES = 8  # as often as a publisher removes what is being read

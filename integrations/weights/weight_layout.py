@@ -15,7 +15,8 @@ import msgpack
 import numpy as np
 import torch
 
-from commpress.integrations.weights.adapter import BFLOAT16, BLOCK, FLOAT32, PLAIN, checksum_of
+from commpress.checksum import checksum_of
+from commpress.kernels.exact_format import BFLOAT16, BLOCK, FLOAT32, PLAIN
 
 MOST_TENSORS, MOST_PIECES, MOST_PARTS = 1 << 18, 1 << 20, 1 << 14
 MOST_ELEMENTS, MOST_DIMS, LONGEST_NAME = 1 << 46, 16, 1 << 10

@@ -19,9 +19,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from commpress.checksum import checksum_of
 from commpress.errors import Damaged, InvalidArgument
-from commpress.integrations.weights.adapter import BLOCK, checksum_of
 from commpress.integrations.weights.weight_layout import MOST_PARTS, WeightLayout
+from commpress.kernels.exact_format import BLOCK
 
 HEAD_NAME = "head"
 _HEAD_MAGIC, _VERSION_MAGIC, _LAYOUT_MAGIC = b"cwH1", b"cwV1", b"cwL1"

@@ -7,7 +7,7 @@ from commpress.lazy import lazily
 if TYPE_CHECKING:
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
-    from commpress.integrations.zero.state_file import load_safetensors, save_safetensors
+    from commpress.integrations.zero.safetensors_file import load_safetensors, save_safetensors
     from commpress.integrations.zero.streamed import Streamed, stream
     from commpress.integrations.zero.tiling import tile
 
@@ -25,7 +25,7 @@ __getattr__ = lazily(
     {
         "offloaded": ("Offloaded",),
         "partitioned": ("Partitioned",),
-        "state_file": ("load_safetensors", "save_safetensors"),
+        "safetensors_file": ("load_safetensors", "save_safetensors"),
         "streamed": ("Streamed", "stream"),
         "tiling": ("tile",),
     },

@@ -147,14 +147,17 @@ class FlatGroup:
         """Elements of the own row that are not padding behind the last parameter."""
         return min(max(self.used - self.first, 0), self.width)
 
-    def overlaps(self) -> Iterable[tuple[Member, int, slice]]:
-        """Whatever this rank owns: a member, the first element in its parameter, and the place in
-        the own row."""
+    def overlaps(
+        self, begin: int = 0, numel: int | None = None
+    ) -> Iterable[tuple[Member, int, slice]]:
+        """Whatever this rank owns, of its row the ``numel`` elements from ``begin``: a member, the
+        first element in its parameter, and the place among those elements."""
+        first = self.first + begin
+        last = first + (self.width if numel is None else numel)
         for m in self.members:
-            start = max(m.first, self.first)
-            stop = min(m.first + m.shape.numel(), self.first + self.width)
+            start, stop = max(m.first, first), min(m.first + m.shape.numel(), last)
             if start < stop:
-                yield m, start - m.first, slice(start - self.first, stop - self.first)
+                yield m, start - m.first, slice(start - first, stop - first)
 
 
 class ShardedBucket(FlatGroup):
@@ -257,10 +260,13 @@ def buckets(
     plans: list[tuple[tuple[object, ...], list[Numbered]]] = []
     every = [(number, *member) for number, group in enumerate(groups) for member in group]
     for number, parameter, name, index in reversed(every):
-        codecs = [
-            _lossy(policy, name, parameter) if ranks > 1 else None
-            for policy in (gradients, weights)
-        ]
+        down, up = (_lossy(policy, name, parameter) for policy in (gradients, weights))
+        if isinstance(up, WholeTensorCodec):
+            raise InvalidArgument(
+                f"weights is {up.spec!r} for parameter {name!r}, which compresses a mean of "
+                "whole tensors, and weights are not averaged: choose a codec of rows such as 'int8'"
+            )
+        codecs = (down, up) if ranks > 1 else (None, None)
         key = (number, parameter.dtype, parameter.device, *codecs, _cuts(parameter))
         held = open_.get(key)
         if (
@@ -297,19 +303,6 @@ def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
     if isinstance(codec, LowRankCodec) and codec.matrix(shape) is None:
         return None
     return None if codec.lossless else codec
-
-
-def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weights: Policy) -> None:
-    """Raise ``InvalidArgument`` for codecs that cannot do what they are named for, on one rank as
-    on many."""
-    for parameter, name, _ in (one for group in groups for one in group):
-        numel = largest_shard(parameter).numel()
-        codec = weights.choose(name, numel)
-        if isinstance(codec, WholeTensorCodec):
-            raise InvalidArgument(
-                f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of "
-                "whole tensors, and weights are not averaged: choose a codec of rows such as 'int8'"
-            )
 
 
 def reduction_bytes(bucket: FlatGroup) -> int:

@@ -43,17 +43,11 @@ class Gradients:
         stage: int,
         scaler: torch.amp.GradScaler | None = None,
         consensus: Consensus | None = None,
-        seed: int = 0,
         sink: Callable[[Any, torch.Tensor], None] | None = None,
     ) -> None:
         self._sink, self._consensus = sink, consensus
-        self.buckets, self._channel, self._stage, self._scaler, self._seed = (
-            buckets,
-            channel,
-            stage,
-            scaler,
-            seed,
-        )
+        self.buckets, self._channel = buckets, channel
+        self._stage, self._scaler = stage, scaler
         self.syncing = True
         self.step = 0  # number of the step under way: noise of stochastic codecs
         self._next, self._local = 0, False
@@ -141,7 +135,7 @@ class Gradients:
 
     def _launch(self, bucket: FlatGroup) -> None:
         sequence = self._channel.take(bucket.sequences)
-        key = self._seed * 1_000_003 + self.step + (bucket.reduction.times << 20)
+        key = self.step + (bucket.reduction.times << 20)
         steps = self._reduce(bucket, sequence, key, self._gain())
         waits = len(bucket.reduce_plan) if bucket.exchange is None else bucket.exchange.waits
         assert bucket.buffer is not None

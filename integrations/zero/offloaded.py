@@ -9,12 +9,11 @@ and written.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
@@ -25,15 +24,14 @@ from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.averaging import averaging_check
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments, check_moments
-from commpress.integrations.zero.shards import Cut
 from commpress.integrations.zero.state import StoredState
 from commpress.integrations.zero.streamed import Streamed
 from commpress.integrations.zero.streamed_group import StreamedGroup, streamer_of
 from commpress.integrations.zero.update_chunk import (
     GRADIENT,
     WEIGHT,
-    ChunkGradients,
     ChunkRange,
+    ParameterGradients,
     StoredGradients,
     UpdateChunk,
     chunks,
@@ -45,11 +43,12 @@ from commpress.integrations.zero.wrapper import (
     agreed,
     check_groups,
     like,
+    of_every_rank,
     probe,
     take_options,
     trainable,
 )
-from commpress.optim.layout import LocalWeights, held_of, refuse_held, version_of
+from commpress.optim.layout import LocalWeights, held_of, is_cut, refuse_held, version_of
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
@@ -60,6 +59,8 @@ AHEAD = 2  # chunks that are read while one is updated
 # chunks in memory beside those that stay: one updated, others read, two written
 UNDER_WAY = AHEAD + 3
 TIERS = ("device", "host", "disk")
+# options that say how a state lies in a store, whoever is the optimizer
+OF_STORE = ("prefix", "chunk_mb", "commit_every", "resident", "moments")
 
 
 @dataclass
@@ -70,12 +71,6 @@ class Meter:
     seconds: float = 0.0
     stalled: float = 0.0
     written: int = 0
-
-    def count(self, seconds: float, stalled: float, written: int) -> None:
-        self.steps += 1
-        self.seconds += seconds
-        self.stalled += stalled
-        self.written += written
 
 
 class Offloaded(Wrapper):
@@ -89,15 +84,16 @@ class Offloaded(Wrapper):
     DistributedDataParallel or FSDP, or ``Partitioned(..., store=store)`` takes its place.
 
     - ``gradients``: "parameters" leaves them in ``parameter.grad``; "store" adds them up in the
-      store, in float32, as backward makes them, and leaves ``parameter.grad`` None.
+      store, in float32, as backward makes them, and leaves ``parameter.grad`` None. "delayed":
+      ``step`` takes them from there, and the update runs beside the next forward and backward,
+      whose gradients are then of weights that are one step old; parameters get its values in the
+      next ``step``, or by ``finish``.
     - ``chunk_mb``: megabytes of float32 weights in a chunk. About five chunks with their moments
       are in memory at a time.
-    - ``device_budget``, ``host_budget``: bytes of the store's tiers in which the first chunks stay;
-      by default none on the device, and all of host memory but for what passes through.
+    - ``resident``: bytes of the store's tiers in which the first chunks stay, as in ``{"device":
+      "8GiB", "host": "40GiB"}``; else none on the device, and all of host memory but for what
+      passes through.
     - ``moments``: "int8" keeps moments quantised in blocks of 128 in the store; None in float32.
-    - ``delayed``: a step's update runs beside the next forward and backward, whose gradients are
-      then of weights that are one step old; parameters get its values in the next ``step``, or by
-      ``finish``.
     - ``max_grad_norm``: clip to this global norm in every step.
     - ``commit_every``: steps between commits; 0: only when ``commit`` is called.
     - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not
@@ -110,16 +106,14 @@ class Offloaded(Wrapper):
         optimizer: type[torch.optim.Optimizer],
         *,
         store: TieredStore,
-        gradients: Literal["parameters", "store"] = "parameters",
+        gradients: Literal["parameters", "store", "delayed"] = "parameters",
         prefix: str = "optimizer",
         chunk_mb: float = 64.0,
         max_grad_norm: float | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         commit_every: int = 0,
-        device_budget: str | int = 0,
-        host_budget: str | int | None = None,
+        resident: Mapping[str, str | int] | None = None,
         moments: Literal["int8"] | None = None,
-        delayed: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(store, TieredStore):
@@ -127,14 +121,17 @@ class Offloaded(Wrapper):
                 f"store is {store!r}, expected an open one: commpress.TieredStore.open(folder, "
                 "host='8GiB')"
             )
-        if gradients not in ("parameters", "store"):
-            raise InvalidArgument(f"gradients is {gradients!r}, expected 'parameters' or 'store'")
+        if gradients not in ("parameters", "store", "delayed"):
+            raise InvalidArgument(
+                f"gradients is {gradients!r}, expected 'parameters', 'store' or 'delayed'"
+            )
         if not chunk_mb > 0:
             raise InvalidArgument(f"chunk_mb is {chunk_mb!r}, expected a positive number")
         check_moments(moments)
-        if moments and parse_bytes(device_budget):
+        budgets = {tier: parse_bytes(size) for tier, size in (resident or {}).items()}
+        if moments and budgets.get("device"):
             raise InvalidArgument(
-                "moments are quantised on the processor: leave device_budget= out"
+                "moments are quantised on the processor: leave 'device' out of resident="
             )
         super().__init__(
             params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
@@ -153,27 +150,29 @@ class Offloaded(Wrapper):
         self.streamed = _streamer(parameters, store)
         elsewhere = self.streamed.group_of if self.streamed is not None else {}
         self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix, elsewhere)
-        self._cut = Cut(parameters, clipped=max_grad_norm is not None)
+        self._channels = _channels_of(parameters, clipped=max_grad_norm is not None)
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
         self._optimizer, self._make = optimizer, partial(optimizer, **options)
         self._moments, self._scalars = probe(optimizer, options)
         self._coded = Moments(store, quantised=moments is not None)
         self.state = StoredState(store, self.chunks, self._moments, self._scalars, self._coded)  # type: ignore[assignment]
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
-        if delayed and (gradients == "store" or self.streamed is not None):
+        self.delayed = gradients == "delayed"
+        if self.delayed and self.streamed is not None:
             raise InvalidArgument(
-                "delayed=True needs gradients='parameters' and parameters that are not streamed"
+                "gradients is 'delayed' and the parameters are streamed, which have no others to "
+                "compute with meanwhile: expected 'parameters' or 'store'"
             )
-        self.delayed = delayed
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="offloaded") if delayed else None
+        self._beside = ThreadPoolExecutor(1, "offloaded") if self.delayed else None
         self._pending: Future[None] | None = None
-        self._gradients = ChunkGradients(store, self.chunks, {} if delayed else None)
         self._next: dict[int, torch.Tensor] = {}  # new values that parameters do not have yet
         self._streams = gradients == "store" or self.streamed is not None
         self._versions: dict[int, int] = {}
-        self._choose_tiers(device_budget, host_budget)
-        self._pins, self.meter = host_budget is not None, Meter()
-        self._disk = any(map(self._passes, self.chunks))  # it is at work during a step
+        self._choose_tiers(budgets)
+        self._pins, self.meter = "host" in budgets, Meter()
+        self._disk = any(chunk.passes for chunk in self.chunks)  # it is at work during a step
+        kind = StoredGradients if self._streams else ParameterGradients
+        self._gradients = kind(store, self.chunks)
         with torch.no_grad():
             if self._meta in store:
                 self._resume()
@@ -183,18 +182,16 @@ class Offloaded(Wrapper):
         names = [f"{own.name}+{own.numel}" for chunk in self.chunks for own in chunk.ranges]
         together = self.streamed is not None and self.streamed.transport.size > 1
         self._replicas = None if together else averaging_check("Offloaded", names)
-        self._stored = StoredGradients(store, self.chunks, self._passes) if self._streams else None
-        self._gradients.stored = self._stored
-        self._hooks = self._watch(parameters) if self._streams else []
+        self._hooks = self._watch(parameters)
         if self.streamed is not None:
             self.streamed.follow(self._take_loaded)
-        if delayed:
+        if self.delayed:
             self._next = {
                 index: torch.empty_like(parameter) for parameter, index in self._index.items()
             }
         self._built = True
 
-    def _choose_tiers(self, device: str | int, host: str | int | None) -> None:
+    def _choose_tiers(self, budgets: Mapping[str, int]) -> None:
         """The first chunks to the device, the next to host memory, as far as the budgets reach.
 
         The same ones in every step: a sweep over all would otherwise evict each just before it is
@@ -209,21 +206,15 @@ class Offloaded(Wrapper):
                 f"with their moments, and what is streamed beside them, need {reserve}: open it "
                 "with a larger host=, or pass a smaller chunk_mb="
             )
-        room = {
-            "device": parse_bytes(device),
-            "host": usage.host_capacity - reserve if host is None else parse_bytes(host),
-        }
-        if room["device"] > usage.device_capacity:
-            raise InvalidArgument(
-                f"device_budget is {room['device']} bytes, the store has {usage.device_capacity} "
-                "on its device: open it with a larger device="
-            )
-        if room["host"] > usage.host_capacity - reserve:
-            raise InvalidArgument(
-                f"host_budget is {room['host']} bytes, expected at most "
-                f"{usage.host_capacity - reserve}: {reserve} of the store's {usage.host_capacity} "
-                "are for what passes through"
-            )
+        most = {"device": usage.device_capacity, "host": usage.host_capacity - reserve}
+        for tier, budget in budgets.items():
+            if budget > most.get(tier, -1):
+                raise InvalidArgument(
+                    f"resident is {budget} bytes of {tier!r}, expected at most {most}: {reserve} "
+                    f"of the store's {usage.host_capacity} in host memory are for what passes "
+                    "through. Open it with a larger host= or device="
+                )
+        room = {"device": 0, "host": most["host"], **budgets}
         for chunk in self.chunks:
             chunk.tier = "disk"
             for tier in ("device", "host"):
@@ -264,11 +255,13 @@ class Offloaded(Wrapper):
     # ------------------------------------------------------------ gradients
 
     def _watch(self, parameters: list[torch.Tensor]) -> list[Any]:
-        assert self._stored is not None
+        stored = self._gradients
+        if not isinstance(stored, StoredGradients):
+            return []
         if self.streamed is not None and self.streamed.transport.size > 1:
-            self.streamed.send_gradients(self._take_row)
+            self.streamed.send_gradients(partial(self._take_row, stored))
             parameters = [p for p in parameters if id(p) not in self.streamed.group_of]
-        return [self._stored.hook(p) for p in parameters]
+        return [stored.hook(p) for p in parameters]
 
     @torch.no_grad()
     def _take_loaded(self, name: str) -> None:
@@ -280,23 +273,26 @@ class Offloaded(Wrapper):
             ):
                 master.copy_(values)
 
-    def _take_row(self, group: StreamedGroup, row: torch.Tensor) -> None:
+    def _take_row(self, into: StoredGradients, group: StreamedGroup, row: torch.Tensor) -> None:
         """The mean gradient of what this rank owns of a streamed group."""
-        assert self._stored is not None
         for stored in group.stored:
             if chunk := self._of_values.get(stored.name):
-                self._stored.add(chunk, {own: own.inside(stored.of(row)) for own in chunk.ranges})
+                into.add(chunk, {own: own.inside(stored.of(row)) for own in chunk.ranges})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         if self.streamed is not None:
             self.streamed.drop_aborted()
-        if self._stored is not None:
-            self._stored.clear()
+        self._gradients.clear()
 
     def _every(self, value: float) -> list[float]:
         """Of each rank that has other elements of the parameters."""
-        return self.streamed.every(value) if self.streamed is not None else self._cut.every(value)
+        if self.streamed is not None:
+            return self.streamed.every(value)
+        values = [value]
+        for channel, device in self._channels:
+            values = of_every_rank(channel, values, device)
+        return values
 
     def _norm(self) -> torch.Tensor:
         """Summed in double, where the gradients lie, and rounded once."""
@@ -310,12 +306,10 @@ class Offloaded(Wrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
-        if self._stored is not None:
-            self._stored.settle()
+        self._gradients.settle()
         if self.delayed:
             self.finish()
-            for parameter, index in self._index.items():
-                self._gradients.take(parameter, index)
+            self._gradients.take()
         factor, finite = self._clipping(self._norm)
         if not finite:
             self._forget()
@@ -347,18 +341,16 @@ class Offloaded(Wrapper):
 
     @torch.no_grad()
     def _measured(self, factor: torch.Tensor | None) -> None:
-        begin, stalled, written = (
-            perf_counter(),
-            self.store.counters.stall_seconds,
-            self.store.wear.written,
-        )
+        begin, counters, wear = perf_counter(), self.store.counters, self.store.wear
+        stalled, written = counters.stall_seconds, wear.written
         self._sweep(factor)
-        stalled = self.store.counters.stall_seconds - stalled
-        self.meter.count(perf_counter() - begin, stalled, self.store.wear.written - written)
+        self.meter.steps += 1
+        self.meter.seconds += perf_counter() - begin
+        self.meter.stalled += self.store.counters.stall_seconds - stalled
+        self.meter.written += self.store.wear.written - written
 
     def _forget(self) -> None:
-        if self._stored is not None:
-            self._stored.clear()
+        self._gradients.clear()
         if self.streamed is not None:
             self.streamed.stepped()
 
@@ -368,16 +360,15 @@ class Offloaded(Wrapper):
         leaving = list[Pending[None]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
         # nothing is on its way out yet: all there is room for, while those that stay are updated
-        if self._stored is None:
-            for chunk in islice(filter(self._passes, self.chunks), UNDER_WAY - 1):
+        if not self._streams:
+            for chunk in [c for c in self.chunks if c.passes][: UNDER_WAY - 1]:
                 self.store.prefetch(chunk.names())
         for k, chunk in enumerate(self.chunks):
             for later in self.chunks[k + (AHEAD if k else 1) : k + 1 + AHEAD]:
-                self.store.prefetch(self._read(later))
+                self.store.prefetch(later.names() + self._gradients.names(later))
             self._update(chunk, factor, written)
-            if self._stored is not None:
-                self._stored.forget(chunk)
-            if self._passes(chunk):
+            self._gradients.forget(chunk)
+            if chunk.passes:
                 leaving.append(self.store.evict(chunk.names()))
             if len(leaving) > 2:
                 leaving.pop(0).wait()
@@ -386,14 +377,6 @@ class Offloaded(Wrapper):
         self._versions = self._now()
         if self._replicas is not None:
             self._replicas.compare()
-
-    def _read(self, chunk: UpdateChunk) -> list[str]:
-        """Names of all that an update of a chunk needs."""
-        return chunk.names() + (self._stored.name(chunk) if self._stored is not None else [])
-
-    def _passes(self, chunk: UpdateChunk) -> bool:
-        """It is on disk between steps."""
-        return chunk.tier == "disk"
 
     def _settle(self, chunk: UpdateChunk) -> None:
         """A chunk with a budget of its own is never evicted."""
@@ -446,11 +429,9 @@ class Offloaded(Wrapper):
     def _count(self, chunk: UpdateChunk, own: ChunkRange, *, down: bool = False) -> None:
         """Values of a range cross between host memory and its parameter."""
         if chunk.on == "host":
-            nbytes, crossing = own.numel * own.parameter.dtype.itemsize, self.store.crossing
-            crossing.down, crossing.up = (
-                crossing.down + nbytes * down,
-                crossing.up + nbytes * (not down),
-            )
+            nbytes = own.numel * own.parameter.dtype.itemsize
+            self.store.crossing.down += nbytes * down
+            self.store.crossing.up += nbytes * (not down)
 
     def _needed(self, chunk: UpdateChunk) -> int:
         """Bytes of memory."""
@@ -504,7 +485,7 @@ class Offloaded(Wrapper):
             if chunk.master != chunk.values:
                 self.store.put(chunk.master, self._first(chunk))
             self._settle(chunk)
-            if self._passes(chunk):
+            if chunk.passes:
                 self.store.evict(chunk.names()).wait()
         self._versions = self._now()
 
@@ -602,6 +583,24 @@ class Offloaded(Wrapper):
         if self._beside is not None:
             self.finish()
             self._beside.shutdown()
+
+
+def _channels_of(parameters: Iterable[Any], *, clipped: bool) -> list[tuple[Channel, str]]:
+    """Channels among the ranks over which ``parameters`` are cut already, as FSDP2 leaves them, and
+    devices; collective. For a norm all must be cut in the same way."""
+    found = dict.fromkeys((p.device_mesh, p.placements) if is_cut(p) else None for p in parameters)
+    if clipped and len(found) > 1:
+        raise InvalidArgument(
+            "max_grad_norm with parameters that are cut over ranks in different ways, or only some "
+            "of them: leave it out and clip with torch.nn.utils.clip_grad_norm_"
+        )
+    return [
+        (Channel.among(mesh.get_group(number)), mesh.device_type)
+        for mesh, placements in filter(None, found)
+        for number, placement in enumerate(placements)
+        # of FSDP2 under tensor parallelism a _StridedShard, which says it is no shard
+        if not placement.is_replicate()
+    ]
 
 
 def _streamer(parameters: list[torch.Tensor], store: TieredStore) -> Streamed | None:

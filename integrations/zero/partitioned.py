@@ -11,7 +11,6 @@ Both collectives are compressed if asked.
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
@@ -33,18 +32,18 @@ from commpress.integrations.zero.bucket import (
     ShardedBucket,
     buckets,
     bytes_of,
-    check_codecs,
     reduction_bytes,
 )
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.gradients import Gradients
-from commpress.integrations.zero.offloaded import Offloaded
+from commpress.integrations.zero.offloaded import OF_STORE, Offloaded
 from commpress.integrations.zero.state import PartitionedState, like_saved, numbers_of
 from commpress.integrations.zero.wrapper import (
     Wrapper,
     agreed,
     check_groups,
     clip_factor,
+    of_every_rank,
     options_of,
     probe,
     take_options,
@@ -78,9 +77,9 @@ class Partitioned(Divided, Wrapper):
     - ``bucket_mb``: megabytes of parameters that travel together.
     - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before
       ``step``.
-    - ``store``: a TieredStore of this rank's own, in which its masters and moments lie (see
-      ``Offloaded``); ``chunk_mb``, ``prefix`` and ``commit_every`` are for it. What the store has
-      committed is taken up again.
+    - ``store``: a TieredStore of this rank's own, in which its masters and moments lie. ``prefix``,
+      ``chunk_mb``, ``commit_every``, ``resident`` and ``moments`` are then options of
+      ``Offloaded``. What the store has committed is taken up again.
     - ``grad_scaler``: AMP's GradScaler, if there is one: gradients are unscaled as they are
       reduced.
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or
@@ -110,14 +109,9 @@ class Partitioned(Divided, Wrapper):
         grad_scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         store: TieredStore | None = None,
-        prefix: str = "optimizer",
-        chunk_mb: float = 64.0,
-        commit_every: int = 0,
         mesh: DeviceMesh | None = None,
         process_group: Any = None,
         agree_over: AgreeOver | None = None,
-        timeout: timedelta | None = None,
-        seed: int = 0,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -126,6 +120,7 @@ class Partitioned(Divided, Wrapper):
             )
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
+        tiers = {key: options.pop(key) for key in OF_STORE if store is not None and key in options}
         super().__init__(
             params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
         )
@@ -144,29 +139,27 @@ class Partitioned(Divided, Wrapper):
         process_group, agree_over = groups_on(
             mesh, (parameter for _, parameter in named), process_group, agree_over
         )
-        among = {"process_group": process_group, "agree_over": agree_over, "timeout": timeout}
-        self.columns = columns_over([p for _, p in named], [name for name, _ in named], **among)
-        self.consensus = consensus_over(**among)
+        self.columns = columns_over(
+            [parameter for _, parameter in named],
+            [name for name, _ in named],
+            process_group=process_group,
+            agree_over=agree_over,
+            timeout=None,
+        )
+        self.consensus = consensus_over(agree_over, process_group, timeout=None)
         if max_grad_norm is not None:
             self._check_norm("max_grad_norm", max_grad_norm)
         self.channel = Channel.among(
-            process_group,
-            timeout=timeout,
-            workspace=Workspace(pooled=True),
-            at_once=UNORDERED_LIMIT,
+            process_group, workspace=Workspace(pooled=True), at_once=UNORDERED_LIMIT
         )
         self.transport = self.channel.transport
-        reducing, gathering = (
-            policy_of(codec, min_numel=min_numel),
-            policy_of(weights, min_numel=min_numel),
-        )
-        check_codecs(places, reducing, gathering)
-        self.exchanges = Exchanges(reducing, self.channel.size, self.channel.workspace, seed=seed)
+        reducing = policy_of(codec, min_numel=min_numel)
+        self.exchanges = Exchanges(reducing, self.channel.size, self.channel.workspace)
         self.residuals = self.exchanges.residuals
         self.buckets = buckets(
             places,
             reducing,
-            gathering,
+            policy_of(weights, min_numel=min_numel),
             rank=self.channel.rank,
             ranks=self.channel.size,
             numel=max(int(bucket_mb * 1e6 / 4), 1),
@@ -179,15 +172,7 @@ class Partitioned(Divided, Wrapper):
         else:
             for own in (own for bucket in self.buckets for own in bucket.ranges):
                 own.weight.requires_grad_()
-            self.inner = Offloaded(
-                self._shard_groups(),
-                optimizer,
-                store=store,
-                prefix=prefix,
-                chunk_mb=chunk_mb,
-                commit_every=commit_every,
-                **options,
-            )
+            self.inner = Offloaded(self._shard_groups(), optimizer, store=store, **tiers, **options)
             self.inner.averaged = True
         moments, scalars = probe(optimizer, options, self.buckets[0].device)
         self._shards = PartitionedState(
@@ -201,7 +186,6 @@ class Partitioned(Divided, Wrapper):
             stage=stage,
             scaler=self.grad_scaler,
             consensus=self.consensus,
-            seed=seed,
         )
         self._built = True
         on_reform(None, self)
@@ -329,15 +313,7 @@ class Partitioned(Divided, Wrapper):
                 float(one)
                 for one in run(self.consensus.gathered([value], self.buckets[0].device))[:, 0]
             ]
-        every = self.channel.run(
-            gathered(
-                [value],
-                transport=self.transport,
-                sequence=self.channel.take(),
-                device=self.buckets[0].device,
-            )
-        )
-        return [float(one) for one in every[:, 0]]
+        return of_every_rank(self.channel, [value], self.buckets[0].device)
 
     def _update(self) -> None:
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):

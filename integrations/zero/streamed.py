@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.handover import Divided
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.gradients import Gradients
+from commpress.integrations.zero.safetensors_file import Checkpoint, Writer
 from commpress.integrations.zero.streamed_group import (
     FirstValues,
     StreamedGroup,
@@ -38,6 +39,7 @@ from commpress.integrations.zero.streamed_group import (
     set_streamer,
 )
 from commpress.integrations.zero.streamed_module import (
+    GroupSpec,
     ModuleState,
     NotCopied,
     ReadCheck,
@@ -45,7 +47,7 @@ from commpress.integrations.zero.streamed_module import (
     group_specs,
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
-from commpress.integrations.zero.weights_file import Checkpoint, Writer
+from commpress.integrations.zero.wrapper import of_every_rank
 from commpress.optim.layout import DTYPES, LocalWeights, refuse_held
 from commpress.tiered_mem import TieredStore
 
@@ -59,55 +61,38 @@ class Streamed(Divided, NotCopied):
         self,
         model: nn.Module,
         store: TieredStore,
+        channel: Channel,
+        specs: Sequence[GroupSpec],
         *,
-        blocks: Iterable[type[nn.Module]],
-        keep: Sequence[str],
         prefix: str,
-        chunk_mb: float,
-        weights: str | os.PathLike[str] | None,
-        initialize: Callable[[nn.Module], object] | None,
-        process_group: Any,
-        timeout: timedelta | None,
+        numel: int,
     ) -> None:
-        _check(model, chunk_mb, keep)
-        return_large_blocks()
         self.model, self.store, self.prefix = model, store, prefix
-        self.channel = Channel.among(
-            process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=1
-        )
-        self.transport = self.channel.transport
-        fresh = on_memory(model)
-        specs = group_specs(model, blocks, keep)
-        self.groups = [
-            StreamedGroup(
-                i,
+        self.channel, self.transport = channel, channel.transport
+        self.groups: list[StreamedGroup] = []
+        self.group_of: dict[int, StreamedGroup] = {}
+        self.modules: dict[nn.Module, StreamedModule] = {}
+        for spec in specs:
+            group = StreamedGroup(
+                len(self.groups),
                 spec.name,
                 spec.members,
-                rank=self.channel.rank,
-                ranks=self.channel.size,
+                rank=channel.rank,
+                ranks=channel.size,
                 prefix=prefix,
-                numel=max(int(chunk_mb * 1e6 / 4), 1),
+                numel=numel,
             )
-            for i, spec in enumerate(specs)
-        ]
-        self.group_of = {id(m.parameter): group for group in self.groups for m in group.members}
-        self.modules: dict[nn.Module, StreamedModule] = {}
-        for spec, group in zip(specs, self.groups, strict=True):
             group.kept, group.shared = spec.kept, len(spec.modules) > 1
+            self.groups.append(group)
             for module in spec.modules:
-                self.modules.setdefault(
-                    module, StreamedModule(module, self._fetch, self._backward)
-                ).groups.append(group)
+                if module not in self.modules:
+                    self.modules[module] = StreamedModule(module, self._fetch, self._backward)
+                self.modules[module].groups.append(group)
             for parameter, _, _ in spec.members:
+                self.group_of[id(parameter)] = group
                 set_streamer(parameter, self)
-        first = FirstValues(self.groups, fresh, initialize)
-        known = self._begin(first, new=weights is None)
-        ModuleState(model, self.group_of, store, self.loaded)
         self._stale = True  # what is kept in memory is not what the store has
         self._followers: list[Callable[[str], None]] = []
-        if weights is not None and not known:
-            self.load(weights)
-            self._remember()
         # as they were fetched since the last step, and in the step before
         self._order: list[StreamedGroup] = []
         self._before: list[StreamedGroup] = []
@@ -116,8 +101,11 @@ class Streamed(Divided, NotCopied):
         self._gradients: Gradients | None = None
         # until a forward has ended
         self._unread: ReadCheck | None = ReadCheck(model, specs, self.groups)
-        self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
-        self._hooks.append(model.register_forward_hook(self._read, always_call=True))
+        self._hooks: list[RemovableHandle] = []
+
+    def _watch(self) -> None:
+        self._hooks.append(self.model.register_forward_pre_hook(self._start, prepend=True))
+        self._hooks.append(self.model.register_forward_hook(self._read, always_call=True))
         on_reform(None, self)
         for streamed in self.modules.values():
             self._hooks += streamed.watch()
@@ -232,12 +220,7 @@ class Streamed(Divided, NotCopied):
 
     def every(self, value: float) -> list[float]:
         """Each rank's."""
-        if self.transport.size == 1:
-            return [value]
-        every = self.channel.run(
-            gathered([value], transport=self.transport, sequence=self.channel.take(1))
-        )
-        return [float(one) for one in every[:, 0]]
+        return of_every_rank(self.channel, [value])
 
     # ------------------------------------------------------------ values as a whole
 
@@ -319,37 +302,33 @@ class Streamed(Divided, NotCopied):
 
     # ------------------------------------------------------------ first values
 
-    def _begin(self, first: FirstValues, *, new: bool) -> bool:
-        """Take the values that the store has, and say that it has some; else write first ones, if
-        ``new``."""
+    def _begin(self, first: FirstValues, weights: str | os.PathLike[str] | None) -> None:
+        """Take the values that the store has; else write first ones, or those of a file."""
         known = self._meta in self.store
         if known:
             with self.store.borrow(self._meta, write=False) as held:
-                if held.tolist() != self._mark().tolist():
+                if held.tolist() != [float(self._layout())]:
                     raise StateMismatch(
                         f"the store holds parameters {self.prefix!r} of another model, chunk_mb or "
                         "number of ranks: open it with those it was made with, or pass another "
                         "prefix="
                     )
-        elif new:
+        if known or weights is not None:
+            first.only_buffers(self.model)
+            for group in self.groups:
+                group.vanish()
+        else:
             first.write(self.model, self.store)
-            self._remember()
-            return False
-        first.only_buffers(self.model)
-        for group in self.groups:
-            group.vanish()
-        return known
+        ModuleState(self.model, self.group_of, self.store, self.loaded)
+        if weights is not None and not known:
+            self.load(weights)
+        if not known:  # the store has all values
+            mark = torch.tensor([float(self._layout())], dtype=torch.float64)
+            self.store.put(self._meta, mark)
 
     @property
     def _meta(self) -> str:
         return f"{self.prefix}/meta"
-
-    def _mark(self) -> torch.Tensor:
-        return torch.tensor([float(self._layout())], dtype=torch.float64)
-
-    def _remember(self) -> None:
-        """The store has all values."""
-        self.store.put(self._meta, self._mark())
 
     def _layout(self) -> int:
         """A digest of what lies where."""
@@ -405,18 +384,18 @@ def stream(
     - ``process_group``: each rank's store has 1/P of everything; by default all ranks, if
       torch.distributed is initialised.
     """
-    return Streamed(
-        model,
-        store,
-        blocks=blocks,
-        keep=keep,
-        prefix=prefix,
-        chunk_mb=chunk_mb,
-        weights=weights,
-        initialize=initialize,
-        process_group=process_group,
-        timeout=timeout,
+    _check(model, chunk_mb, keep)
+    return_large_blocks()
+    channel = Channel.among(
+        process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=1
     )
+    fresh = on_memory(model)
+    specs = group_specs(model, blocks, keep)
+    numel = max(int(chunk_mb * 1e6 / 4), 1)
+    streamed = Streamed(model, store, channel, specs, prefix=prefix, numel=numel)
+    streamed._begin(FirstValues(streamed.groups, fresh, initialize), weights)
+    streamed._watch()
+    return streamed
 
 
 def _check(model: nn.Module, chunk_mb: float, keep: Sequence[str]) -> None:

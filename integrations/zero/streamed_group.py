@@ -167,19 +167,10 @@ class StreamedGroup(FlatGroup):
 
     def _of(self, member: Member) -> Iterator[tuple[StoredRange, slice, slice]]:
         """(stored range, elements of it, elements of the parameter) for what this rank owns."""
-        for other, start, place in self.overlaps():
-            for stored in self.stored if other is member else ():
-                low, high = (
-                    max(place.start, stored.start),
-                    min(place.stop, stored.start + stored.numel),
-                )
-                if low < high:
-                    first = start + low - place.start
-                    yield (
-                        stored,
-                        slice(low - stored.start, high - stored.start),
-                        slice(first, first + high - low),
-                    )
+        for stored in self.stored:
+            for other, first, place in self.overlaps(stored.start, stored.numel):
+                if other is member:
+                    yield stored, place, slice(first, first + place.stop - place.start)
 
     def gather(self, store: TieredStore, channel: Channel, sequence: int) -> Steps[None]:
         """The rows of all ranks, by way of scratch: kernels see tensors as arrays, whose storage

@@ -5,6 +5,7 @@ the NaN that parameters show outside of their module.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -310,7 +311,7 @@ def tensors_in(value: object) -> Iterable[torch.Tensor]:
 # ---------------------------------------------------------------- state_dict
 
 
-class ModuleState:
+class ModuleState(NotCopied):
     """Hooks of every module that has streamed parameters of its own; they stay when streaming ends,
     and so do the values.
 
@@ -333,9 +334,9 @@ class ModuleState:
         self._coming: list[tuple[StreamedGroup, Member]] = []  # being loaded
         for module in model.modules():
             if any(id(p) in self._homes for p in module.parameters(recurse=False)):
-                module.register_state_dict_post_hook(_Hook(self.give))
-                module.register_load_state_dict_pre_hook(_Hook(self.receive))
-                module.register_load_state_dict_post_hook(_Hook(self.keep))
+                module.register_state_dict_post_hook(partial(self.give))
+                module.register_load_state_dict_pre_hook(self.receive)
+                module.register_load_state_dict_post_hook(self.keep)
 
     def _own(self, module: nn.Module) -> list[tuple[str, StreamedGroup, Member]]:
         pairs = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -394,11 +395,3 @@ class ModuleState:
         self._coming = [(group, member) for group, member in self._coming if id(member) not in ids]
         for _, group, _ in own:
             group.release()
-
-
-@dataclass(eq=False)
-class _Hook(NotCopied):
-    call: Callable[..., None]
-
-    def __call__(self, *args: Any) -> None:
-        self.call(*args)

@@ -6,7 +6,7 @@ streamed parameter's chunks are the stored ranges of its group; in float32 such 
 the master weight.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -73,6 +73,11 @@ class UpdateChunk:
         return "device" if self.tier == "device" else "host"
 
     @property
+    def passes(self) -> bool:
+        """It is on disk between steps."""
+        return self.tier == "disk"
+
+    @property
     def gaps(self) -> bool:
         return self.numel != sum(r.numel for r in self.ranges)
 
@@ -126,18 +131,8 @@ class UpdateChunk:
                 optimizer.state[weight] = moments | {
                     key: copied(value) for key, value in self.scalars.items()
                 }
-        before = [dict(optimizer.state.get(weight, {})) for weight in weights]
         optimizer.step()
         states = [dict(optimizer.state[weight]) for weight in weights]
-        if any(
-            state[key] is not old[key]
-            for state, old in zip(states, before, strict=True)
-            for key in self.keys
-        ):
-            raise InvalidArgument(
-                f"{type(optimizer).__name__} replaces its state instead of changing it: it cannot "
-                "be offloaded"
-            )
         self.stepped = True
         # the object may live on until the next collection of cycles: not with tensors
         optimizer.state.clear()
@@ -193,20 +188,16 @@ def _streamed_chunks(
             chunk = UpdateChunk(
                 first + len(result), prefix, numel=stored.numel, values=stored.name, master=master
             )
-            for member, start, place in own.overlaps():
-                low, high = (
-                    max(place.start, stored.start),
-                    min(place.stop, stored.start + stored.numel),
-                )
-                if low < high and id(member.parameter) in known:
-                    at = start + low - place.start
+            for member, start, place in own.overlaps(stored.start, stored.numel):
+                if id(member.parameter) in known:
+                    numel = place.stop - place.start
                     chunk.ranges.append(
                         ChunkRange(
                             member.parameter,
                             *known[id(member.parameter)],
-                            at,
-                            low - stored.start,
-                            high - low,
+                            start,
+                            place.start,
+                            numel,
                         )
                     )
             if chunk.ranges:
@@ -217,18 +208,85 @@ def _streamed_chunks(
 # ---------------------------------------------------------------- gradients
 
 
-class StoredGradients:
+class ParameterGradients:
+    """Gradients of one chunk after the other, in float32 where the chunk is updated: as backward
+    left them in the parameters, or as ``take`` took them from there."""
+
+    def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk]) -> None:
+        self._store, self._chunks = store, chunks
+        self._taken: dict[int, torch.Tensor] | None = None  # by the number of their parameter
+        self._buffers: dict[str, torch.Tensor] = {}  # as long as the longest chunk
+
+    def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
+        """Those of its ranges, clipped; those of the parameters themselves where they can be read
+        as they are."""
+        found = self._found(chunk)
+        if chunk.on == "host":
+            self._store.crossing.down += sum(
+                own.numel * g.dtype.itemsize for own, g in found if g is not None
+            )
+        as_they_are = [own.of(g) for own, g in found if g is not None and _readable(g)]
+        if factor is None and len(as_they_are) == len(found):
+            return as_they_are
+        flat = self.buffer(chunk)
+        for own, g in found:
+            mine = own.inside(flat)
+            mine.zero_() if g is None else mine.copy_(own.of(g.contiguous()))
+        return _clipped(chunk, flat, factor)
+
+    def square_sum(self) -> float:
+        """Σ g² in double, summed where the gradients lie."""
+        every = [one for chunk in self._chunks for one in self._found(chunk)]
+        return _square_sum(own.of(g.contiguous()) for own, g in every if g is not None)
+
+    def take(self) -> None:
+        """Out of the parameters: for a step beside the next backward, which begins with none."""
+        parameters = {own.index: own.parameter for chunk in self._chunks for own in chunk.ranges}
+        self._taken = {}
+        for index, parameter in parameters.items():
+            if parameter.grad is not None:
+                self._taken[index], parameter.grad = parameter.grad, None
+
+    def buffer(self, chunk: UpdateChunk) -> torch.Tensor:
+        """For a chunk's values, where it is updated; zeros where no parameter is."""
+        if chunk.on not in self._buffers:
+            longest = max(c.numel for c in self._chunks if c.on == chunk.on)
+            self._buffers[chunk.on] = torch.zeros(
+                longest, device=self._store.device if chunk.on == "device" else "cpu"
+            )
+        flat = self._buffers[chunk.on][: chunk.numel]
+        return flat.zero_() if chunk.gaps else flat
+
+    def names(self, chunk: UpdateChunk) -> list[str]:
+        """Tensors of the store to be read for it."""
+        return []
+
+    def forget(self, chunk: UpdateChunk) -> None:
+        """The gradient has been used up, or is not wanted."""
+
+    def clear(self) -> None:
+        """No gradient is wanted any more."""
+
+    def settle(self) -> None:
+        """Wait for what is under way; raises what went wrong with it."""
+
+    def _found(self, chunk: UpdateChunk) -> list[tuple[ChunkRange, torch.Tensor | None]]:
+        found = [
+            (own, own.parameter.grad if self._taken is None else self._taken.get(own.index))
+            for own in chunk.ranges
+        ]
+        return [(own, None if g is None else local(g)) for own, g in found]
+
+
+class StoredGradients(ParameterGradients):
     """Gradients on their way from autograd into a store; no parameter keeps one.
 
     A chunk's are one float32 tensor there, from the first that comes to the step that uses them up.
-    ``passes(chunk)``: the chunk does not stay in memory, so its gradient is written as soon as it
-    is complete.
+    One that does not stay in memory is written as soon as it is complete.
     """
 
-    def __init__(
-        self, store: TieredStore, chunks: list[UpdateChunk], passes: Callable[[UpdateChunk], bool]
-    ) -> None:
-        self._store, self._chunks, self._passes = store, chunks, passes
+    def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk]) -> None:
+        super().__init__(store, chunks)
         self._there: dict[UpdateChunk, set[ChunkRange]] = {}  # what the store holds
         self._squares: dict[UpdateChunk, float] = {}  # of the norm, where the gradient is complete
         self._new: dict[UpdateChunk, set[ChunkRange]] = {}  # what has come in this backward
@@ -278,21 +336,15 @@ class StoredGradients:
         self._squares.pop(chunk, None)
         if len(new) == len(chunk.ranges):
             new.clear()
-            self._complete(chunk)
-
-    def _complete(self, chunk: UpdateChunk) -> None:
-        self._squares[chunk] = self._square(chunk)
-        if self._passes(chunk):
-            self._leaving.append(self._store.evict(chunk.name(GRADIENT)))
+            self._squares[chunk] = self._square(chunk)
+            if chunk.passes:
+                self._leaving.append(self._store.evict(name))
             if len(self._leaving) > LEAVING:
                 self._leaving.pop(0).wait()
 
     def _square(self, chunk: UpdateChunk) -> float:
         with self._store.borrow(chunk.name(GRADIENT), write=False) as held:
-            return sum(
-                float(torch.linalg.vector_norm(own.inside(held), dtype=torch.float64)) ** 2
-                for own in chunk.ranges
-            )
+            return _square_sum(own.inside(held) for own in chunk.ranges)
 
     def square_sum(self) -> float:
         """Σ g² in double, of each chunk as it was when its last gradient came."""
@@ -302,20 +354,20 @@ class StoredGradients:
                 self._squares[chunk] = self._square(chunk)
         return sum(self._squares[chunk] for chunk in self._chunks if chunk in self._squares)
 
-    def into(self, chunk: UpdateChunk, flat: torch.Tensor) -> torch.Tensor:
-        """The gradient of a chunk; zeros where there is none."""
+    def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
+        flat = self.buffer(chunk)
         if chunk not in self._there:
-            return flat.zero_()
+            return _clipped(chunk, flat.zero_(), None)
         if chunk.on == "device":
             self._store.crossing.up += flat.nbytes
         with self._store.borrow(chunk.name(GRADIENT), write=False) as held:
-            return flat.copy_(held)
+            return _clipped(chunk, flat.copy_(held), factor)
 
-    def name(self, chunk: UpdateChunk) -> list[str]:
+    def names(self, chunk: UpdateChunk) -> list[str]:
         return [chunk.name(GRADIENT)] if chunk in self._there else []
 
     def forget(self, chunk: UpdateChunk) -> None:
-        """The gradient has been used up, or is not wanted; nothing is written for that."""
+        """Nothing is written for that."""
         if self._there.pop(chunk, None) is not None:
             self._store.delete(chunk.name(GRADIENT))
         self._squares.pop(chunk, None)
@@ -327,106 +379,29 @@ class StoredGradients:
             self.forget(chunk)
 
     def settle(self) -> None:
-        """Wait for the writes under way; raises what went wrong with them."""
         leaving, self._leaving = self._leaving, []
         for pending in leaving:
             pending.wait()
 
 
-class ChunkGradients:
-    """Gradients of one chunk after the other, in float32 where the chunk is updated: as backward
-    left them, or from the store.
-
-    ``taken``: gradients by the number of their parameter, instead of those that parameters have by
-    now.
-    """
-
-    def __init__(
-        self,
-        store: TieredStore,
-        chunks: Sequence[UpdateChunk],
-        taken: dict[int, torch.Tensor] | None,
-    ) -> None:
-        self._store, self._chunks, self.taken = store, chunks, taken
-        self.stored: StoredGradients | None = None
-        self._buffers: dict[str, torch.Tensor] = {}  # as long as the longest chunk
-
-    def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Those of its ranges, clipped; those of the parameters themselves where they can be read
-        as they are."""
-        plain = [] if self.stored else self._plain(chunk)
-        if factor is None and plain and all(_readable(gradient) for gradient in plain):
-            self._count(chunk, plain)
-            return [
-                own.of(gradient)
-                for own, gradient in zip(chunk.ranges, plain, strict=True)
-                if gradient is not None
-            ]
-        flat = self.buffer(chunk)
-        if self.stored is not None:
-            self.stored.into(chunk, flat)
-        for own, gradient in zip(chunk.ranges, plain, strict=False):
-            own.inside(flat).zero_() if gradient is None else own.inside(flat).copy_(
-                own.of(gradient.contiguous())
-            )
-        self._count(chunk, plain)
-        if factor is not None:
-            flat.mul_(factor.to(flat.device))
-        return [own.inside(flat) for own in chunk.ranges]
-
-    def square_sum(self) -> float:
-        """Σ g² in double, summed where the gradients lie."""
-        if self.stored is not None:
-            return self.stored.square_sum()
-        found = [
-            (own, g)
-            for chunk in self._chunks
-            for own, g in zip(chunk.ranges, self._plain(chunk), strict=True)
-        ]
-        parts = [own.of(g.contiguous()) for own, g in found if g is not None]
-        return sum(
-            float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts
-        )
-
-    def take(self, parameter: torch.Tensor, index: int) -> None:
-        """It is used beside the next backward, which begins with none."""
-        assert self.taken is not None
-        self.taken.pop(index, None)
-        if parameter.grad is not None:
-            self.taken[index], parameter.grad = parameter.grad, None
-
-    def buffer(self, chunk: UpdateChunk) -> torch.Tensor:
-        """For a chunk's values, where it is updated; zeros where no parameter is."""
-        if chunk.on not in self._buffers:
-            longest = max(c.numel for c in self._chunks if c.on == chunk.on)
-            self._buffers[chunk.on] = torch.zeros(
-                longest, device=self._store.device if chunk.on == "device" else "cpu"
-            )
-        flat = self._buffers[chunk.on][: chunk.numel]
-        return flat.zero_() if chunk.gaps else flat
-
-    def _plain(self, chunk: UpdateChunk) -> list[torch.Tensor | None]:
-        found = [
-            own.parameter.grad if self.taken is None else self.taken.get(own.index)
-            for own in chunk.ranges
-        ]
-        return [None if gradient is None else local(gradient) for gradient in found]
-
-    def _count(self, chunk: UpdateChunk, plain: Sequence[torch.Tensor | None]) -> None:
-        if chunk.on == "host":
-            pairs: list[tuple[ChunkRange, torch.Tensor | None]] = list(
-                zip(chunk.ranges, plain, strict=False)
-            )
-            self._store.crossing.down += sum(
-                own.numel * g.dtype.itemsize for own, g in pairs if g is not None
-            )
+def _clipped(
+    chunk: UpdateChunk, flat: torch.Tensor, factor: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """The parts of ``flat`` that the chunk's ranges are."""
+    if factor is not None:
+        flat.mul_(factor.to(flat.device))
+    return [own.inside(flat) for own in chunk.ranges]
 
 
-def _readable(gradient: torch.Tensor | None) -> bool:
+def _square_sum(parts: Iterable[torch.Tensor]) -> float:
+    norms = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts)
+    return sum(norm**2 for norm in norms)
+
+
+def _readable(gradient: torch.Tensor) -> bool:
     """The processor's update can take it where it lies."""
     return (
-        gradient is not None
-        and gradient.dtype == torch.float32
+        gradient.dtype == torch.float32
         and gradient.device.type == "cpu"
         and gradient.layout == torch.strided
         and gradient.is_contiguous()

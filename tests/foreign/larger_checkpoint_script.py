@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import commpress
-from commpress.integrations.zero.weights_file import INDEX, Writer
+from commpress.integrations.zero.safetensors_file import INDEX, Writer
 
 LAYERS = 24
 

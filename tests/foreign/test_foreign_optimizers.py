@@ -10,7 +10,7 @@ from transformers import Adafactor
 
 import commpress
 from commpress.errors import InvalidArgument
-from stream_twin import open_store
+from small_store import open_store
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from stream_twin import open_store
 def test_adafactor_of_transformers_is_refused(tmp_path, options, shape):
     parameter = torch.nn.Parameter(torch.ones(shape))
     with (
-        open_store(tmp_path) as store,
+        open_store(tmp_path, host="2MiB") as store,
         pytest.raises(InvalidArgument, match=r"Adafactor, which does not treat every element"),
     ):
         commpress.Offloaded([parameter], Adafactor, store=store, **options)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import commpress
 from commpress.errors import InvalidArgument, StateMismatch
-from stream_twin import open_store
+from small_store import open_store
 
 IDS = torch.arange(24).view(2, 12)
 HERE = Path(__file__)
@@ -43,7 +43,7 @@ def on_meta(tied=True, dtype=torch.float32):
 
 @pytest.fixture
 def store(tmp_path):
-    with open_store(tmp_path / "store") as opened:
+    with open_store(tmp_path / "store", host="2MiB") as opened:
         yield opened
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 import commpress
 from commpress.errors import InvalidArgument
-from stream_twin import open_store
+from small_store import open_store
 
 GPT2 = GPT2Config(
     n_layer=2,
@@ -52,7 +52,7 @@ def made(kind, config):
 
 @pytest.fixture
 def store(tmp_path):
-    with open_store(tmp_path / "store") as opened:
+    with open_store(tmp_path / "store", host="2MiB") as opened:
         yield opened
 
 

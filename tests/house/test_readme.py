@@ -183,14 +183,13 @@ def test_page(page, example, pool, tmp_path):
     pool.run(execute, page, example, str(tmp_path), size=example.ranks)
 
 
-def test_a_warning_of_an_example_is_an_error(pool, tmp_path):
-    warns = Example(
-        3, "import warnings\nwarnings.warn('torch will remove this', FutureWarning)\n", ranks=1
-    )
+def test_a_warning_and_an_error_of_an_example_are_its_failure(pool, tmp_path):
+    warns = "import warnings\nwarnings.warn('torch will remove this', FutureWarning)\n"
     with pytest.raises(FutureWarning, match="torch will remove this"):
-        pool.run(execute, "page.md", warns, str(tmp_path), size=1)
-    with pytest.raises(AssertionError, match="FutureWarning"):
-        run(Example(3, warns.code), tmp_path)
+        pool.run(execute, "page.md", Example(3, warns, ranks=1), str(tmp_path), size=1)
+    for code, said in ((warns, "FutureWarning"), ("1 / 0\n", "line 5")):
+        with pytest.raises(AssertionError, match=said):
+            run(Example(5, code), tmp_path)
 
 
 TEXT = """
@@ -222,17 +221,3 @@ def test_blocks_are_found_with_their_comments():
 def test_a_misspelt_comment_is_not_ignored():
     with pytest.raises(ValueError, match="expected 'run: 2 ranks'"):
         examples(TEXT.replace("2 ranks", "two"))
-
-
-def test_a_failing_example_fails(tmp_path):
-    with pytest.raises(AssertionError, match="line 5"):
-        run(Example(5, "1 / 0\n"), tmp_path)
-
-
-@pytest.mark.slow  # as the first block of the README is run
-def test_ranks_run_together(tmp_path):
-    code = (
-        "import torch.distributed as d\nd.init_process_group('gloo')\nassert d.get_world_size() == "
-        "2\nd.barrier()\n"
-    )
-    run(Example(1, code + "d.destroy_process_group()\n", ranks=2), tmp_path)

@@ -189,7 +189,12 @@ def late_values(tmp):
     net, rank = model(BF16), dist.get_rank()
     with open_store(Path(tmp, f"{rank}"), host="2MiB") as store:
         inner = commpress.Offloaded(
-            net.parameters(), torch.optim.SGD, store=store, chunk_mb=0.004, lr=0.25, delayed=True
+            net.parameters(),
+            torch.optim.SGD,
+            store=store,
+            chunk_mb=0.004,
+            lr=0.25,
+            gradients="delayed",
         )
         local = commpress.LocalUpdates(inner, every=2, codec=None, outer=commpress.Average())
         for _ in range(4):

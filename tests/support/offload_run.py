@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 import commpress
-from commpress.tiered_mem import Options
+from small_store import open_store
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
-SMALL = Options(
-    chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20
-)
 
 
 def model() -> torch.nn.Module:
@@ -32,12 +29,11 @@ def model() -> torch.nn.Module:
 
 def loss_of(net: torch.nn.Module, step: int, part: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step * 31 + part)
-    x, y = torch.randn(8, 64, generator=generator), torch.randn(8, 3, generator=generator)
+    x, y = (
+        torch.randn(8, 64, generator=generator),
+        torch.randn(8, 3, generator=generator),
+    )
     return (net(x) - y).square().mean()
-
-
-def open_store(folder: str) -> commpress.TieredStore:
-    return commpress.TieredStore.open(folder, host="1MiB", engine="threads", options=SMALL)
 
 
 def offloaded(
@@ -72,5 +68,9 @@ if __name__ == "__main__":
     net = model()
     with open_store(sys.argv[1]) as store:
         train(
-            net, offloaded(net, store, commit_every=3), int(sys.argv[2]), int(sys.argv[3]), say=True
+            net,
+            offloaded(net, store, commit_every=3),
+            int(sys.argv[2]),
+            int(sys.argv[3]),
+            say=True,
         )

@@ -8,12 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commpress
-from commpress.tiered_mem import Options
+from zero_twin import clip
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
-SMALL = Options(
-    chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20
-)
 WORDS, WIDTH = 61, 48
 
 
@@ -38,7 +35,11 @@ class Words(nn.Module):
     """A tied embedding, a parameter of its own, a frozen one, one without a gradient."""
 
     def __init__(
-        self, layers: int = 3, width: int = WIDTH, words: int = WORDS, remember: str = ""
+        self,
+        layers: int = 3,
+        width: int = WIDTH,
+        words: int = WORDS,
+        remember: str = "",
     ) -> None:
         super().__init__()
         self.remember = remember
@@ -81,17 +82,17 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def open_store(folder: Any, host: str = "2MiB") -> commpress.TieredStore:
-    return commpress.TieredStore.open(folder, host=host, engine="threads", options=SMALL)
-
-
 def offloaded(net: nn.Module, store: commpress.TieredStore, **more: Any) -> commpress.Offloaded:
     options = {"chunk_mb": 0.04, "max_grad_norm": 0.5, **OPTIONS, **more}
     return commpress.Offloaded(groups(net), torch.optim.AdamW, store=store, **options)
 
 
 def train(
-    net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int = 0
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    last: int,
+    rank: int = 0,
 ) -> list[float]:
     losses = []
     for step in range(first, last):
@@ -103,20 +104,6 @@ def train(
             loss.backward()
         losses.append(loss.item())
         if not isinstance(optimizer, commpress.Offloaded):
-            clip(net)
+            clip(net.parameters(), 0.5)
         optimizer.step()
     return losses
-
-
-def clip(net: nn.Module) -> None:
-    """By a norm that is summed in double."""
-    trained = [p for p in net.parameters() if p.requires_grad]
-    for p in trained:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    norm = (
-        torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None])
-        .sum()
-        .sqrt()
-        .float()
-    )
-    torch.nn.utils.clip_grads_with_norm_(trained, 0.5, norm)

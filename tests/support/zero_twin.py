@@ -1,8 +1,7 @@
-"""A model trained by ``Partitioned`` on real ranks, and by DistributedDataParallel with the plain
-optimizer beside it."""
+"""Models trained by ``Partitioned``, by ``Offloaded`` and streamed, beside their plain twins."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,11 +71,6 @@ def loss_of(model: nn.Module, net: Net, rank: int, step: int, part: int) -> torc
     return loss + 0.0 * net.unused.sum().float()
 
 
-def norm_of(model: nn.Module) -> torch.Tensor:
-    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-    return torch.stack(squares).sum().sqrt().float()
-
-
 def with_ddp(plan: Plan) -> tuple[list[torch.Tensor], dict[str, Any], list[float]]:
     """Parameters, the optimizer's state and the losses; gradients are summed in rank order."""
     rank, model = dist.get_rank(), made(plan)
@@ -93,11 +87,11 @@ def with_ddp(plan: Plan) -> tuple[list[torch.Tensor], dict[str, Any], list[float
                 loss.backward()
         losses.append(loss.item())
         if plan.max_norm:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), plan.max_norm, norm_of(model))
+            clip(model.parameters(), plan.max_norm)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict(), losses
+    return values(model), optimizer.state_dict(), losses
 
 
 def partitioned(plan: Plan, net: Net, **options: Any) -> commpress.Partitioned:
@@ -107,6 +101,7 @@ def partitioned(plan: Plan, net: Net, **options: Any) -> commpress.Partitioned:
 
 
 def with_partitioned(plan: Plan, **options: Any) -> tuple[Net, commpress.Partitioned, list[float]]:
+    """Losses, or scales of a GradScaler, last."""
     rank, model = dist.get_rank(), made(plan)
     scaler = (
         torch.amp.GradScaler("cpu", init_scale=plan.scale, growth_interval=2)
@@ -138,12 +133,52 @@ def with_partitioned(plan: Plan, **options: Any) -> tuple[Net, commpress.Partiti
     return model, optimizer, losses
 
 
+# ---------------------------------------------------------------- what is compared
+
+
 def values(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+def equal(a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> bool:
+    a, b = list(a), list(b)
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def equal_states(mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]]) -> None:
+    """``state_dict()["state"]`` of two optimizers."""
+    assert mine.keys() == theirs.keys()
+    for number, one in theirs.items():
+        assert one.keys() == mine[number].keys()
+        assert all(torch.equal(one[key], mine[number][key]) for key in one), number
+
+
+def clip(parameters: Iterable[torch.Tensor], limit: float) -> None:
+    """By a norm that is summed in double; what has no gradient has zeros."""
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    norm = torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(trained, limit, norm.sum().sqrt().float())
+
+
+class Masters:
+    """An AdamW of float32 masters, which half-precision parameters follow."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.masters = [p.detach().float() for p in self.parameters]
+        self.adam = torch.optim.AdamW(self.masters, **options)
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
+        """With these, or with those that the parameters have, which they keep no longer."""
+        for i, (p, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            own = torch.zeros_like(p) if p.grad is None else p.grad
+            master.grad, p.grad = own.float() if gradients is None else gradients[i], None
+        self.adam.step()
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            p.copy_(master)
 
 
 @contextmanager

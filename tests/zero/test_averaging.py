@@ -4,6 +4,7 @@ averages; else they are silent."""
 import logging
 import tempfile
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -19,22 +20,15 @@ from tier_layers import WIDTH, tiered
 OPTIONS = {"lr": 1e-2, "fused": True}
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 @contextmanager
 def warned():
     """Warnings of our logger meanwhile."""
-    logger, handler = logging.getLogger("commpress"), Lines()
+    logger, lines = logging.getLogger("commpress"), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     try:
-        yield handler.lines
+        yield lines
     finally:
         logger.removeHandler(handler)
 
@@ -74,138 +68,101 @@ def average_in_own_order(net):
         p.grad.copy_(sum(others, own * 1.001) / len(every))
 
 
-def nothing(net):
-    pass
-
-
-def bare(more=None):
-    net = made()
-    return net, offloaded(net, **more or {}), nothing
+def streamed(**options):
+    net, own = made(), store()
+    commpress.stream(net, store=own, **options)
+    return net, commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=own, **OPTIONS)
 
 
 def on_the_way(kind):
     """(model, optimizer, what the user does with gradients)."""
-    net = made()
+    net, average_by = made(), None
     if kind == "ddp":
-        return DistributedDataParallel(net), offloaded(net), nothing
+        return DistributedDataParallel(net), offloaded(net), None
+    if kind == "partitioned":
+        own = {"store": store(), **OPTIONS}
+        return net, commpress.Partitioned(net.parameters(), torch.optim.AdamW, **own), None
+    if kind == "streamed":
+        return *streamed(), None
     if kind == "fsdp":
         for part in (net[0], net):
             fully_shard(part)
-        return net, offloaded(net), nothing
-    if kind == "manual":
-        return net, offloaded(net), average
-    if kind == "manual in own order":
-        return net, offloaded(net), average_in_own_order
-    if kind == "manual, delayed":
-        return net, offloaded(net, delayed=True), average
-    if kind == "partitioned":
-        return (
-            net,
-            commpress.Partitioned(net.parameters(), torch.optim.AdamW, store=store(), **OPTIONS),
-            nothing,
-        )
-    if kind == "local":
-        return net, commpress.LocalUpdates(offloaded(net), every=2), nothing
-    if kind == "streamed":
-        own = store()
-        commpress.stream(net, store=own)
-        return (
-            net,
-            commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=own, **OPTIONS),
-            nothing,
-        )
     if kind == "stages":
         net = made(seed=dist.get_rank())
-        return net, offloaded(net), nothing
     if kind == "other widths":
         net = made(width=24 + dist.get_rank())
-        return net, offloaded(net), nothing
     if kind == "ones":  # of two stages whose weights happen to be alike
         for p in net.parameters():
             torch.nn.init.ones_(p)
-        return net, offloaded(net), nothing
-    raise AssertionError(kind)
+    if kind.startswith("manual"):
+        average_by = average_in_own_order if kind == "manual in own order" else average
+    optimizer = offloaded(net, **({"gradients": "delayed"} if "delayed" in kind else {}))
+    if kind == "local":
+        optimizer = commpress.LocalUpdates(optimizer, every=2)
+    return net, optimizer, average_by
 
 
-def train(net, optimizer, average, steps=4, seed=0, rows=16):
-    for step in range(steps):
-        x = torch.randn(
-            8,
-            rows,
-            generator=torch.Generator().manual_seed(100 * seed + 10 * step + dist.get_rank()),
-        )
-        net(x).square().mean().backward()
-        average(net)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def warnings_of(build, how=None, seeds=(0,)):
+def warnings_of(build, *args, seeds=(0,), rows=16):
     torch.set_num_threads(1)
     with warned() as lines:
         for seed in seeds:
-            train(*(build() if how is None else build(how)), seed=seed)
+            train(*build(*args), seed=seed, rows=rows)
         dist.barrier()
     return lines
 
 
-@pytest.mark.parametrize("size", [2, 3])
+def train(net, optimizer, average=None, *, steps=4, seed=0, rows=16):
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(100 * seed + 10 * step + dist.get_rank())
+        net(torch.randn(8, rows, generator=draw)).square().mean().backward()
+        if average is not None:
+            average(net)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bare(**more):
+    net = made()
+    return net, offloaded(net, **more)
+
+
 @pytest.mark.parametrize(
-    "more", [{}, {"gradients": "store"}, {"delayed": True}, {"max_grad_norm": 0.1}]
+    ("more", "size"),
+    [({}, 3), ({"gradients": "store"}, 2), ({"gradients": "delayed"}, 2)],
 )
 def test_a_bare_model_on_several_ranks_is_warned_of_once_by_one_of_them(pool, more, size):
-    every = [line for lines in pool.run(warnings_of, bare, more, size=size) for line in lines]
-    assert len(every) == 1
-    assert "nobody averages these, and the replicas train apart" in every[0]
+    found = pool.run(warnings_of, partial(bare, **more), size=size)
+    (line,) = (line for lines in found for line in lines)
+    assert "nobody averages these, and the replicas train apart" in line
     assert (
         "Offloaded does not communicate. Use commpress.Partitioned(params, ..., store=store)"
-        in every[0]
+        in line
     )
 
 
 def streamed_alone():
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    net, own = made(), store()
-    commpress.stream(net, store=own, process_group=groups[dist.get_rank()])
-    return (
-        net,
-        commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=own, **OPTIONS),
-        nothing,
-    )
-
-
-def dense_beside_experts():
-    net, optimizer, _ = tiered(tempfile.mkdtemp())
-    return net, optimizer, nothing
-
-
-def average_gates(net):
-    average(net.gates)
-
-
-def averaged_beside_experts():
-    return (*dense_beside_experts()[:2], average_gates)
-
-
-def with_experts(build):
-    torch.set_num_threads(1)
-    with warned() as lines:
-        train(*build(), rows=WIDTH)
-        dist.barrier()
-    return lines
+    return streamed(process_group=groups[dist.get_rank()])
 
 
 def test_so_is_what_every_rank_streams_by_itself(pool):
-    every = [line for lines in pool.run(warnings_of, streamed_alone) for line in lines]
-    assert len(every) == 1
-    assert "Partitioned" in every[0]
+    (line,) = (line for lines in pool.run(warnings_of, streamed_alone) for line in lines)
+    assert "Partitioned" in line
+
+
+def beside_experts(averaged):
+    net, optimizer, _ = tiered(tempfile.mkdtemp())
+    return net, optimizer, (lambda net: average(net.gates)) if averaged else None
+
+
+def dense(averaged):
+    return warnings_of(beside_experts, averaged, rows=WIDTH)
 
 
 def test_and_dense_parameters_beside_experts_in_a_store(pool):
-    every = [line for lines in pool.run(with_experts, dense_beside_experts) for line in lines]
-    assert len(every) == 1
-    assert "ExpertOptimizer does not communicate" in every[0]
-    assert pool.run(with_experts, averaged_beside_experts) == [[], []]
+    (line,) = (line for lines in pool.run(dense, False) for line in lines)
+    assert "ExpertOptimizer does not communicate" in line
+    assert pool.run(dense, True) == [[], []]
 
 
 QUIET = (
@@ -223,9 +180,13 @@ QUIET = (
 )
 
 
+def twice(kind):
+    return warnings_of(on_the_way, kind, seeds=(0, 1))
+
+
 @pytest.mark.parametrize("kind", QUIET)
 def test_nothing_is_said_where_somebody_averages_or_ranks_have_other_models(pool, kind):
-    assert pool.run(warnings_of, on_the_way, kind, (0, 1)) == [[], []]
+    assert pool.run(twice, kind) == [[], []]
 
 
 def test_nothing_is_said_on_one_rank(pool):

@@ -10,45 +10,27 @@ import torch
 import commpress
 from commpress.errors import InvalidArgument
 from small_store import open_store
+from zero_twin import equal, values
 
 LR = {"lr": 1e-2}
 ELEMENTWISE = [
     (torch.optim.SGD, {}),
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    (torch.optim.SGD, {"maximize": True}),
     (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "foreach": True}),
     (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
-    (torch.optim.Adam, {}),
     (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
-    (torch.optim.Adam, {"fused": True}),
-    (torch.optim.Adam, {"foreach": True, "maximize": True}),
-    (torch.optim.Adam, {"decoupled_weight_decay": True}),
     (torch.optim.Adam, {"fused": True, "amsgrad": True}),
     (torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
-    (torch.optim.AdamW, {}),
-    (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
     (torch.optim.AdamW, {"lr": 0.0}),
-    (torch.optim.AdamW, {"fused": True, "maximize": True}),
+    (torch.optim.AdamW, {"names": True}),
     (torch.optim.AdamW, {"foreach": False, "betas": (0.0, 0.9)}),
-    (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-    (torch.optim.Adagrad, {"fused": True}),
-    (torch.optim.Adagrad, {"foreach": True, "eps": 0.1}),
+    (torch.optim.Adagrad, {"foreach": True, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     (torch.optim.Adamax, {}),
-    (torch.optim.Adamax, {"foreach": True}),
-    (torch.optim.Adadelta, {}),
     (torch.optim.Adadelta, {"foreach": True, "weight_decay": 0.1}),
-    (torch.optim.NAdam, {}),
-    (torch.optim.NAdam, {"foreach": True}),
     (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "maximize": True}),
-    (torch.optim.RAdam, {}),
     (torch.optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
-    (torch.optim.RMSprop, {}),
     (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
-    (torch.optim.RMSprop, {"foreach": True, "centered": True}),
-    (torch.optim.Rprop, {}),
     (torch.optim.Rprop, {"foreach": True, "maximize": True}),
     (torch.optim.ASGD, {"t0": 1.0, "lambd": 0.1}),
-    (torch.optim.ASGD, {"foreach": True}),
 ]
 
 
@@ -78,11 +60,6 @@ class Lion(Simple):
         m.lerp_(g, 0.01)
 
 
-class Lars(Simple):
-    def move(self, p, g, state, lr):
-        p.sub_(lr * p.norm() / (g.norm() + 1e-9) * g)
-
-
 class Lamb(Lion):
     def move(self, p, g, state, lr):
         before = p.clone()
@@ -98,11 +75,6 @@ class MuonLike(Lion):
             return super().move(p, g, state, lr)
         u, _, v = torch.linalg.svd(g.flatten(1), full_matrices=False)
         p.sub_(lr * (u @ v).view_as(p))
-
-
-class Centralized(Lion):
-    def move(self, p, g, state, lr):
-        super().move(p, g - g.mean(), state, lr)
 
 
 class Factored(Simple):
@@ -239,7 +211,7 @@ def train(net, optimizer, steps=4):
         optimizer.zero_grad()
         net(torch.full((3, 17), 0.1 + step)).square().sum().backward()
         optimizer.step()
-    return [p.detach().clone() for p in net.parameters()]
+    return values(net)
 
 
 @pytest.fixture
@@ -248,9 +220,7 @@ def store(tmp_path):
         yield opened
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [*ELEMENTWISE, (Lion, {}), (torch.optim.AdamW, {"names": True})]
-)
+@pytest.mark.parametrize(("kind", "options"), [*ELEMENTWISE, (Lion, {})])
 def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, options):
     options = LR | {key: value for key, value in options.items() if key != "names"}
     nets = [model() for _ in range(3)]
@@ -262,66 +232,53 @@ def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, o
     wanted = train(nets[0], twin)
     assert len(offloaded.chunks) > 2
     for net, optimizer in ((nets[1], offloaded), (nets[2], partitioned)):
-        assert all(
-            torch.equal(one, other)
-            for one, other in zip(train(net, optimizer), wanted, strict=True)
-        )
+        assert equal(train(net, optimizer), wanted)
     partitioned.close()
 
 
 ACROSS = [
-    (torch.optim.Adafactor, {}),
-    (torch.optim.Muon, {}),
-    (torch.optim.LBFGS, {}),
-    (torch.optim.SparseAdam, {}),
-    (Lars, {}),
-    (Lamb, {}),
-    (MuonLike, {}),
-    (Centralized, {}),
-    (Factored, {}),
-    (CommonNorm, {}),
-    (CountsInItself, {}),
-    (CountsInItsGroup, {}),
-    (EstimatesItsRate, {}),
-    (EstimatesItsRate, {"lr": 1.0}),
-    (MuonFromFourOn, {}),
-    (FactoredFrom128On, {}),
-    (InBlocks, {}),
-    (InSignsOfAll, {}),
-    (Noisy, {}),
-    (HalfState, {}),
-    (NowAndThen, {}),
-    (NeedsClosure, {}),
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.LBFGS,
+    torch.optim.SparseAdam,
+    Lamb,
+    Factored,
+    CommonNorm,
+    CountsInItself,
+    CountsInItsGroup,
+    EstimatesItsRate,
+    MuonFromFourOn,
+    FactoredFrom128On,
+    InBlocks,
+    InSignsOfAll,
+    Noisy,
+    HalfState,
+    NowAndThen,
+    NeedsClosure,
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), ACROSS)
-def test_optimizers_that_look_across_elements_are_refused(store, kind, options):
+@pytest.mark.parametrize("kind", ACROSS)
+def test_optimizers_that_look_across_elements_are_refused(store, kind):
     net = model()
-    before = [p.detach().clone() for p in net.parameters()]
-    for build in (
-        lambda: commpress.Offloaded(net.parameters(), kind, store=store, **options),
-        lambda: commpress.Partitioned(net.parameters(), kind, **options),
-        lambda: commpress.Partitioned(net.parameters(), kind, store=store, **options),
+    before = values(net)
+    for build, options in (
+        (commpress.Offloaded, {"store": store}),
+        (commpress.Partitioned, {}),
+        (commpress.Partitioned, {"store": store}),
     ):
         with pytest.raises(InvalidArgument, match=rf"{kind.__name__}, which .*such as AdamW"):
-            build()
+            build(net.parameters(), kind, **options)
     assert list(store) == []
-    assert all(torch.equal(p, value) for p, value in zip(net.parameters(), before, strict=True))
+    assert equal(values(net), before)
     assert not any(
         vars(p) or p.grad is not None or p._post_accumulate_grad_hooks for p in net.parameters()
     )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [commpress.OneBitAdam, commpress.OneBitLamb, commpress.ZeroOneAdam, commpress.Partitioned],
-)
+@pytest.mark.parametrize("kind", [commpress.OneBitAdam, commpress.Partitioned])
 def test_optimizers_that_communicate_are_refused(store, kind):
-    class Own(kind):
-        pass
-
-    for one in (kind, Own):
+    for one in (kind, type("Own", (kind,), {})):
         with pytest.raises(InvalidArgument, match="communicates by itself"):
             commpress.Offloaded(model().parameters(), one, store=store)
         with pytest.raises(InvalidArgument, match="communicates by itself"):
@@ -357,10 +314,7 @@ def test_state_that_is_replaced_is_taken_in_memory_and_refused_in_a_store(store)
     nets = [model(), model()]
     optimizer = commpress.Partitioned(nets[0].parameters(), Replaces)
     wanted = train(nets[1], Replaces(nets[1].parameters()))
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(train(nets[0], optimizer), wanted, strict=True)
-    )
+    assert equal(train(nets[0], optimizer), wanted)
     optimizer.close()
     with pytest.raises(InvalidArgument, match="replaces its state"):
         commpress.Offloaded(nets[0].parameters(), Replaces, store=store)

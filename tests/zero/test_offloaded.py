@@ -1,7 +1,6 @@
 """An optimizer in a store equals the one in memory, bit for bit; a killed run goes on from its last
 commit."""
 
-import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -16,19 +15,18 @@ import commpress
 import offload_run
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.zero.update_chunk import UpdateChunk
-from offload_run import OPTIONS, loss_of, model, offloaded, open_store, train
+from offload_run import OPTIONS, loss_of, model, offloaded, train
+from small_store import open_store
+from zero_twin import Masters, clip, equal, equal_states, values
+
+WITH_A_DEVICE = {
+    "device": "256KiB",
+    "accelerator": "cpu",
+}  # the processor stands for it
 
 
 def plain(net, **options):
     return torch.optim.AdamW(net.parameters(), **{**OPTIONS, **options})
-
-
-def values(net):
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def equal(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture
@@ -37,101 +35,66 @@ def store(tmp_path):
         yield opened
 
 
-def check_state(optimizer, twin):
-    mine, theirs = optimizer.state_dict()["state"], twin.state_dict()["state"]
-    assert mine.keys() == theirs.keys()
-    for number, one in theirs.items():
-        assert one.keys() == mine[number].keys()
-        assert all(torch.equal(one[key], mine[number][key]) for key in one), number
+@pytest.fixture
+def beside_a_device(tmp_path):
+    with open_store(tmp_path / "store", **WITH_A_DEVICE) as opened:
+        yield opened
 
 
-def test_equals_the_optimizer_in_memory(store):
-    """20 steps, two backward passes each, torch's own clipping, a schedule; most of the state is on
-    disk in between."""
-    net, other = model(), model()
-    optimizer, twin = offloaded(net, store), plain(other)
-    train(net, optimizer, 0, 20)
-    train(other, twin, 0, 20)
+def check(net, optimizer, other, twin):
     assert equal(values(net), values(other))
-    where = [store.info(name).tier for name in store]
-    assert where.count("disk") > len(where) / 3
-    assert where.count("host") > 6  # the first chunks stay
-    check_state(optimizer, twin)
-
-
-def in_memory(net, steps, limit):
-    """Plain AdamW, clipped by a norm that is summed in double."""
-    twin = plain(net)
-    for step in range(steps):
-        twin.zero_grad()
-        for part in range(2):
-            loss_of(net, step, part).backward()
-        norm = (
-            torch.stack([p.grad.double().square().sum() for p in net.parameters()])
-            .sum()
-            .sqrt()
-            .float()
-        )
-        torch.nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)
-        twin.step()
-    return twin
-
-
-def test_gradients_in_the_store(store):
-    net, other = model(), model()
-    optimizer = offloaded(net, store, gradients="store", max_grad_norm=0.3)
-    for step in range(20):
-        for part in range(2):
-            loss_of(net, step, part).backward()
-            assert all(p.grad is None for p in net.parameters())
-        optimizer.step()
-    twin = in_memory(other, 20, 0.3)
-    assert equal(values(net), values(other))
-    check_state(optimizer, twin)
+    equal_states(optimizer.state_dict()["state"], twin.state_dict()["state"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adagrad, {"lr": 0.01})],
+    "options",
+    [{}, {"max_grad_norm": 0.3}, {"max_grad_norm": 0.3, "gradients": "store"}],
+    ids=["clipped by the user", "clipped", "gradients in the store"],
 )
-def test_other_optimizers(store, kind, options):
+def test_equals_the_optimizer_in_memory(store, options):
+    """20 steps, two backward passes each, a schedule; most of the state is on disk in between."""
     net, other = model(), model()
-    optimizer = commpress.Offloaded(net.parameters(), kind, store=store, chunk_mb=0.032, **options)
-    twin = kind(other.parameters(), **options)
-    for step in range(4):
+    optimizer, twin = offloaded(net, store, **options), plain(other)
+    for step in range(20):
         for one, o in ((net, optimizer), (other, twin)):
-            o.zero_grad()
-            loss_of(one, step, 0).backward()
+            o.param_groups[0]["lr"] = 1e-2 * 0.95**step
+            for part in range(2):
+                loss_of(one, step, part).backward()
+                assert ("gradients" not in options or one is other) == (
+                    one[0].weight.grad is not None
+                )
+            if one is other or not options:
+                clip(one.parameters(), 0.3)
             o.step()
-    assert equal(values(net), values(other))
+            o.zero_grad()
+    where = [store.info(name).tier for name in store]
+    assert where.count("disk") > len(where) / 3
+    assert where.count("host") > 6  # the first chunks stay
+    check(net, optimizer, other, twin)
 
 
 def test_half_precision_has_its_master_in_the_store(store):
     net, other = model().bfloat16(), model().bfloat16()
-    optimizer = offloaded(net, store)
-    master = [p.detach().float() for p in other.parameters()]
-    twin = torch.optim.AdamW(master, **OPTIONS)
+    optimizer, twin = offloaded(net, store), Masters(other.parameters(), **OPTIONS)
     for step in range(4):
-        for one in (net, other):
-            one.zero_grad()
-            generator = torch.Generator().manual_seed(step)
-            one(
-                torch.randn(8, 64, generator=generator).bfloat16()
-            ).float().square().mean().backward()
-        optimizer.step()
-        for p, m in zip(other.parameters(), master, strict=True):
-            m.grad = p.grad.float()
-        twin.step()
-        with torch.no_grad():
-            for p, m in zip(other.parameters(), master, strict=True):
-                p.copy_(m)
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        for one, o in ((net, optimizer), (other, twin)):
+            one(x).float().square().mean().backward()
+            o.step()
+        optimizer.zero_grad()
     assert equal(values(net), values(other))
 
 
 def test_goes_on_after_a_kill(tmp_path):
     """Killed somewhere after step 7, with commits after steps 2 and 5: the run that goes on equals
     one never stopped."""
-    command = [sys.executable, offload_run.__file__, str(tmp_path / "store"), "0", "1000"]
+    command = [
+        sys.executable,
+        offload_run.__file__,
+        str(tmp_path / "store"),
+        "0",
+        "1000",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.strip() == "7":
@@ -139,15 +102,13 @@ def test_goes_on_after_a_kill(tmp_path):
                 break
     net, other = model(), model()
     with open_store(tmp_path / "store") as store:
-        optimizer = offloaded(net, store)
+        optimizer, twin = offloaded(net, store), plain(other)
         assert optimizer.steps_done >= 6
         assert optimizer.steps_done % 3 == 0
         last = optimizer.steps_done + 4
         train(net, optimizer, optimizer.steps_done, last)
-        twin = plain(other)
         train(other, twin, 0, last)
-        assert equal(values(net), values(other))
-        check_state(optimizer, twin)
+        check(net, optimizer, other, twin)
 
 
 def test_bytes_of_a_step(store):
@@ -158,7 +119,7 @@ def test_bytes_of_a_step(store):
     train(net, optimizer, 0, 2)
     written = written_in_the_end(store)
     train(net, optimizer, 2, 6)
-    passing = [chunk for chunk in optimizer.chunks if optimizer._passes(chunk)]
+    passing = [chunk for chunk in optimizer.chunks if chunk.passes]
     wanted = 4 * sum(12 * chunk.numel for chunk in passing)
     assert len(passing) > 5
     assert written_in_the_end(store) - written == pytest.approx(wanted, rel=0.05)
@@ -179,51 +140,30 @@ def written_in_the_end(store):
     return written
 
 
-def test_budgets_place_the_first_chunks(tmp_path):
-    """The processor stands for the device. A chunk stays where its budget is, the others are on
-    disk between steps."""
-    sizes = {
-        "host": "1MiB",
-        "device": "256KiB",
-        "accelerator": "cpu",
-        "engine": "threads",
-        "options": offload_run.SMALL,
-    }
-    with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
-        net, other = model(), model()
-        optimizer, twin = (
-            offloaded(net, store, device_budget="200KiB", host_budget="200KiB"),
-            plain(other),
-        )
-        train(net, optimizer, 0, 20)
-        train(other, twin, 0, 20)
-        assert equal(values(net), values(other))
-        check_state(optimizer, twin)
-        tiers = [chunk.tier for chunk in optimizer.chunks]
-        assert tiers == sorted(tiers, key=["device", "host", "disk"].index)
-        assert len(set(tiers)) == 3
-        optimizer.step()
-        for chunk in optimizer.chunks:
-            # on a busy machine what goes to the disk may still be on its way
-            latest = monotonic() + 20
-            while (tiers := {store.info(name).tier for name in chunk.names()}) != {
-                chunk.tier
-            } and monotonic() < latest:
-                sleep(0.01)
-            assert tiers == {chunk.tier}
-        lines = optimizer.report().splitlines()
-        assert lines[0].split() == ["device", "host", "disk"]
-        assert [line.split()[0] for line in lines[1:]] == [
-            "master",
-            "exp_avg",
-            "exp_avg_sq",
-            "together",
-            "update",
-        ]
-        with pytest.raises(InvalidArgument, match="host_budget"):
-            offloaded(net, store, prefix="more", host_budget="1MiB")
-        with pytest.raises(InvalidArgument, match="device_budget"):
-            offloaded(net, store, prefix="more", device_budget="1MiB")
+def test_budgets_place_the_first_chunks(beside_a_device):
+    """A chunk stays where its budget is, the others are on disk between steps."""
+    store, net, other = beside_a_device, model(), model()
+    optimizer = offloaded(net, store, resident={"device": "200KiB", "host": "200KiB"})
+    twin = plain(other)
+    train(net, optimizer, 0, 20)
+    train(other, twin, 0, 20)
+    check(net, optimizer, other, twin)
+    tiers = [chunk.tier for chunk in optimizer.chunks]
+    assert tiers == sorted(tiers, key=["device", "host", "disk"].index)
+    assert len(set(tiers)) == 3
+    optimizer.step()
+    latest = monotonic() + 20  # on a busy machine what goes to the disk may still be on its way
+    for chunk in optimizer.chunks:
+        while {store.info(name).tier for name in chunk.names()} != {chunk.tier}:
+            assert monotonic() < latest
+            sleep(0.01)
+    lines = optimizer.report().splitlines()
+    assert lines[0].split() == ["device", "host", "disk"]
+    kinds = ["master", "exp_avg", "exp_avg_sq", "together", "update"]
+    assert [line.split()[0] for line in lines[1:]] == kinds
+    for tier in ("host", "device", "moon"):
+        with pytest.raises(InvalidArgument, match=f"of '{tier}'"):
+            offloaded(net, store, prefix="more", resident={tier: "1MiB"})
 
 
 class Watch(TorchDispatchMode):
@@ -232,7 +172,11 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, device):
         super().__init__()
-        self.device, self.up, self.down = {t.untyped_storage().data_ptr() for t in device}, 0, 0
+        self.device, self.up, self.down = (
+            {t.untyped_storage().data_ptr() for t in device},
+            0,
+            0,
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -244,56 +188,39 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.3])
-def test_bytes_between_host_and_device(tmp_path, dtype, max_grad_norm):
+@pytest.mark.parametrize(
+    ("dtype", "max_grad_norm"), [(torch.float32, None), (torch.bfloat16, 0.3)], ids=str
+)
+def test_bytes_between_host_and_device(beside_a_device, dtype, max_grad_norm):
     """ZeRO-Offload's: gradients down and parameters up once, but for chunks that are on the device;
     2 and 2 bytes in halves."""
-    sizes = {
-        "host": "1MiB",
-        "device": "256KiB",
-        "accelerator": "cpu",
-        "engine": "threads",
-        "options": offload_run.SMALL,
-    }
-    with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
-        net = model().to(dtype)
-        optimizer = offloaded(net, store, device_budget="200KiB", max_grad_norm=max_grad_norm)
-        for step in range(3):
-            net(torch.full((8, 64), 0.1 + step, dtype=dtype)).float().square().mean().backward()
-            arrays = [store._residency.device.bytes, optimizer._gradients._buffers["device"]]
-            before = store.crossing.up, store.crossing.down
-            with Watch([*net.parameters(), *(p.grad for p in net.parameters()), *arrays]) as watch:
-                optimizer.step()
-            counted = store.crossing.up - before[0], store.crossing.down - before[1]
-            optimizer.zero_grad()
-        numel = [
-            sum(run.numel for c in optimizer.chunks if c.on == on for run in c.ranges)
-            for on in ("host", "device")
+    store, net = beside_a_device, model().to(dtype)
+    optimizer = offloaded(net, store, resident={"device": "200KiB"}, max_grad_norm=max_grad_norm)
+    for step in range(3):
+        net(torch.full((8, 64), 0.1 + step, dtype=dtype)).float().square().mean().backward()
+        arrays = [
+            store._residency.device.bytes,
+            optimizer._gradients._buffers["device"],
         ]
-        assert min(numel) > 10_000
-        assert counted == (numel[0] * dtype.itemsize, numel[0] * dtype.itemsize)
-        assert (watch.up, watch.down) == counted
-
-
-def test_it_clips_as_it_should(store):
-    """By its own norm, gradients in the parameters, accumulated over two backward passes."""
-    net, other = model(), model()
-    optimizer = offloaded(net, store, max_grad_norm=0.3)
-    for step in range(20):
+        before = store.crossing.up, store.crossing.down
+        with Watch([*net.parameters(), *(p.grad for p in net.parameters()), *arrays]) as watch:
+            optimizer.step()
+        counted = store.crossing.up - before[0], store.crossing.down - before[1]
         optimizer.zero_grad()
-        for part in range(2):
-            loss_of(net, step, part).backward()
-        optimizer.step()
-    twin = in_memory(other, 20, 0.3)
-    assert equal(values(net), values(other))
-    check_state(optimizer, twin)
+    numel = {on: 0 for on in ("host", "device")}
+    for chunk in optimizer.chunks:
+        numel[chunk.on] += sum(run.numel for run in chunk.ranges)
+    assert min(numel.values()) > 10_000
+    assert counted == (watch.up, watch.down) == (numel["host"] * dtype.itemsize,) * 2
 
 
 def test_quantised_moments(store):
     """Smaller on disk, exact in the first step, and training goes the same way as with float32."""
     net, other = model(), model()
-    optimizer, twin = offloaded(net, store, moments="int8", lr=1e-3), plain(other, lr=1e-3)
+    optimizer, twin = (
+        offloaded(net, store, moments="int8", lr=1e-3),
+        plain(other, lr=1e-3),
+    )
     losses = []
     for step in range(30):
         for one, o in ((net, optimizer), (other, twin)):
@@ -308,31 +235,23 @@ def test_quantised_moments(store):
     assert losses[-2] < start - 0.9 * (start - end)
     assert losses[-2] != end
     held = sum(store.info(chunk.name("exp_avg")).nbytes for chunk in optimizer.chunks)
-    assert held == pytest.approx(
-        (1 + 1 / 32) * sum(chunk.numel for chunk in optimizer.chunks), rel=0.02
-    )
+    numel = sum(chunk.numel for chunk in optimizer.chunks)
+    assert held == pytest.approx((1 + 1 / 32) * numel, rel=0.02)
     state, wanted = optimizer.state_dict()["state"], twin.state_dict()["state"]
     assert state[0]["exp_avg"].shape == wanted[0]["exp_avg"].shape
 
 
-@pytest.mark.parametrize(
-    ("moments", "why"),
-    [("int4", "steps shrink as the values in a block of 128 spread"), ("int3", "")],
-)
-def test_moments_of_other_widths_are_refused_before_the_store_holds_anything(store, moments, why):
-    with pytest.raises(
-        InvalidArgument,
-        match=rf"moments is '{moments}', expected 'int8' or None for float32.*{why}",
-    ):
-        offloaded(model(), store, moments=moments)
-    assert list(store) == []
-
-
 def test_a_delayed_update(store):
-    """The update with the gradients of one step is taken after the backward of the next: as said
-    step by step."""
+    """The update with the gradients of one step is taken after the backward of the next."""
     net, other = model(), model()
-    optimizer, twin = offloaded(net, store, delayed=True), plain(other)
+    optimizer, twin = offloaded(net, store, gradients="delayed"), plain(other)
+
+    def advance(rate, gradients):
+        twin.param_groups[0]["lr"] = rate
+        for p, gradient in zip(other.parameters(), gradients, strict=True):
+            p.grad = gradient
+        twin.step()
+
     waiting = None
     for step in range(8):
         optimizer.param_groups[0]["lr"] = rate = 1e-2 * 0.9**step
@@ -344,13 +263,12 @@ def test_a_delayed_update(store):
         assert all(p.grad is None for p in net.parameters())
         new = [p.grad.clone() for p in other.parameters()]
         if waiting is not None:
-            advance(other, twin, *waiting)
+            advance(*waiting)
         waiting = (rate, new)
         assert equal(values(net), values(other))
     optimizer.finish()
-    advance(other, twin, *waiting)
-    assert equal(values(net), values(other))
-    check_state(optimizer, twin)
+    advance(*waiting)
+    check(net, optimizer, other, twin)
     optimizer.close()
 
 
@@ -359,7 +277,9 @@ def test_a_chunk_that_is_waited_for_is_updated_by_one_thread_and_others_leave_on
 ):
     threads, step, before = [], UpdateChunk.step, torch.get_num_threads()
     monkeypatch.setattr(
-        UpdateChunk, "step", lambda *args: threads.append(torch.get_num_threads()) or step(*args)
+        UpdateChunk,
+        "step",
+        lambda *args: threads.append(torch.get_num_threads()) or step(*args),
     )
     net = model()
     optimizer = offloaded(net, store)
@@ -376,23 +296,15 @@ def test_a_chunk_that_is_waited_for_is_updated_by_one_thread_and_others_leave_on
         torch.set_num_threads(before)
 
 
-def advance(net, twin, rate, gradients):
-    twin.param_groups[0]["lr"] = rate
-    for p, gradient in zip(net.parameters(), gradients, strict=True):
-        p.grad = gradient
-    twin.step()
-
-
 def test_weights_that_were_loaded_are_taken(store):
     net, other = model(), model()
     optimizer, twin = offloaded(net, store), plain(other)
     train(net, optimizer, 0, 2)
     train(other, twin, 0, 2)
     new = {key: value + 0.5 for key, value in net.state_dict().items()}
-    net.load_state_dict(new)
-    other.load_state_dict(new)
-    train(net, optimizer, 2, 4)
-    train(other, twin, 2, 4)
+    for one, o in ((net, optimizer), (other, twin)):
+        one.load_state_dict(new)
+        train(one, o, 2, 4)
     assert equal(values(net), values(other))
 
 
@@ -410,21 +322,32 @@ def test_a_step_that_is_not_finite_is_left_out(store):
         optimizer.step()
 
 
-@pytest.mark.parametrize("store", ["offload", None, {"device": "cpu"}])
-def test_a_store_that_is_none_is_named_with_the_call_that_opens_one(store):
-    with pytest.raises(
-        InvalidArgument,
-        match=rf"^store is {re.escape(repr(store))}, expected .*TieredStore\.open\(folder",
-    ):
-        commpress.Offloaded(torch.nn.Linear(3, 3).parameters(), torch.optim.AdamW, store=store)
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (
+            {"store": "offload"},
+            r"^store is 'offload', expected .*TieredStore\.open\(folder",
+        ),
+        ({"chunk_mb": 64.0}, "smaller chunk_mb"),
+        ({"gradients": "disk"}, "gradients is 'disk'"),
+        (
+            {"moments": "int4"},
+            "'int8' or None for float32.*steps shrink as the values in a block",
+        ),
+        ({"moments": "int3"}, "moments is 'int3', expected 'int8' or None for float32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_before_the_store_holds_anything(store, options, error):
+    options = {"store": store, "chunk_mb": 0.032, "lr": 0.1} | options
+    with pytest.raises(InvalidArgument, match=error):
+        commpress.Offloaded(model().parameters(), torch.optim.SGD, **options)
+    assert list(store) == []
 
 
-def test_what_cannot_work_is_refused(store):
+def test_states_of_other_optimizers_are_refused(store):
     net = model()
-    with pytest.raises(InvalidArgument, match="smaller chunk_mb"):
-        offloaded(net, store, chunk_mb=64.0)
-    with pytest.raises(InvalidArgument, match="gradients is"):
-        offloaded(net, store, gradients="disk")
     optimizer = offloaded(net, store)
     optimizer.commit()
     with pytest.raises(StateMismatch, match="other parameters"):
@@ -433,35 +356,26 @@ def test_what_cannot_work_is_refused(store):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
-@pytest.mark.parametrize("source", ["plain", "offloaded"])
-def test_a_state_is_loaded_and_the_plain_optimizer_loads_it(store, source):
+def test_a_state_is_loaded_and_the_plain_optimizer_loads_it(store):
     """Four steps by one optimizer, four by another, of every kind: as eight by one."""
-    other = model()
-    twin = plain(other)
-    train(other, twin, 0, 4)
-    saved, weights = (
-        twin.state_dict(),
-        {key: value.clone() for key, value in other.state_dict().items()},
-    )
-    if source == "offloaded":
+    whole, twin = (net := model()), plain(net)
+    train(whole, twin, 0, 4)
+    weights = {key: value.clone() for key, value in whole.state_dict().items()}
+    first = offloaded(other := model(), store, prefix="first")
+    train(other, first, 0, 4)
+    # the plain optimizer counts steps in the tensors it is given
+    saved = [deepcopy(twin.state_dict()), first.state_dict()]
+    train(whole, twin, 4, 8)
+    for i, (state, make) in enumerate(
+        [(saved[0], offloaded), (saved[1], offloaded), (saved[1], plain)]
+    ):
         net = model()
-        first = offloaded(net, store, prefix="first")
-        train(net, first, 0, 4)
-        saved = first.state_dict()
-        third, again = model(), None
-        third.load_state_dict(weights)
-        again = plain(third)
-        # the plain optimizer counts steps in the tensors it is given
-        again.load_state_dict(deepcopy(saved))
-        train(third, again, 4, 8)
-    net = model()
-    net.load_state_dict(weights)
-    optimizer = offloaded(net, store)
-    optimizer.load_state_dict(saved)
-    assert optimizer.steps_done == 4
-    train(net, optimizer, 4, 8)
-    train(other, twin, 4, 8)
-    assert equal(values(net), values(other))
-    assert source == "plain" or equal(values(third), values(other))
-    optimizer.load_state_dict(plain(net).state_dict())
-    assert not optimizer.state
+        net.load_state_dict(weights)
+        optimizer = make(net) if make is plain else make(net, store, prefix=str(i))
+        optimizer.load_state_dict(deepcopy(state))
+        assert make is plain or optimizer.steps_done == 4
+        train(net, optimizer, 4, 8)
+        assert equal(values(net), values(whole))
+        if make is offloaded:
+            optimizer.load_state_dict(plain(net).state_dict())
+            assert not optimizer.state

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commpress
-from stream_twin import open_store
+from small_store import open_store
 
 WIDTH, LAYERS, STEPS = 128, 40, 2
 
@@ -34,7 +34,7 @@ def measured(folder):
             torch.optim.AdamW,
             store=store,
             chunk_mb=0.0164,
-            host_budget=0,
+            resident={"host": 0},
             lr=1e-3,
         )
 

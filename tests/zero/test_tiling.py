@@ -8,7 +8,8 @@ from torch import nn
 import commpress
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.tiling import Tile, TiledLinear
-from stream_twin import OPTIONS, groups, made, offloaded, open_store, train
+from small_store import open_store
+from stream_twin import OPTIONS, groups, made, offloaded, train
 
 
 def net(bias: bool = True) -> nn.Module:
@@ -67,7 +68,7 @@ def test_first_values_of_a_tiled_model_on_the_meta_device(tmp_path):
     """A seed gives those of the plain model built in memory."""
     with torch.device("meta"):
         cut = tiled(net())
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", host="2MiB") as store:
         torch.manual_seed(3)
         state, wanted = commpress.stream(cut, store=store).state_dict(), net().state_dict()
     assert state.keys() == wanted.keys()
@@ -83,7 +84,7 @@ def test_streamed_tiles_train_as_the_plain_model(tmp_path):
     assert len(sizes) > 40
     twin = torch.optim.AdamW(groups(plain), **OPTIONS)
     most = 0
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", host="2MiB") as store:
         streamed = commpress.stream(cut, store=store, chunk_mb=0.04)
         rest = max(unit.nbytes for unit in streamed.groups if ".tiles." not in unit.name)
 
@@ -122,7 +123,7 @@ def test_what_cannot_be_cut_stays_or_is_refused(tmp_path):
     hooked[0].register_forward_hook(lambda *_: None)
     with pytest.raises(InvalidArgument, match="hooks"):
         tiled(hooked)
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", host="2MiB") as store:
         commpress.stream(streamed := net(), store=store)
         with pytest.raises(InvalidArgument, match="before stream"):
             tiled(streamed)
