@@ -101,7 +101,7 @@ def _measure(numel_bytes: int, options: argparse.Namespace, inner: Any) -> Dispa
     }
     routes: dict[str, Way] = {"flat": Way()}
     if nodes:
-        routes |= {"inside": Way(nodes, "inside-first"), "between": Way(nodes, "between-first")}
+        routes |= {"inside": Way(nodes)}
     transports = {name: Recorded(inner) for name in routes}
     for name, way in routes.items():
         results[name] = torch.empty_like(inp)

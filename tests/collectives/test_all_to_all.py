@@ -22,7 +22,6 @@ from variants import few
 from ways import WAYS, transport_by
 
 PATIENT = timedelta(seconds=60)
-ORDERS = ["inside-first", "between-first"]
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CODECS = ["int8", "int4", "fp8", "bf16", "fp16"]
 
@@ -93,25 +92,25 @@ def nodes(draw, most=9):
     nodes=nodes(),
     seed=st.integers(0, 999),
     width=st.integers(1, 5),
-    order=st.sampled_from([None, *ORDERS]),
+    flat=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
 )
-def test_every_route_is_the_flat_permutation(nodes, seed, width, order, dtype):
+def test_every_route_is_the_flat_permutation(nodes, seed, width, flat, dtype):
     size = sum(map(len, nodes))
     counts = splits_of(size, seed)
-    way = Way(nodes, order) if order else Way()
+    way = Way() if flat else Way(nodes)
     for rank, out in enumerate(simulated(counts, width, way, dtype=dtype)):
         assert torch.equal(out, expected(counts, rank, width, dtype))
 
 
 @settings(max_examples=40, deadline=None)
-@given(nodes=nodes(), order=st.sampled_from(ORDERS), rows=st.integers(0, 3))
-def test_even_blocks_need_no_lengths(nodes, order, rows):
+@given(nodes=nodes(), rows=st.integers(0, 3))
+def test_even_blocks_need_no_lengths(nodes, rows):
     """x[source, destination] = source · P + destination, and twice is the identity."""
     size = sum(map(len, nodes))
     transports = [Recorded(t) for t in Loopback(size).transports()]
     inputs = [torch.arange(r * size, (r + 1) * size).repeat_interleave(rows) for r in range(size)]
-    way = Way(nodes, order)
+    way = Way(nodes)
 
     def twice(rank):
         once, back = torch.empty_like(inputs[rank]), torch.empty_like(inputs[rank])
@@ -127,20 +126,21 @@ def test_even_blocks_need_no_lengths(nodes, order, rows):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "between"),
-    [([4, 4], None, 32), ([3, 5], "inside-first", 8), ([2, 2, 2, 2], "between-first", 24)],
+    ("sizes", "flat", "between"), [([4, 4], True, 32), ([3, 5], False, 8), ([2] * 4, False, 24)]
 )
-def test_messages_between_nodes(sizes, order, between):
-    """g·h messages between two nodes flat; h with the sender's, g with the receiver's members as
-    one. The same bytes."""
+def test_messages_between_nodes(sizes, flat, between):
+    """g·h messages between two nodes flat; h with the sender's members as one. The same bytes."""
     edges = np.cumsum([0, *sizes])
     nodes = [list(range(a, b)) for a, b in pairwise(edges.tolist())]
     home = {r: i for i, node in enumerate(nodes) for r in node}
     counts = splits_of(len(home), 5) + 1
     transports = [Recorded(t) for t in Loopback(len(home)).transports()]
-    simulated(counts, 3, Way(nodes, order) if order else Way(), transports=transports)
+    simulated(counts, 3, Way() if flat else Way(nodes), transports=transports)
     abroad = [(t, r) for t in transports for r in home if home[t.rank] != home[r]]
     assert sum(t.messages_to[r] for t, r in abroad) == between
+    if len(set(sizes)) == 1:  # members take turns
+        each = [sum(t.messages_to[r] for s, r in abroad if s is t) for t in transports]
+        assert set(each) == {between // len(home)}
     payload = sum(int(counts[a, b]) * 12 for a in home for b in home if home[a] != home[b])
     assert sum(t.bytes_to[r] for t, r in abroad) == payload + between * HEADER
 
@@ -181,12 +181,11 @@ def test_each_block_is_encoded_by_itself(codec, dtype):
 @given(
     nodes=nodes(),
     seed=st.integers(0, 999),
-    order=st.sampled_from(ORDERS),
     codec=st.sampled_from(CODECS),
 )
-def test_compressed_by_way_of_nodes_equals_compressed_flat(nodes, seed, order, codec):
+def test_compressed_by_way_of_nodes_equals_compressed_flat(nodes, seed, codec):
     counts = splits_of(sum(map(len, nodes)), seed)
-    ways = simulated(counts, 19, Way(nodes, order), codec), simulated(counts, 19, Way(), codec)
+    ways = simulated(counts, 19, Way(nodes), codec), simulated(counts, 19, Way(), codec)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*ways, strict=True))
 
 
@@ -230,7 +229,7 @@ def equals_the_simulation(received, size):
     of a simulation."""
     counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
     nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
-    ways = [(), *((nodes, order) for order in ORDERS)]
+    ways = [(), (nodes,)]
     twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
     for rank, results in enumerate(received(counts, ways, codecs)):
         for result, codec in zip(results, codecs * len(ways), strict=True):
@@ -315,8 +314,3 @@ def test_what_cannot_work_is_refused(out, inp, options, says):
     call = compressed_all_to_all if "codec" in options else all_to_all
     with pytest.raises(InvalidArgument, match=says):
         run(call(out.clone(), inp, transport=Loopback(2).transport(0), **options))
-
-
-def test_an_unknown_order_is_refused():
-    with pytest.raises(InvalidArgument, match="order is 'outside-first', expected 'inside-first'"):
-        Way([[0]], "outside-first")
