@@ -3,15 +3,14 @@
 All run interleaved, so that a network's moods hit them alike; times are medians over rounds of
 the slowest rank's.
   size, block          bytes that one rank sends in all, and to each rank
-  flat, inside-first,
-  between-first        time of each route; the last two need --nodes. With --codec, encoding and
+  flat, nodes          time of each route; the second needs --nodes. With --codec, encoding and
                        decoding included
   rival                time of torch's all_to_all_single on float32; with --mpi of MPI's
                        blocking Alltoall on the same bytes
   flat x               how many times longer the rival takes than flat
-  nodes x              how many times longer flat takes than the faster route by way of nodes:
-                       above 1 they pay
-  messages             that leave rank 0 for other nodes, flat and by the first way of nodes
+  nodes x              how many times longer flat takes than the route by way of nodes: above 1
+                       it pays
+  messages             that leave rank 0 for other nodes, flat and by way of nodes
 Every result is compared with the rival's, bit for bit if nothing is compressed.
 
   python benchmarks alltoall                                              4 local processes
@@ -49,14 +48,13 @@ ERRS = {"bf16": 1 / 256, "fp8": 1 / 8, "int8": 1 / 64, "int4": 1 / 4}
 
 @dataclass
 class DispatchedSize:
-    """Seconds; ``inside`` and ``between`` None without nodes."""
+    """Seconds; ``nodes`` None without nodes."""
 
     ranks: int
     size: int
     codec: str
     flat: float
-    inside: float | None
-    between: float | None
+    nodes: float | None
     rival: float
     messages: list[int]
     wrong: int  # elements that differ from the rival's, over all routes and ranks
@@ -65,8 +63,7 @@ class DispatchedSize:
 
     @property
     def nodes_gain(self) -> float | None:
-        routes = [t for t in (self.inside, self.between) if t is not None]
-        return self.flat / min(routes) if routes else None
+        return None if self.nodes is None else self.flat / self.nodes
 
 
 def exchanged(text: str) -> None:
@@ -95,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     refusals.on_nodes(options, "nodes")
     harness.sizes_of(options)
     title = f"One all-to-all, codec {options.codec}; rival: {'MPI' if options.mpi else 'torch'}"
-    panels = {"one call, us": ("flat us", "inside us", "between us", "rival us")}
+    panels = {"one call, us": ("flat us", "nodes us", "rival us")}
     bars = partial(judge, mpi=options.mpi)
     return harness.run(options, bench, cells, judge=bars, title=title, panels=panels)
 
@@ -114,7 +111,7 @@ def _measured(nbytes: int, options: argparse.Namespace, inner: Any) -> Dispatche
     inp = torch.randn(rows, generator=torch.Generator().manual_seed(rank))
     routes: dict[str, Way] = {"flat": Way()}
     if nodes:
-        routes |= {"inside": Way(nodes, "inside-first"), "between": Way(nodes, "between-first")}
+        routes["nodes"] = Way(nodes)
     results = {name: torch.empty_like(inp) for name in ("rival", *routes)}
     transports = {name: Recorded(inner) for name in routes}
     calls = {"rival": _rival(results["rival"], inp, inner if options.mpi else None)}
@@ -137,12 +134,9 @@ def _measured(nbytes: int, options: argparse.Namespace, inner: Any) -> Dispatche
         size=4 * rows,
         codec=options.codec,
         flat=median["flat"],
-        inside=median.get("inside"),
-        between=median.get("between"),
+        nodes=median.get("nodes"),
         rival=median["rival"],
-        messages=[
-            sum(transports[name].messages_to[r] for r in away) // done for name in list(routes)[:2]
-        ],
+        messages=[sum(transports[name].messages_to[r] for r in away) // done for name in routes],
         wrong=int(wrong),
         error=float(worst),
     )
@@ -160,7 +154,7 @@ def _ours(out: torch.Tensor, inp: torch.Tensor, codec: str, transport: Any, way:
 
 
 def cells(m: DispatchedSize) -> dict[str, str]:
-    times = {"flat": m.flat, "inside": m.inside, "between": m.between, "rival": m.rival}
+    times = {"flat": m.flat, "nodes": m.nodes, "rival": m.rival}
     return {
         "size B": str(m.size),
         "block B": str(m.size // m.ranks),

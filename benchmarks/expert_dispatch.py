@@ -50,7 +50,7 @@ class ExpertTimes:
     node_bytes: int
     formula_bytes: int
     wrong: int
-    took: str  # the codec that "auto" took, and whether tokens went straight to their ranks
+    took: str  # the codec that "auto" took
 
     def gain(self, way: str) -> float:
         return self.seconds["torch f32"] / self.seconds[way]
@@ -118,8 +118,8 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     exchanges = {
         "flat": exchange(topology=None),
         "nodes": exchange(),
-        "int8": exchange(codec="int8", combine_codec="int8"),
-        "auto": exchange(codec="auto", combine_codec="auto"),
+        "int8": exchange(codec=("int8", "int8")),
+        "auto": exchange(codec=("auto", "auto")),
     }
     owner = exchanges["flat"].placement.owner
     ranks_of = torch.from_numpy(owner)[chosen]
@@ -149,7 +149,7 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     dist.all_reduce(totals)
     node_bytes, formula_bytes, wrong = totals.tolist()
     measurement = exchanges["auto"].measurement
-    took = "" if measurement is None else measurement.chosen + " straight" * measurement.straight
+    took = "" if measurement is None else measurement.chosen
     return ExpertTimes(k, options.tokens, median, node_bytes, formula_bytes, wrong, took)
 
 

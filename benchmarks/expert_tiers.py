@@ -127,7 +127,7 @@ class Bench:
         self.store, self.bare = (
             commpress.TieredStore.open(folder / name, host=host) for name in ("experts", "bare")
         )
-        exchange = commpress.ExpertExchange(count, transport=Loopback(1).transport(0))
+        exchange = commpress.ExpertExchange(count, process_group=Loopback(1).transport(0))
         made = (_expert(width) for _ in range(count))
         self.layer = commpress.moe.Experts(
             made, exchange, store=self.store, resident=options.resident

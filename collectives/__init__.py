@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from commpress.collectives.channel import Channel
     from commpress.collectives.exchange import Exchange, Exchanges, Reduce, ReduceInLevels
     from commpress.collectives.links import Links, load_links
+    from commpress.collectives.reduce_scatter import Scatter
     from commpress.collectives.round import Round
-    from commpress.collectives.scatter import Scatter
     from commpress.collectives.topology import Topology
     from commpress.collectives.transports.factory import own_transport
     from commpress.collectives.transports.loopback import Loopback, simulate
@@ -56,7 +56,7 @@ __getattr__ = lazily(
         "exchange": ("Exchange", "Exchanges", "Reduce", "ReduceInLevels"),
         "links": ("Links", "load_links"),
         "round": ("Round",),
-        "scatter": ("Scatter",),
+        "reduce_scatter": ("Scatter",),
         "topology": ("Topology",),
         "transports.factory": ("own_transport",),
         "transports.loopback": ("Loopback", "simulate"),

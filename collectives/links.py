@@ -56,13 +56,7 @@ class Link:
     burst: float = 0.0  # bytes that pass at once after a rest
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not (0 < value < math.inf or (value == 0 and name == "burst")):
-                raise InvalidArgument(
-                    f"{name} of a link is {value!r}, expected a positive number: run commpress "
-                    "probe again"
-                )
+        _check(self, "a link", may_be_zero=("burst",))
 
 
 @dataclass(frozen=True)
@@ -90,16 +84,7 @@ class Stack:
     uneven: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if (
-                not isinstance(value, int | float)
-                or isinstance(value, bool)
-                or not 0 <= value < math.inf
-            ):
-                raise InvalidArgument(
-                    f"{name} of the stack is {value!r}, expected a number from 0: run commpress "
-                    "probe again"
-                )
+        _check(self, "the stack", may_be_zero=tuple(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -111,16 +96,18 @@ class BufferTrial:
     hierarchical: float
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if (
-                not isinstance(value, int | float)
-                or isinstance(value, bool)
-                or not 0 < value < math.inf
-            ):
-                raise InvalidArgument(
-                    f"{name} of a trial is {value!r}, expected a positive number: run commpress "
-                    "probe again"
-                )
+        _check(self, "a trial")
+
+
+def _check(measured: Any, what: str, *, may_be_zero: Sequence[str] = ()) -> None:
+    for name, value in asdict(measured).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        zero = name in may_be_zero
+        if not number or not (0 < value < math.inf or (zero and value == 0)):
+            raise InvalidArgument(
+                f"{name} of {what} is {value!r}, expected a positive number"
+                f"{' or 0' if zero else ''}: run commpress probe again"
+            )
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ _HOMES = {
     "compress_pipeline": "commpress.integrations.pipeline.edges",
     "TileCodec": "commpress.integrations.pipeline.tiles",
     "Difference": "commpress.integrations.fsdp.shard_weights",
+    "FlatShardState": "commpress.integrations.fsdp.fsdp1",
+    "compressed_reduce_scatter_hook": "commpress.integrations.fsdp.fsdp1",
     "SignCodec": "commpress.codecs",
     "TernaryCodec": "commpress.codecs",
     "BlockCodec": "commpress.codecs",
@@ -111,6 +113,7 @@ if TYPE_CHECKING:
     from commpress.integrations.elastic.snapshots import Snapshots
     from commpress.integrations.experts.dispatch import AllToAll
     from commpress.integrations.experts.expert_exchange import ExpertExchange
+    from commpress.integrations.fsdp.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
     from commpress.integrations.fsdp.fsdp2 import compress_fsdp
     from commpress.integrations.fsdp.hsdp import compress_hsdp
     from commpress.integrations.fsdp.shard_weights import Difference
@@ -158,6 +161,8 @@ __all__ = [
     "compress_pipeline",
     "TileCodec",
     "Difference",
+    "FlatShardState",
+    "compressed_reduce_scatter_hook",
     "SignCodec",
     "TernaryCodec",
     "BlockCodec",

@@ -122,7 +122,7 @@ def main() -> None:
     model = GPT(width=width, layers=options.layers, length=options.length)
     size = dist.get_world_size()
     topology = options.topology or (f"1x{size}" if size % 2 else f"2x{size // 2}")
-    exchange = {"codec": options.codec, "combine_codec": options.codec, "topology": topology}
+    exchange = {"codec": (options.codec, options.codec), "topology": topology}
     for i in range(options.layers):
         model.blocks[i] = RoutedBlock(
             width, 4, options.experts, capacity=options.capacity, **exchange

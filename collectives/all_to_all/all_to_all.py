@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal, Required, TypedDict, Unpack
+from typing import Required, TypedDict, Unpack
 
 import torch
 
@@ -23,10 +23,9 @@ from commpress.collectives.all_to_all.routes import (
     Lengths,
     Nodes,
     Told,
-    between_first,
+    by_nodes,
     flat,
     forwarded,
-    inside_first,
     telling,
 )
 from commpress.collectives.frame import FLAT, Frame
@@ -37,8 +36,6 @@ from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import COLUMN, Piece, Pieces, cut
 from commpress.work import Steps
 
-Order = Literal["inside-first", "between-first"]
-_ORDERS = {"inside-first": inside_first, "between-first": between_first}
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,23 +43,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class Way:
     """Way that blocks travel, the same on every rank: flat, or by way of ``nodes`` (the ranks of
-    each node) in an ``order``.
-
-    Both orders give the same bits as flat. ``inside-first`` sends one message from a node to each
-    rank of another, ``between-first`` one from each rank to each other node: the same number where
-    nodes have the same size.
-    """
+    each node), with one message from a node to each rank of another. The bits are the same."""
 
     nodes: Sequence[Sequence[int]] | None = None
-    order: Order = "inside-first"
-    checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     scratch: Scratch = field(default_factory=Scratch, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.order not in _ORDERS:
-            raise InvalidArgument(
-                f"order is {self.order!r}, expected 'inside-first' or 'between-first'"
-            )
 
     def carry(
         self,
@@ -76,14 +60,14 @@ class Way:
     ) -> Steps[None]:
         """Bytes. ``even``: every block of every rank has the same length, so nobody needs to be
         told."""
-        executor = Executor(what, transport, self.scratch, self.checksum)
+        executor = Executor(what, transport, self.scratch)
         if self._members is None:
             yield from executor.run(flat(lengths), out, inp)
             return
         nodes = Nodes.of(self._members, transport.size)
-        mine = forwarded(lengths, nodes, inside=self.order == "inside-first")
+        mine = forwarded(lengths, nodes)
         told = yield from _told(executor, nodes, mine, inp.device, even=even)
-        yield from executor.run(_ORDERS[self.order](lengths, nodes, told), out, inp)
+        yield from executor.run(by_nodes(lengths, nodes, told), out, inp)
 
     def label(self, text: str) -> int:
         """Digest of what ranks must agree on and no other field of the header says."""
@@ -95,7 +79,7 @@ class Way:
 
     @cached_property
     def _own_label(self) -> int:
-        return zlib.crc32(f"{self._members}|{self.order}|".encode())
+        return zlib.crc32(f"{self._members}|".encode())
 
 
 def _told(

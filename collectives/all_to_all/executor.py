@@ -59,7 +59,6 @@ class Executor:
     what: Frame
     transport: Transport
     scratch: Scratch
-    checksum: bool = False  # although the transport does not check by itself
 
     def run(self, plan: RoutePlan, out: torch.Tensor, inp: torch.Tensor) -> Steps[None]:
         held = self.scratch.take(plan.held, inp.device)
@@ -81,7 +80,7 @@ class Executor:
             if same
             else pack_rows(self._frames(hop.said, hop.operation, frames), size)
         ).to(device)
-        if self.checked:
+        if self.transport.checks:
             stamp_rows(headers, outgoing)
         answers = torch.zeros_like(headers)
         tag = 2 * self.what.sequence + hop.parity
@@ -90,10 +89,6 @@ class Executor:
         )
         verify_rows(answers, incoming, wanted, expected, self.transport)
         _copy(hop.after, buffers)
-
-    @property
-    def checked(self) -> bool:
-        return self.transport.checks or self.checksum
 
     def _frames(
         self, shares: Mapping[int, FrameContent], operation: int, made: dict[FrameContent, Frame]
@@ -106,7 +101,7 @@ class Executor:
                 numel=share.numel,
                 label=divided,
                 back=share.back,
-                checked=self.checked,
+                checked=self.transport.checks,
             )
         return {r: made[share] for r, share in shares.items()}
 

@@ -5,14 +5,12 @@ Block r of ``inp`` goes to rank r and block r of ``out`` comes from it; both sid
 and the blocks of each buffer lie one behind the other. A route only permutes: every route delivers
 the same bytes.
 
-    flat            one message from every rank to every rank
-    inside_first    inside a node, to the member that speaks for the node with the destination; then
-                    one message from the node to each destination, with the blocks of all members
-    between_first   one message from each rank to a node, with the blocks for all members; then
-                    inside that node
+    flat       one message from every rank to every rank
+    by_nodes   inside a node, to the member that speaks for the node with the destination; then one
+               message from the node to each destination, with the blocks of all members
 
-Between two nodes of g and h ranks the first sends g·h messages, the second h, the third g: of the
-same bytes in sum.
+Between two nodes of g and h ranks the first sends g·h messages, the second h: of the same bytes in
+sum.
 
 A plan says for one rank which bytes it copies, sends and receives. It depends on lengths only, so
 the plans of the last lengths are kept: with small blocks, working out who speaks for whom takes
@@ -281,7 +279,7 @@ def to_everybody(lengths: Lengths) -> RoutePlan:
 
 
 @lru_cache(_KEPT)
-def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
+def by_nodes(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
     me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
     home = nodes.home[me]
     mates = nodes.members[home]
@@ -303,38 +301,11 @@ def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
 
 
 @lru_cache(_KEPT)
-def between_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
-    me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
-    home = nodes.home[me]
-    mates = nodes.members[home]
-    landed = _landing(nodes, home)
-    draft = _Draft()
-    # what lands here, for each mate
-    blocks = draft.lent(mates, told, me) | {me: [out[s] for s in landed[me]]}
-    draft.hop(
-        BETWEEN,
-        0,
-        {nodes.speaker(i, me): [inp[r] for r in nodes.members[i]] for i in nodes.abroad(home)},
-        {s: [blocks[m][i] for m in mates] for i, s in enumerate(landed[me])},
-        [(out[me], inp[me])],
-    )
-    draft.hop(
-        INSIDE,
-        1,
-        {m: [inp[m], *blocks[m]] for m in mates if m != me},
-        {m: [out[m], *(out[s] for s in landed[m])] for m in mates if m != me},
-    )
-    return draft.plan()
-
-
-@lru_cache(_KEPT)
-def forwarded(lengths: Lengths, nodes: Nodes, *, inside: bool) -> Told:
-    """Lengths, for each mate, of those own blocks that it forwards: on the way out with
-    ``inside`` first, else in."""
+def forwarded(lengths: Lengths, nodes: Nodes) -> Told:
+    """Lengths, for each mate, of those own blocks that it forwards."""
     home = nodes.home[lengths.rank]
-    lent = _spoken_for(nodes, home) if inside else _landing(nodes, home)
-    found = lengths.inp if inside else lengths.out
-    return tuple(tuple(found[r] for r in lent[m]) for m in nodes.members[home])
+    spoken = _spoken_for(nodes, home)
+    return tuple(tuple(lengths.inp[r] for r in spoken[m]) for m in nodes.members[home])
 
 
 @lru_cache(_KEPT)
@@ -356,9 +327,3 @@ def _spoken_for(nodes: Nodes, home: int) -> dict[int, list[int]]:
         m: [d for d in sorted(nodes.home) if nodes.speaker(home, d) == m]
         for m in nodes.members[home]
     }
-
-
-def _landing(nodes: Nodes, home: int) -> dict[int, list[int]]:
-    """The ranks of other nodes whose messages each member of a node receives."""
-    abroad = [r for r in sorted(nodes.home) if nodes.home[r] != home]
-    return {m: [s for s in abroad if nodes.speaker(home, s) == m] for m in nodes.members[home]}

@@ -8,9 +8,7 @@ sends one; the token's own rank adds nodes in their order:
 
     y[t] = Σ_nodes ( Σ_ranks of the node  row[rank, t] )          each sum from the left, in float32
 
-What travels is rounded as the codec rounds it: a rank's row, and the sum of another node. Without
-deduplication every rank's row comes back by itself and the token's rank does the same sums with the
-same roundings, so that the bits are the same.
+What travels is rounded as the codec rounds it: a rank's row, and the sum of another node.
 
 A row on the way is a *packet*: one token in the codec's bytes, with scales of its own, and behind
 them numbers that are never compressed (its gates, or their gradients). Routes are found out once
@@ -29,9 +27,10 @@ import torch
 from torch.nn import functional
 
 from commpress.codecs.codec import Codec
+from commpress.codecs.family import EXACT
 from commpress.collectives.all_to_all.all_to_all import CASTS, FLOATS
 from commpress.collectives.all_to_all.executor import Executor, Scratch
-from commpress.collectives.all_to_all.routes import Lengths, Nodes, direct
+from commpress.collectives.all_to_all.routes import Lengths, Nodes, direct, to_everybody
 from commpress.collectives.frame import BETWEEN, FLAT, HEADER, INSIDE, LENGTHS, Frame
 from commpress.collectives.transports.rows import LONGEST
 from commpress.collectives.transports.transport import Transport
@@ -240,7 +239,6 @@ class Carrier:
     transport: Transport
     nodes: Nodes
     scratch: Scratch = field(default_factory=Scratch)
-    checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     # of messages that belong to no tensor
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     label: int = 0  # digest of options on which ranks must agree
@@ -275,7 +273,7 @@ class Carrier:
             FLAT, self.transport.size, kind, 0, sequence, zlib.crc32(what.encode(), self.label)
         )
         plan = direct(lengths, hop.targets, hop.origins, hop.operation, hop.parity)
-        yield from Executor(frame, self.transport, self.scratch, self.checksum).run(
+        yield from Executor(frame, self.transport, self.scratch).run(
             plan, out.reshape(-1), inp.reshape(-1)
         )
 
@@ -292,9 +290,7 @@ class TokenRoutes:
     relayed: int  # tokens of other nodes that this rank deals out to its mates
     between: TokenHop | None  # None: all in one hop
     inside: TokenHop
-    # of what comes back inside, for the pool; in one hop: for own tokens, then for those in
-    # ``crossing``
-    partials: Bags
+    partials: Bags  # of what comes back inside, for the pool
     # of sums of the own node for each token, then those of other nodes; None: nothing crosses
     totals: Bags | None
     crossing: int  # pairs of a token and another node that wants it
@@ -341,19 +337,15 @@ class TokenRoutes:
             self.partials.sum(form.extras(inbox).contiguous()),
         )
         carrier.scratch.give(*held)
-        if self.between is None and self.totals is None:
+        if self.between is None:
             return sums
         own, rest = [s[: self.count] for s in sums], [s[self.count :] for s in sums]
         outbox = form.pack(
             rest[0], rest[1], carrier.rows(len(rest[0]), form.row_bytes, packets.device)
         )
-        inbox = outbox
-        if self.between is not None:
-            inbox = carrier.rows(self.crossing, form.row_bytes, packets.device)
-            yield from carrier.carry(
-                inbox, outbox, self.between.back, form.codec.spec, what, sequence
-            )
-            carrier.scratch.give(outbox)
+        inbox = carrier.rows(self.crossing, form.row_bytes, packets.device)
+        yield from carrier.carry(inbox, outbox, self.between.back, form.codec.spec, what, sequence)
+        carrier.scratch.give(outbox)
         if self.totals is None:
             found = own
         else:
@@ -385,6 +377,50 @@ def _picked(pool: torch.Tensor, pick: torch.Tensor, carrier: Carrier) -> torch.T
     return out
 
 
+# ---------------------------------------------------------------- tokens that several ranks have
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """Share of one rank among ``size`` that have the same ``count`` tokens, as under tensor
+    parallelism: neighbours, as many as the others' or one more. Each works on its share, then all
+    have all."""
+
+    count: int
+    rank: int
+    size: int
+    label: int = 0  # digest of what all must have alike
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        return self.count * rank // self.size, self.count * (rank + 1) // self.size
+
+    @property
+    def own(self) -> slice:
+        return slice(*self.bounds(self.rank))
+
+    def gather(
+        self, tokens: torch.Tensor, extra: torch.Tensor, carrier: Carrier, sequence: int
+    ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+        """All ranks' tokens and what goes with them, when each gives those of its share; exact."""
+        form = PacketForm(EXACT, tokens.shape[1], tokens.dtype, extra.shape[1])
+        outbox = form.pack(tokens, extra, carrier.rows(len(tokens), form.row_bytes, tokens.device))
+        inbox = carrier.rows(self.count, form.row_bytes, tokens.device)
+        bounds = [self.bounds(r) for r in range(self.size)]
+        received = tuple((stop - start) * form.row_bytes for start, stop in bounds)
+        what = f"shares {form.width} {form.dtype} {form.extra}"
+        frame = Frame(FLAT, self.size, "none", 0, sequence, zlib.crc32(what.encode(), self.label))
+        plan = to_everybody(Lengths(self.rank, (outbox.numel(),) * self.size, received))
+        yield from Executor(frame, carrier.transport, carrier.scratch).run(
+            plan, inbox.reshape(-1), outbox.reshape(-1)
+        )
+        found = (
+            form.tokens(inbox, carrier.scratch, []).clone(memory_format=torch.contiguous_format),
+            form.extras(inbox).clone(),
+        )
+        carrier.scratch.give(outbox, inbox)
+        return found
+
+
 # ---------------------------------------------------------------- finding the routes
 
 
@@ -393,7 +429,6 @@ def route_tokens(
     placement: Placement,
     carrier: Carrier,
     *,
-    deduplicate: bool,
     sequence: int,
     said: Sequence[int] = (),
     note: str = "",
@@ -413,7 +448,7 @@ def route_tokens(
     abroad = sorted(nodes.abroad(mine), key=lambda node: nodes.speaker(node, me))
     at, crossing = np.nonzero(by_node[:, abroad].T)
     crossing_to = np.array(abroad, np.int64)[at]
-    two = deduplicate and len(nodes.members) > 1
+    two = len(nodes.members) > 1
     everybody = tuple(range(size))
 
     if two:
@@ -460,10 +495,7 @@ def route_tokens(
     else:
         between, relayed, inside = None, 0, first
         senders = np.repeat(everybody, received)
-        bag = np.full((count, len(nodes.members)), -1)
-        bag[:, mine] = np.arange(count)
-        bag[crossing, crossing_to] = count + np.arange(len(crossing))
-        partials = Bags.of(bag[pick, home[np.repeat(everybody, sent)]], count + len(crossing))
+        partials = Bags.of(pick, count)
     _check_came(came, senders, placement, nodes, home, me, inside=True)
     order = np.lexsort((came[:, 1], came[:, 0]))
     came = came[order]

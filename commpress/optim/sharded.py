@@ -23,7 +23,7 @@ import torch
 
 from commpress.codecs import Policy, policy_of
 from commpress.codecs.whole_tensors import WholeTensorCodec
-from commpress.collectives.scatter import Scatter
+from commpress.collectives.reduce_scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim.checkpoint import check_complete
 from commpress.optim.flat import Flat

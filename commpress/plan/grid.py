@@ -40,7 +40,7 @@ class MeshDims:
 
     dp: str = "none"
     pp: str = "none"
-    # of tokens on their way to experts and back, as ``parallelise(codec=, combine_codec=)`` has it
+    # of tokens on their way to experts and back, as ``parallelise(codec=)`` has it
     ep: str = "none"
 
     def __post_init__(self) -> None:

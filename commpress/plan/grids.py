@@ -224,10 +224,7 @@ class MeshStep:
             same = f", replicas={same}.get_group()" if names else ""
             lines += [
                 f'commpress.moe.parallelise(model, process_group=parts["ep"].get_group(){same},',
-                (
-                    f'                          codec="{self.dims.ep}", '
-                    f'combine_codec="{self.dims.ep}")'
-                ),
+                f'                          codec=("{self.dims.ep}", "{self.dims.ep}"))',
                 (
                     "model = torch.nn.parallel.DistributedDataParallel(model, "
                     'process_group=mesh["dp"].get_group())'

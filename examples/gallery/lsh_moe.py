@@ -195,7 +195,7 @@ def train(steps, share=None, codec="none"):
     teacher, gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
     every = [nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS)]
     mine = nn.ModuleList(every[rank * EXPERTS // size : (rank + 1) * EXPERTS // size])
-    exchange = commpress.ExpertExchange(EXPERTS, codec=codec, combine_codec=codec)
+    exchange = commpress.ExpertExchange(EXPERTS, codec=(codec, codec))
     call = exchange if share is None else LSHExchange(exchange, share, bound=2.0)
 
     def experts(rows, counts):

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from commpress.codecs import Codec, codec_named
 from commpress.collectives.all_to_all.all_to_all import (
-    Order,
     Way,
     all_to_all,
     check_codec,
@@ -32,9 +31,8 @@ class AllToAll:
 
     - ``codec``: int8, int4, fp8, bf16, fp16 or none, for activations; ``gradient_codec`` for
       gradients (default: the same).
-    - ``topology``, ``order``: the nodes, to travel by way of nodes; see ``Way``. The bits are the
-      same.
-    - ``transport``: instead of a process group, such as an ``MpiTransport``.
+    - ``topology``: the nodes, to travel by way of nodes; see ``Way``. The bits are the same.
+    - ``process_group``: a transport will do as well, such as an ``MpiTransport``.
 
     The gradient of an all-to-all is the all-to-all with its splits exchanged. Compressed, it is
     straight-through: it takes the codec for the identity, and is itself compressed.
@@ -46,26 +44,15 @@ class AllToAll:
         *,
         gradient_codec: str | Codec | None = None,
         topology: Topology | None = None,
-        order: Order = "inside-first",
-        process_group: dist.ProcessGroup | None = None,
-        transport: Transport | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
         timeout: timedelta | None = None,
-        checksum: bool = False,
     ) -> None:
         self.codec = codec_named(codec)
         self.gradient_codec = self.codec if gradient_codec is None else codec_named(gradient_codec)
         check_codec(self.codec)
         check_codec(self.gradient_codec, "gradient_codec")
-        self.way = Way(None if topology is None else topology.nodes, order, checksum)
-        if transport is None and not dist.is_initialized():
-            raise InvalidArgument(
-                "torch.distributed is not initialised: call init_process_group before AllToAll"
-            )
-        self.channel = (
-            Channel.among(process_group, timeout=timeout)
-            if transport is None
-            else Channel(transport)
-        )
+        self.way = Way(None if topology is None else topology.nodes)
+        self.channel = channel_over(process_group, timeout, "AllToAll")
         self.transport = self.channel.transport
 
     def __call__(
@@ -149,6 +136,19 @@ class _Exchange(torch.autograd.Function):
             rows, ctx.in_splits, ctx.out_splits, exchange.gradient_codec, ctx.sequence
         )
         return back, None, None, None
+
+
+def channel_over(
+    group: dist.ProcessGroup | Transport | None, timeout: timedelta | None, owner: str
+) -> Channel:
+    """A channel of ``owner`` among the ranks of a process group, or over a transport."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return Channel(group)
+    if not dist.is_initialized():
+        raise InvalidArgument(
+            f"torch.distributed is not initialised: call init_process_group before {owner}"
+        )
+    return Channel.among(group, timeout=timeout)
 
 
 def device_of(transport: Transport) -> torch.device:

@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -15,13 +14,13 @@ import torch.distributed as dist
 from commpress.codecs import BlockCodec, Codec, codec_named
 from commpress.collectives.all_to_all.all_to_all import check_codec
 from commpress.collectives.all_to_all.routes import Nodes
-from commpress.collectives.all_to_all.token_shares import TokenShare
 from commpress.collectives.all_to_all.tokens import (
     NUMBERS,
     Carrier,
     PacketForm,
     Placement,
     TokenRoutes,
+    TokenShare,
     route_tokens,
 )
 from commpress.collectives.change import Change
@@ -33,18 +32,19 @@ from commpress.collectives.transports.factory import can_reform, on_reform
 from commpress.collectives.transports.loopback import Loopback
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
-from commpress.integrations.experts.chunks import Experts, in_chunks
 from commpress.integrations.experts.codec_measurement import AUTO, CANDIDATES, CodecMeasurement
-from commpress.integrations.experts.dispatch import device_of
+from commpress.integrations.experts.dispatch import channel_over, device_of
 from commpress.integrations.experts.expert_copies import ExpertCopies
 from commpress.integrations.experts.expert_counters import ExpertCounters
 from commpress.integrations.experts.expert_rows import ExpertRows, within_capacity
+from commpress.integrations.experts.trips import Experts, Trip, in_chunks
 from commpress.torch_private import Routing, TokenSwitch
 from commpress.work import Steps
 
 T = TypeVar("T")
 
 BLOCK = 128  # elements of a token that share a scale, where a codec is given by name
+Codecs = str | Codec | tuple[str | Codec, str | Codec]  # of tokens out alone, or out and back
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +79,14 @@ class ExpertExchange(Divided, TokenSwitch):
 
     - ``num_experts``: of all ranks together; neighbours lie side by side. ``placement``: instead
       the rank of each.
-    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out; ``combine_codec``
-      for what comes back. ``gradient_codec`` and ``combine_gradient_codec`` for gradients, out and
-      back (default: the same as for tokens). By name, 128 elements of one token share a scale;
-      tokens never do. "auto", for tokens or what comes back or both: the first batch goes in
-      float32, bf16 and int8 a few times, and all ranks take the one that is fastest there, but
-      exact numbers unless another saves 5 % (``exchange.measurement``). With ``topology``,
-      ``deduplicate`` is measured likewise.
+    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out, or a pair: for
+      them and for what comes back. ``gradient_codec``: for gradients likewise (default: the same as
+      for tokens). By name, 128 elements of one token share a scale; tokens never do. "auto", for
+      one or both: the first batch goes in float32, bf16 and int8 a few times, and all ranks take
+      the one that is fastest there, but exact numbers unless another saves 5 %
+      (``exchange.measurement``).
     - ``topology``: nodes as ``Topology`` takes them, or "auto"; then a token crosses to a node
-      once, and its results are added inside the node before they come back. ``deduplicate=False``:
-      it travels to every rank by itself, with the same bits.
+      once, and its results are added inside the node before they come back.
     - ``capacity``: no expert takes more than its even share of a rank's choices times this; what is
       beyond is dropped.
     - ``copies``: ``{expert: n}``, experts that lie on n ranks; see ``ExpertCopies``. ``experts``
@@ -101,7 +99,8 @@ class ExpertExchange(Divided, TokenSwitch):
     - ``on_lost``: what becomes of the experts of a rank that died, when the group reforms.
       "refuse": the exchange goes no further. "mask": they are gone, and tokens go to those of their
       choices that are left, whose gates grow to the same sum.
-    - ``transport``: instead of a process group, such as an ``MpiTransport``.
+    - ``process_group``, ``tensor_group``: a transport will do as well, such as an
+      ``MpiTransport``.
 
     Sums are formed in a fixed order (``collectives/all_to_all/tokens.py``): nodes, in them ranks,
     in them a token's choices.
@@ -111,22 +110,17 @@ class ExpertExchange(Divided, TokenSwitch):
         self,
         num_experts: int,
         *,
-        codec: str | Codec = "none",
-        combine_codec: str | Codec = "none",
-        gradient_codec: str | Codec | None = None,
-        combine_gradient_codec: str | Codec | None = None,
+        codec: Codecs = "none",
+        gradient_codec: Codecs | None = None,
         topology: Topology | str | None = None,
-        deduplicate: bool = True,
         placement: Sequence[int] | None = None,
         copies: Mapping[int, int] | None = None,
         capacity: float | None = None,
         pad: int = 1,
         tensor_group: dist.ProcessGroup | Transport | None = None,
         on_lost: Literal["refuse", "mask"] = "refuse",
-        process_group: dist.ProcessGroup | None = None,
-        transport: Transport | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
         timeout: timedelta | None = None,
-        checksum: bool = False,
     ) -> None:
         check_counts(num_experts=num_experts, pad=pad)
         if num_experts < 1 or pad < 1:
@@ -142,39 +136,19 @@ class ExpertExchange(Divided, TokenSwitch):
             raise InvalidArgument(
                 f"placement names {len(placement)} experts, num_experts is {num_experts}: name each"
             )
-        self._given = {
-            "gradient_codec": gradient_codec,
-            "combine_gradient_codec": combine_gradient_codec,
-        }
+        self._gradient_codec = gradient_codec
         self.measurement: CodecMeasurement | None = None  # with "auto"
-        if AUTO in (codec, combine_codec):
-            self.measurement = CodecMeasurement(
-                candidates(codec, "codec"), candidates(combine_codec, "combine_codec")
-            )
-            codec, combine_codec = (
-                CANDIDATES[0] if each == AUTO else each for each in (codec, combine_codec)
-            )
-        self._take(per_token(codec, "codec"), per_token(combine_codec, "combine_codec"))
-        if transport is None and not dist.is_initialized():
-            raise InvalidArgument(
-                "torch.distributed is not initialised: call init_process_group before "
-                "ExpertExchange"
-            )
-        _check_on_lost(on_lost, process_group, transport, tensor_group)
-        self.num_experts, self.capacity, self.pad, self.deduplicate = (
-            num_experts,
-            capacity,
-            pad,
-            deduplicate,
-        )
+        there, back = both_ways(codec, "codec", "none")
+        if AUTO in (there, back):
+            self.measurement = CodecMeasurement(candidates(there), candidates(back))
+            there, back = (CANDIDATES[0] if each == AUTO else each for each in (there, back))
+        self._take(per_token(there, "codec"), per_token(back, "codec"))
+        _check_on_lost(on_lost, process_group, tensor_group)
+        self.num_experts, self.capacity, self.pad = num_experts, capacity, pad
         self.on_lost = on_lost
-        self.channel = (
-            Channel.among(process_group, timeout=timeout)
-            if transport is None
-            else Channel(transport)
-        )
-        if transport is None:
-            on_reform(process_group, self)
+        self.channel = channel_over(process_group, timeout, "ExpertExchange")
+        if self.channel.members:
+            on_reform(self.channel.group, self)
         size = self.channel.size
         if copies and on_lost == "mask":
             raise InvalidArgument(
@@ -190,16 +164,18 @@ class ExpertExchange(Divided, TokenSwitch):
         self.carrier = Carrier(
             self.channel.transport,
             nodes,
-            checksum=checksum,
             device=device,
-            label=self._label(nodes),
         )
         self.counters = ExpertCounters(self.copies.expert[self.placement.on(self.channel.rank)])
-        self._tensor, self._overlaps = _among(tensor_group, timeout), False
+        self._tensor = (
+            Channel(Loopback(1).transport(0))
+            if tensor_group is None
+            else channel_over(tensor_group, timeout, "ExpertExchange")
+        )
+        self._overlaps = False
         self._tensor_carrier = Carrier(
             self._tensor.transport,
             Nodes.of((tuple(range(self._tensor.size)),), self._tensor.size),
-            checksum=checksum,
         )
 
     def __call__(
@@ -217,10 +193,10 @@ class ExpertExchange(Divided, TokenSwitch):
 
         ``experts(rows, counts)``: what this rank's experts make of ``rows``, which lie by expert,
         ``counts`` (int64) of each, zeros of ``pad`` included; it must use the rows also when there
-        are none, so that backward comes by on every rank. ``chunks``: tokens go in so many parts,
-        the same number on every rank; some travel while experts work on another. ``routed`` is
-        told, without chunks, how many rows each expert here will have, before they are on their
-        way.
+        are none, so that backward comes by on every rank. ``chunks``: tokens go in
+        so many parts, the same number on every rank; some travel while experts work on another.
+        ``routed`` is told, without chunks, how many rows each expert here will have, before they
+        are on their way.
         """
         if chunks < 1:
             raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
@@ -253,18 +229,15 @@ class ExpertExchange(Divided, TokenSwitch):
             found.chosen = CANDIDATES[0]
         elif self.finish(found.steps(self, plan, tokens, gates)):
             self._take(found.out[found.chosen], found.back[found.chosen])
-            self.deduplicate = self.deduplicate and not found.straight
-            self.carrier.label = self._label(self.carrier.nodes)
 
     def _take(self, codec: Codec, combine_codec: Codec) -> None:
         """Codecs of both directions, and of gradients where no others were given."""
         self.codec, self.combine_codec = codec, combine_codec
-        gradients = {
-            name: None if given is None else per_token(given, name)
-            for name, given in self._given.items()
-        }
-        self.gradient_codec: Codec = gradients["gradient_codec"] or codec
-        self.combine_gradient_codec: Codec = gradients["combine_gradient_codec"] or combine_codec
+        self.gradient_codec, self.combine_gradient_codec = codec, combine_codec
+        if self._gradient_codec is not None:
+            there, back = both_ways(self._gradient_codec, "gradient_codec", combine_codec)
+            self.gradient_codec = per_token(there, "gradient_codec")
+            self.combine_gradient_codec = per_token(back, "gradient_codec")
 
     @property
     def tensor_size(self) -> int:
@@ -293,9 +266,8 @@ class ExpertExchange(Divided, TokenSwitch):
         each gets, padding included. ``layout``: "flat", a row for each token that comes here, or
         "expert_major", one for each token and expert, by expert.
         """
-        return self.finish(
-            self.routing_steps(topk_idx, per_expert_token_counts, layout=layout), topk_idx
-        )
+        steps = self.routing_steps(topk_idx, per_expert_token_counts, layout=layout)
+        return self.finish(steps, topk_idx)
 
     def dispatch(
         self,
@@ -328,7 +300,8 @@ class ExpertExchange(Divided, TokenSwitch):
         count = plan.rows.count if max_recv_tokens is None else max_recv_tokens
         if max_recv_tokens is not None:
             self._check_room(count, plan.rows.count, tokens.device)
-        rows, gates = _Dispatch.apply(tokens, topk_weights, self, plan, count)
+        trip = Trip(self, plan, self.channel.take(2), out=True, count=count)
+        rows, gates = trip.of(tokens, topk_weights)
         if plan.rows.layout != "flat":
             return rows, gates, None
         numbers = plan.rows.local.new_full((count, plan.k), -1)
@@ -350,7 +323,11 @@ class ExpertExchange(Divided, TokenSwitch):
             with torch.no_grad():
                 self._combine(routing, expert_tokens, out)
             return out
-        return _Combine.apply(expert_tokens, self, plan.to(expert_tokens.device))
+        plan, count = plan.to(expert_tokens.device), len(expert_tokens)
+        found: torch.Tensor = Trip(self, plan, self.channel.take(2), out=False, count=count).of(
+            expert_tokens
+        )[0]
+        return found
 
     # ------------------------------------------------------------ steps
 
@@ -388,16 +365,13 @@ class ExpertExchange(Divided, TokenSwitch):
         share = TokenShare(
             len(asked), self._tensor.rank, self._tensor.size, zlib.crc32(asked.tobytes())
         )
-        routing = partial(
-            route_tokens,
+        self.carrier.label = self._label()
+        routes = yield from route_tokens(
             wanted[share.own],
             self.placement,
             self.carrier,
             said=[self.counters.load],
             note=note,
-        )
-        routes = yield from routing(
-            deduplicate=self.deduplicate,
             sequence=self.channel.take(NUMBERS) if sequence is None else sequence,
         )
         rows = ExpertRows.of(routes, self.placement, self.channel.rank, layout, self.pad)
@@ -414,15 +388,6 @@ class ExpertExchange(Divided, TokenSwitch):
             asked[share.own], wanted[share.own], routes, rows, self.placement, self.carrier
         )
         plan = ExpertPlan(routes, rows, asked.shape[1], share, lost)
-        if (
-            self.measurement is not None
-            and self._measures
-            and self.deduplicate
-            and len(self.carrier.nodes.members) > 1
-        ):
-            straight = yield from routing(deduplicate=False, sequence=self.channel.take(NUMBERS))
-            rows = ExpertRows.of(straight, self.placement, self.channel.rank, layout, self.pad)
-            self.measurement.offer(plan, replace(plan, routes=straight, rows=rows))
         return Routing(plan.to(topk_idx.device), topk_idx, layout)
 
     def out_steps(
@@ -491,7 +456,6 @@ class ExpertExchange(Divided, TokenSwitch):
         self.copies = ExpertCopies(self.home, self.carrier.nodes, self.channel.rank, copies, load)
         self.placement = self.copies.placement
         self.counters.copied(self.copies.expert[self.placement.on(self.channel.rank)])
-        self.carrier.label = self._label(self.carrier.nodes)
 
     def expert_load(self) -> list[int]:
         """Choices of each expert by tokens of all ranks since copies were last made; collective."""
@@ -528,11 +492,8 @@ class ExpertExchange(Divided, TokenSwitch):
 
         def follow() -> None:
             self.home = self.placement = placement
-            self.carrier.nodes, self.copies = (
-                nodes,
-                ExpertCopies(placement, nodes, self.channel.rank),
-            )
-            self.carrier.label = self._label(nodes)
+            self.carrier.nodes = nodes
+            self.copies = ExpertCopies(placement, nodes, self.channel.rank)
 
         return follow
 
@@ -555,12 +516,11 @@ class ExpertExchange(Divided, TokenSwitch):
         self.counters.masked += int(lost.sum())
         return lost
 
-    def _label(self, nodes: Nodes) -> int:
+    def _label(self) -> int:
         """A digest of what ranks must have alike."""
         options = (
             self.placement.owner.tolist(),
-            nodes.members,
-            self.deduplicate,
+            self.carrier.nodes.members,
             self.codec.spec,
             self.combine_codec.spec,
             self.gradient_codec.spec,
@@ -658,81 +618,15 @@ class ExpertExchange(Divided, TokenSwitch):
         )
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        gates: torch.Tensor | None,
-        exchange: ExpertExchange,
-        plan: ExpertPlan,
-        count: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sequence = exchange.channel.take(2)  # for backward too: its turn may differ by rank
-        ctx.exchange, ctx.plan, ctx.sequence = exchange, plan, sequence + 1
-        ctx.gates = None if gates is None else gates.dtype
-        return exchange.finish(
-            exchange.out_steps(plan, tokens, gates, count, exchange.codec, sequence), tokens, gates
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        exchange: ExpertExchange = ctx.exchange
-        rows, gates = gradients
-        steps = exchange.back_steps(
-            ctx.plan,
-            rows,
-            None if ctx.gates is None else gates,
-            exchange.combine_gradient_codec,
-            ctx.sequence,
-        )
-        tokens, found = exchange.finish(steps, rows, gates)
-        return tokens, None if ctx.gates is None else found.to(ctx.gates), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, exchange: ExpertExchange, plan: ExpertPlan
-    ) -> torch.Tensor:
-        sequence = exchange.channel.take(2)
-        ctx.exchange, ctx.plan, ctx.sequence, ctx.count = exchange, plan, sequence + 1, len(rows)
-        return exchange.finish(
-            exchange.back_steps(plan, rows, None, exchange.combine_codec, sequence), rows
-        )[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        exchange: ExpertExchange = ctx.exchange
-        steps = exchange.out_steps(
-            ctx.plan, gradients[0], None, ctx.count, exchange.gradient_codec, ctx.sequence
-        )
-        return exchange.finish(steps, gradients[0])[0], None, None
-
-
-def _among(group: dist.ProcessGroup | Transport | None, timeout: timedelta | None) -> Channel:
-    """The ranks that have the same tokens; alone without a group."""
-    if group is None:
-        return Channel(Loopback(1).transport(0))
-    return (
-        Channel.among(group, timeout=timeout)
-        if isinstance(group, dist.ProcessGroup)
-        else Channel(group)
-    )
-
-
-def _check_on_lost(
-    on_lost: str, group: dist.ProcessGroup | None, transport: object, tensor_group: object
-) -> None:
+def _check_on_lost(on_lost: str, group: object, tensor_group: object) -> None:
     if on_lost not in ("refuse", "mask"):
         raise InvalidArgument(f"on_lost is {on_lost!r}, expected 'refuse' or 'mask'")
-    if on_lost == "mask" and (
-        transport is not None or not can_reform(group) or tensor_group is not None
-    ):
+    ours = (group is None or isinstance(group, dist.ProcessGroup)) and can_reform(group)
+    if on_lost == "mask" and (not ours or tensor_group is not None):
         raise InvalidArgument(
             "on_lost is 'mask', and the ranks that are left find each other by group.reform() "
-            "only: use the backend 'commpress', init_process_group('commpress'), without "
-            "transport= and tensor_group="
+            "only: use the backend 'commpress', init_process_group('commpress'), without a "
+            "transport and without tensor_group="
         )
 
 
@@ -746,9 +640,20 @@ def redistributed(gates: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
     )
 
 
-def candidates(codec: str | Codec, name: str) -> dict[str, Codec]:
+def both_ways(codec: Codecs, name: str, back: str | Codec) -> tuple[str | Codec, str | Codec]:
+    """The codecs out and back; ``back`` where one alone is given."""
+    if not isinstance(codec, tuple):
+        return codec, back
+    if len(codec) != 2:
+        raise InvalidArgument(
+            f"{name} is {codec!r}, expected one codec or a pair of them, out and back"
+        )
+    return codec
+
+
+def candidates(codec: str | Codec) -> dict[str, Codec]:
     """For each candidate of "auto" the codec of one direction."""
-    return {each: per_token(each if codec == AUTO else codec, name) for each in CANDIDATES}
+    return {each: per_token(each if codec == AUTO else codec, "codec") for each in CANDIDATES}
 
 
 def per_token(codec: str | Codec, name: str) -> Codec:

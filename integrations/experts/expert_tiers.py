@@ -54,7 +54,7 @@ class ExpertTiers(NotCopied):
     ``resident``: there is memory for so many of the largest expert with all it has: weights,
     gradient and moments (by default as many as the store's host memory takes). It is shared by all
     layers and used for what a phase needs: a forward, which needs weights alone, has those of four
-    times as many under AdamW. ``prefetch=False``: nothing is read ahead.
+    times as many under AdamW.
 
     If the store holds committed experts under ``prefix``, layers take these.
     """
@@ -65,7 +65,6 @@ class ExpertTiers(NotCopied):
         resident: int | None = None,
         *,
         prefix: str = "experts",
-        prefetch: bool = True,
     ) -> None:
         if resident is not None and resident < 1:
             raise InvalidArgument(
@@ -82,7 +81,7 @@ class ExpertTiers(NotCopied):
         return_large_blocks(LARGE)
         self.store: TieredStore = store
         self.prefix: str = prefix
-        self.resident, self.prefetch = resident, prefetch
+        self.resident = resident
         self.groups: list[StreamedGroup] = []  # one for each expert
         self.group_of: dict[int, StreamedGroup] = {}  # by the id of a parameter
         self.layers: list[TieredLayer] = []
@@ -291,8 +290,7 @@ class ExpertTiers(NotCopied):
     def _ahead(self) -> None:
         while self._moving and self._moving[0].done():
             self._moving.pop(0).result()
-        if self.prefetch:
-            self._move(self.plan.ahead())
+        self._move(self.plan.ahead())
 
     def _move(self, moves: Moves) -> None:
         if leave := [name for name in map(self.name, moves.leave) if name in self.store]:

@@ -13,7 +13,7 @@ rank with others.
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,15 +67,14 @@ class Experts(nn.Module):
       everything else. Without it they are sums over the tokens of all ranks.
     - ``replicas``: the ranks that hold the same experts, where the exchange is among some of all
       ranks. Gradients of experts are averaged over them in backward.
-    - ``copies``: ``{expert: n}``, hot experts that lie on n ranks, over which their tokens are
-      spread (``ExpertCopies``). Their weights come from their home in every forward, and their
-      gradients go there; ``copy_experts`` changes them.
+    - ``copies``, of an ``ExpertExchange``: their weights come from an expert's home in every
+      forward, and their gradients go there; ``copy_experts`` changes them.
     - ``separate``: each expert of a batched module becomes a module with parameters of its own, so
       that one without tokens has no gradient, and optimizers leave it alone.
     - ``store``: experts live in this store (or ``ExpertTiers`` of it, which layers share),
       ``resident`` of them in memory, and are trained by ``ExpertOptimizer``; separate ones always.
       ``experts`` may then be an iterator, beside an ``exchange``: each goes to the store as it is
-      made. ``prefetch=False``: nothing is read ahead.
+      made.
 
     A ``state_dict`` has the experts of this rank, and says which; those of another rank are refused
     in the next forward.
@@ -89,11 +88,9 @@ class Experts(nn.Module):
         chunks: int = 1,
         mean: bool = True,
         replicas: dist.ProcessGroup | None = None,
-        copies: Mapping[int, int] | None = None,
         separate: bool = False,
         store: TieredStore | ExpertTiers | None = None,
         resident: int | None = None,
-        prefetch: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -101,14 +98,11 @@ class Experts(nn.Module):
         check_counts(chunks=chunks)
         if chunks < 1:
             raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
-        tiers = _tiers(store, resident, prefetch)
-        if tiers is not None and replicas is not None:
-            raise InvalidArgument(
-                "replicas are given beside a store, where nobody averages gradients over them: "
-                "leave one out"
-            )
+        tiers, number = _tiers(store, resident), 0
         listed = list(experts) if isinstance(experts, Sequence | nn.ModuleList) else None
-        if isinstance(experts, Iterator):
+        if listed is not None:
+            number = len(listed)
+        elif isinstance(experts, Iterator):
             if exchange is None or tiers is None:
                 raise InvalidArgument(
                     "experts is an iterator, whose length nobody knows and which goes into a store "
@@ -116,78 +110,52 @@ class Experts(nn.Module):
                 )
             number = exchange.num_experts
         else:
-            number = len(listed) if listed is not None else batch_of(experts)
+            number = batch_of(experts)
         if not number:
             raise InvalidArgument(
                 f"experts is a {type(experts).__name__}, expected a list of modules, or one module "
                 "with num_experts whose parameters all have the experts along their first "
                 f"dimension and that is called with {', '.join(CALL)}"
             )
-        if exchange is not None and (options or copies or exchange.num_experts != number):
-            given = sorted([*options, *(["copies"] if copies else [])])
+        if exchange is not None and (options or exchange.num_experts != number):
             raise InvalidArgument(
-                f"exchange has {exchange.num_experts} experts and options are {given}, expected "
-                f"{number} experts and no options beside it"
+                f"exchange has {exchange.num_experts} experts and options are {sorted(options)}, "
+                f"expected {number} experts and no options beside it"
             )
-        if tiers is not None and (copies or (exchange is not None and exchange.copies.holders)):
-            raise InvalidArgument(
-                "copies are given beside a store, from which an expert's weights do not go to "
-                "other ranks: leave one out"
-            )
-        self.exchange = (
-            ExpertExchange(number, copies=copies, **options) if exchange is None else exchange
-        )
-        alone = (
-            isinstance(experts, nn.Module) and listed is None and (separate or tiers is not None)
-        )
-        self.batched = isinstance(experts, nn.Module) and listed is None and not alone
-        self.chunks, self.alone, self.replicas = chunks, alone, replicas
-        if self.exchange.on_lost == "mask" and replicas is not None:
-            raise InvalidArgument(
-                "replicas is given, a group that ends with a lost rank, and on_lost is 'mask': "
-                "leave one out"
-            )
-        own, self.mean = self.own, mean
+        self.exchange = ExpertExchange(number, **options) if exchange is None else exchange
+        self.chunks, self.mean, self.replicas = chunks, mean, replicas
+        _refuse_pairs(self.exchange, replicas, tiers)
+        batch = isinstance(experts, nn.Module) and listed is None
+        self.alone = batch and (separate or tiers is not None)
+        self.batched = batch and not self.alone
+        own = self.own
         self.copied: CopiedExperts | None = None
-        if tiers is None:
-            every: Any = (
-                listed
-                if listed is not None
-                else list(_separate(experts, [0])) * number
-                if alone
-                else [experts]
+        self.tier: TieredLayer | None = None
+        self.experts: nn.Module
+        if tiers is not None:
+            made = _separate(experts, own) if batch else _own(listed or experts, own, number)  # type: ignore[arg-type]
+            self.tier = tiers.add(made)
+            self.tier.channel, self.tier.ranks = self.exchange.channel, self._divide
+            self.experts = self.tier.modules
+        else:
+            every: Any = listed or (
+                list(_separate(experts, [0])) * number if self.alone else [experts]
             )
             self.copied = CopiedExperts(
                 self.exchange, every, batched=self.batched, arguments=self._arguments
             )
             if self.exchange.copies.holders:
                 self.copied.check()
-        self.tier: TieredLayer | None = None
-        self.experts: nn.Module
-        if tiers is not None:
-            if len(set(self.exchange.placement.owner.tolist())) < self.exchange.channel.size:
-                raise InvalidArgument(
-                    f"{number} experts are not on all {self.exchange.channel.size} ranks: leave "
-                    "store= out"
-                )
-            made = _separate(experts, own) if alone else _own(listed or experts, own, number)  # type: ignore[arg-type]
-            self.tier = tiers.add(made)
-            self.tier.channel, self.tier.ranks, self.experts = (
-                self.exchange.channel,
-                self._divide,
-                self.tier.modules,
-            )
-        elif self.batched:
-            self.experts = _cut(experts, own)
-        else:
-            chosen = _separate(experts, own) if alone else [listed[e] for e in own]  # type: ignore[index]
-            self.experts = nn.ModuleList(chosen)
-        # so that every rank knows that there are parameters that not all hold
-        if not own and not self.batched:
-            like = next(listed[0].parameters(), torch.empty(0)).dtype  # type: ignore[index]
-            self.experts.register_parameter(
-                "none", nn.Parameter(torch.empty(0, dtype=like), requires_grad=False)
-            )
+            if self.batched:
+                self.experts = _cut(experts, own)
+            else:
+                chosen = _separate(experts, own) if self.alone else [every[e] for e in own]
+                self.experts = nn.ModuleList(chosen)
+            # so that every rank knows that there are parameters that not all hold
+            if not own and not self.batched:
+                like = next(every[0].parameters(), torch.empty(0)).dtype
+                none = nn.Parameter(torch.empty(0, dtype=like), requires_grad=False)
+                self.experts.register_parameter("none", none)
         self._loaded = own
         self._claim()
 
@@ -366,9 +334,7 @@ def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
             f"that are called with {', '.join(CALL)}. Put commpress.moe.Experts in by hand"
         )
     if (store := options.pop("store", None)) is not None:
-        options["store"] = _tiers(
-            store, options.pop("resident", None), options.pop("prefetch", True)
-        )
+        options["store"] = _tiers(store, options.pop("resident", None))
     for layer in layers:
         layer.mark()  # also adapters that came to them
     for parent, name, experts in found:
@@ -486,17 +452,38 @@ def clip_grad_norm_(
     return total
 
 
-def _tiers(
-    store: TieredStore | ExpertTiers | None, resident: int | None, prefetch: bool
-) -> ExpertTiers | None:
+def _tiers(store: TieredStore | ExpertTiers | None, resident: int | None) -> ExpertTiers | None:
     if isinstance(store, TieredStore):
-        return ExpertTiers(store, resident, prefetch=prefetch)
-    if resident is not None or not prefetch:
+        return ExpertTiers(store, resident)
+    if resident is not None:
         raise InvalidArgument(
-            f"resident is {resident} and prefetch {prefetch}, but store is {type(store).__name__}: "
-            "pass them with a TieredStore, or to ExpertTiers itself"
+            f"resident is {resident}, but store is {type(store).__name__}: pass it with a "
+            "TieredStore, or to ExpertTiers itself"
         )
     return store
+
+
+def _refuse_pairs(
+    exchange: ExpertExchange, replicas: dist.ProcessGroup | None, tiers: ExpertTiers | None
+) -> None:
+    both = {
+        "replicas are given beside a store, where nobody averages gradients over them": replicas
+        is not None
+        and tiers is not None,
+        "copies are given beside a store, from which an expert's weights do not go to other "
+        "ranks": tiers is not None and exchange.copies.holders,
+        "replicas is given, a group that ends with a lost rank, and on_lost is 'mask'": replicas
+        is not None
+        and exchange.on_lost == "mask",
+    }
+    for why, given in both.items():
+        if given:
+            raise InvalidArgument(f"{why}: leave one out")
+    ranks, size = set(exchange.placement.owner[:-1].tolist()), exchange.channel.size
+    if tiers is not None and len(ranks) < size:
+        raise InvalidArgument(
+            f"{exchange.num_experts} experts are not on all {size} ranks: leave store= out"
+        )
 
 
 def batch_of(module: Any) -> int:

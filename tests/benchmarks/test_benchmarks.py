@@ -113,7 +113,7 @@ def test_all_to_all_and_experts(tmp_path):
     sizes = "--nodes 2x1 --min-bytes 4KiB --max-bytes 4KiB --rounds 1"
     (row,) = run(f"alltoall --ranks 2 {sizes} --check", tmp_path)["rows"]
     assert row["wrong"] == 0
-    assert row["inside"] > 0 < row["between"]
+    assert row["nodes"] > 0
     sizes = "--topology 2x1 --k 2 --tokens 256 --width 64 --experts 4 --rounds 1"
     (row,) = run(f"expert_dispatch --ranks 2 {sizes} --check", tmp_path)["rows"]
     assert row["wrong"] == 0 < row["node_bytes"]

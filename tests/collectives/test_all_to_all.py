@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from commpress.codecs import BlockCodec, codec_named
 from commpress.collectives.all_to_all.all_to_all import Way, all_to_all, compressed_all_to_all
 from commpress.collectives.frame import HEADER
-from commpress.collectives.transports.loopback import Faulty, Loopback, Recorded, simulate
-from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.kernels import reference
 from commpress.work import run
 from variants import few
 from ways import WAYS, transport_by
 
 PATIENT = timedelta(seconds=60)
-ORDERS = ["inside-first", "between-first"]
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CODECS = ["int8", "int4", "fp8", "bf16", "fp16"]
 
@@ -93,25 +92,25 @@ def nodes(draw, most=9):
     nodes=nodes(),
     seed=st.integers(0, 999),
     width=st.integers(1, 5),
-    order=st.sampled_from([None, *ORDERS]),
+    flat=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
 )
-def test_every_route_is_the_flat_permutation(nodes, seed, width, order, dtype):
+def test_every_route_is_the_flat_permutation(nodes, seed, width, flat, dtype):
     size = sum(map(len, nodes))
     counts = splits_of(size, seed)
-    way = Way(nodes, order) if order else Way()
+    way = Way() if flat else Way(nodes)
     for rank, out in enumerate(simulated(counts, width, way, dtype=dtype)):
         assert torch.equal(out, expected(counts, rank, width, dtype))
 
 
 @settings(max_examples=40, deadline=None)
-@given(nodes=nodes(), order=st.sampled_from(ORDERS), rows=st.integers(0, 3))
-def test_even_blocks_need_no_lengths(nodes, order, rows):
+@given(nodes=nodes(), rows=st.integers(0, 3))
+def test_even_blocks_need_no_lengths(nodes, rows):
     """x[source, destination] = source · P + destination, and twice is the identity."""
     size = sum(map(len, nodes))
     transports = [Recorded(t) for t in Loopback(size).transports()]
     inputs = [torch.arange(r * size, (r + 1) * size).repeat_interleave(rows) for r in range(size)]
-    way = Way(nodes, order)
+    way = Way(nodes)
 
     def twice(rank):
         once, back = torch.empty_like(inputs[rank]), torch.empty_like(inputs[rank])
@@ -127,30 +126,21 @@ def test_even_blocks_need_no_lengths(nodes, order, rows):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "between"),
-    [
-        ([4, 4], None, 32),
-        ([4, 4], "inside-first", 8),
-        ([4, 4], "between-first", 8),
-        ([3, 5], "inside-first", 8),
-        ([3, 5], "between-first", 8),
-        ([2, 2, 2, 2], None, 48),
-        ([2, 2, 2, 2], "inside-first", 24),
-        ([2, 2, 2, 2], "between-first", 24),
-    ],
+    ("sizes", "flat", "between"), [([4, 4], True, 32), ([3, 5], False, 8), ([2] * 4, False, 24)]
 )
-def test_messages_between_nodes(sizes, order, between):
-    """g·h messages between two nodes flat; h with the sender's, g with the receiver's members as
-    one. The same bytes."""
+def test_messages_between_nodes(sizes, flat, between):
+    """g·h messages between two nodes flat; h with the sender's members as one. The same bytes."""
     edges = np.cumsum([0, *sizes])
     nodes = [list(range(a, b)) for a, b in pairwise(edges.tolist())]
     home = {r: i for i, node in enumerate(nodes) for r in node}
     counts = splits_of(len(home), 5) + 1
     transports = [Recorded(t) for t in Loopback(len(home)).transports()]
-    way = Way(nodes, order) if order else Way()
-    simulated(counts, 3, way, transports=transports)
+    simulated(counts, 3, Way() if flat else Way(nodes), transports=transports)
     abroad = [(t, r) for t in transports for r in home if home[t.rank] != home[r]]
     assert sum(t.messages_to[r] for t, r in abroad) == between
+    if len(set(sizes)) == 1:  # members take turns
+        each = [sum(t.messages_to[r] for s, r in abroad if s is t) for t in transports]
+        assert set(each) == {between // len(home)}
     payload = sum(int(counts[a, b]) * 12 for a in home for b in home if home[a] != home[b])
     assert sum(t.bytes_to[r] for t, r in abroad) == payload + between * HEADER
 
@@ -173,7 +163,7 @@ def through(codec, block):
 @pytest.mark.parametrize(
     "codec", [*map(codec_named, CODECS), BlockCodec("int8", 16)], ids=lambda c: c.spec
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_block_is_encoded_by_itself(codec, dtype):
     size, width = 4, 37
     counts = splits_of(size, 3, top=20)
@@ -191,64 +181,24 @@ def test_each_block_is_encoded_by_itself(codec, dtype):
 @given(
     nodes=nodes(),
     seed=st.integers(0, 999),
-    order=st.sampled_from(ORDERS),
     codec=st.sampled_from(CODECS),
 )
-def test_compressed_by_way_of_nodes_equals_compressed_flat(nodes, seed, order, codec):
+def test_compressed_by_way_of_nodes_equals_compressed_flat(nodes, seed, codec):
     counts = splits_of(sum(map(len, nodes)), seed)
-    ways = simulated(counts, 19, Way(nodes, order), codec), simulated(counts, 19, Way(), codec)
+    ways = simulated(counts, 19, Way(nodes), codec), simulated(counts, 19, Way(), codec)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*ways, strict=True))
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8", "bf16", "int4"])
-def test_rows_of_one_magnitude_arrive_exactly(codec):
-    inputs = [
-        torch.where(torch.arange(48.0) % 3 == 0, 1.0, -1.0).view(12, 4) * 2.0**r for r in range(3)
-    ]
-    outs = [torch.empty(12, 4) for _ in range(3)]
-    simulate(
-        [
-            compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
-            for r, t in enumerate(Loopback(3).transports())
-        ]
-    )
-    for rank, out in enumerate(outs):
-        assert torch.equal(out, torch.cat([x[4 * rank : 4 * rank + 4] for x in inputs]))
-
-
-def test_errors_are_in_the_right_order():
-    counts = splits_of(4, 1, top=30)
-    exact = torch.cat([expected(counts, r, 64) for r in range(4)])
-    error = {
-        c: float((torch.cat(simulated(counts, 64, Way(), c)) - exact).norm())
-        for c in ["none", *CODECS]
-    }
-    assert (
-        0
-        == error["none"]
-        < error["fp16"]
-        < error["bf16"]
-        < error["int8"]
-        < error["fp8"]
-        < error["int4"]
-    )
-
-
-@pytest.mark.parametrize("codec", ["int8", "fp8", "bf16", "fp16", "none"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_spoils_its_block_and_no_more(codec, bad):
-    inputs = [torch.ones(4, 256), torch.ones(4, 256)]
-    inputs[0][2, 5] = bad  # rank 0 to rank 1, first row of two; a block is one row
-    outs = [torch.empty(4, 256), torch.empty(4, 256)]
-    simulate(
-        [
-            compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
-            for r, t in enumerate(Loopback(2).transports())
-        ]
-    )
-    assert not torch.isfinite(outs[1][0, 5])
-    assert torch.equal(outs[0], torch.ones(4, 256))
-    assert torch.equal(outs[1][1:], torch.ones(3, 256))
+@pytest.mark.parametrize("codec", ["int8", "bf16", "none"])
+def test_what_is_not_finite_spoils_its_block_and_no_more(codec):
+    for bad in (float("nan"), float("inf")):
+        inputs = [torch.ones(4, 256), torch.ones(4, 256)]
+        inputs[0][2, 5] = bad  # rank 0 to rank 1, first row of two; a block is one row
+        outs = [torch.empty(4, 256) for _ in inputs]
+        ranks = zip(outs, inputs, Loopback(2).transports(), strict=True)
+        simulate([compressed_all_to_all(o, i, codec=codec, transport=t) for o, i, t in ranks])
+        assert not torch.isfinite(outs[1][0, 5])
+        assert torch.equal(torch.cat([outs[0], outs[1][1:]]), torch.ones(7, 256))
 
 
 def test_bytes_on_the_wire():
@@ -279,7 +229,7 @@ def equals_the_simulation(received, size):
     of a simulation."""
     counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
     nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
-    ways = [(), *((nodes, order) for order in ORDERS)]
+    ways = [(), (nodes,)]
     twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
     for rank, results in enumerate(received(counts, ways, codecs)):
         for result, codec in zip(results, codecs * len(ways), strict=True):
@@ -317,7 +267,6 @@ def disagree(by, mine):
 UNEQUAL = np.array([[4, 5], [4, 4]])
 DISAGREEMENTS = {
     "splits": ({"splits": UNEQUAL}, "160 bytes"),
-    "row shape": ({"width": 9}, "144 bytes"),
     "codec": ({"codec": "int8"}, "'int8/256'"),
     "route": ({"way": ([[0, 1]],)}, "lengths of an all_to_all"),
 }
@@ -332,15 +281,6 @@ def test_disagreement_is_named_on_both_sides(pool, what, by):
         assert (says if rank == 0 else "128 bytes") in str(error).split(", but it sent ")[1], error
 
 
-def test_a_silent_rank_is_named():
-    transports = Loopback(3).transports()
-    counts = splits_of(3, 1)
-    steps = [exchanged(counts, 2, t, Way()) for t in transports[:2]]
-    with pytest.raises(PeerFailure, match=r"from ranks \[2\]") as caught:
-        simulate(steps)
-    assert caught.value.ranks == (2,)
-
-
 def test_blocks_divided_otherwise_are_noticed_although_the_sum_is_right():
     """Ranks 0 and 1 forward to rank 2 five rows: 2 + 3 for them, 3 + 2 for it."""
     told, believed = np.full((3, 3), 1), np.full((3, 3), 1)
@@ -351,80 +291,26 @@ def test_blocks_divided_otherwise_are_noticed_although_the_sum_is_right():
         simulate([exchanged(believed if t.rank == 2 else told, 2, t, way) for t in transports])
 
 
-@pytest.mark.parametrize(
-    "way", [Way(checksum=True), Way([[0, 1], [2]], checksum=True)], ids=["flat", "nodes"]
-)
-def test_damage_is_noticed(way):
-    transports = Loopback(3).transports()
-    faulty = [
-        Faulty(t, after=0, fault=lambda h: h[:, 60].bitwise_xor_(1)) if t.rank == 1 else t
-        for t in transports
-    ]
-    with pytest.raises(CommunicationError, match=r"the payload of rank 1 .* is damaged"):
-        simulated(splits_of(3, 7) + 1, 4, way, transports=faulty)
-    simulated(splits_of(3, 7) + 1, 4, way)
-
-
 # ---------------------------------------------------------------- arguments
 
-GOOD = torch.ones(4, 2)
+GOOD, TURNED = torch.ones(4, 2), torch.ones(2, 4).t()
 
 
 @pytest.mark.parametrize(
     ("out", "inp", "options", "says"),
     [
-        (GOOD, GOOD.t(), {}, "inp of shape .* is not contiguous rows"),
-        (torch.ones(()), GOOD, {}, "out of shape"),
+        (GOOD, TURNED, {}, "inp of shape .* is not contiguous rows"),
         (torch.ones(3, 2), GOOD, {}, "out has 3 rows, which 2 ranks cannot share evenly"),
-        (
-            GOOD,
-            GOOD,
-            {"in_splits": [1, 2]},
-            r"splits of inp are \[1, 2\], expected 2 lengths that add up to its 4 rows",
-        ),
+        (GOOD, GOOD, {"in_splits": [1, 2]}, r"inp are \[1, 2\], expected 2 lengths that add up"),
         (GOOD, GOOD, {"out_splits": [5, -1]}, "splits of out"),
-        (GOOD, GOOD, {"out_splits": [4]}, "splits of out"),
         (GOOD, GOOD, {"out_splits": [1, 3]}, "rank 0 sends itself 2 rows and expects 1"),
-        (torch.ones(4, 3), GOOD, {}, "expected the same dtype, device and shape"),
         (GOOD.double(), GOOD, {}, "expected the same dtype, device and shape"),
-        (
-            GOOD,
-            GOOD,
-            {"way": Way([[0], [0, 1]])},
-            "expected every rank from 0 to 1 in exactly one node",
-        ),
-        (GOOD, GOOD, {"way": Way([[0]])}, "expected every rank from 0 to 1 in exactly one node"),
+        (GOOD, GOOD, {"way": Way([[0], [0, 1]])}, "every rank from 0 to 1 in exactly one node"),
+        (GOOD.double(), GOOD.double(), {"codec": "int8"}, "inp has dtype torch.float64, expected"),
+        (GOOD, GOOD, {"codec": "sign"}, "codec is 'sign/rms/2048', expected int8, int4, fp8"),
     ],
 )
 def test_what_cannot_work_is_refused(out, inp, options, says):
+    call = compressed_all_to_all if "codec" in options else all_to_all
     with pytest.raises(InvalidArgument, match=says):
-        run(all_to_all(out, inp, transport=Loopback(2).transport(0), **options))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "codec", "says"),
-    [
-        (
-            GOOD.double(),
-            "int8",
-            "inp has dtype torch.float64, expected float32, bfloat16 or float16",
-        ),
-        (GOOD, "sign", "codec is 'sign/rms/2048', expected int8, int4, fp8"),
-        (GOOD, "itn8", "did you mean 'int8'"),
-    ],
-)
-def test_what_cannot_be_compressed_is_refused(tensor, codec, says):
-    with pytest.raises(InvalidArgument, match=says):
-        run(
-            compressed_all_to_all(
-                tensor.clone(), tensor, codec=codec, transport=Loopback(2).transport(0)
-            )
-        )
-
-
-def test_an_unknown_order_is_refused():
-    with pytest.raises(
-        InvalidArgument,
-        match="order is 'outside-first', expected 'inside-first' or 'between-first'",
-    ):
-        Way([[0]], "outside-first")
+        run(call(out.clone(), inp, transport=Loopback(2).transport(0), **options))

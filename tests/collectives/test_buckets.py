@@ -54,53 +54,6 @@ def test_every_element_travels_once():
     } == {"c"}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        spans(60, 40, names="ba"),
-        spans(40, 60),
-        spans(60, 40, names="ax"),
-        spans(60, 39),
-        spans(60, 39, 1),
-    ],
-    ids=["order", "lengths", "names", "shorter", "one more"],
-)
-def test_the_label_tells_messages_apart(other):
-    """Equal headers must mean rows of equal size: what is not in the header is in the label."""
-    (one,), (two,) = messages(spans(60, 40), SIGN, 2), messages(other, SIGN, 2)
-    assert one.label != two.label
-
-
-def test_equal_tensors_give_equal_headers():
-    (one,), (two,) = messages(spans(60, 40), SIGN, 2), messages(spans(60, 40), SIGN, 2)
-    assert (one.label, one.codec, one.pieces.numel, one.pieces.row_bytes) == (
-        two.label,
-        two.codec,
-        two.pieces.numel,
-        two.pieces.row_bytes,
-    )
-
-
-def test_the_description_tells_which_tensor_has_which_codec():
-    def described(**rules):
-        (message,) = messages(
-            spans(60, 40, 10), ByName({k: NAMES[v] for k, v in rules.items()}, SIGN), 2
-        )
-        return message.codec
-
-    every = [
-        described(),
-        described(a="int8"),
-        described(b="int8"),
-        described(a="int8", b="int8"),
-        described(a="none"),
-    ]
-    assert every[0] == NAMES["sign"].spec
-    assert len(set(every)) == len(every)
-    assert described(a="int8", b="int8", c="int8") == NAMES["int8"].spec
-    assert all(len(text) <= 24 for text in every)
-
-
 def test_a_whole_buffer_is_one_message_however_long():
     message = one_message(1000, NAMES["sign"], 2)
     assert message.keys == (("", 0),)
@@ -108,3 +61,32 @@ def test_a_whole_buffer_is_one_message_however_long():
     assert one_message(1000, EXACT, 2).pieces.residual_numel == 0
     assert one_message(1000, NAMES["sign"], 2, feedback=False).pieces.residual_numel == 0
     assert one_message(8, EXACT, 2, name="a").label != one_message(8, EXACT, 2, name="b").label
+
+
+def test_the_label_tells_messages_apart():
+    """Equal headers must mean rows of equal size: what is not in the header is in the label."""
+    others = [
+        spans(60, 40, names="ba"),
+        spans(40, 60),
+        spans(60, 40, names="ax"),
+        spans(60, 39),
+        spans(60, 39, 1),
+    ]
+    every = [messages(each, SIGN, 2) for each in (spans(60, 40), *others)]
+    assert len({message.label for (message,) in every}) == 6
+    (again,) = messages(spans(60, 40), SIGN, 2)
+    assert again.label == every[0][0].label
+
+
+def test_the_description_tells_which_tensor_has_which_codec():
+    def described(**rules):
+        policy = ByName({name: NAMES[codec] for name, codec in rules.items()}, SIGN)
+        (message,) = messages(spans(60, 40, 10), policy, 2)
+        return message.codec
+
+    assert described() == NAMES["sign"].spec
+    assert described(a="int8", b="int8", c="int8") == NAMES["int8"].spec
+    some = [{}, {"a": "int8"}, {"b": "int8"}, {"a": "int8", "b": "int8"}, {"a": "none"}]
+    every = {described(**rules) for rules in some}
+    assert len(every) == len(some)
+    assert max(map(len, every)) <= 24

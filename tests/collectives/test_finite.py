@@ -65,17 +65,6 @@ def test_gradient_accumulation_under_a_scaler(pool):
     assert_equal(pool.run(train, plan), twin(replace(plan, scale=0.0), 2))
 
 
-def with_a_disabled_scaler(plan):
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return train(replace(plan, state={"grad_scaler": scaler}))
-
-
-def test_a_disabled_scaler_is_none(pool):
-    """It would not skip the step that is passed on as infinity."""
-    plan = Plan(bad=(2,))
-    assert_equal(pool.run(with_a_disabled_scaler, plan), twin(plan, 2), losses=False)
-
-
 # ---------------------------------------------------------------- without
 
 
@@ -98,54 +87,35 @@ def test_by_default_a_bad_step_has_zero_gradients_and_keeps_residuals(pool, opti
     assert not any(others), "all ranks know it, one says it"
 
 
-def bad_in_one_bucket(plan):
-    """Gradients and residuals around a step whose embedding bias alone is bad."""
-    session = Session(plan)
+def bad_in_one_bucket(plan, disabled):
+    """Residuals before and gradients after a step whose embedding bias alone is bad."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if disabled else None
+    session = Session(replace(plan, state={**plan.state, "grad_scaler": scaler}))
     for step in range(3):
         session.step(step)
     before = session.trained().residuals
     session.backward(3)
-    gradients = {name: p.grad.clone() for name, p in session.model.named_parameters()}
-    return before, gradients, session.trained()
+    return before, [p.grad.clone() for p in session.model.parameters()], session.trained()
 
 
-def test_a_bad_bucket_takes_its_whole_step_along(pool):
-    """All parameters get zeros and keep their residuals, also those of buckets that were finite."""
-    plan = Plan(bad=(3,), poisoned="embed.bias", ddp=SMALL_BUCKETS)
-    results = pool.run(bad_in_one_bucket, plan)
+@pytest.mark.parametrize(
+    ("policy", "disabled"), [("skip", False), ("skip", True), ("propagate", False)]
+)
+def test_a_bad_bucket_takes_its_whole_step_along(pool, policy, disabled):
+    """All parameters get zeros, or NaN, and keep their residuals, also those of buckets that were
+    finite. A disabled scaler is none: it would not skip a step that is passed on as infinity."""
+    plan = Plan(bad=(3,), poisoned="embed.bias", ddp=SMALL_BUCKETS, state={"on_nonfinite": policy})
+    results = pool.run(bad_in_one_bucket, plan, disabled)
     for before, gradients, after in results:
         assert len(before) > 2
-        assert not any(gradient.any() for gradient in gradients.values())
+        for gradient in gradients:
+            assert not gradient.any() if policy == "skip" else gradient.isnan().all()
         for key, kept in before.items():
-            assert all(
-                torch.equal(a, b) for a, b in zip(kept, after.residuals[key], strict=True)
-            ), key
+            assert all(map(torch.equal, kept, after.residuals[key])), key
         assert after.counters["skipped_buckets"] > 2
         assert after.counters["skipped_steps"] == 1
-
-
-def propagated(plan):
-    session = Session(replace(plan, state={"on_nonfinite": "propagate"}))
-    before = None
-    for step in range(3):
-        before = session.trained().residuals
-        session.backward(step)
-        if step < 2:
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-    return (
-        before,
-        session.trained(),
-        [p.grad.isnan().all().item() for p in session.model.parameters()],
-    )
-
-
-def test_the_policy_propagate_hands_on_nan_in_all_gradients(pool):
-    results = pool.run(propagated, Plan(bad=(2,), poisoned="embed.bias", ddp=SMALL_BUCKETS))
-    for before, after, gradients in results:
-        assert all(gradients)
-        assert all(torch.equal(before[key][0], after.residuals[key][0]) for key in before)
-    assert "replaced by NaN on all ranks" in warnings(results[0][1])[0]
+    said = "zeros" if policy == "skip" else "NaN"
+    assert f"replaced by {said} on all ranks" in warnings(results[0][2])[0]
 
 
 def aborted(plan):
@@ -190,11 +160,15 @@ def raising(plan):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, SMALL_BUCKETS, {"static_graph": True}, {"find_unused_parameters": True}],
+    ("options", "scale"),
+    [
+        ({}, 0.0),
+        (SMALL_BUCKETS, 2.0**10),
+        ({"static_graph": True}, 0.0),
+        ({"find_unused_parameters": True}, 2.0**10),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("scale", [0.0, 2.0**10], ids=["no scaler", "scaler"])
 def test_the_policy_raise_raises_on_every_rank_and_training_can_go_on(pool, options, scale):
     plan = Plan(bad=(0, 3), ddp=options, scale=scale)
     results = pool.run(raising, plan, size=3)

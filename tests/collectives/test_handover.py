@@ -143,54 +143,52 @@ def close(one, two, scale=1.0):
 CODECS = [SignCodec(block=0), "sign", "int4", "topk-16", "powersgd-2"]
 
 
+def wander(group, rounds, draw, scale=1.0):
+    """Σ outputs + R = Σ mean inputs + R₀ − what dead ranks owed, each once. ``draw(size)``: whether
+    all step, who stays, who of the others says so before, and how many are new."""
+    balance = torch.zeros(827, dtype=torch.float64)  # inputs − outputs − what was lost
+    for _ in range(rounds):
+        size = len(group.members)
+        steps, stay, says, new = draw(size)
+        if size > 1 and steps:
+            came, went = group.step()
+            balance += came - went
+        gone = sorted(set(range(size)) - set(stay))
+        leave = [rank for rank in gone if says(rank)]
+        if leave:
+            group.leave(leave)
+            close(group.owed(), balance, scale)
+            assert not any(group.members[rank].owes().any() for rank in leave)
+        for rank in gone:
+            balance -= group.members[rank].owes() / size
+        group.reform(stay, new)
+        close(group.owed(), balance, scale)
+        group.check_cut()
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_means_are_conserved_when_ranks_come_and_go(data):
-    """Σ outputs + R = Σ mean inputs + R₀ − what dead ranks owed, each once."""
-    codec = data.draw(st.sampled_from(CODECS))
-    group = Simulation(codec, data.draw(st.integers(1, 6)))
-    balance = torch.zeros(827, dtype=torch.float64)  # inputs − outputs − what was lost
-    for _ in range(4):
-        if len(group.members) > 1:
-            came, went = group.step()
-            balance += came - went
-        size = len(group.members)
+    group = Simulation(data.draw(st.sampled_from(CODECS)), data.draw(st.integers(1, 6)))
+
+    def draw(size):
         stay = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
-        gone = sorted(set(range(size)) - stay)
-        leave = [rank for rank in gone if data.draw(st.booleans())]
-        if leave:
-            group.leave(leave)
-            close(group.owed(), balance)
-            assert not any(group.members[rank].owes().any() for rank in leave)
-        lost = torch.stack(
-            [torch.zeros(827).double(), *(group.members[r].owes() / size for r in gone)]
-        ).sum(0)
-        group.reform(stay, data.draw(st.integers(0, 3)))
-        balance -= lost
-        close(group.owed(), balance)
-        group.check_cut()
+        return True, stay, lambda rank: data.draw(st.booleans()), data.draw(st.integers(0, 3))
+
+    wander(group, 4, draw)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_a_thousand_changes_at_up_to_32_ranks(seed):
-    random, codec = Random(seed), CODECS[seed % len(CODECS)]
-    group, balance = Simulation(codec, random.randint(1, 32)), torch.zeros(827, dtype=torch.float64)
-    for _ in range(25):
-        size = len(group.members)
-        if size > 1 and random.random() < 0.3:
-            came, went = group.step()
-            balance += came - went
+    random = Random(seed)
+
+    def draw(size):
         stay = random.sample(range(size), random.randint(max(1, size - 4), size))
-        gone = sorted(set(range(size)) - set(stay))
-        if random.random() < 0.3 and gone:
-            group.leave(gone)
-            gone = []
-        balance -= torch.stack(
-            [torch.zeros(827).double(), *(group.members[r].owes() / size for r in gone)]
-        ).sum(0)
-        group.reform(stay, random.randint(0, min(4, 32 - len(stay))))
-        close(group.owed(), balance, 4)
+        says, new = random.random() < 0.3, random.randint(0, min(4, 32 - len(stay)))
+        return random.random() < 0.3, stay, lambda rank: says, new
+
+    wander(Simulation(CODECS[seed % len(CODECS)], random.randint(1, 32)), 25, draw, 4)
 
 
 def test_who_shrinks_without_loss_owes_what_an_elastic_checkpoint_says():

@@ -17,7 +17,10 @@ from commpress.collectives.frame import HEADER
 from commpress.collectives.reduce_scatter import Part, deals, decode_rows, gather_rows, reduce_rows
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.feedback import ErrorFeedback
+from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.kernels.reference import row_bytes
+from test_allreduce import check_telescoping, gradients
+from variants import few
 
 # first dimension is dealt out
 SHAPES = {"embed": (33, 8), "fc": (16, 24), "bias": (5,), "one": (1, 3)}
@@ -34,24 +37,14 @@ def layout(shapes, ranks):
     return parts
 
 
-def flatten(tensors, parts, ranks):
-    """The buffer that FSDP2 hands over: row r holds slice r of every parameter, zeros where there
-    is none."""
-    rows = torch.zeros(ranks, parts[-1].at + parts[-1].width)
-    for tensor, part in zip(tensors, parts, strict=True):
-        padded = torch.zeros(ranks * part.width)
-        padded[: part.numel] = tensor
-        rows[:, part.at : part.at + part.width] = padded.view(ranks, part.width)
-    return rows.view(-1)
-
-
-def unflatten(rows, parts):
-    return [torch.cat([row[p.at : p.at + p.width] for row in rows])[: p.numel] for p in parts]
-
-
 class World:
+    """Ranks that reduce and gather buffers of ``numel`` elements, all parameters in a row."""
+
     def __init__(self, ranks, codec, shapes=SHAPES, *, feedback=True):
-        self.ranks, self.parts = ranks, layout(shapes, ranks)
+        self.size, self.parts, self.step = ranks, layout(shapes, ranks), 0
+        self.stride = self.parts[-1].at + self.parts[-1].width
+        self.numels = [part.numel for part in self.parts]
+        self.numel = sum(self.numels)
         self.plans = [
             deals(self.parts, policy_of(codec), rank=r, ranks=ranks, feedback=feedback)
             for r in range(ranks)
@@ -63,132 +56,96 @@ class World:
             ]
             for plan in self.plans
         ]
-        self.workspaces = [Workspace(checksum=True) for _ in range(ranks)]
         self.transports = [Recorded(t) for t in Loopback(ranks).transports()]
-        self.step = 0
-
-    def inputs(self, seed):
-        generator = torch.Generator().manual_seed(seed)
-        return [
-            [torch.randn(p.numel, generator=generator) for p in self.parts]
-            for _ in range(self.ranks)
+        self.calls = [
+            {"plan": plan, "transport": transport, "workspace": Workspace(checksum=True)}
+            for plan, transport in zip(self.plans, self.transports, strict=True)
         ]
 
-    def reduce(self, inputs, gain=1.0):
-        """Means by parameter, put together from what each rank owns."""
-        stride = self.parts[-1].at + self.parts[-1].width
-        outs = [torch.zeros(stride) for _ in range(self.ranks)]
-        outcomes = simulate(
-            [
-                reduce_rows(
-                    flatten(inputs[r], self.parts, self.ranks),
-                    outs[r],
-                    self.feedbacks[r],
-                    plan=self.plans[r],
-                    transport=self.transports[r],
-                    workspace=self.workspaces[r],
-                    sequence=self.step * 100,
-                    key=self.step,
-                    gain=gain,
-                )
-                for r in range(self.ranks)
-            ]
-        )
+    def rows(self, x):
+        """``x`` as FSDP2 hands it over: row r holds slice r of every parameter, zeros where there
+        is none."""
+        rows = torch.zeros(self.size, self.stride, dtype=x.dtype)
+        for part, values in zip(self.parts, x.split(self.numels), strict=True):
+            padded = torch.zeros(self.size * part.width, dtype=x.dtype)
+            padded[: part.numel] = values
+            rows[:, part.at : part.at + part.width] = padded.view(self.size, part.width)
+        return rows
+
+    def whole(self, rows):
+        """What ``rows`` makes such rows of."""
+        columns = [torch.cat([row[p.at : p.at + p.width] for row in rows]) for p in self.parts]
+        return torch.cat([c[: p.numel] for c, p in zip(columns, self.parts, strict=True)])
+
+    def run(self, steps):
+        """``steps`` of each rank, with what all calls have in common."""
         self.step += 1
+        options = {"sequence": 100 * self.step, "key": self.step}
+        return simulate([steps(r, call | options) for r, call in enumerate(self.calls)])
+
+    def reduce(self, inputs, gain=1.0):
+        """The mean, put together from what each rank owns."""
+        outs = [torch.zeros(self.stride) for _ in range(self.size)]
+
+        def steps(r, call):
+            buffer = self.rows(inputs[r]).view(-1)
+            return reduce_rows(buffer, outs[r], self.feedbacks[r], gain=gain, **call)
+
+        outcomes = self.run(steps)
         self.finite = [all(o.finite for o in rank) for rank in outcomes]
         for outcome in (o for rank in outcomes for o in rank):
-            if outcome.finite:
-                outcome.commit()
-            else:
-                outcome.discard()
-        return unflatten(outs, self.parts)
+            outcome.commit() if outcome.finite else outcome.discard()
+        return [self.whole(outs)]
 
     def gather(self, rows, bases=None):
-        outs = [torch.zeros(self.ranks * len(rows[0])) for _ in range(self.ranks)]
-        simulate(
-            [
-                gather_rows(
-                    rows[r],
-                    outs[r],
-                    plan=self.plans[r],
-                    transport=self.transports[r],
-                    workspace=self.workspaces[r],
-                    sequence=self.step * 100,
-                    base=bases and bases[r],
-                )
-                for r in range(self.ranks)
-            ]
-        )
-        self.step += 1
+        outs = [torch.zeros(self.size * len(rows[0])) for _ in range(self.size)]
+        self.run(lambda r, call: gather_rows(rows[r], outs[r], base=bases and bases[r], **call))
         return outs
 
-    def residual(self):
-        """The mean over the ranks, by parameter; float64."""
-        total = [np.zeros(p.numel) for p in self.parts]
-        index = {p.name: i for i, p in enumerate(self.parts)}
+    def sent(self):
+        return [f.sent for feedbacks in self.feedbacks for f in feedbacks if f is not None]
+
+    def total_residual(self):
+        """The mean over the ranks; float64."""
+        total = {p.name: np.zeros(p.numel) for p in self.parts}
         for plan, feedbacks in zip(self.plans, self.feedbacks, strict=True):
             for deal, feedback in zip(plan, feedbacks, strict=True):
                 if feedback is None:
                     continue
-                feedback.settle(deal.every.pieces)
-                for (name, offset), line in zip(
-                    deal.every.keys, deal.every.pieces.table, strict=True
-                ):
-                    if line[7] >= 0:
-                        part = (
-                            feedback.sent[line[7] : line[7] + line[1]].double().numpy() / self.ranks
-                        )
-                        total[index[name]][offset : offset + line[1]] += part
-        return total
+                pieces = deal.every.pieces
+                feedback.settle(pieces)
+                for (name, offset), line in zip(deal.every.keys, pieces.table, strict=True):
+                    if line[RESIDUAL] >= 0:
+                        sent = feedback.sent[line[RESIDUAL] :][: line[NUMEL]].double().numpy()
+                        total[name][offset : offset + line[NUMEL]] += sent / self.size
+        return np.concatenate([*total.values()])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16, 33])
+def integers(world, seed):
+    """Inputs whose sums are exact."""
+    return [torch.round(x * 8) for x in gradients(world.size, world.numel, seed)]
+
+
+def in_small_messages(monkeypatch, message):
+    monkeypatch.setattr(reduce_scatter, "PIECE", 40)
+    monkeypatch.setattr(reduce_scatter, "MESSAGE", message)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7, 33])
 def test_the_codec_none_gives_the_exact_mean(ranks):
     world = World(ranks, "none")
-    inputs = [[torch.round(t * 8) for t in rank] for rank in world.inputs(1)]  # sums are exact
-    for got, *each in zip(world.reduce(inputs), *inputs, strict=True):
-        assert torch.equal(got, torch.stack(each).sum(0) / ranks)
+    inputs = integers(world, 1)
+    assert torch.equal(world.reduce(inputs)[0], torch.stack(inputs).sum(0) / ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("codec", sorted(NAMES))
+@pytest.mark.parametrize(("codec", "ranks"), few(sorted(NAMES), [2, 3, 4]))
 def test_nothing_is_lost(ranks, codec, monkeypatch):
-    """Σ outputs + R_T = Σ mean(inputs), in several messages."""
-    monkeypatch.setattr(reduce_scatter, "PIECE", 40)
-    monkeypatch.setattr(reduce_scatter, "MESSAGE", 200 * ranks)
+    """In several messages."""
+    in_small_messages(monkeypatch, 200 * ranks)
     world = World(ranks, codec)
     assert len(world.plans[0]) > 1 or ranks > 3
-    sums = [[np.zeros(p.numel), np.zeros(p.numel)] for p in world.parts]
-    for step in range(12):
-        inputs = world.inputs(step)
-        for (given_, got), out, *each in zip(sums, world.reduce(inputs), *inputs, strict=True):
-            given_ += torch.stack(each).double().mean(0).numpy()
-            got += out.double().numpy()
-    for (given_, got), left in zip(sums, world.residual(), strict=True):
-        np.testing.assert_allclose(got + left, given_, atol=2e-5)
-        if codec == "none":
-            assert not left.any()
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4", "sign", "bf16"])
-def test_feedback_beats_none_and_the_error_is_that_of_the_codec(codec):
-    """One bit > four > eight > bf16 > 0: proof that the codec ran; the sum over steps stays close
-    only with feedback."""
-    with_, without = World(4, codec), World(4, codec, feedback=False)
-    drift = [0.0, 0.0]
-    inputs = with_.inputs(3)
-    exact = [torch.stack(each).mean(0) for each in zip(*inputs, strict=True)]
-    sums = [[torch.zeros_like(e) for e in exact] for _ in drift]
-    for _ in range(30):
-        for world, total in zip((with_, without), sums, strict=True):
-            for t, out in zip(total, world.reduce(inputs), strict=True):
-                t += out
-    for i, total in enumerate(sums):
-        drift[i] = (
-            sum(float((t / 30 - e).square().sum()) for t, e in zip(total, exact, strict=True))
-            ** 0.5
-        )
-    assert 0 < drift[0] < 0.3 * drift[1]
+    check_telescoping(world, 12)
+    assert codec != "none" or not world.total_residual().any()
 
 
 @settings(max_examples=40, deadline=None)
@@ -197,78 +154,52 @@ def test_feedback_beats_none_and_the_error_is_that_of_the_codec(codec):
     codec=st.sampled_from(sorted(NAMES)),
     first=st.integers(1, 40),
     rest=st.integers(1, 40),
-    seed=st.integers(0, 99),
 )
-def test_any_shape(ranks, codec, first, rest, seed):
-    world = World(ranks, codec, {"w": (first, rest), "b": (first,)})
-    inputs = world.inputs(seed)
-    for out, left, *each in zip(world.reduce(inputs), world.residual(), *inputs, strict=True):
-        exact = torch.stack(each).double().mean(0).numpy()
-        np.testing.assert_allclose(out.double().numpy() + left, exact, atol=1e-5)
+def test_any_shape(ranks, codec, first, rest):
+    check_telescoping(World(ranks, codec, {"w": (first, rest), "b": (first,)}), 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "fp8"])
-def test_gathered_weights_are_the_same_bits_on_every_rank(ranks, codec):
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("codec", "bound"),
+    [("none", 0.0), ("bf16", 2**-8), ("int8", 0.5 / 127), ("int4", 0.5 / 7), ("fp8", 2**-4)],
+)
+def test_gathered_weights_are_the_same_bits_on_every_rank(ranks, codec, bound):
     world = World(ranks, codec)
-    tensors = world.inputs(0)[0]
-    rows = flatten(tensors, world.parts, ranks).view(ranks, -1)
-    outs = world.gather(list(rows))
-    for out in outs[1:]:
-        assert torch.equal(out, outs[0])
-    got = unflatten(outs[0].view(ranks, -1), world.parts)
-    for name, a, b in zip(SHAPES, got, tensors, strict=True):
-        bound = {"none": 0.0, "bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2**-4}[
-            codec
-        ]
-        assert float((a - b).abs().max()) <= bound * float(b.abs().max()) * 1.0001, name
-        if codec == "none":
-            assert torch.equal(a, b)
+    (x, *_) = gradients(1, world.numel, 0)
+    outs = world.gather(list(world.rows(x)))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    got = world.whole(outs[0].view(ranks, -1))
+    for a, b in zip(got.split(world.numels), x.split(world.numels), strict=True):
+        assert float((a - b).abs().max()) <= bound * float(b.abs().max()) * 1.0001
 
 
 def test_bfloat16_gives_what_float32_and_a_cast_give(monkeypatch):
     """Rows and outputs of half the width, added to or not, and rows that are kept: in several
     messages."""
-    monkeypatch.setattr(reduce_scatter, "PIECE", 40)
-    monkeypatch.setattr(reduce_scatter, "MESSAGE", 600)
+    in_small_messages(monkeypatch, 600)
     world = World(3, "int4", feedback=False)
     assert len(world.plans[0]) > 1
-    narrow = flatten(world.inputs(0)[0], world.parts, 3).bfloat16().view(3, -1)
+    narrow = world.rows(gradients(1, world.numel, 0)[0].bfloat16())
     (out, *_) = world.gather(list(narrow.float()))
     held = torch.randn(out.numel(), generator=torch.Generator().manual_seed(1)).bfloat16()
-    outs, sums, kept = (
-        [torch.zeros(out.numel()).bfloat16() for _ in range(3)],
-        [held.clone() for _ in range(3)],
-        [[], [], []],
-    )
-    for targets, options in ((outs, {}), (sums, {"add": True})):
-        simulate(
-            [
-                gather_rows(
-                    narrow[r],
-                    targets[r],
-                    plan=world.plans[r],
-                    transport=world.transports[r],
-                    workspace=world.workspaces[r],
-                    sequence=1000 + 100 * len(options),
-                    kept=kept[r],
-                    **options,
-                )
-                for r in range(3)
-            ]
-        )
-    for r in range(3):
-        again = torch.zeros(out.numel())
-        decode_rows(kept[r], again, plan=world.plans[r], workspace=world.workspaces[r])
-        assert torch.equal(again, out)
-        assert torch.equal(outs[r], out.bfloat16())
-        assert torch.equal(sums[r], (held.float() + out).bfloat16())
+    for start, options in ((torch.zeros_like(held), {}), (held, {"add": True})):
+        outs, kept = [start.clone() for _ in range(3)], [[], [], []]
+
+        def steps(r, call, outs=outs, kept=kept, options=options):
+            return gather_rows(narrow[r], outs[r], kept=kept[r], **options, **call)
+
+        world.run(steps)
+        for r in range(3):
+            again = torch.zeros(out.numel())
+            decode_rows(kept[r], again, plan=world.plans[r], workspace=Workspace())
+            assert torch.equal(again, out)
+            assert torch.equal(outs[r], (start.float() + out).bfloat16())
 
 
 def test_differences_converge_to_the_weights():
     world = World(3, "int4")
-    tensors = world.inputs(0)[0]
-    rows = list(flatten(tensors, world.parts, 3).view(3, -1))
+    rows = list(world.rows(gradients(1, world.numel, 0)[0]))
     bases, errors = [torch.zeros_like(r) for r in rows], []
     held = torch.zeros(3 * len(rows[0]))
     for _ in range(4):
@@ -280,9 +211,29 @@ def test_differences_converge_to_the_weights():
     assert errors[3] < 1e-2 * errors[0]
 
 
+def test_a_rank_that_is_not_finite_spoils_nobodys_residual():
+    world = World(3, "int4")
+    world.reduce(gradients(3, world.numel, 0))
+    before, inputs = [sent.clone() for sent in world.sent()], gradients(3, world.numel, 1)
+    inputs[1][7] = float("inf")
+    world.reduce(inputs)
+    assert world.finite == [False] * 3
+    assert all(map(torch.equal, world.sent(), before))
+
+
+def test_gain_scales_the_output_and_the_residual():
+    """With gain = 1 / loss scale, residuals are in unscaled units."""
+    one, two = World(2, "int8"), World(2, "int8")
+    for step in range(3):
+        inputs = gradients(2, one.numel, step)
+        scaled = two.reduce([64.0 * x for x in inputs], gain=1 / 64)[0]
+        assert torch.equal(one.reduce(inputs)[0], scaled)
+    assert np.array_equal(one.total_residual(), two.total_residual())
+
+
 def test_bytes_are_what_the_codec_says():
     world = World(4, ByName({"bias": "none"}, "int8"))
-    world.reduce(world.inputs(0))
+    world.reduce(gradients(4, world.numel, 0))
     want = HEADER
     for part in world.parts:
         codec = codec_named("none" if part.name == "bias" else "int8")
@@ -292,67 +243,28 @@ def test_bytes_are_what_the_codec_says():
     assert [t.operations for t in world.transports] == [["all_to_all"]] * 4
 
 
-def test_a_rank_that_is_not_finite_spoils_nobodys_residual():
-    world = World(3, "int4")
-    world.reduce(world.inputs(0))
-    before = [[f.sent.clone() for f in feedbacks] for feedbacks in world.feedbacks]
-    inputs = world.inputs(1)
-    inputs[1][0][7] = float("inf")
-    world.reduce(inputs)
-    assert world.finite == [False] * 3
-    for feedbacks, old in zip(world.feedbacks, before, strict=True):
-        assert all(torch.equal(f.sent, o) for f, o in zip(feedbacks, old, strict=True))
-
-
-def test_gain_scales_the_output_and_the_residual():
-    """With gain = 1 / loss scale, residuals are in unscaled units."""
-    one, two = World(2, "int8"), World(2, "int8")
-    for step in range(3):
-        inputs = one.inputs(step)
-        plain = one.reduce(inputs)
-        scaled = two.reduce([[64.0 * t for t in rank] for rank in inputs], gain=1 / 64)
-        assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
-    assert all(np.array_equal(a, b) for a, b in zip(one.residual(), two.residual(), strict=True))
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize(("nodes", "local"), [(3, 2), (2, 4)])
 def test_two_hops_with_the_codec_none_equal_one(nodes, local):
     """First to the rank with the owner's place in this node, then to the owner."""
-    ranks = nodes * local
-    parts = layout(SHAPES, ranks)
-    stride = parts[-1].at + parts[-1].width
-    flat = World(ranks, "none")
-    inputs = [[torch.round(t * 8) for t in rank] for rank in flat.inputs(5)]
-    outs = []
+    world, policy = World(nodes * local, "none"), policy_of("none")
+    parts, stride, inputs = world.parts, world.stride, integers(world, 5)
     switches = [Loopback(local) for _ in range(nodes)]
     between = [Loopback(nodes) for _ in range(local)]
+
+    def hop(buffer, out, plan, transport):
+        options = {"plan": plan, "transport": transport, "workspace": Workspace(), "sequence": 0}
+        return reduce_rows(buffer, out, [None] * len(plan), **options)
 
     def rank_steps(rank):
         node, place = divmod(rank, local)
         bases = [[n * local + i for n in range(nodes)] for i in range(local)]
-        first = deals(parts, policy_of("none"), rank=place, ranks=local, stride=stride, bases=bases)
+        first = deals(parts, policy, rank=place, ranks=local, stride=stride, bases=bases)
+        second = reduce_scatter.second_hop(parts, policy, bases[place], rank=node)
         middle, out = torch.zeros(nodes * stride), torch.zeros(stride)
-        yield from reduce_rows(
-            flatten(inputs[rank], parts, ranks),
-            middle,
-            [None] * len(first),
-            plan=first,
-            transport=switches[node].transport(place),
-            workspace=Workspace(),
-            sequence=0,
-        )
-        second = reduce_scatter.second_hop(parts, policy_of("none"), bases[place], rank=node)
-        yield from reduce_rows(
-            middle,
-            out,
-            [None] * len(second),
-            plan=second,
-            transport=between[place].transport(node),
-            workspace=Workspace(),
-            sequence=1,
-        )
+        buffer = world.rows(inputs[rank]).view(-1)
+        yield from hop(buffer, middle, first, switches[node].transport(place))
+        yield from hop(middle, out, second, between[place].transport(node))
         return out
 
-    outs = simulate([rank_steps(rank) for rank in range(ranks)])
-    for got, *each in zip(unflatten(outs, parts), *inputs, strict=True):
-        assert torch.equal(got, torch.stack(each).sum(0) / ranks)
+    outs = simulate([rank_steps(rank) for rank in range(world.size)])
+    assert torch.equal(world.whole(outs), torch.stack(inputs).sum(0) / world.size)

@@ -85,16 +85,16 @@ def test_what_is_to_be_gained():
     "make",
     [
         lambda: Topology(((0, 1), (1, 2))),
-        lambda: Topology(((0, 1), (3,))),
         lambda: Topology(((0,), ())),
         lambda: Topology(()),
         lambda: Topology.of(2, 0),
         lambda: Topology.of(),
         lambda: Topology.parse("two"),
-        lambda: Topology.parse("0 1|1"),
         lambda: Topology.parse("9" * 30),
         lambda: Topology.parse("9" * 30 + "x9"),
         lambda: Topology.of(2).node(2),
+        lambda: place(torchrun(0, 0) | {"LOCAL_RANK": "first"}),
+        lambda: slurm_tasks("2(y3)"),
     ],
 )
 def test_what_is_no_topology_is_refused(make):
@@ -108,7 +108,10 @@ def test_what_is_no_topology_is_refused(make):
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (torchrun(1, 0), Place("torchrun", "1", 0, 2)),
+        (
+            torchrun(1, 0) | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"},
+            Place("torchrun", "1", 0, 2),
+        ),
         (
             {
                 "OMPI_COMM_WORLD_LOCAL_RANK": "3",
@@ -138,20 +141,8 @@ def test_what_is_no_topology_is_refused(make):
     ],
 )
 def test_what_a_launcher_says(environment, expected):
+    """The innermost decides: torchrun below srun, whose workers see both."""
     assert place(environment) == expected
-
-
-def test_the_innermost_launcher_decides():
-    """torchrun below srun: each agent's workers see both."""
-    slurm = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
-    assert place(torchrun(1, 1) | slurm).source == "torchrun"
-
-
-def test_a_launcher_that_says_nonsense_is_quoted():
-    with pytest.raises(InvalidArgument, match="LOCAL_RANK is 'first', expected a number"):
-        place(torchrun(0, 0) | {"LOCAL_RANK": "first"})
-    with pytest.raises(InvalidArgument, match=r"SLURM_TASKS_PER_NODE is '2\(y3\)'"):
-        slurm_tasks("2(y3)")
     assert slurm_tasks("2(x3),1,4(x2)") == [2, 2, 2, 1, 4, 4]
 
 
@@ -163,39 +154,44 @@ def test_all_ranks_agree_on_what_launchers_say():
     assert agreed(ranks) == [Topology(((0, 2), (1, 3)))] * 4
     uneven = [torchrun(0, 0, 1), torchrun(1, 0, 2), torchrun(1, 1, 2)]
     assert agreed(uneven) == [Topology.of(1, 2)] * 3
-
-
-def test_a_group_may_have_some_of_a_nodes_ranks():
-    assert agreed([torchrun(0, 1, 4), torchrun(1, 3, 4)]) == [Topology.of(1, 1)] * 2
-
-
-def test_a_given_topology_must_be_the_same_everywhere():
+    some = [torchrun(0, 1, 4), torchrun(1, 3, 4)]  # of a node's ranks
+    assert agreed(some) == [Topology.of(1, 1)] * 2
     assert agreed([{}] * 4, [Topology.of(2, 2)] * 4) == [Topology.of(2, 2)] * 4
-    with pytest.raises(
-        Mismatch, match=r"rank 0 has topology= '0 1\|2 3', rank 2 has topology= '0\|1\|2 3'"
-    ) as error:
-        agreed([{}] * 4, [Topology.of(2, 2)] * 2 + [Topology.of(1, 1, 2)] * 2)
-    assert error.value.ranks == (2, 3)
-    with pytest.raises(Mismatch, match="rank 1 has torchrun"):
-        agreed([torchrun(0, i) for i in range(2)], [Topology.of(1, 1), None])
-    with pytest.raises(InvalidArgument, match="has 3 ranks, the group has 2"):
-        agreed([{}] * 2, [Topology.of(3)] * 2)
 
 
-def test_ranks_of_different_launchers_are_named():
-    with pytest.raises(Mismatch, match="rank 0 has torchrun '0', rank 1 has host name"):
-        agreed([torchrun(0, 0), {}])
+ONE = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 
 
-def test_two_nodes_of_one_name_are_found():
-    mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    with pytest.raises(
-        Mismatch,
-        match=r"has ranks \[0, 1\] with local ranks \[0, 0\] of \[1\] according to Open MPI",
-    ):
-        agreed([mpi, mpi])
+@pytest.mark.parametrize(
+    ("environments", "given", "ranks", "says"),
+    [
+        (
+            [{}] * 4,
+            [Topology.of(2, 2)] * 2 + [Topology.of(1, 1, 2)] * 2,
+            (2, 3),
+            r"rank 0 has topology= '0 1\|2 3', rank 2 has topology= '0\|1\|2 3'",
+        ),
+        (
+            [torchrun(0, 0), torchrun(0, 1)],
+            [Topology.of(1, 1), None],
+            (1,),
+            "rank 1 has torchrun",
+        ),
+        ([torchrun(0, 0), {}], None, (1,), "rank 0 has torchrun '0', rank 1 has host name"),
+        ([ONE, ONE], None, (0, 1), r"local ranks \[0, 0\] of \[1\] according to Open MPI"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_named(environments, given, ranks, says):
+    with pytest.raises(Mismatch, match=says) as error:
+        agreed(environments, given)
+    assert error.value.ranks == ranks
+
+
+def test_two_nodes_of_one_name_and_a_topology_of_another_size_are_found():
     with pytest.raises(Mismatch, match="two nodes seem to have one name"):
         topology_of([Place("SLURM", "0", 0, 1), Place("SLURM", "0", 1, 2)])
+    with pytest.raises(InvalidArgument, match="has 3 ranks, the group has 2"):
+        agreed([{}] * 2, [Topology.of(3)] * 2)
 
 
 @given(st.binary(max_size=PLACE))
@@ -232,21 +228,13 @@ def subsets(way):
     transport = transport_by(way, TIMEOUT)
     even, odd = transport.subset([0, 2]), transport.subset([3, 1])
     assert (even is None) != (odd is None)
-    mine = even or odd
-    out, row = (
-        torch.zeros(2, 72, dtype=torch.uint8),
-        torch.full((1, 72), dist.get_rank(), dtype=torch.uint8),
-    )
+    mine, out = even or odd, torch.zeros(2, 72, dtype=torch.uint8)
+    row = torch.full((1, 72), dist.get_rank(), dtype=torch.uint8)
     mine.all_gather(out, row, 0).wait()
-    return mine.rank, mine.size, out[:, -1].tolist(), mine.peer(0)
+    return mine.rank, out[:, -1].tolist(), mine.peer(0)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_subsets_of_a_group(pool, way):
-    odd = "rank 0 (global rank 1)"
-    assert pool.run(subsets, way, size=4) == [
-        (0, 2, [0, 2], "rank 0"),
-        (0, 2, [1, 3], odd),
-        (1, 2, [0, 2], "rank 0"),
-        (1, 2, [1, 3], odd),
-    ]
+    names = {0: ([0, 2], "rank 0"), 1: ([1, 3], "rank 0 (global rank 1)")}
+    assert pool.run(subsets, way, size=4) == [(r // 2, *names[r % 2]) for r in range(4)]

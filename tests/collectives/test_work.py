@@ -47,6 +47,11 @@ def counting(log, name, waits):
     return name
 
 
+def wait(name, i):
+    """What ``Noted`` writes down."""
+    return "wait", (name, i)
+
+
 def failing(error):
     yield Done()
     raise error
@@ -55,50 +60,26 @@ def failing(error):
 def test_run_waits_for_each_work_before_it_goes_on():
     log = []
     assert run(counting(log, "a", 2)) == "a"
-    assert log == [
-        ("step", "a", 0),
-        ("wait", ("a", 0)),
-        ("step", "a", 1),
-        ("wait", ("a", 1)),
-        ("end", "a"),
-    ]
+    assert log == [("step", "a", 0), wait("a", 0), ("step", "a", 1), wait("a", 1), ("end", "a")]
 
 
-def test_run_of_an_algorithm_without_waits():
-    assert run(counting([], "a", 0)) == "a"
-
-
-def test_run_raises_what_the_work_raises_inside_the_caller():
+def test_run_raises_what_the_work_raises():
     class Broken:
         def wait(self):
             raise OSError("wire cut")
 
-    def steps():
-        yield Broken()
-
     with pytest.raises(OSError, match="wire cut"):
-        run(steps())
+        run(iter([Broken()]))
 
 
 def test_overlapped_order_is_fixed():
     """Written out once: two at a time, the oldest wait next, a new job started when one ends."""
     log = []
-    assert run(
-        overlapped([counting(log, n, w) for n, w in (("a", 1), ("b", 2), ("c", 1))], limit=2)
-    ) == ["a", "b", "c"]
-    assert log == [
-        ("step", "a", 0),
-        ("step", "b", 0),
-        ("wait", ("a", 0)),
-        ("end", "a"),
-        ("step", "c", 0),
-        ("wait", ("b", 0)),
-        ("step", "b", 1),
-        ("wait", ("c", 0)),
-        ("end", "c"),
-        ("wait", ("b", 1)),
-        ("end", "b"),
-    ]
+    jobs = [counting(log, n, w) for n, w in (("a", 1), ("b", 2), ("c", 1))]
+    assert run(overlapped(jobs, limit=2)) == ["a", "b", "c"]
+    first = [("step", "a", 0), ("step", "b", 0), wait("a", 0), ("end", "a")]
+    then = [("step", "c", 0), wait("b", 0), ("step", "b", 1), wait("c", 0), ("end", "c")]
+    assert log == [*first, *then, wait("b", 1), ("end", "b")]
 
 
 @given(waits=st.lists(st.integers(0, 5), max_size=12), limit=st.integers(1, 5))
@@ -143,11 +124,6 @@ def worker(request):
         made.close()
 
 
-def test_worker_gives_results_in_futures(worker):
-    futures = [worker.submit(counting([], n, n)) for n in range(20)]
-    assert [f.wait() for f in futures] == list(range(20))
-
-
 def test_worker_runs_in_one_thread_of_its_name_without_gradients(worker):
     def where():
         yield Done()
@@ -157,27 +133,11 @@ def test_worker_runs_in_one_thread_of_its_name_without_gradients(worker):
     assert torch.is_grad_enabled()
 
 
-def test_worker_with_limit_one_ends_a_job_before_the_next_starts(worker):
-    log, gate = [], Gate()
-
-    def held():
-        log.append("first begins")
-        yield gate
-        log.append("first ends")
-
-    first, second = worker.submit(held()), worker.submit(counting(log, "b", 1))
-    assert gate.reached.wait(SECONDS)
-    assert log == ["first begins"]
-    gate.event.set()
-    first.wait()
-    second.wait()
-    assert log == ["first begins", "first ends", ("step", "b", 0), ("wait", ("b", 0)), ("end", "b")]
-
-
-@pytest.mark.parametrize("worker", [3], indirect=True)
-def test_worker_starts_as_many_as_the_limit_in_order_of_submission(worker):
+@pytest.mark.parametrize("worker", [1, 3], indirect=True)
+def test_worker_starts_as_many_as_the_limit_in_order_of_submission(worker, request):
     """The first job holds the thread until all five are submitted, so the order below does not
-    depend on timing."""
+    depend on timing. Results are in futures; closing lets jobs finish and ends the thread."""
+    limit = request.node.callspec.params["worker"]
     started, doors, hold = [], [Gate() for _ in range(5)], threading.Event()
 
     def job(n):
@@ -189,14 +149,20 @@ def test_worker_starts_as_many_as_the_limit_in_order_of_submission(worker):
 
     futures = [worker.submit(job(n)) for n in range(5)]
     hold.set()
-    assert doors[0].reached.wait(SECONDS)
-    assert started == [0, 1, 2]
-    doors[0].event.set()
-    assert doors[1].reached.wait(SECONDS)
-    assert started == [0, 1, 2, 3]
+    for n in (0, 1):
+        assert doors[n].reached.wait(SECONDS)
+        assert started == list(range(limit + n))
+        doors[n].event.set()
+    closing = threading.Thread(target=worker.close)
+    closing.start()
     for door in doors:
         door.event.set()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert not worker._thread.is_alive()
     assert [f.wait() for f in futures] == list(range(5))
+    with pytest.raises(RuntimeError, match="closed"):  # it would never run
+        worker.submit(counting([], "a", 0))
 
 
 @pytest.mark.parametrize("worker", [1, 2], indirect=True)
@@ -206,46 +172,17 @@ def test_after_an_exception_every_job_gets_it(worker):
 
     def bad():
         assert hold.wait(SECONDS)
-        yield Done()
-        raise error
+        yield from failing(error)
 
-    futures = [
-        worker.submit(bad()),
-        worker.submit(counting(log, "under way", 5)),
-        worker.submit(counting(log, "c", 1)),
-    ]
+    jobs = [bad(), counting(log, "under way", 5), counting(log, "c", 1)]
+    futures = [worker.submit(job) for job in jobs]
     hold.set()
     for future in futures:
         with pytest.raises(ValueError, match="cause"):
             future.wait()
     with pytest.raises(ValueError, match="cause"):
         worker.submit(counting(log, "later", 1)).wait()
-    assert ("end", "under way") not in log
-    assert not [entry for entry in log if entry[1] in ("c", "later")]
-
-
-def test_close_lets_jobs_finish_and_ends_the_thread(worker):
-    gate = Gate()
-
-    def job():
-        yield gate
-        return "done"
-
-    futures = [worker.submit(job()), worker.submit(job())]
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    gate.event.set()
-    closing.join(SECONDS)
-    assert not closing.is_alive()
-    assert not worker._thread.is_alive()
-    assert [f.wait() for f in futures] == ["done", "done"]
-
-
-def test_a_job_for_a_closed_worker_is_refused(worker):
-    """It would never run and its future never be set."""
-    worker.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        worker.submit(counting([], "a", 0))
+    assert not {("end", "under way"), ("step", "c", 0), ("step", "later", 0)} & set(log)
 
 
 # --------------------------------------------------------- ranks whose jobs come at different times
@@ -309,19 +246,6 @@ def test_ranks_never_wait_for_each_other_in_a_circle(told, waits, limit, size, s
     assert all(log[-1] == list(range(len(waits))) for log in logs)
 
 
-def test_a_job_on_which_others_came_in_between_does_not_wait_for_them():
-    """Rank 0 has both jobs from the start, rank 1 gets the second only when the first is over."""
-    posts, log = {}, []
-    early, late = (Worker(f"rank {r}", limit=2) for r in range(2))
-    futures = [early.submit(meetings(posts, 2, job, 5, log)) for job in "ab"]
-    first = late.submit(meetings(posts, 2, "a", 5, log))
-    assert first.wait() == "a"
-    assert late.submit(meetings(posts, 2, "b", 5, log)).wait() == "b"
-    assert [f.wait() for f in futures] == ["a", "b"]
-    early.close()
-    late.close()
-
-
 @pytest.mark.parametrize("worker", [2], indirect=True)
 def test_a_job_at_its_last_wait_is_overtaken(worker):
     """It has sent everything, so the next may encode while the wire works."""
@@ -335,14 +259,8 @@ def test_a_job_at_its_last_wait_is_overtaken(worker):
     gate.event.set()
     for future in futures:
         future.wait()
-    assert [entry for entry in log if entry[0] != "step"] == [
-        ("wait", ("a", 0)),
-        ("wait", ("b", 0)),
-        ("wait", ("a", 1)),
-        ("end", "a"),
-        ("wait", ("b", 1)),
-        ("end", "b"),
-    ]
+    seen = [entry for entry in log if entry[0] != "step"]
+    assert seen == [*map(wait, "aba", (0, 0, 1)), ("end", "a"), wait("b", 1), ("end", "b")]
 
 
 def test_a_job_that_waits_more_often_than_it_said_fails(worker):
@@ -424,11 +342,19 @@ def card(monkeypatch):
     return card
 
 
-def test_a_job_on_a_card_runs_between_what_its_caller_queued_before_and_after(card, worker):
-    """Its tensors stay until its stream has used them. The host waits for nothing."""
-    log = []
-    future = worker.submit(counting(log, "a", 1), OnCard(card), torch.ones(1))
-    assert future.wait() == "a"
+def test_a_job_on_a_card_runs_between_what_its_caller_queued_before_and_after(
+    card, worker, monkeypatch
+):
+    """Its tensors stay until its stream has used them, and what it made until the caller's has,
+    where that is on the same card. The host waits for nothing."""
+    monkeypatch.setattr("commpress.work.torch.Tensor", OnCard)
+    made = [OnCard(card), (OnCard(card, 1), "no tensor")]
+
+    def making():
+        yield Done()
+        return made
+
+    assert worker.submit(making(), OnCard(card)).wait() is made
     side = ("tested", "goes to", "side 0")
     assert card.log == [
         ("side 0", "waits for", "caller"),
@@ -436,34 +362,15 @@ def test_a_job_on_a_card_runs_between_what_its_caller_queued_before_and_after(ca
         side,
         side,
         ("caller", "waits for", "end of side 0"),
+        ("memory", "is in use by", "caller"),
     ]
 
 
 def test_each_card_has_a_stream_of_its_own_and_the_processor_none(card, worker):
     for tensor in (OnCard(card, 0), OnCard(card, 1), OnCard(card, 0), torch.ones(1)):
         worker.submit(counting([], "a", 0), tensor).wait()
-    assert [stream for who, what, stream in card.log if what == "goes to"] == [
-        "side 0",
-        "side 1",
-        "side 0",
-    ]
-
-
-def test_tensors_that_a_job_made_stay_until_whoever_waited_has_used_them(card, worker, monkeypatch):
-    made = [OnCard(card), (OnCard(card, 1), "no tensor")]
-    monkeypatch.setattr("commpress.work.torch.Tensor", OnCard)
-
-    def making():
-        yield Done()
-        return made
-
-    assert worker.submit(making(), OnCard(card)).wait() is made
-    assert card.log[-1] == ("memory", "is in use by", "caller")
-    # the other one is on another card
-    assert card.log.count(("memory", "is in use by", "caller")) == 1
-
-
-def test_nothing_is_submitted_while_a_graph_is_captured(card, worker):
+    found = [stream for who, what, stream in card.log if what == "goes to"]
+    assert found == ["side 0", "side 1", "side 0"]
     card.captures = True
     with pytest.raises(InvalidArgument, match="CUDA graph"):
         worker.submit(counting([], "a", 0), OnCard(card))

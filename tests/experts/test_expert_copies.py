@@ -15,9 +15,8 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.integrations.experts.expert_copies import ExpertCopies, filled, hottest
 from commpress.integrations.observe.metrics import StepMetrics
-from test_experts import Batch, same, simulated, through, walked
-from test_moe import Batched, Net, batch_of, two_islands
-from test_moe import trained as plain
+from test_experts import Batch, made, same, simulated, through, walked
+from test_moe import Batched, Net, batch_of
 from variants import seldom
 
 PAIRS = Nodes.of(((0, 1), (2, 3)), 4)
@@ -64,23 +63,16 @@ def test_the_hottest_get_copies():
     assert hottest([0, 0], 9, 4) == {}
 
 
-def zipf(seed, tokens=256, experts=16, k=2):
-    draw, weight = np.random.default_rng(seed), 1 / np.arange(1, experts + 1) ** 1.2
-    return [draw.choice(experts, k, replace=False, p=weight / weight.sum()) for _ in range(tokens)]
-
-
 def test_a_zipf_routing_is_more_even_with_copies():
     """Counted: the fullest of 8 ranks has over 3 times the mean, and with 8 copies, made of that
     load, less than half of it."""
-    batch = Batch(8, 16, 2, seed=4)
-    batch.topk = [torch.from_numpy(np.stack(zipf(rank))) for rank in range(8)]
-    batch.tokens, batch.gates = (
-        [torch.randn(256, 24) for _ in range(8)],
-        [torch.rand(256, 2) for _ in range(8)],
-    )
-    exchanges = [
-        commpress.ExpertExchange(16, topology="2x4", transport=t) for t in Loopback(8).transports()
-    ]
+    batch, weight = Batch(8, 16, 2, seed=4), 1 / np.arange(1, 17) ** 1.2
+    for rank in range(8):
+        draw, p = np.random.default_rng(rank), weight / weight.sum()
+        chosen = np.stack([draw.choice(16, 2, replace=False, p=p) for _ in range(256)])
+        batch.topk[rank], batch.gates[rank] = torch.from_numpy(chosen), torch.rand(256, 2)
+        batch.tokens[rank] = torch.randn(256, 24)
+    exchanges = made(16, Loopback(8).transports(), topology="2x4")
 
     def fullest():
         before = [e.counters.received for e in exchanges]
@@ -90,16 +82,8 @@ def test_a_zipf_routing_is_more_even_with_copies():
         return max(received) * 8 / sum(received)
 
     alone = fullest()
-    load = [
-        int(sum(e.counters.since[e.counters.experts == i].sum() for e in exchanges))
-        for i in range(16)
-    ]
-    assert (
-        load
-        == np.bincount(
-            np.concatenate([t.numpy().ravel() for t in batch.topk]), minlength=16
-        ).tolist()
-    )
+    load = np.bincount(torch.cat(batch.topk).flatten().numpy(), minlength=16).tolist()
+    assert np.concatenate([e.counters.since for e in exchanges]).tolist() == load
     for exchange in exchanges:
         exchange.copy_experts(hottest(load, 8, 8), load)
         assert not exchange.counters.since.any()
@@ -110,8 +94,7 @@ def test_a_zipf_routing_is_more_even_with_copies():
 # ---------------------------------------------------------------- sums and weights
 
 
-@pytest.mark.parametrize("topology", [None, "2x2", "1,3"])
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize(("topology", "k"), [(None, 2), ("2x2", 5), ("1,3", 1)])
 def test_identity_experts_with_copies(topology, k):
     """With one or two choices no bit changes; with more, those of a rank come first, and copies are
     of their ranks."""
@@ -127,9 +110,8 @@ def test_identity_experts_with_copies(topology, k):
         for e, t in zip(exchanges, batch.topk, strict=True)
     ]
     assert same(with_copies, walked(spread, ones, nodes, exchanges[0].placement.owner.tolist()))
-    assert sum(e.counters.received for e in exchanges) == sum(
-        int((t >= 0).sum()) for t in batch.topk
-    )
+    choices = sum(int((t >= 0).sum()) for t in batch.topk)
+    assert sum(e.counters.received for e in exchanges) == choices
 
 
 class Listed(Net):
@@ -166,9 +148,8 @@ def trained(kind, optimizer, copies, options):
     norms = []
     for step in range(20):
         for part in (0, 1):  # micro-batches, the second of tokens that few have
-            ddp(
-                batch_of(dist.get_rank(), 2 * step + part)[: 9 - 8 * part]
-            ).square().mean().backward()
+            rows = batch_of(dist.get_rank(), 2 * step + part)[: 9 - 8 * part]
+            ddp(rows).square().mean().backward()
         if optimizer != "onebit":
             norms.append(float(commpress.moe.clip_grad_norm_(model.parameters(), 0.05)))
         made.step()
@@ -205,9 +186,8 @@ def test_copies_train_as_one_and_stay_equal(pool, kind, optimizer, options):
     homes = {e: weights for _, _, own, *_ in ours for e, weights in own.items()}
     assert sorted(homes) == list(range(5))
     assert sum(len(seen) for *_, seen, _ in ours) == 3
-    for (weights, norms, _, seen, state), (others, expected, _, _, names) in zip(
-        ours, plain, strict=True
-    ):
+    for one, twin in zip(ours, plain, strict=True):
+        (weights, norms, _, seen, state), (others, expected, _, _, names) = one, twin
         assert state == names
         np.testing.assert_allclose(norms, expected, rtol=1e-4)
         assert weights.keys() == others.keys()
@@ -215,39 +195,6 @@ def test_copies_train_as_one_and_stay_equal(pool, kind, optimizer, options):
             np.testing.assert_allclose(value, others[name], rtol=0, atol=3e-5)
         for e, copied in seen.items():
             assert (copied == homes[e]).all()
-
-
-def islands():
-    """Experts divided between ranks 0, 1 and again between 2, 3, each with copies of their own."""
-    torch.set_num_threads(1)
-    rank, (inside, across) = dist.get_rank(), two_islands()
-    model = Net()
-    layers = commpress.moe.parallelise(
-        model, process_group=inside, replicas=across, copies={0: 2, 4: 2}
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    plain(
-        optimizer, [rank], model=DistributedDataParallel(model), clip=commpress.moe.clip_grad_norm_
-    )
-    return layers[0].own, {name: p.detach().numpy() for name, p in model.named_parameters()}
-
-
-def test_copies_among_ranks_that_hold_the_same_experts_elsewhere(pool):
-    twin = Net()
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3)
-    plain(optimizer, range(4), model=twin, clip=torch.nn.utils.clip_grad_norm_)
-    expected = {
-        name.replace("experts.", "experts.experts."): p.detach().numpy()
-        for name, p in twin.named_parameters()
-    }
-    for own, parameters in pool.run(islands, size=4):
-        for name, ours in parameters.items():
-            np.testing.assert_allclose(
-                ours,
-                expected[name][own] if "experts" in name else expected[name],
-                rtol=0,
-                atol=2e-5,
-            )
 
 
 def test_an_expert_without_tokens_has_no_gradient_whether_or_not_it_has_copies(pool):
@@ -270,35 +217,22 @@ def untouched():
     ]
 
 
-@pytest.mark.parametrize(
-    ("copies", "says"),
-    [
-        ({9: 2}, "expert 9 on 2 ranks, expected experts 0 to 4"),
-        ({0: 2}, "expert 0 on 2 ranks, expected .* on 1 to 1 ranks"),
-        ({0: 0}, "on 0 ranks"),
-        ({"a": 1}, "expert 'a'"),
-    ],
-)
-def test_mistakes_are_refused(copies, says):
-    with pytest.raises(InvalidArgument, match=says):
-        commpress.moe.Experts(Batched(5), transport=Loopback(1).transport(0), copies=copies)
-
-
 def test_what_cannot_have_copies_is_refused(tmp_path):
-    transport = Loopback(2).transport(0)
+    one, two = Loopback(1).transport(0), Loopback(2).transport(0)
     store = commpress.TieredStore.open(tmp_path, host="1MiB")
-    mixed = torch.nn.Linear(6, 6).to(torch.bfloat16)
-    for experts, options, says in [
-        (Batched(4), {"store": store, "resident": 2}, "copies are given beside a store"),
-        ([torch.nn.Linear(6, 6), mixed], {}, r"parameters of .*bfloat16.*, expected one type"),
-        (
-            [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)) for _ in range(2)],
-            {},
-            "no buffers",
-        ),
+    linear, normal = torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)
+    mixed = [linear, torch.nn.Linear(6, 6).to(torch.bfloat16)]
+    for experts, transport, copies, options, says in [
+        (Batched(5), two, {9: 2}, {}, "expert 9 on 2 ranks, expected experts 0 to 4"),
+        (Batched(5), one, {0: 2}, {}, "expert 0 on 2 ranks, expected .* on 1 to 1 ranks"),
+        (Batched(5), one, {0: 0}, {}, "on 0 ranks"),
+        (Batched(5), one, {"a": 1}, {}, "expert 'a'"),
+        (Batched(4), two, {0: 2}, {"store": store, "resident": 2}, "copies are given beside a"),
+        (mixed, two, {0: 2}, {}, r"parameters of .*bfloat16.*, expected one type"),
+        ([torch.nn.Sequential(linear, normal)] * 2, two, {0: 2}, {}, "no buffers"),
     ]:
         with pytest.raises(InvalidArgument, match=says):
-            commpress.moe.Experts(experts, transport=transport, copies={0: 2}, **options)
+            commpress.moe.Experts(experts, process_group=transport, copies=copies, **options)
     with pytest.raises(InvalidArgument, match=r"load is .*, expected the choices of each of the 5"):
         ExpertCopies(Placement.even(5, 4), PAIRS, 0, {0: 2}, [1.0])
 

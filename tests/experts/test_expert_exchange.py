@@ -3,11 +3,9 @@ compressed."""
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_to_all_single
 
 import commpress
 from commpress.collectives.all_to_all.all_to_all import Way
@@ -31,11 +29,16 @@ def forward_and_backward(counts, codec, gradient_codec, topology, tell):
     return out.detach(), rows.grad
 
 
-@pytest.mark.parametrize("topology", [None, NODES], ids=["flat", "nodes"])
 @pytest.mark.parametrize(
-    ("codec", "gradient_codec"), [("none", None), ("fp8", None), ("bf16", "int8")]
+    ("topology", "codec", "gradient_codec", "tell"),
+    [
+        (None, "none", None, True),
+        (NODES, "none", None, False),
+        (None, "fp8", None, False),
+        (NODES, "bf16", "int8", True),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("tell", [True, False], ids=["both splits", "own splits"])
 def test_the_gradient_travels_back(pool, topology, codec, gradient_codec, tell):
     counts = splits_of(3, 4, top=40)
     way, back = (
@@ -49,42 +52,6 @@ def test_the_gradient_travels_back(pool, topology, codec, gradient_codec, tell):
         assert torch.equal(bits(gradient), bits(2 * back[rank]))
         if codec == "none":
             assert torch.equal(out, expected(counts, rank, 24))
-
-
-def like_torchs_own(counts):
-    """A layer of experts trained through AllToAll and through torch's functional all-to-all: the
-    same gradients."""
-    rank = dist.get_rank()
-    ins, outs = counts[rank].tolist(), counts[:, rank].tolist()
-    exchange = commpress.AllToAll()
-    found = []
-    for ours in (True, False):
-        torch.manual_seed(rank)
-        router, expert = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-        tokens = router(rows_of(counts, rank, 8))
-        if ours:
-            back = exchange(expert(exchange(tokens, outs, ins)), ins, outs)
-        else:
-            there = all_to_all_single(
-                torch.empty(sum(outs), 8), tokens.contiguous(), outs, ins, dist.group.WORLD
-            )
-            back = all_to_all_single(
-                torch.empty(sum(ins), 8), expert(there), ins, outs, dist.group.WORLD
-            )
-        back.square().sum().backward()
-        found.append(
-            [p.grad.numpy() for p in [*router.parameters(), *expert.parameters()]]
-            + [back.detach().numpy()]
-        )
-    return found
-
-
-def test_exact_gradients_equal_those_of_torch(pool):
-    counts = splits_of(3, 8, top=9) + 1
-    for ours, torchs in pool.run(like_torchs_own, counts, size=3):
-        for a, b in zip(ours, torchs, strict=True):
-            # matrix products round by where their rows lie
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def identity_experts(codec):
@@ -133,46 +100,38 @@ def test_backward_passes_do_not_meet_each_other(pool):
     assert pool.run(backward_in_another_order) == [[[1.0], [2.0]]] * 2
 
 
-def refused_codecs():
-    def said(**codecs):
-        with pytest.raises(InvalidArgument) as caught:
-            commpress.AllToAll(**codecs)
-        return str(caught.value)
-
-    return [said(codec="sign"), said(gradient_codec="topk-64"), said(codec="powersgd-2")]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_codecs_that_leave_nothing_of_a_row_are_refused_at_construction(pool, ranks):
-    for first, second, third in pool.run(refused_codecs, size=ranks):
-        assert first.startswith("codec is 'sign")
-        assert second.startswith("gradient_codec is 'topk")
-        assert third.startswith("codec 'powersgd")
-
-
 def refused():
     exchange = commpress.AllToAll("int8")
     return [
         caught(exchange, torch.ones(3, 2)),
         caught(exchange, torch.ones(4, 2, dtype=torch.float64)),
         caught(exchange, torch.ones(4, 2), [2, 2], [3, 3]),
-        caught(commpress.AllToAll, "int9"),
+        *(caught(commpress.AllToAll, codec) for codec in ("int9", "sign", "powersgd-2")),
+        caught(commpress.AllToAll, gradient_codec="topk-64"),
     ]
 
 
-def test_mistakes_are_refused_before_anything_is_sent(pool):
+@pytest.mark.parametrize("size", [1, 2])
+def test_mistakes_are_refused_before_anything_is_sent(pool, size):
+    """Codecs that leave nothing of a row at construction."""
     says = [
         "cannot share evenly",
         "inp has dtype torch.float64",
         r"splits of inp are \[3, 3\]",
         "did you mean 'int8'",
+        "codec is 'sign",
+        "codec 'powersgd",
+        "gradient_codec is 'topk",
     ]
-    for errors in pool.run(refused):
-        for error, text in zip(errors, says, strict=True):
+    for errors in pool.run(refused, size=size):
+        for i, (error, text) in enumerate(zip(errors, says, strict=True)):
+            if size == 1 and i in (0, 2):  # one rank shares evenly, and takes other splits
+                continue
             with pytest.raises(InvalidArgument, match=text):
                 raise error
 
 
 def test_without_a_process_group():
-    with pytest.raises(InvalidArgument, match="call init_process_group before AllToAll"):
-        commpress.AllToAll()
+    for make in (commpress.AllToAll, lambda: commpress.ExpertExchange(4)):
+        with pytest.raises(InvalidArgument, match="call init_process_group before"):
+            make()

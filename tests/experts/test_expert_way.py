@@ -20,7 +20,8 @@ from commpress.plan.expert_way import ExpertWay, hop_seconds
 from commpress.plan.grids import Grid, MeshDims, MeshWork, Numel, predicted
 from commpress.plan.mesh_simulator import simulate_mesh
 from commpress.plan.pair_links import PairLinks
-from test_moe import Net, trained
+from test_experts import made
+from test_moe import Net, assert_as_one_process, of_this_rank, trained
 
 TOKENS, WIDTH, EXPERTS = 1500, 40, 16
 COSTS = device_costs(1e10)
@@ -55,12 +56,7 @@ def layer(exchange, k):
 def test_bytes_are_those_that_are_counted(topology, node, k, codec):
     """Within 1 % inside nodes and between them, forward and backward."""
     transports = [Recorded(t) for t in Loopback(8).transports()]
-    exchanges = [
-        commpress.ExpertExchange(
-            EXPERTS, topology=topology, transport=t, codec=codec, combine_codec=codec
-        )
-        for t in transports
-    ]
+    exchanges = made(EXPERTS, transports, topology=topology, codec=(codec, codec))
     forward = np.array(simulate([layer(e, k) for e in exchanges])).sum(0)
     total = np.array([(e.carrier.inside_bytes, e.carrier.between_bytes) for e in exchanges]).sum(0)
     home = np.array([int(c) for c in node])
@@ -106,9 +102,8 @@ def test_plan_and_simulation_have_the_same_experts():
     assert found["none"] > 1.6 * found["bf16"]
     assert found["bf16"] > 1.2 * found["int8"]
     simulated = simulate_mesh(cluster, COSTS, sparse(), Grid(dp=2, ep=4), "plain")
-    assert (
-        simulated.parts["ep"] == predicted(Grid(dp=2, ep=4), sparse(), links, COSTS).parts["ep"] > 0
-    )
+    foreseen = predicted(Grid(dp=2, ep=4), sparse(), links, COSTS)
+    assert simulated.parts["ep"] == foreseen.parts["ep"] > 0
     orders = list(range(8)), [0, 4, 1, 5, 2, 6, 3, 7]
     inside, apart = (
         predicted(Grid(dp=2, ep=4), sparse(), links, COSTS, order=order) for order in orders
@@ -119,7 +114,7 @@ def test_plan_and_simulation_have_the_same_experts():
         'parallelise(model, process_group=parts["ep"].get_group(), '
         'replicas=parts["dp"].get_group(),'
     ) in step.call
-    assert 'codec="int8"' in step.call
+    assert 'codec=("int8", "int8")' in step.call
 
 
 def test_experts_that_cannot_be_divided_are_refused():
@@ -134,89 +129,34 @@ def test_experts_that_cannot_be_divided_are_refused():
         ExpertWay((0, 1), (0, 1), 8, 8, 2, 5)
 
 
+LINE = ["--link", "1gbit,100us", "--device", "1TB/s"]
+
+
 def test_the_commands_know_experts(capsys):
-    assert (
-        main(
-            [
-                "simulate",
-                "--nodes",
-                "4x2",
-                "--link",
-                "1gbit,100us",
-                "--device",
-                "1TB/s",
-                "--experts",
-                "64",
-                "--experts-per-token",
-                "8",
-                "--tokens",
-                "512",
-            ]
-        )
-        == 0
-    )
-    rows = [
-        line.split()
-        for line in capsys.readouterr().out.splitlines()
-        if line.strip().startswith(("none", "int8"))
-    ]
+    sizes = ["--experts", "64", "--experts-per-token", "8", "--tokens", "512"]
+    assert main(["simulate", "--nodes", "4x2", *LINE, *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.strip().startswith(("none", "int8"))]
     met = 1 - comb(48, 8) / comb(64, 8)  # of a node
     # two ranks, three other nodes
     expected = 2 * 3 * 512 * met * (40 + 4 * 4096 + 2 * 32) + 2 * 3 * 5 * 64 + 2 * 6 * 80
     assert float(rows[0][3]) == pytest.approx(expected / 1e6, rel=1e-3)
     assert float(rows[1][1]) < float(rows[0][1]) / 3
-    assert (
-        main(["simulate", "--nodes", "1x1", "--experts-per-token", "2", "--device", "1TB/s"]) == 2
-    )
-    dense = [
-        "plan",
-        "--mesh",
-        "--nodes",
-        "2x2",
-        "--link",
-        "1gbit,100us",
-        "--device",
-        "1TB/s",
-        "--compute-ms",
-        "300",
-    ]
+    assert main(["simulate", "--nodes", "1x1", "--experts-per-token", "2", *LINE[2:]]) == 2
+    dense = ["plan", "--mesh", "--nodes", "2x2", *LINE, "--compute-ms", "300"]
     assert main([*dense, "--parameters", "20M", "--experts", "8"]) == 2
     assert "no parameter of the model is named after experts" in capsys.readouterr().err
 
 
 def through_lines(call):
     """Training with the lines that a plan prints."""
-    torch.set_num_threads(1)
     names = {"torch": torch, "DeviceMesh": DeviceMesh, "commpress": commpress, "model": Net()}
     exec(call, names)
-    model = names["model"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    trained(optimizer, [dist.get_rank()], model=model, clip=commpress.moe.clip_grad_norm_)
-    own = commpress.moe.experts_of(model)[0].own
-    return own, {
-        name.removeprefix("module."): p.detach().numpy() for name, p in model.named_parameters()
-    }
+    trained(names["model"], [dist.get_rank()])
+    return of_this_rank(names["model"])
 
 
 def test_the_lines_of_a_plan_train_as_one_process(pool):
     links = PairLinks.of_cluster(Cluster(((Node(2, 1e8), 2),)))
     call = predicted(Grid(dp=2, ep=2), replace(sparse(), experts=0), links, COSTS).call
-    twin = Net()
-    trained(
-        torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3),
-        range(4),
-        model=twin,
-        clip=torch.nn.utils.clip_grad_norm_,
-    )
-    expected = {
-        name.replace("experts.", "experts.experts."): p.detach().numpy()
-        for name, p in twin.named_parameters()
-    }
-    for own, parameters in pool.run(through_lines, call, size=4):
-        for name, ours in parameters.items():
-            np.testing.assert_allclose(
-                ours,
-                expected[name][own] if "experts" in name else expected[name],
-                rtol=0,
-                atol=2e-5,
-            )
+    assert_as_one_process(pool.run(through_lines, call, size=4))

@@ -375,7 +375,7 @@ def test_models_in_bfloat16(name):
         torch.manual_seed(0)
         model = MODELS[name]().to(torch.bfloat16).to(dtype)  # the same weights
         if divided:
-            commpress.moe.parallelise(model, transport=Loopback(1).transport(0), chunks=2)
+            commpress.moe.parallelise(model, process_group=Loopback(1).transport(0), chunks=2)
         tokens = tokens_of(0, 0)
         model(input_ids=tokens, labels=tokens).loss.backward()
         return torch.cat([p.grad.float().flatten() for p in model.parameters()])

@@ -14,7 +14,7 @@ LSH = gallery("lsh_moe")
 
 
 def plain(experts=4):
-    return commpress.ExpertExchange(experts, transport=Loopback(1).transport(0))
+    return commpress.ExpertExchange(experts, process_group=Loopback(1).transport(0))
 
 
 def exchange_of(share, **options):

@@ -378,7 +378,7 @@ def test_experts_are_measured():
     Prometheus."""
     batch = Batch(4, 8, 3, 1)
     exchanges = [
-        commpress.ExpertExchange(8, transport=t, topology="2x2", capacity=0.9)
+        commpress.ExpertExchange(8, process_group=t, topology="2x2", capacity=0.9)
         for t in Loopback(4).transports()
     ]
     samples, endpoint = [], commpress.MetricsEndpoint()

@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
         self.layers = torch.nn.ModuleList(
             commpress.moe.Experts(
                 [e.to(dtype) for e in one],
-                commpress.ExpertExchange(experts, transport=transport),
+                commpress.ExpertExchange(experts, process_group=transport),
                 **options,
             )
             for one in lists
@@ -66,14 +66,13 @@ def tiered(
     resident=2,
     host="1MiB",
     clip=None,
-    prefetch=True,
     optimizer=torch.optim.AdamW,
     options=OPTIONS,
     **more,
 ):
     """A net in a store, its optimizer and the store."""
     store = open_store(folder, host)
-    net = Net(store=commpress.moe.ExpertTiers(store, resident, prefetch=prefetch), **more)
+    net = Net(store=commpress.moe.ExpertTiers(store, resident), **more)
     return (
         net,
         commpress.moe.ExpertOptimizer(net.parameters(), optimizer, max_grad_norm=clip, **options),

@@ -27,7 +27,7 @@ class Expert(torch.nn.Module):
 
 def layer_of(experts, resident, host, hidden):
     store = commpress.TieredStore.open(f"{tempfile.mkdtemp()}/store", host=host, engine="threads")
-    exchange = commpress.ExpertExchange(experts, transport=Loopback(1).transport(0))
+    exchange = commpress.ExpertExchange(experts, process_group=Loopback(1).transport(0))
     made = (Expert(hidden) for _ in range(experts))
     layer = commpress.moe.Experts(made, exchange, store=store, resident=resident)
     return layer, commpress.moe.ExpertOptimizer(

@@ -79,7 +79,7 @@ def test_all_to_all_equals_the_simulation(job, size, staged):
 
 
 def dispatched(comm, counts):
-    exchange = AllToAll("int8", transport=MpiTransport(comm, timeout=PATIENT))
+    exchange = AllToAll("int8", process_group=MpiTransport(comm, timeout=PATIENT))
     rows = rows_of(counts, comm.rank, 24).requires_grad_()
     out = exchange(rows, None, counts[comm.rank].tolist())
     out.backward(rows_of(counts.T, comm.rank, 24))
