@@ -21,6 +21,7 @@ import torch
 from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import PIECE, one_message
+from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.residual_state import (
     Residuals,
     check_fit,
@@ -29,7 +30,6 @@ from commpress.collectives.residual_state import (
     residuals_of,
     totals_of,
 )
-from commpress.collectives.scatter import Scatter
 from commpress.errors import StateMismatch
 from commpress.optim.layout import Box, box_of, is_cut, local
 from commpress.optim.local_experts import State
