@@ -452,20 +452,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_experts(group: Any, chosen: int) -> None:
-    group.add_argument(
-        "--experts",
-        type=at_least(0),
-        default=0,
-        metavar="E",
-        help="of a layer, all ranks together (default: many)",
-    )
-    said = f"that a gate chooses (default {chosen})"
-    group.add_argument(
-        "--experts-per-token", type=at_least(0), default=chosen, metavar="K", help=said
-    )
-
-
 def add_batch(group: Any) -> None:
     group.add_argument(
         "--batch",
@@ -486,6 +472,20 @@ def add_batch(group: Any) -> None:
         default=1,
         metavar="N",
         help="sequences of a micro-batch (default 1)",
+    )
+    group.add_argument(
+        "--experts",
+        type=at_least(0),
+        default=0,
+        metavar="E",
+        help="of a layer, all ranks together (default: many)",
+    )
+    group.add_argument(
+        "--experts-per-token",
+        type=at_least(1),
+        default=2,
+        metavar="K",
+        help="that a gate chooses (default 2)",
     )
 
 
@@ -510,7 +510,6 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         metavar="D=C,…",
         help="codecs, as dp=int4,ep=int8 (default: dp chosen)",
     )
-    add_experts(group, 2)
     group.add_argument(
         "--speeds",
         metavar="A,B",
