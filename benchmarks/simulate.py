@@ -27,8 +27,7 @@ from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
-from commpress.plan.simulator import simulate_calls
-from commpress.plan.ways import buffer_by
+from commpress.plan.ways import simulate_buffer
 from commpress.tiered_mem import parse_bytes, show_bytes
 
 WAYS, SIZES = "plain,int8,sign", "1MiB,8MiB"
@@ -159,9 +158,8 @@ FEW = 10  # calls after which one more tells nothing new
 
 def simulate(measured: dict[int, machines.Machines], rows: list[Row]) -> None:
     for row in rows:
-        one, numel = measured[row.size], row.size // 4
-        build = buffer_by(row.way, numel, one.costs)
-        found = simulate_calls(one.cluster(), one.costs, build, numel, calls=min(row.calls, FEW))
+        one, calls = measured[row.size], min(row.calls, FEW)
+        found = simulate_buffer(one.cluster(), one.costs, row.way, row.size // 4, calls=calls)
         row.simulated_seconds = found.seconds
 
 

@@ -40,7 +40,7 @@ Residual = tuple[torch.Tensor, torch.Tensor]  # sent, reduced
 
 @dataclass
 class ErrorFeedback:
-    """For one message on one rank; float32, laid out as ``pieces`` says."""
+    """Residuals of one message on one rank; float32, laid out as ``pieces`` says."""
 
     sent: torch.Tensor  # [pieces.residual_numel]: residual of what this rank sent
     # [pieces.shard]: residual of the rows that this rank reduces and sends back
@@ -329,7 +329,7 @@ class ResidualStore:
         return [(key, kept[0], kept[1]) for key, kept in self.every().items()]
 
     def every(self) -> dict[Key, Residual]:
-        """As ``places``, by key."""
+        """Give what ``places`` gives, by key."""
         self.settle()
         every = self._loaded | {key: place.every() for key, place in self._places.items()}
         return {key: every[key] for key in sorted(every)}

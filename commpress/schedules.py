@@ -222,7 +222,7 @@ class Quadratic(InverseRate):
 
 
 class Linear(InverseRate):
-    """As many steps as have rates of at most α together, if they do not rise: for parameters that
+    """The steps that have rates of at most α together, if they do not rise: for parameters that
     stand still inside a window and at its end go as far as at one step of the peak."""
 
     power = 1
@@ -307,7 +307,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Seconds:
-    """So much time a round, in which each rank takes as many steps as it manages."""
+    """A time for each round, in which each rank takes as many steps as it manages."""
 
     seconds: float
 

@@ -74,7 +74,7 @@ def is_default(group: dist.ProcessGroup) -> bool:
 
 
 def other_groups() -> list[dist.ProcessGroup]:
-    """Those made by ``new_group``, ``split_group`` or a mesh."""
+    """Groups made by ``new_group``, ``split_group`` or a mesh."""
     return [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
 
 
@@ -103,7 +103,7 @@ def change_default_group(size: int, store: dist.Store, named: int) -> None:
 
 
 def set_timeout(backend: Any, timeout: Any) -> None:
-    """Of every call from now on."""
+    """Set the timeout of every call from now on."""
     backend._set_default_timeout(timeout)
 
 
@@ -261,7 +261,7 @@ def put_scales(scaler: Any, scales: Any) -> None:
 
 
 def forget_found(scaler: Any) -> None:
-    """Of gradients that are gone: that they were unscaled, and whether some were infinite."""
+    """Forget of gradients that are gone that they were unscaled, and whether some were infinite."""
     scaler._per_optimizer_states.clear()
 
 
@@ -315,7 +315,7 @@ def splits_backward(schedule: Any) -> bool:
 
 
 def learning(stage: Any, *, outputs: bool) -> tuple[bool, ...] | None:
-    """For each of a stage's outputs, or of its inputs, whether its gradient comes back; None if
+    """Tell for each of a stage's outputs, or inputs, whether its gradient comes back; None if
     torch has not found out.
 
     Before 2.13 torch asks every float for its gradient, and does not ask either where a user has

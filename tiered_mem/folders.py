@@ -190,8 +190,9 @@ class Folders:
         self._open = []
 
     def settle(self) -> None:
-        """From now on a store is here. The first part says so last: where it does, everything else
-        was there before, a manifest too, and if that is missing later it was lost."""
+        """Say that a store is here from now on. The first part says so last: where it does,
+        everything else was there before, a manifest too, and if that is missing later it was
+        lost."""
         for part, folder in reversed(list(enumerate(self.parts))):
             folder.store(IDENTITY, MAGIC, [self.store, part, len(self.parts)])
         self.fresh = False
@@ -360,7 +361,7 @@ class Folders:
         return store, [first, *(folder for folder in self._open if folder is not first)], True
 
     def _first_manifest(self, folder: Folder) -> bytes:
-        """Of which store it is, if nothing was committed yet."""
+        """The store's identity, if nothing was committed yet."""
         manifest = Manifest.unpack(folder.load(MANIFEST, MANIFEST_MAGIC))
         return manifest.store if not manifest.generation and not manifest.rows else b""
 

@@ -188,7 +188,7 @@ class FileLayer:
 
 
 def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
-    """From the beginning of the file, however short the single writes are."""
+    """Write from the beginning of the file, however short the single writes are."""
     view, done = memoryview(content), 0
     while done < len(view):
         wrote = layer.write(fd, view[done:], done)

@@ -123,7 +123,7 @@ class Manifest:
 
     @staticmethod
     def unpack(content: Any, name: str = MANIFEST, *, folders: int | None = None) -> "Manifest":
-        """From what ``pack`` made, every number checked, against the count of ``folders`` if it is
+        """Read what ``pack`` made, every number checked, against the count of ``folders`` if it is
         given; Damaged otherwise."""
         try:
             store, generation, rows, written, born, days = content

@@ -117,7 +117,7 @@ class Packs:
         return block, Entry(entry.name, start, entry.nbytes, entry.dtype, entry.shape)
 
     def _install(self, block: Block, entry: Entry) -> None:
-        """From now on this is the tensor of that name. If it takes the place of a whole block, it
+        """Make this the tensor of that name from now on. If it takes the place of a whole block, it
         is that to the schedule."""
         dropped = self._drop_when_free(entry.name)
         if (

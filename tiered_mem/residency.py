@@ -186,7 +186,7 @@ class Residency:
         return True
 
     def seconds_to_read(self, size: int) -> float:
-        """As measured so far."""
+        """Estimate it at the rate measured so far."""
         return size * self.read_seconds / self.read_bytes if self.read_bytes else 0.0
 
     def _load(self, block: Block, slot: Slot) -> None:

@@ -81,7 +81,7 @@ def misses(
 
 
 def starts(times: Sequence[float], reads: Sequence[float]) -> list[int]:
-    """For each access the position at which its read should begin, if reads come one after another.
+    """Give the position, for each access, at which its read should begin, one read after another.
 
     ``times`` are those of the accesses within a step, ``reads`` the seconds each takes to read.
     Planned backwards: a read ends before its access and before the next read must begin; positions

@@ -15,78 +15,64 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.hf_model import model_from_config
 from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import Costs, device_costs, measure_costs
+from commpress.plan.grids import MeshWork
 from commpress.plan.model import Model, transformer
 from commpress.units import UNLIMITED, parse_count, parse_link, parse_nodes
 
 MESSAGE, BYTE = 6e-5, 4e-10  # of a core, over TCP by way of Gloo: see docs/simulator.md
 
 
-MEASURED = (
-    "busy_latency",
-    "first_seconds",
-    "half_byte",
-    "machine_cores",
-    "post_seconds",
-    "ring_busy_latency",
-    "ring_byte",
-    "ring_latency",
-    "ring_message",
-    "uneven",
-)
-
-
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    on_cpu = options.device == "cpu"
-    message = (
-        (MESSAGE if on_cpu else 5e-6) if options.message_us is None else 1e-6 * options.message_us
-    )
-    byte = (BYTE if on_cpu else 0.0) if options.byte_ns is None else 1e-9 * options.byte_ns
-    cores = options.cores or UNLIMITED
-    measured: dict[str, float] = {}
+    cores, on_cpu = options.cores or UNLIMITED, options.device == "cpu"
     if options.links:
-        known = measured_cluster(load_links(options.links), cores=cores)
-        measured = {name: getattr(known, name) for name in MEASURED}
-        kinds, latency, inside_latency = [*known.kinds], known.latency, known.inside_latency
-        message = message if options.message_us is not None else known.message_seconds or message
-        byte = byte if options.byte_ns is not None else known.byte_seconds or byte
+        cluster = measured_cluster(load_links(options.links), cores=cores)
     else:
-        kinds, latency, inside_latency = _described(options, cores)
-    if options.machine_cores:
-        measured["machine_cores"] = options.machine_cores
+        cluster = _described(options, cores)
+    message = cluster.message_seconds or (MESSAGE if on_cpu else 5e-6)
+    byte = cluster.byte_seconds or (BYTE if on_cpu else 0.0)
+    kinds = cluster.kinds
     if options.straggler != 1.0:
-        node, count = kinds[0]
-        slow = replace(node, slowdown=options.straggler)
-        kinds = [(slow, 1), *([(node, count - 1)] if count > 1 else []), *kinds[1:]]
-    several(sum(node.ranks * count for node, count in kinds))
-    return Cluster(
-        tuple(kinds),
-        latency=latency,
-        inside_latency=inside_latency,
-        message_seconds=message,
-        byte_seconds=byte,
+        (node, count), *others = kinds
+        rest = [(node, count - 1)] if count > 1 else []
+        kinds = ((replace(node, slowdown=options.straggler), 1), *rest, *others)
+    several(cluster.size)
+    return replace(
+        cluster,
+        kinds=kinds,
+        message_seconds=message if options.message_us is None else 1e-6 * options.message_us,
+        byte_seconds=byte if options.byte_ns is None else 1e-9 * options.byte_ns,
+        machine_cores=options.machine_cores or cluster.machine_cores,
         rack=options.rack,
         oversubscription=options.oversubscription,
-        **measured,
     )
 
 
-def _described(
-    options: argparse.Namespace, cores: float
-) -> tuple[list[tuple[Node, int]], float, float]:
-    shapes, links = (
-        parse_nodes(options.nodes),
-        [parse_link(text) for text in options.link or ["1gbit,100us"]],
-    )
+def _described(options: argparse.Namespace, cores: float) -> Cluster:
+    shapes = parse_nodes(options.nodes)
+    links = [parse_link(text) for text in options.link or ["1gbit,100us"]]
     links = links * len(shapes) if len(links) == 1 else links
-    inside, inside_latency = parse_link(
-        options.inside or ("40gbit,20us" if options.device == "cpu" else "200GB/s,5us")
-    )
-    foreign = parse_link(options.foreign)[0] if options.foreign else 0.0
-    kinds = [
-        (Node(ranks, rate, inside, cores, 1.0, foreign if len(shapes) > 1 else 0.0), count)
+    usual = "40gbit,20us" if options.device == "cpu" else "200GB/s,5us"
+    inside, inside_latency = parse_link(options.inside or usual)
+    foreign = rate_of(options.foreign) if options.foreign and len(shapes) > 1 else 0.0
+    kinds = tuple(
+        (Node(ranks, rate, inside, cores, foreign=foreign), count)
         for (count, ranks), (rate, _) in zip(shapes, links, strict=True)
-    ]
-    return kinds, max(latency for _, latency in links), inside_latency
+    )
+    latency = max(latency for _, latency in links)
+    return Cluster(kinds, latency=latency, inside_latency=inside_latency)
+
+
+def work_of(options: argparse.Namespace, model: Model, ranks: int) -> MeshWork:
+    """A step of the model as a grid divides it."""
+    return MeshWork.of(
+        model,
+        1e-3 * options.compute_ms,
+        batch=options.batch or 4 * ranks,
+        length=options.length,
+        micro=options.micro,
+        experts=options.experts,
+        experts_per_token=options.experts_per_token,
+    )
 
 
 def costs_of(options: argparse.Namespace) -> Costs:

@@ -283,16 +283,13 @@ def simulate(parser: argparse.ArgumentParser) -> None:
           --foreign 25gbit --device 2TB/s
       commpress simulate --nodes 4x1 --link 100mbit,20ms --parameters 11M --compute-ms 60 \\
           --ways plain,sign,local:bits2:30:10
-      commpress simulate --nodes 4x2 --link 1gbit,100us --experts-per-token 8 --experts 64 \\
-          --tokens 4096 --width 1024
       commpress simulate --nodes 8x1 --straggler 1.5 --rack 4 --oversubscription 4 \\
           --parameters 110M --compute-ms 300
       commpress simulate --nodes 4x8 --link 25gbit,5us --device 2TB/s --config config.json \\
           --compute-ms 900 --grid pp2,dp4,tp4
 
     With --grid: a step under data, tensor, pipeline, sequence and expert parallelism, gradients
-    averaged by each of the ways. With --experts-per-token: a layer's dispatch to experts and back
-    in each codec, predicted.
+    averaged by each of the ways; exposed is that averaging.
 
     A row: seconds of the call or step; exposed is what a step takes longer than computing alone; MB
     that one rank sends, and of them those that leave its node (of the rank that sends most);
@@ -306,10 +303,7 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     add("--scaling A,B", counts, None, says)
     says = "of parallelism, as pp2,dp4,tp4: ranks of each kind"
     add("--grid P", word("grid"), None, says)
-    option_groups.add_batch(parser)
-    option_groups.add_experts(parser, 0)
-    add("--tokens N", natural, 4096, "of a rank, for experts")
-    add("--width N", natural, 1024, "of a token")
+    option_groups.add_batch(parser.add_argument_group("grids"))
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
     option_groups.add_output(parser)

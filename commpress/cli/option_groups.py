@@ -346,17 +346,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     option(group, "--bucket-mb MB", positive, 25.0, "of DDP")
 
 
-def add_experts(group: Any, chosen: int) -> None:
-    says = "of a layer, all ranks together (default: many)"
-    option(group, "--experts E", from_zero, 0, says)
-    option(group, "--experts-per-token K", from_zero, chosen, "that a gate chooses")
-
-
 def add_batch(group: Any) -> None:
     says = "sequences of a step on all ranks (default 4 for each rank)"
     option(group, "--batch N", natural, None, says)
     option(group, "--length N", natural, 512, "tokens of a sequence")
     option(group, "--micro N", natural, 1, "sequences of a micro-batch")
+    says = "of a layer, all ranks together (default: many)"
+    option(group, "--experts E", from_zero, 0, says)
+    option(group, "--experts-per-token K", natural, 2, "that a gate chooses")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -369,6 +366,5 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     add_batch(group)
     says = "codecs, as dp=int4,ep=int8 (default: dp chosen)"
     option(group, "--dims D=C,…", word("dims"), "", says)
-    add_experts(group, 2)
     says = "of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)"
     option(group, "--speeds A,B", None, None, says)

@@ -64,14 +64,15 @@ def run(options: argparse.Namespace) -> int:
     if options.calls:
         print("\n".join(["", *(f"  {c.name}\n      {call_of(c)}" for c in found)]))
     print()
-    if options.gradients and plan.compresses and not chosen.layered:
-        chosen_rules = per_layer(options.gradients, cluster.size, options.uniform)
+    if options.gradients and (chosen.layered or not plan.compresses):
+        terminal.say(f"--gradients changes nothing: {chosen.name} has no codec for every layer")
+    elif options.gradients:
+        rules = per_layer(options.gradients, cluster.size, options.uniform)
         print(
-            f"a codec for every layer: {chosen_rules.gain:.2f} times fewer bytes than "
-            f"{options.uniform} for all, at "
-            f"{chosen_rules.error / max(chosen_rules.uniform_error, 1e-300):.2f} of its error"
+            f"a codec for every layer: {rules.gain:.2f} times fewer bytes than {options.uniform} "
+            f"for all, at {rules.error / max(rules.uniform_error, 1e-300):.2f} of its error"
         )
-        plan = replace(plan, codec=options.uniform, rules=chosen_rules.rules)
+        plan = replace(plan, codec=options.uniform, rules=rules.rules)
     plan.save(options.out)
     terminal.say(plan.why)
     terminal.say(f"advice: {advice}")
@@ -127,14 +128,15 @@ def draw(path: str, found: list[Candidate], *, chosen: Candidate, title: str) ->
     from commpress.cli import charts
 
     names = [c.name + ("" if c.fits else " (does not fit)") for c in found]
-    kinds = {
-        "chosen": [c is chosen for c in found],
-        "a plan can name it": [c is not chosen and bool(c.codec) for c in found],
-        "done otherwise": [not c.codec for c in found],
-    }
+
+    def kind(c: Candidate) -> str:
+        if c is chosen:
+            return "chosen"
+        return "a plan can name it" if c.codec else "done otherwise"
+
     seconds = {
-        kind: [1e3 * c.seconds if is_it else 0.0 for c, is_it in zip(found, which, strict=True)]
-        for kind, which in kinds.items()
+        each: [1e3 * c.seconds * (kind(c) == each) for c in found]
+        for each in ("chosen", "a plan can name it", "done otherwise")
     }
     memory = {tier: [c.memory.get(tier, 0.0) / 1e9 for c in found] for tier in TIERS}
     memory = {tier: sizes for tier, sizes in memory.items() if any(sizes)}

@@ -2,14 +2,13 @@
 
 import argparse
 from dataclasses import asdict
-from functools import partial
 
 import numpy as np
 
 from commpress.cli import cluster_options, harness, terminal
 from commpress.cli.refusals import no_experts, planned_codecs
 from commpress.errors import InvalidArgument
-from commpress.plan.candidates import AT_ALL, CHOSEN, MARGIN
+from commpress.plan.candidates import CHOSEN, finest_near
 from commpress.plan.costs import Costs
 from commpress.plan.grid import dims_of, speeds_of
 from commpress.plan.grids import (
@@ -26,18 +25,8 @@ from commpress.plan.pair_links import PairLinks, load_pairs
 from commpress.plan.placement import place
 
 HEAD = [
-    "grid",
-    "step ms",
-    "compute",
-    "bubble",
-    "tp",
-    "sp+ep",
-    "pp",
-    "dp",
-    "MB/rank",
-    "MB/node",
-    "GB",
-]
+    "grid", "step ms", "compute", "bubble", "tp", "sp+ep", "pp", "dp", "MB/rank", "MB/node", "GB",
+]  # fmt: skip
 SAYS = {
     "dp": "averaging gradients",
     "tp": "rings of tensor parallelism",
@@ -50,19 +39,14 @@ SAYS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    model, links = cluster_options.model_of(options), links_of(options)
+    model = cluster_options.model_of(options)
+    if options.pairs:
+        links = load_pairs(options.pairs)
+    else:
+        links = PairLinks.of_cluster(cluster_options.cluster_of(options))
     planned_codecs(options)
     fixed, speeds = dims_of(options.dims), speeds_of(options.speeds, links.size)
-    batch = 4 * links.size if options.batch is None else options.batch
-    work = MeshWork.of(
-        model,
-        1e-3 * options.compute_ms,
-        batch=batch,
-        length=options.length,
-        micro=options.micro,
-        experts=options.experts,
-        experts_per_token=options.experts_per_token,
-    )
+    work = cluster_options.work_of(options, model, links.size)
     if options.experts and not work.has_experts:
         no_experts(options)
     limit = options.memory.get("device", np.inf)
@@ -72,12 +56,9 @@ def run(options: argparse.Namespace) -> int:
             f"no grid of {links.size} ranks divides this model and batch: "
             f"{work.fits(Grid(dp=links.size))}"
         )
-    allowed = [way.strip() for way in options.allow.split(",") if way.strip()]
+    ways = ["none", *CHOSEN[1:], *filter(None, map(str.strip, options.allow.split(",")))]
     costs = cluster_options.costs_of(options)
-    found = [
-        best_of(grid, work, links, costs, fixed, ["none", *CHOSEN[1:], *allowed], speeds, limit)
-        for grid in grids
-    ]
+    found = [best_of(grid, work, links, costs, fixed, ways, speeds, limit) for grid in grids]
     found.sort(key=lambda step: (not step.fits, step.seconds))
     best = chosen(found)
     what = f"a step of {work.batch} sequences of {work.length} tokens"
@@ -85,32 +66,17 @@ def run(options: argparse.Namespace) -> int:
     terminal.show(HEAD, [cells(step) for step in found], best=[found.index(best)])
     print("dp: with its codec, if not exact; MB of the rank and out of the node that send most\n")
     terminal.say(why(best, found))
-    if best.order != tuple(range(links.size)):
-        terminal.say(
-            f"ranks by place, in the order of {', '.join(AXES)}: {' '.join(map(str, best.order))}"
-        )
-    if len(set(best.layers)) > 1:
-        terminal.say(f"blocks of the stages: {' '.join(map(str, best.layers))}")
-    if len(set(best.batches)) > 1:
-        terminal.say(f"sequences of the replicas: {' '.join(map(str, best.batches))}")
+    for says, numbers, usual in (
+        (f"ranks by place, in the order of {', '.join(AXES)}", best.order, range(links.size)),
+        ("blocks of the stages", best.layers, best.layers[:1] * len(best.layers)),
+        ("sequences of the replicas", best.batches, best.batches[:1] * len(best.batches)),
+    ):
+        if list(numbers) != list(usual):
+            terminal.say(f"{says}: {' '.join(map(str, numbers))}")
     best.save(options.out)
-    print(
-        "\n"
-        + "\n".join(f"    {line}" for line in best.call.splitlines())
-        + f"\n\nsaved: {options.out}"
-    )
-    title = f"{model.numel / 1e6:.4g} M parameters, {links.size} ranks"
-    return harness.deliver(
-        options, [asdict(step) for step in found], draw=partial(draw, found=found, title=title)
-    )
-
-
-def links_of(options: argparse.Namespace) -> PairLinks:
-    return (
-        load_pairs(options.pairs)
-        if options.pairs
-        else PairLinks.of_cluster(cluster_options.cluster_of(options))
-    )
+    print("".join(f"\n    {line}" for line in best.call.splitlines()))
+    print(f"\nsaved: {options.out}")
+    return harness.deliver(options, [asdict(step) for step in found])
 
 
 def best_of(
@@ -135,40 +101,28 @@ def best_of(
         predicted(grid, work, links, costs, dims, order=every[0].order, speeds=speeds, limit=limit)
         for dims in others
     ]
-    least = min(step.seconds for step in every)
-    near = (
-        step
-        for step in every
-        if step.seconds * (1 - (AT_ALL if step.dims.dp == "none" else MARGIN)) <= least
-    )
-    return next(near)
+    return finest_near(every, lambda step: step.dims.dp == "none")
 
 
 def why(best: MeshStep, found: list[MeshStep]) -> str:
     """Sentence with what it saves against data parallelism alone, and the next one's heaviest
     part."""
-    text = f"take {best.grid}: {1e3 * best.seconds:.4g} ms a step"
-    alone = next((step for step in found if step.kinds == 0), None)
-    faster = [step for step in found if step.fits and step.seconds < best.seconds]
-    if faster:
-        text += (
-            f"; {faster[0].grid} would take {1e3 * faster[0].seconds:.4g} ms with more kinds of "
-            "parallelism"
-        )
-    if alone is not None and alone is not best:
-        text += f"; {alone.grid} takes {1e3 * alone.seconds:.4g} ms, {heaviest(alone, best)}"
-        text += "" if alone.fits else f", and does not fit: {alone.memory / 1e9:.2f} GB"
-    others = [
-        step
-        for step in found
-        if step.fits and step not in (best, alone) and step.seconds >= best.seconds
-    ]
-    if others:
-        text += (
-            f"; the next, {others[0].grid}, takes {1e3 * others[0].seconds:.4g} ms, "
-            f"{heaviest(others[0], best)}"
-        )
-    return text
+
+    def takes(step: MeshStep, would: str = "takes") -> str:
+        return f"{step.grid} {would} {1e3 * step.seconds:.4g} ms"
+
+    parts = [f"take {best.grid}: {1e3 * best.seconds:.4g} ms a step"]
+    alone = next((step for step in found if step.kinds == 0), best)
+    others = [step for step in found if step.fits and step is not best]
+    if others and others[0].seconds < best.seconds:
+        parts.append(f"{takes(others[0], 'would take')} with more kinds of parallelism")
+    if alone is not best:
+        no_room = "" if alone.fits else f", and does not fit: {alone.memory / 1e9:.2f} GB"
+        parts.append(f"{takes(alone)}, {heaviest(alone, best)}{no_room}")
+    slower = [step for step in others if step is not alone and step.seconds >= best.seconds]
+    if slower:
+        parts.append(f"then {takes(slower[0])}, {heaviest(slower[0], best)}")
+    return "; ".join(parts)
 
 
 def heaviest(step: MeshStep, best: MeshStep) -> str:
@@ -194,19 +148,3 @@ def cells(step: MeshStep) -> list[str]:
         shown(step.between / 1e6),
         f"{step.memory / 1e9:.2f}" + ("" if step.fits else " !"),
     ]
-
-
-def draw(path: str, rows: object, *, found: list[MeshStep], title: str) -> None:
-    """Parts of every grid's step."""
-    from commpress.cli import charts
-
-    names = [str(step.grid) + ("" if step.fits else " (does not fit)") for step in found]
-    parts = {
-        name: [1e3 * step.parts[name] for step in found] for name in ("compute", "bubble", *AXES)
-    }
-    with charts.chart(
-        path, f"Predicted: {title}", panels=1, size=(7.0, 0.3 * len(found) + 1.6)
-    ) as (panel,):
-        charts.stacked(
-            panel, names, {k: v for k, v in parts.items() if any(v)}, "ms a step", show="{:.3g}"
-        )

@@ -24,7 +24,7 @@ from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
 from commpress.collectives.nodes import Topology
 from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.launcher import place
-from commpress.plan.grid import Grid, MeshDims, check_experts, dims_of, grid_of, speeds_of
+from commpress.plan.grid import Grid, MeshDims, dims_of, grid_of, speeds_of
 from commpress.plan.way_names import PREFIX, RINGS, local_way
 from commpress.tiered_mem.engines import NAMES as ENGINES
 from commpress.units import parse_bytes, parse_nodes
@@ -256,9 +256,10 @@ def bucket_sizes(variants: tuple[str, ...], words: list[str]) -> dict[str, float
 
 def plan(options: argparse.Namespace) -> None:
     _model(options)
-    for name in () if options.mesh else ("pairs", "batch", "dims", "speeds"):
-        if getattr(options, name) not in (None, ""):
-            raise InvalidArgument(f"--{name} is for --mesh: add --mesh, or leave it out")
+    if options.mesh:
+        _not_with("--mesh", options, **OF_PLAN, **OF_CORES)
+    else:
+        _not_with("a plan without --mesh", options, **OF_GRIDS, **OF_MESH)
     if not options.compute_ms:
         raise InvalidArgument(
             "--compute-ms is missing: what one rank takes for a step without communication"
@@ -270,12 +271,40 @@ def plan(options: argparse.Namespace) -> None:
         )
     if options.mesh and options.experts and options.parameters:
         no_experts(options)
-    if not (options.mesh and options.pairs):
+    if options.mesh and options.pairs:
+        _not_with("--pairs", options, links=None, **OF_LINKS, **OF_RACKS)
+    else:
         size = _cluster(options)
         if options.mesh and size:
             speeds_of(options.speeds, size)
     if not options.model:
         planned_codecs(options)
+
+
+# options of one kind of prediction, and their values where they are not given
+OF_GRIDS = {"batch": None, "length": 512, "micro": 1, "experts": 0, "experts_per_token": 2}
+OF_LINKS = {"nodes": "4x1", "link": None, "inside": None, "foreign": None}
+OF_RACKS = {"rack": 0, "oversubscription": 1.0}
+OF_CORES = {"cores": 0, "machine_cores": 0, "message_us": None, "byte_ns": None, "straggler": 1.0}
+OF_MESH = {"pairs": None, "dims": "", "speeds": None}
+OF_PLAN = {
+    "ways": None,
+    "gradients": None,
+    "uniform": "int4",
+    "calls": False,
+    "bucket_mb": 25.0,
+    "host_rate": "12GB/s",
+    "disk_rate": "2GB/s",
+    "plot": None,
+}
+
+
+def _not_with(what: str, options: argparse.Namespace, **usual: object) -> None:
+    """Refuse options that would change nothing."""
+    for name, value in usual.items():
+        if getattr(options, name) != value:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidArgument(f"{option} changes nothing in {what}: leave it out")
 
 
 def no_experts(options: argparse.Namespace) -> NoReturn:
@@ -290,7 +319,8 @@ def planned_codecs(options: argparse.Namespace) -> None:
     register some, is imported."""
     for option in ("ways", "allow", "uniform"):
         for way in (word.strip() for word in (getattr(options, option) or "").split(",")):
-            if way and way not in RINGS and (option, way) != ("allow", "local"):
+            local = (option, way) == ("allow", "local") and not options.mesh
+            if way and way not in RINGS and not local:
                 _found(option, way, codec_named)
     _found("dims", options.dims, lambda text: MeshDims(**dims_of(text)))
 
@@ -305,17 +335,25 @@ def _found(option: str, text: str, parse: Callable[[str], T]) -> T:
 def simulate(options: argparse.Namespace) -> None:
     trained = bool(options.parameters or options.model or options.config)
     size = _cluster(options)
+    if size and all(ranks == 1 for _, ranks in parse_nodes(options.nodes)):
+        _not_with("nodes of one rank", options, layered=False)
+    if options.plot and not options.scaling:
+        raise InvalidArgument("--plot draws times against ranks: give --scaling, too")
     if options.grid:
         _model(options)
+        _not_with("a simulation with --grid", options, scaling=None, layered=False)
         as_many(grid_of(options.grid), size)
         if not options.compute_ms:
             raise InvalidArgument(
                 "a step on a grid needs --compute-ms: what a rank takes for its share of it, alone"
             )
-    elif options.experts_per_token:
-        check_experts(options.experts, size, options.experts_per_token)
-        return
-    elif trained:
+    else:
+        _not_with("a simulation without --grid", options, **OF_GRIDS)
+    if trained:
+        _not_with("a training step", options, bytes="32MiB")
+    else:
+        _not_with("an all-reduce without a model", options, compute_ms=None, bucket_mb=25.0)
+    if trained and not options.grid:
         _model(options)
         if not options.compute_ms:
             raise InvalidArgument(
@@ -365,8 +403,13 @@ def _model(options: argparse.Namespace) -> None:
 def _cluster(options: argparse.Namespace) -> int:
     """Ranks that the nodes have; 0 where a file says it, which is read later."""
     if options.links:
+        _not_with("--links", options, **OF_LINKS)
         return 0
     kinds = parse_nodes(options.nodes)
+    if len(kinds) == 1:
+        _not_with("nodes of one kind", options, foreign=None)
+        if not options.rack:
+            _not_with("a cluster without --rack", options, oversubscription=1.0)
     if len(options.link or [""]) not in (1, len(kinds)):
         raise InvalidArgument(
             f"--link is given {len(options.link)} times, expected once, or once for each of "

@@ -197,8 +197,8 @@ class BitsCodec(_Kernel):
 
 @dataclass(frozen=True)
 class TopKCodec(_Kernel):
-    """Of each block the elements of largest magnitude, exactly: a share ``density`` of them, with
-    error feedback.
+    """Sends of each block the elements of largest magnitude, exactly: a share ``density`` of them,
+    with error feedback.
 
     ‖c − Q(c)‖² ≤ (1 − density)·‖c‖², block by block. Needs 48 bits per element sent.
     """
@@ -225,8 +225,8 @@ class TopKCodec(_Kernel):
 
 @dataclass(frozen=True)
 class RandomKCodec(_Kernel):
-    """Of every ``run`` elements one, drawn evenly; its place follows from a seed in the row, so 32
-    bits per element sent.
+    """Sends one of every ``run`` elements, drawn evenly; its place follows from a seed in the row,
+    so 32 bits per element sent.
 
     As it is: a contraction by 1 − 1/run in the mean, for error feedback. ``unbiased``: times
     ``run``, so that the mean over the draws is the input and the variance (run − 1)·‖c‖²; no

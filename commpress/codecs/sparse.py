@@ -16,8 +16,8 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class SparseCodec:
-    """Of every 4096 elements the share ``density`` of largest magnitude, their values in ``bits``
-    bits, with error feedback.
+    """Sends of every 4096 elements the share ``density`` of largest magnitude, their values in
+    ``bits`` bits, with error feedback.
 
     The values of a block fall into bins that divide 6σ around their mean, and each comes back as
     the mean of its bin. 64 of 4096 in 2 bits take 96 bytes, 0.19 bits an element, where

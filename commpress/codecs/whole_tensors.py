@@ -17,7 +17,7 @@ class WholeTensorCodec(ABC):
     @property
     @abstractmethod
     def spec(self) -> str:
-        """As a codec's."""
+        """Every option in ASCII bytes, as a codec's."""
 
     @abstractmethod
     def takes(self, shape: Sequence[int]) -> bool:

@@ -12,6 +12,7 @@ Errors are squared norms of what a codec loses of a gradient that was measured (
 costs are bytes or seconds.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,117 +42,108 @@ class Cheapest:
 def cheapest(
     costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], bound: float
 ) -> Cheapest:
-    """The least cost with Σ error ≤ bound; of equal costs, the least error."""
-    table = [np.asarray(row, float) for row in costs], [np.asarray(row, float) for row in errors]
-    layers = [_undominated(c, e) for c, e in zip(*table, strict=True)]
-    least = [float(e[front].min()) for front, e in zip(layers, table[1], strict=True)]
-    least_error = np.cumsum([0.0, *least[::-1]])[::-1]  # of a layer and those after it
-    slack = _ROUNDING * (abs(bound) + least_error[0])
-    if least_error[0] > bound + slack:
+    """The least cost with Σ error ≤ bound, of as many options for each layer; of equal costs, the
+    least error."""
+    cost, error = _table(costs, errors)
+    # what the layers from each on err by at least, and what they cost at least at each price
+    least = _from_each(error.min(axis=1))
+    slack = _ROUNDING * (abs(bound) + least[0])
+    if least[0] > bound + slack:
         raise InvalidArgument(
-            f"bound is {bound:g}, but the finest options err by {least_error[0]:g} in sum: add a "
-            "finer codec"
+            f"bound is {bound:g}, but the finest options err by {least[0]:g} in sum: add a finer "
+            "codec"
         )
-    prices, rest = _prices(layers, *table)
-    best = _rounded(prices, layers, *table, bound)
-    cost, error = np.zeros(1), np.zeros(1)
+    prices = _prices(cost, error, bound)
+    rest = _from_each((cost[..., None] + prices * error[..., None]).min(axis=1))
+    known = _known(cost, error, prices, bound) * (1 + _ROUNDING) + _ROUNDING
+    spent, erred = np.zeros(1), np.zeros(1)  # of each state
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each layer: state before, option
-    for i, front in enumerate(layers):
-        cost = (cost[:, None] + table[0][i][front]).ravel()
-        error = (error[:, None] + table[1][i][front]).ravel()
-        left = bound - error
+    for layer in range(len(cost)):
+        spent = (spent[:, None] + cost[layer]).ravel()
+        erred = (erred[:, None] + error[layer]).ravel()
         # the least that is still to come, at the best of all prices
-        ahead = np.max([rest[i + 1][k] - price * left for k, price in enumerate(prices)], axis=0)
-        possible = (error + least_error[i + 1] <= bound + slack) & (
-            cost + ahead <= best * (1 + _ROUNDING) + _ROUNDING
-        )
+        ahead = (rest[layer + 1] - prices * (bound - erred)[:, None]).max(axis=1)
+        possible = (erred + least[layer + 1] <= bound + slack) & (spent + ahead <= known)
         states = np.flatnonzero(possible)
-        states = states[_front(cost[states], error[states])]
-        steps.append((states // len(front), front[states % len(front)]))
-        cost, error = cost[states], error[states]
-    ends = np.flatnonzero(error <= bound)
-    if not len(ends):  # only rounding was in the way
-        ends = np.array([int(np.argmin(error))])
-    at = int(ends[np.argmin(cost[ends])])
-    found = Cheapest((), float(cost[at]), float(error[at]))
+        states = states[_front(spent[states], erred[states])]
+        steps.append(np.divmod(states, cost.shape[1]))
+        spent, erred = spent[states], erred[states]
+    within = np.flatnonzero(erred <= bound)
+    # if there is none, only rounding was in the way
+    at = int(within[spent[within].argmin()] if len(within) else erred.argmin())
+    found = float(spent[at]), float(erred[at])
     options: list[int] = []
     for before, option in reversed(steps):
-        options.append(int(option[at]))
+        options.insert(0, int(option[at]))
         at = int(before[at])
-    return Cheapest(tuple(options[::-1]), found.cost, found.error)
+    return Cheapest(tuple(options), *found)
 
 
-def _undominated(cost: np.ndarray, error: np.ndarray) -> np.ndarray:
-    if len(cost) != len(error) or not len(cost):
+def _table(
+    costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both as [layers, options]."""
+    shapes = {len(row) for row in (*costs, *errors)}
+    if len(costs) != len(errors) or len(shapes) != 1 or 0 in shapes:
         raise InvalidArgument(
-            f"a layer has {len(cost)} costs and {len(error)} errors, expected as many of both, "
-            "and some"
+            f"{len(costs)} layers have costs and {len(errors)} errors, of {sorted(shapes)} "
+            "options: expected as many of each, and some"
         )
+    cost, error = np.array(costs, float), np.array(errors, float)
     if not (np.isfinite(cost).all() and np.isfinite(error).all() and (error >= 0).all()):
         raise InvalidArgument(
             "costs and errors must be finite, errors not negative: leave out gradients with NaN"
         )
-    return np.arange(len(cost))[_front(cost, error)]
+    return cost, error
 
 
 def _front(cost: np.ndarray, error: np.ndarray) -> np.ndarray:
     """Indices of what nothing else beats in both, the cheapest first."""
     order = np.lexsort((error, cost))
     lowest = np.minimum.accumulate(error[order])
-    keep = np.ones(len(order), bool)
-    keep[1:] = error[order][1:] < lowest[:-1]
-    return order[keep]
+    return order[np.append(True, error[order][1:] < lowest[:-1])]
 
 
-def _prices(
-    layers: Sequence[np.ndarray], costs: Sequence[np.ndarray], errors: Sequence[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prices of an error, and for each layer what it and those after it cost at least at each
-    price."""
-    slopes = [
-        -np.diff(c[front]) / np.diff(e[front])
-        for front, c, e in zip(layers, costs, errors, strict=True)
-        if len(front) > 1
-    ]
-    every = np.concatenate([s[np.isfinite(s) & (s > 0)] for s in slopes]) if slopes else np.zeros(0)
-    prices = np.concatenate(
-        [[0.0], np.quantile(every, np.linspace(0, 1, _PRICES)) if len(every) else []]
-    )
-    each = [
-        np.min(c[front] + prices[:, None] * e[front], axis=1)
-        for front, c, e in zip(layers, costs, errors, strict=True)
-    ]
-    return prices, np.cumsum([np.zeros(len(prices)), *each[::-1]], axis=0)[::-1]
+def _from_each(values: np.ndarray) -> np.ndarray:
+    """Sums of each layer's and all after it; at the end 0."""
+    return np.append(np.cumsum(values[::-1], axis=0)[::-1], np.zeros_like(values[:1]), axis=0)
 
 
-def _rounded(
-    prices: np.ndarray,
-    layers: Sequence[np.ndarray],
-    costs: Sequence[np.ndarray],
-    errors: Sequence[np.ndarray],
-    bound: float,
-) -> float:
-    """The cost of some choice within the bound: at a price the best option of each layer, made
-    cheaper where room is left."""
-    best = sum(
-        float(c[front][np.argmin(e[front])])
-        for front, c, e in zip(layers, costs, errors, strict=True)
-    )
+def _prices(cost: np.ndarray, error: np.ndarray, bound: float) -> np.ndarray:
+    """Prices of an error: what a layer pays for less of it, from one option to another. Those near
+    the least at which all layers together stay within the bound, and a few of all others."""
+    less = error[:, :, None] - error[:, None]
+    paid = (cost[:, None] - cost[:, :, None])[less > 0] / less[less > 0]
+    paid = np.unique(paid[paid > 0])
+    if not len(paid):
+        return np.zeros(1)
+
+    def within(price: float) -> bool:
+        return bool(_at(cost + price * error, error).sum() <= bound)
+
+    critical = bisect_left(paid, True, key=within)
+    near = paid[max(critical - _PRICES // 2, 0) :][:_PRICES]
+    return np.unique([0.0, *near, *np.quantile(paid, np.linspace(0, 1, _PRICES // 2))])
+
+
+def _at(choosing: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Each layer's entry where ``choosing`` is least."""
+    return np.take_along_axis(table, choosing.argmin(axis=1)[:, None], 1)[:, 0]
+
+
+def _known(cost: np.ndarray, error: np.ndarray, prices: np.ndarray, bound: float) -> float:
+    """The cost of some choice within the bound: the finest, or at a price the best option of each
+    layer, made cheaper where room is left."""
+    best = float(_at(error, cost).sum())
     for price in prices:
-        chosen = [
-            int(np.argmin(c[f] + price * e[f]))
-            for f, c, e in zip(layers, costs, errors, strict=True)
-        ]
-        left = bound - sum(float(e[f][o]) for f, e, o in zip(layers, errors, chosen, strict=True))
+        chosen = cost + price * error
+        total, left = _at(chosen, cost).sum(), bound - _at(chosen, error).sum()
         if left < 0:
             continue
-        total = sum(float(c[f][o]) for f, c, o in zip(layers, costs, chosen, strict=True))
-        for front, c, e, o in zip(layers, costs, errors, chosen, strict=True):
-            for cheaper in range(o):  # the front is sorted by cost
-                if (more := float(e[front][cheaper] - e[front][o])) <= left:
-                    left, total = left - more, total - float(c[front][o] - c[front][cheaper])
-                    break
-        best = min(best, total)
+        for c, e, option in zip(cost, error, chosen.argmin(axis=1), strict=True):
+            cheaper = np.where(e - e[option] <= left, c, np.inf).argmin()
+            total, left = total + c[cheaper] - c[option], left - e[cheaper] + e[option]
+        best = min(best, float(total))
     return best
 
 

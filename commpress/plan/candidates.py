@@ -5,9 +5,9 @@ Every candidate is simulated with the collectives it would run. Memory is counte
 each keeps for n parameters in float32; activations are not in it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,14 +25,13 @@ from commpress.plan.model import Model
 from commpress.plan.network import SizedTransport
 from commpress.plan.simulator import (
     Build,
+    Job,
     Simulated,
-    Training,
     no_residual,
     simulate_calls,
     simulate_step,
 )
-from commpress.plan.ways import step_by, widest
-from commpress.work import Steps
+from commpress.plan.ways import MIN_NUMEL, simulate_training, training_of, widest
 
 # of DDP's gradients, from exact to coarse
 WAYS = (PLAIN, "bf16-ring", "int8", "int4", "sign", "powersgd-4")
@@ -80,57 +79,50 @@ class Candidate:
     local: bool = False  # updates: ranks differ between rounds, and learn something else
 
 
-def training(model: Model, seconds: float, bucket_mb: float) -> Training:
-    """A third forward, two thirds backward, of what the optimizer leaves: about a twentieth."""
-    return Training(
-        0.95 * seconds / 3, 0.95 * seconds * 2 / 3, 0.05 * seconds, model.shares(bucket_mb)
-    )
+class Timed(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+S = TypeVar("S", bound=Timed)
 
 
 def candidates(
     cluster: Cluster, costs: Costs, model: Model, settings: Settings, ways: Sequence[str] = WAYS
 ) -> list[Candidate]:
     """All of them, the fastest first; those that do not fit their memory last."""
-    n, adam = 4.0 * model.numel, 16.0 * model.numel  # weights, gradients and two moments
     found: list[Candidate] = []
-    reduced: dict[str, Simulated] = {}
     for way in dict.fromkeys([PLAIN, *ways]):
-        simulated = reduced[way] = _reduced(cluster, costs, model, settings, way)
-        found.append(_ddp(way, simulated, model, cluster.size))
-        if (
-            cluster.topology.layered
-            and way not in (PLAIN, *HOOK)
-            and not isinstance(codec_named(way), LowRankCodec)
-        ):
-            two = _reduced(cluster, costs, model, settings, way, layered=True)
-            found.append(_ddp(way, two, model, cluster.size, nodes=len(cluster.topology.nodes)))
-    alone = reduced[PLAIN].compute_seconds
-    if "sign" in reduced:
-        sign = reduced["sign"]
-        kept = n * (1 + 1 / cluster.size)
-        found.append(
-            Candidate(
-                "1-bit Adam",
-                "OneBitAdam + overlap(ddp, optimizer)",
-                sign.seconds,
-                sign.traffic.nbytes,
-                sign.traffic.between,
-                {"device": adam + kept},
-                effect="one bit, delayed; after an exact warm-up",
+        for layered in (False, True):
+            if layered and not (cluster.topology.layered and _divides(way)):
+                continue
+            simulated = simulate_training(
+                cluster,
+                costs,
+                way,
+                model,
+                settings.compute_seconds,
+                bucket_mb=settings.bucket_mb,
+                layered=layered,
             )
-        )
-        found.append(
-            _rarely("0/1 Adam", "ZeroOneAdam", sign, alone, {"device": adam + kept + 2 * n})
-        )
+            found.append(_ddp(way, simulated, model, cluster, layered=layered))
+            if way == "sign" and not layered:
+                found += _one_bit(simulated, model, cluster)
     found += _local(cluster, costs, model, settings)
     if cluster.size <= SHARDED_LIMIT:
-        found += _sharded(cluster, costs, model, settings, alone)
-    checked = [_checked(candidate, settings.memory) for candidate in found]
+        found += _sharded(cluster, costs, model, settings)
+    checked = [
+        replace(
+            one,
+            fits=all(one.memory.get(tier, 0.0) <= most for tier, most in settings.memory.items()),
+        )
+        for one in found
+    ]
     return sorted(checked, key=lambda c: (not c.fits, c.seconds))
 
 
 def recommended(found: Sequence[Candidate], ways: Sequence[str] = CHOSEN) -> Candidate:
-    """Of what a plan can say in these ways, the finest within ``MARGIN`` of the fastest; no
+    """Choose what a plan can say in these ways: the finest within ``MARGIN`` of the fastest; no
     compression, if that is within ``AT_ALL``."""
     order = {way: i for i, way in enumerate(dict.fromkeys([PLAIN, *ways]))}
     able = [c for c in found if c.codec in order and c.fits]
@@ -139,9 +131,17 @@ def recommended(found: Sequence[Candidate], ways: Sequence[str] = CHOSEN) -> Can
             "no way to reduce gradients under DDP fits the memory: take one of the sharded "
             "candidates"
         )
-    least = min(c.seconds for c in able)
-    near = (c for c in able if c.seconds * (1 - (AT_ALL if c.codec == PLAIN else MARGIN)) <= least)
-    return min(near, key=lambda c: (order[c.codec], c.seconds))
+    able.sort(key=lambda c: (order[c.codec], c.seconds))
+    return finest_near(able, lambda c: c.codec == PLAIN)
+
+
+def finest_near(found: Sequence[S], exact: Callable[[S], bool]) -> S:
+    """The first, of the finest to the coarsest, within ``MARGIN`` of the fastest, or ``AT_ALL`` if
+    it is exact."""
+    least = min(step.seconds for step in found)
+    return next(
+        step for step in found if step.seconds * (1 - (AT_ALL if exact(step) else MARGIN)) <= least
+    )
 
 
 def advised(
@@ -151,19 +151,17 @@ def advised(
     updates, which change the loss, are allowed and save more than ``LOCAL_WORTH`` of its step. Of
     these near the fastest the finest whose loss is known, if there is one."""
     local = [c for c in found if c.local and c.fits]
+    why = f"{chosen.call}: {1e3 * chosen.seconds:.4g} ms a step"
     if not local_updates:
-        return chosen, f"{chosen.call}: {1e3 * chosen.seconds:.4g} ms a step"
-    if not local or min(c.seconds for c in local) > (1 - LOCAL_WORTH) * chosen.seconds:
-        fastest = min((c.seconds for c in local), default=float("inf"))
-        why = (
-            "local updates do not fit the memory"
-            if not local
-            else (
-                f"local updates would take {1e3 * fastest:.4g} ms and change the loss: not worth it"
-            )
-        )
-        return chosen, f"{chosen.call}: {1e3 * chosen.seconds:.4g} ms a step; {why}"
+        return chosen, why
+    if not local:
+        return chosen, f"{why}; local updates do not fit the memory"
     least = min(c.seconds for c in local)
+    if least > (1 - LOCAL_WORTH) * chosen.seconds:
+        return chosen, (
+            f"{why}; local updates would take {1e3 * least:.4g} ms and change the loss: not worth "
+            "it"
+        )
     near = [c for c in local if c.seconds * (1 - LOCAL_NEAR) <= least]
     best = max(near, key=lambda c: ("not measured" not in c.effect, c.sent_bytes, -c.seconds))
     return best, (
@@ -202,139 +200,118 @@ def plan_of(
 # ---------------------------------------------------------------- one candidate
 
 
-def _reduced(
-    cluster: Cluster,
-    costs: Costs,
-    model: Model,
-    settings: Settings,
-    way: str,
-    *,
-    layered: bool = False,
-) -> Simulated:
-    build = step_by(way, model, costs, bucket_mb=settings.bucket_mb, layered=layered)
-    most = widest(model.buckets(settings.bucket_mb))
-    steps = training(model, settings.compute_seconds, settings.bucket_mb)
-    return simulate_step(cluster, costs, build, most, steps, limit=1 if layered else 4)
+def _divides(way: str) -> bool:
+    """True of codecs that sum inside a node first."""
+    return way not in (PLAIN, *HOOK) and not isinstance(codec_named(way), LowRankCodec)
 
 
-def _ddp(way: str, simulated: Simulated, model: Model, ranks: int, *, nodes: int = 0) -> Candidate:
-    n, kept, effect = 4.0 * model.numel, 0.0, "exact"
+def _ddp(
+    way: str, simulated: Simulated, model: Model, cluster: Cluster, *, layered: bool
+) -> Candidate:
+    n, ranks, nodes = 4.0 * model.numel, cluster.size, len(cluster.topology.nodes)
+    kept, effect = 0.0, "exact"
     if way in HOOK:
         call, effect = "torch's bf16_compress_hook", "rounded"
     elif way == PLAIN:
         call = "DistributedDataParallel"
     else:
         codec = codec_named(way)
-        call = f'compress(ddp, "{way}"' + (
-            f', topology="{nodes}x{ranks // nodes}")' if nodes else ")"
-        )
+        topology = f', topology="{nodes}x{ranks // nodes}"' if layered else ""
+        call = f'compress(ddp, "{way}"{topology})'
         effect = "low rank, delayed" if isinstance(codec, LowRankCodec) else "rounded, delayed"
-        # and what is proposed
-        kept = (
-            2 * (n / (ranks / nodes) if nodes else n * (1 + 1 / ranks)) if codec.feedback else 0.0
-        )
-    return Candidate(
-        way + (", two levels" if nodes else ""),
+        if codec.feedback:  # and what is proposed
+            kept = 2 * (n / (ranks / nodes) if layered else n * (1 + 1 / ranks))
+    return _candidate(
+        way + (", two levels" if layered else ""),
         call,
-        simulated.seconds,
-        simulated.traffic.nbytes,
-        simulated.traffic.between,
+        simulated,
         {"device": 4 * n + kept},
-        "" if way in HOOK else way,
-        bool(nodes),
-        effect,
+        codec="" if way in HOOK else way,
+        layered=layered,
+        effect=effect,
     )
 
 
-def _rarely(
-    name: str, call: str, simulated: Simulated, alone: float, memory: dict[str, float]
+def _candidate(
+    name: str, call: str, simulated: Simulated, memory: dict[str, float], **more: Any
 ) -> Candidate:
-    """One round in ``RARELY`` steps; the others compute alone."""
-    return Candidate(
-        f"{name}, every {RARELY}",
-        call,
-        alone + (simulated.seconds - alone) / RARELY,
-        simulated.traffic.nbytes / RARELY,
-        simulated.traffic.between / RARELY,
-        memory,
-        effect="ranks differ between rounds",
+    seconds, traffic = simulated.seconds, simulated.traffic
+    return Candidate(name, call, seconds, traffic.nbytes, traffic.between, memory, **more)
+
+
+def _one_bit(sign: Simulated, model: Model, cluster: Cluster) -> list[Candidate]:
+    """1-bit Adam late in a run, and 0/1 Adam, of which most steps compute alone."""
+    n = 4.0 * model.numel
+    kept = 4 * n + n * (1 + 1 / cluster.size)
+    rarely = replace(
+        sign,
+        seconds=sign.compute_seconds + sign.exposed_seconds / RARELY,
+        traffic=sign.traffic.over(RARELY),
     )
+    return [
+        _candidate(
+            "1-bit Adam",
+            "OneBitAdam + overlap(ddp, optimizer)",
+            sign,
+            {"device": kept},
+            effect="one bit, delayed; after an exact warm-up",
+        ),
+        _candidate(
+            f"0/1 Adam, every {RARELY}",
+            "ZeroOneAdam",
+            rarely,
+            {"device": kept + 2 * n},
+            effect="ranks differ between rounds",
+        ),
+    ]
 
 
 def _local(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> list[Candidate]:
     """Θ and the outer momentum on the host; on the device the change under way, and residuals."""
-    n, ranks = 4.0 * model.numel, cluster.size
-    found = []
+    n, found = 4.0 * model.numel, []
     for way, simulated in considered(cluster, costs, model, settings.compute_seconds):
-        kept = n if way.sparse else 2 * n * (1 + 1 / ranks)
+        kept = n if way.sparse else 2 * n * (1 + 1 / cluster.size)
         memory = {"device": 5 * n + kept, "host": n if way.sparse else 2 * n}
-        traffic = simulated.traffic
         found.append(
-            Candidate(
-                way.name,
-                way.call,
-                simulated.seconds,
-                traffic.nbytes,
-                traffic.between,
-                memory,
-                effect=way.effect,
-                local=True,
-            )
+            _candidate(way.name, way.call, simulated, memory, effect=way.effect, local=True)
         )
     return found
 
 
-def _sharded(
-    cluster: Cluster, costs: Costs, model: Model, settings: Settings, alone: float
-) -> list[Candidate]:
+def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> list[Candidate]:
     n, ranks, scratch = 4.0 * model.numel, cluster.size, SCRATCH * 1e6 * settings.bucket_mb
+    most = widest(model.buckets(settings.bucket_mb)) + ranks * 64 * len(model.shapes)
+    steps = training_of(model, settings.compute_seconds, settings.bucket_mb)
     found = []
     for codec in ("none", "int8"):
         scatter, gather = (
             _shards(model, settings.bucket_mb, codec, gather=g) for g in (False, True)
         )
-        most = widest(model.buckets(settings.bucket_mb)) + ranks * 64 * len(model.shapes)
-        steps = training(model, settings.compute_seconds, settings.bucket_mb)
         down = simulate_step(cluster, costs, scatter, most, steps)
         up = simulate_calls(cluster, costs, gather, most)
-        seconds, sent = down.seconds + up.seconds, down.traffic.nbytes + up.traffic.nbytes
-        between = down.traffic.between + up.traffic.between
+        sent, between = (
+            getattr(down.traffic, name) + getattr(up.traffic, name)
+            for name in ("nbytes", "between")
+        )
+        seconds = down.seconds + up.seconds
         tail = "" if codec == "none" else f', codec="{codec}", weights="{codec}"'
-        effect = "exact" if codec == "none" else "rounded"
-        held = {stage: scratch + sharded_bytes(stage, n, ranks, codec) for stage in (1, 2, 3)}
-        stages: list[tuple[str, str, float, dict[str, float]]] = [
-            (f"ZeRO-1 {codec}", f"Partitioned(stage=1{tail})", seconds, {"device": held[1]}),
-            (f"ZeRO-2 {codec}", f"Partitioned(stage=2{tail})", seconds, {"device": held[2]}),
-            (
-                f"ZeRO-3 {codec}",
-                "compress_fsdp" if tail else "fully_shard",
-                seconds + up.seconds,
-                {"device": held[3]},
-            ),
+        one, two, three = (scratch + sharded_bytes(stage, n, ranks, codec) for stage in (1, 2, 3))
+        again = "compress_fsdp" if tail else "fully_shard"  # gathers for backward, too
+        rows = [
+            ("ZeRO-1", f"Partitioned(stage=1{tail})", seconds, sent, {"device": one}),
+            ("ZeRO-2", f"Partitioned(stage=2{tail})", seconds, sent, {"device": two}),
+            ("ZeRO-3", again, seconds + up.seconds, sent + up.traffic.nbytes, {"device": three}),
         ]
         # gradients out, weights back, master weights and moments in and out of the tier
         moved = 7 * n / ranks
         for tier, rate in (("host", settings.host_rate), ("disk", settings.disk_rate)):
-            memory = {"device": held[2] - 2 * n / ranks, tier: 3 * n / ranks}
-            stages.append(
-                (
-                    f"offload to {tier} {codec}",
-                    f"Partitioned(store=…{tail})",
-                    seconds + moved / rate,
-                    memory,
-                )
-            )
+            memory = {"device": two - 2 * n / ranks, tier: 3 * n / ranks}
+            call = f"Partitioned(store=…{tail})"
+            rows.append((f"offload to {tier}", call, seconds + moved / rate, sent, memory))
+        effect = "exact" if codec == "none" else "rounded"
         found += [
-            Candidate(
-                name,
-                call,
-                s,
-                sent + (up.traffic.nbytes if "3" in name else 0.0),
-                between,
-                m,
-                effect=effect,
-            )
-            for name, call, s, m in stages
+            Candidate(f"{name} {codec}", call, took, nbytes, between, memory, effect=effect)
+            for name, call, took, nbytes, memory in rows
         ]
     return found
 
@@ -361,36 +338,22 @@ def _shards(model: Model, bucket_mb: float, codec: str, *, gather: bool) -> Buil
     """The reduce-scatter of every bucket, or the all-gather of its weights: the calls that
     ``Partitioned`` makes."""
 
-    def build(
-        transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor
-    ) -> list[Steps[Any]]:
-        jobs: list[Steps[Any]] = []
+    def build(transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor) -> list[Job]:
+        jobs: list[Job] = []
         sequence = 0
         for bucket in model.buckets(bucket_mb):
             plan = _deals(bucket.spans, transport, codec)
+            call: Any = {
+                "plan": plan,
+                "transport": transport,
+                "workspace": workspace,
+                "sequence": sequence,
+            }
             if gather:
-                jobs.append(
-                    gather_rows(
-                        buffer,
-                        buffer,
-                        plan=plan,
-                        transport=transport,
-                        workspace=workspace,
-                        sequence=sequence,
-                    )
-                )
+                jobs.append(Job(gather_rows(buffer, buffer, **call)))
             else:
-                jobs.append(
-                    reduce_rows(
-                        buffer,
-                        buffer,
-                        [no_residual() for _ in plan],
-                        plan=plan,
-                        transport=transport,
-                        workspace=workspace,
-                        sequence=sequence,
-                    )
-                )
+                kept = [no_residual() for _ in plan]
+                jobs.append(Job(reduce_rows(buffer, buffer, kept, **call), len(plan)))
             sequence += len(plan)
         return jobs
 
@@ -403,9 +366,5 @@ def _deals(spans: Sequence[Span], transport: SizedTransport, codec: str) -> list
         width = -(-span.numel // transport.size)
         parts.append(Part(span.name, at, width, span.numel))
         at += width
-    return deals(parts, policy_of(codec, min_numel=256), rank=transport.rank, ranks=transport.size)
-
-
-def _checked(candidate: Candidate, memory: dict[str, float]) -> Candidate:
-    fits = all(candidate.memory.get(tier, 0.0) <= limit for tier, limit in memory.items())
-    return Candidate(**{**vars(candidate), "fits": fits})
+    policy = policy_of(codec, min_numel=MIN_NUMEL)
+    return deals(parts, policy, rank=transport.rank, ranks=transport.size)

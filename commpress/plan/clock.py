@@ -6,6 +6,7 @@ A process is a generator that yields the signal it waits for; ``Clock.follow`` d
 
 import heapq
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from itertools import count
 
 Process = Generator["Signal", None, None]
@@ -44,11 +45,6 @@ class Clock:
     def at(self, time: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (max(time, self.now), next(self._order), call))
 
-    def after(self, seconds: float) -> Signal:
-        signal = Signal()
-        self.at(self.now + seconds, signal.fire)
-        return signal
-
     def follow(self, process: Process) -> Signal:
         """Start a process now; the signal says that it has ended."""
         ended = Signal()
@@ -76,12 +72,11 @@ class TokenBucket:
     (a token bucket)."""
 
     def __init__(self, clock: Clock, bytes_per_second: float, burst: float = 0.0) -> None:
-        self.clock, self.rate, self.free, self.carried = clock, bytes_per_second, 0.0, 0.0
+        self.clock, self.rate, self.free = clock, bytes_per_second, 0.0
         self.ahead = burst / bytes_per_second
 
     def carry(self, nbytes: float) -> float:
         """The time at which the last of so many bytes has passed."""
-        self.carried += nbytes
         self.free = max(self.clock.now, self.free) + nbytes / self.rate
         return max(self.clock.now, self.free - self.ahead)
 
@@ -91,8 +86,7 @@ class Cores:
 
     def __init__(self, clock: Clock, cores: float) -> None:
         self.clock, self.cores = clock, cores
-        self._running: list[list[float]] = []  # [seconds left of each thread, threads]
-        self._ends: list[Signal] = []
+        self._running: list[_Threads] = []
         self._since, self._version = 0.0, 0
 
     def work(self, seconds: float, threads: float = 1.0) -> Signal:
@@ -102,42 +96,50 @@ class Cores:
             signal.fire()
             return signal
         self._pass()
-        self._running.append([seconds, threads])
-        self._ends.append(signal)
+        self._running.append(_Threads(seconds, threads, signal))
         self._next()
         return signal
 
     @property
     def taken(self) -> bool:
         """True if who wakes up now finds no core idle."""
-        return sum(threads for _, threads in self._running) >= self.cores
+        return self._threads() >= self.cores
+
+    def _threads(self) -> float:
+        return sum(one.threads for one in self._running)
 
     def _speed(self) -> float:
-        return min(1.0, self.cores / sum(threads for _, threads in self._running))
+        return min(1.0, self.cores / self._threads())
 
     def _pass(self) -> None:
+        """Take what has passed since the last call off everybody's seconds."""
         if self._running:
             passed = (self.clock.now - self._since) * self._speed()
             for one in self._running:
-                one[0] -= passed
+                one.left -= passed
         self._since = self.clock.now
 
     def _next(self) -> None:
+        """Come back when the first of those that run now is done."""
         self._version += 1
         if self._running:
-            version = self._version
-            left = max(min(one[0] for one in self._running), 0.0)
+            version, left = self._version, max(min(one.left for one in self._running), 0.0)
             self.clock.at(self.clock.now + left / self._speed(), lambda: self._finish(version))
 
     def _finish(self, version: int) -> None:
-        if version != self._version:
+        if version != self._version:  # others have come or gone meanwhile
             return
         self._pass()
-        least = min(one[0] for one in self._running) + 1e-12
-        ended = [i for i, one in enumerate(self._running) if one[0] <= least]
-        signals = [self._ends[i] for i in ended]
-        for i in reversed(ended):
-            del self._running[i], self._ends[i]
+        least = min(one.left for one in self._running) + 1e-12
+        ended = [one for one in self._running if one.left <= least]
+        self._running = [one for one in self._running if one.left > least]
         self._next()
-        for signal in signals:
-            signal.fire()
+        for one in ended:
+            one.ended.fire()
+
+
+@dataclass(eq=False)
+class _Threads:
+    left: float  # seconds of each
+    threads: float
+    ended: Signal

@@ -83,7 +83,8 @@ class Cluster:
             )
 
     def row_seconds(self, nbytes: float) -> float:
-        """Of a core at each end of a message of so many bytes, besides ``message_seconds``."""
+        """Seconds of a core at each end of a message of so many bytes, besides
+        ``message_seconds``."""
         first = self.first_seconds or FIRST * self.byte_seconds
         return first * min(nbytes / FIRST, 1.0) + max(nbytes - FIRST, 0) * self.byte_seconds
 
@@ -155,7 +156,7 @@ def _each(cluster: Cluster) -> Classes:
 
 
 def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
-    """From what ``commpress probe`` measured.
+    """Make a cluster from what ``commpress probe`` measured.
 
     The shortest exchange of all ranks is P − 1 messages of processor time, stretched where ranks
     share cores, and a latency. The shortest all-reduce is two of them and three kernels; what it

@@ -6,7 +6,7 @@ generators of ``collectives`` run unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from time import thread_time
 from typing import Any
@@ -22,18 +22,9 @@ from commpress.kernels.matrices import RANK, TALL, WIDE, Matrices, Matrix, stack
 from commpress.kernels.pieces import KIND, NUMEL, WIDTH, Pieces
 
 CODECS = (
-    "none",
-    "bf16",
-    "fp16",
-    "int8",
-    "int4",
-    "fp8",
-    "sign",
-    "sign-l1",
-    "ternary",
-    "terngrad",
+    "none", "bf16", "fp16", "int8", "int4", "fp8", "sign", "sign-l1", "ternary", "terngrad",
     "bits4",
-)
+)  # fmt: skip
 CALL = 2e-5
 ROWS = 4  # of a message
 _ENOUGH, _MOST = 0.05, 60  # seconds of calls, and calls
@@ -51,7 +42,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one rank's processor."""
+    """Costs on one rank's processor."""
 
     # by kernel kind; kinds not listed cost as much as the dearest that is
     codecs: Mapping[int, Cost]
@@ -67,8 +58,8 @@ class Costs:
 
 
 def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
-    """Of an accelerator: every kernel is one pass over memory at ``memory_bandwidth`` bytes per
-    second."""
+    """Costs on an accelerator: every kernel is one pass over memory at ``memory_bandwidth`` bytes
+    per second."""
     byte = 1 / memory_bandwidth
     codecs = {}
     for name in CODECS:
@@ -80,7 +71,7 @@ def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
 
 
 def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Costs:
-    """Of one thread of this processor, by running the kernels; about half a second for each
+    """Measure one thread of this processor by running the kernels; about half a second for each
     codec."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -130,21 +121,15 @@ def _product() -> float:
     kernels = low_rank_arithmetic(torch.device("cpu"))
     side = 1024
     matrices = stack([Matrix(0, side, side, _RANK)])
-    x, m, p, q = (
-        torch.ones(side * side),
-        torch.zeros(side * side),
-        torch.zeros(side * _RANK),
-        torch.ones(side * _RANK),
-    )
-    took = _usual(lambda: kernels.project(x, None, m, p, q, matrices)) + _usual(
-        lambda: kernels.fold(m, p, q, matrices)
-    )
+    x, m, p, q = (torch.ones(side * width) for width in (side, side, _RANK, _RANK))
+    took = _usual(lambda: kernels.project(x, None, m, p, q, matrices))
+    took += _usual(lambda: kernels.fold(m, p, q, matrices))
     return took / (3 * _RANK * side * side)
 
 
 def _usual(call: Any, rounds: int = 5) -> float:
-    """Of this thread alone, so that others who use the processor count little. Short calls repeat
-    more."""
+    """Take the median seconds of a call on this thread alone, so that others who use the processor
+    count little. Short calls repeat more."""
     took: list[float] = []
     while len(took) < rounds + 1 or (sum(took) < _ENOUGH and len(took) < _MOST):
         start = thread_time()
@@ -157,82 +142,67 @@ def _usual(call: Any, rounds: int = 5) -> float:
 
 
 @dataclass
-class KernelSeconds:
-    """Seconds that one rank's arithmetic has cost so far."""
-
-    seconds: float = 0.0
-    calls: int = 0
-
-
-@dataclass
 class SizedKernels:
+    """Kernels of one rank, which charge seconds to it."""
+
     costs: Costs
-    charged: KernelSeconds = field(default_factory=KernelSeconds)
+    seconds: float = 0.0  # that its arithmetic has cost so far
 
     def encode(self, x: Any, message: Any, flag: Any, pieces: Pieces, **_: Any) -> None:
-        self._charge(sum(n * self.costs.of(k).encode for k, n in _elements(pieces, NUMEL)))
+        self._charge(sum(n * cost.encode for n, cost in self._each(pieces, NUMEL)))
 
     def serve(
         self, received: Any, message: Any, flag: Any, pieces: Pieces, rank: int, **_: Any
     ) -> None:
-        rows = received.shape[0]
-        each = ((n, self.costs.of(k)) for k, n in _elements(pieces, WIDTH))
+        rows, each = received.shape[0], self._each(pieces, WIDTH)
         self._charge(sum(n * (rows * cost.add + cost.encode) for n, cost in each))
 
     def decode(self, message: Any, out: Any, pieces: Pieces, **_: Any) -> None:
-        self._charge(sum(n * self.costs.of(k).decode for k, n in _elements(pieces, NUMEL)))
+        self._charge(sum(n * cost.decode for n, cost in self._each(pieces, NUMEL)))
 
     def decode_mean(self, received: Any, out: Any, pieces: Pieces, rank: int, **_: Any) -> None:
-        self._charge(
-            sum(n * received.shape[0] * self.costs.of(k).add for k, n in _elements(pieces, WIDTH))
-        )
+        self._charge(sum(n * received.shape[0] * cost.add for n, cost in self._each(pieces, WIDTH)))
 
     def settle(self, value: Any, scale: Any, pieces: Pieces, **_: Any) -> None:
-        self._charge(8 * value.numel() * self.costs.memory)
+        self.moved(8 * value.numel())
 
     def project(
         self, x: Any, residual: Any, m: Any, p: Any, q: Any, matrices: Matrices, **_: Any
     ) -> None:
-        kept = 0 if residual is None else 4
-        self._charge(
-            _products(matrices) * self.costs.product
-            + (8 + kept) * matrices.numel * self.costs.memory
-        )
+        moved = (8 if residual is None else 12) * matrices.numel * self.costs.memory
+        self._products(matrices, plus=moved)
 
     def fold(self, m: Any, p: Any, q: Any, matrices: Matrices, *, subtract: bool = True) -> None:
-        self._charge(_products(matrices) * (2 if subtract else 1) * self.costs.product)
+        self._products(matrices, times=2 if subtract else 1)
 
     def expand(self, p: Any, q: Any, x: Any, matrices: Matrices, **_: Any) -> None:
-        self._charge(_products(matrices) * self.costs.product)
+        self._products(matrices)
 
     def orthonormalize_left(self, p: Any, matrices: Matrices) -> None:
-        self._charge(_squares(matrices, TALL) * self.costs.product)
+        self._squares(matrices, TALL)
 
     def orthonormalize_right(self, q: Any, matrices: Matrices, key: int) -> None:
-        self._charge(_squares(matrices, WIDE) * self.costs.product)
+        self._squares(matrices, WIDE)
 
     def moved(self, nbytes: float) -> None:
-        """Bytes that torch itself read and wrote."""
+        """Charge bytes that are read and written."""
         self._charge(nbytes * self.costs.memory)
 
+    def _products(self, matrices: Matrices, *, times: int = 1, plus: float = 0.0) -> None:
+        products = float(matrices.table[:, [TALL, WIDE, RANK]].prod(axis=1).sum())
+        self._charge(products * times * self.costs.product + plus)
+
+    def _squares(self, matrices: Matrices, side: int) -> None:
+        products = float((matrices.table[:, side] * matrices.table[:, RANK] ** 2).sum())
+        self._charge(products * self.costs.product)
+
     def _charge(self, seconds: float) -> None:
-        self.charged.seconds += seconds + self.costs.call
-        self.charged.calls += 1
+        self.seconds += seconds + self.costs.call
 
-
-def _elements(pieces: Pieces, column: int) -> list[tuple[int, int]]:
-    """[(kind, elements)]."""
-    kinds = pieces.table[:, KIND]
-    return [
-        (int(kind), int(pieces.table[kinds == kind, column].sum())) for kind in np.unique(kinds)
-    ]
-
-
-def _products(matrices: Matrices) -> float:
-    table = matrices.table
-    return float((table[:, TALL] * table[:, WIDE] * table[:, RANK]).sum())
-
-
-def _squares(matrices: Matrices, side: int) -> float:
-    table = matrices.table
-    return float((table[:, side] * table[:, RANK] ** 2).sum())
+    def _each(self, pieces: Pieces, column: int) -> list[tuple[int, Cost]]:
+        """Elements of each kind of codec, and what one costs."""
+        kinds = pieces.table[:, KIND]
+        return [
+            (int(pieces.table[kinds == kind, column].sum()), self.costs.of(int(kind)))
+            for kind in np.unique(kinds)
+        ]

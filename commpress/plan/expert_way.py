@@ -16,7 +16,7 @@ with ``PacketForm``'s sizes and a header for each message, between nodes and the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import permutations, zip_longest
 from math import comb
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ from commpress.codecs import BlockCodec, Codec, codec_named
 from commpress.collectives.all_to_all.routes import Nodes
 from commpress.collectives.all_to_all.tokens import PacketForm
 from commpress.collectives.frame import HEADER
+from commpress.errors import InvalidArgument
 from commpress.plan.costs import Costs
-from commpress.plan.grid import check_experts
 from commpress.plan.pair_links import PairLinks
 
 BLOCK = 128  # elements of a token that share a scale
@@ -66,7 +66,12 @@ class ExpertWay:
     element: int = 4  # bytes of an activation
 
     def __post_init__(self) -> None:
-        check_experts(self.experts, len(self.ranks), self.k)
+        ranks = len(self.ranks)
+        if self.experts and (self.experts % ranks or self.experts < self.k):
+            raise InvalidArgument(
+                f"experts is {self.experts}, expected a multiple of the {ranks} ranks they are "
+                f"divided among, and at least the {self.k} that a token has"
+            )
 
     @property
     def nodes(self) -> Nodes:
@@ -91,37 +96,28 @@ class ExpertWay:
         forwarded = [1] * size
         for source in range(size):
             for node in nodes.abroad(nodes.home[source]):
-                speaker = nodes.speaker(node, source)
+                speaker, met = nodes.speaker(node, source), self.met(len(nodes.members[node]))
                 forwarded[speaker] += 1
-                between.append(
-                    (
-                        source,
-                        speaker,
-                        HEADER + row * self.tokens * self.met(len(nodes.members[node])),
-                    )
-                )
+                between.append((source, speaker, HEADER + row * self.tokens * met))
         one = self.met(1) * self.tokens * row
-        inside = [
-            (source, mate, HEADER + forwarded[source] * one)
-            for source in range(size)
-            for mate in nodes.members[nodes.home[source]]
-            if mate != source
-        ]
+        inside = [(a, b, HEADER + forwarded[a] * one) for a, b in self._pairs(mates=True)]
         return [self._hop(each) for each in (between, inside) if each]
 
     def told(self) -> list[ExpertHop]:
         """Messages that say how many tokens come: to every rank, and to mates once more."""
-        nodes, size = self.nodes, len(self.ranks)
-        every = [(a, b, HEADER + 16.0) for a in range(size) for b in range(size) if a != b]
-        mates = [(a, b, HEADER + 8.0) for a, b, _ in every if nodes.home[a] == nodes.home[b]]
-        return [
-            self._hop(each) for each in (every, mates if len(nodes.members) > 1 else []) if each
-        ]
+        several = len(self.nodes.members) > 1
+        every = [(a, b, HEADER + 16.0) for a, b in self._pairs()]
+        mates = [(a, b, HEADER + 8.0) for a, b in self._pairs(mates=True) if several]
+        return [self._hop(each) for each in (every, mates) if each]
+
+    def _pairs(self, *, mates: bool = False) -> list[tuple[int, int]]:
+        every, home = permutations(range(len(self.ranks)), 2), self.nodes.home
+        return [(a, b) for a, b in every if not mates or home[a] == home[b]]
 
     def _hop(self, lines: Sequence[tuple[int, int, float]]) -> ExpertHop:
-        ranks = np.array(self.ranks)
         source, sink, nbytes = (np.array(column) for column in zip(*lines, strict=True))
-        return ExpertHop(ranks[source.astype(int)], ranks[sink.astype(int)], nbytes)
+        ranks = np.array(self.ranks)
+        return ExpertHop(ranks[source], ranks[sink], nbytes)
 
     # ------------------------------------------------------------ a layer
 

@@ -66,15 +66,6 @@ def grid_of(text: str) -> Grid:
     return Grid(**found)
 
 
-def check_experts(experts: int, ranks: int, k: int) -> None:
-    """Of a layer, all ranks together; 0 experts are many, 0 ranks are not known yet."""
-    if experts and ((ranks and experts % ranks) or experts < k):
-        raise InvalidArgument(
-            f"experts is {experts}, expected a multiple of the {ranks} ranks they are divided "
-            f"among, and at least the {k} that a token has"
-        )
-
-
 def dims_of(text: str) -> dict[str, str]:
     """The names of codecs that 'dp=int4,ep=int8' gives to dimensions; ``MeshDims`` looks them
     up."""

@@ -18,17 +18,17 @@ ranks (``PairLinks.seconds``), computing does not wait for a pipeline's transfer
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from commpress.codecs import codec_named
+from commpress.codecs import Codec, codec_named
 from commpress.collectives.channel import AT_ONCE
 from commpress.documents import Document
 from commpress.errors import InvalidArgument
@@ -117,7 +117,7 @@ class MeshWork:
 
     @cached_property
     def costs(self) -> list[float]:
-        """Of computing, each block's; the last has the head's, too."""
+        """Costs of computing each block; the last has the head's, too."""
         found = [float(b.matrices + b.experts) or 1.0 for b in self.blocks]
         return [*found[:-1], found[-1] + self.last.matrices]
 
@@ -196,31 +196,29 @@ class MeshStep:
     def mesh(self) -> dict[str, int]:
         """Dimensions of the mesh that ``compress`` takes: ranks that average the same gradients are
         one."""
-        named = {
-            "pp": self.grid.pp,
-            "dp": self.grid.dp * self.grid.ep * self.grid.sp,
-            "tp": self.grid.tp,
-        }
-        return {name: n for name, n in named.items() if n > 1} or {"dp": 1}
+        pp, dp, ep, sp, tp = self.grid
+        return {
+            name: n for name, n in {"pp": pp, "dp": dp * ep * sp, "tp": tp}.items() if n > 1
+        } or {"dp": 1}
 
     @property
     def call(self) -> str:
         """Lines to copy into a program: the mesh and what it compresses. For axes of sequences and
         experts, another mesh of the same ranks has their groups."""
-        natural = self.order == tuple(range(self.grid.size))
-        ranks = (
-            f"torch.arange({self.grid.size})" if natural else f"torch.tensor({list(self.order)})"
-        )
+        ranks = f"torch.tensor({list(self.order)})"
+        if self.order == tuple(range(self.grid.size)):
+            ranks = f"torch.arange({self.grid.size})"
         lines = [*wrap(f"ranks = {ranks}", 96), f"mesh = {device_mesh(self.mesh)}"]
         if self.grid.sp > 1 or self.grid.ep > 1:
             lines.append(f"parts = {device_mesh(self.grid._asdict())}")
-        given = {
-            name: getattr(self.dims, name) for name in ("dp", "pp") if self.mesh.get(name, 1) > 1
-        }
-        dims = ", ".join(f'"{name}": "{codec}"' for name, codec in given.items())
+        dims = ", ".join(
+            f'"{name}": "{getattr(self.dims, name)}"'
+            for name in ("dp", "pp")
+            if self.mesh.get(name, 1) > 1
+        )
         if self.grid.ep > 1:
-            names = [name for name in ("dp", "sp") if getattr(self.grid, name) > 1]
-            same = f'parts["{names[0]}"]' if len(names) == 1 else 'parts["dp", "sp"]._flatten()'
+            names = [f'"{name}"' for name in ("dp", "sp") if getattr(self.grid, name) > 1]
+            same = f"parts[{', '.join(names)}]" + "._flatten()" * (len(names) > 1)
             same = f", replicas={same}.get_group()" if names else ""
             lines += [
                 f'commpress.moe.parallelise(model, process_group=parts["ep"].get_group(){same},',
@@ -235,19 +233,9 @@ class MeshStep:
         )
 
     def save(self, path: str | Path) -> None:
-        FILE.write(
-            path,
-            {
-                "grid": self.grid._asdict(),
-                "dims": asdict(self.dims),
-                "order": self.order,
-                "mesh": self.mesh,
-                "layers": self.layers,
-                "batches": self.batches,
-                "seconds": self.seconds,
-                "memory": self.memory,
-            },
-        )
+        names = ("order", "mesh", "layers", "batches", "seconds", "memory")
+        content = {"grid": self.grid._asdict(), "dims": asdict(self.dims)}
+        FILE.write(path, content | {name: getattr(self, name) for name in names})
 
     @property
     def kinds(self) -> int:
@@ -324,36 +312,31 @@ def pipeline_seconds(
     A link carries one message after the other, while stages compute.
     """
     size = len(forward)
-    orders = []
-    for stage in range(size):
-        ahead = min(size - stage, count)
-        order = [(False, i) for i in range(ahead)]
-        for i in range(count):
-            order.append((True, i))
-            if ahead + i < count:
-                order.append((False, ahead + i))
-        orders.append(order)
-    arrived = {(0, False, i): 0.0 for i in range(count)} | {
-        (size - 1, True, i): 0.0 for i in range(count)
-    }
+    took, step = (forward, backward), (1, -1)
+    orders = [list(_one_forward_one_backward(size - stage, count)) for stage in range(size)]
+    arrived = {(end, turns, i): 0.0 for end, turns in ((0, 0), (size - 1, 1)) for i in range(count)}
     free, at, line = [0.0] * size, [0] * size, [[0.0] * size, [0.0] * size]
-    left = 2 * count * size
-    while left:
+    while any(at[stage] < 2 * count for stage in range(size)):
         for stage in range(size):
-            while at[stage] < len(orders[stage]):
+            while at[stage] < 2 * count and (stage, *orders[stage][at[stage]]) in arrived:
                 turns, i = orders[stage][at[stage]]
-                if (begin := arrived.get((stage, turns, i))) is None:
-                    break
-                took = backward[stage] if turns else forward[stage]
-                free[stage] = end = max(free[stage], begin) + took
+                free[stage] = max(free[stage], arrived[stage, turns, i]) + took[turns][stage]
                 at[stage] += 1
-                left -= 1
-                to = stage + (-1 if turns else 1)
+                to = stage + step[turns]
                 if 0 <= to < size:
-                    edge = edges[to] if turns else edges[stage]
-                    line[turns][stage] = max(line[turns][stage], end) + edge
-                    arrived[to, turns, i] = line[turns][stage]
+                    sent = max(line[turns][stage], free[stage]) + edges[min(stage, to)]
+                    line[turns][stage] = arrived[to, turns, i] = sent
     return max(free)
+
+
+def _one_forward_one_backward(ahead: int, count: int) -> Iterator[tuple[int, int]]:
+    """(0: forward, 1: backward; micro-batch) of a stage that is so many forwards ahead."""
+    ahead = min(ahead, count)
+    yield from ((0, i) for i in range(ahead))
+    for i in range(count):
+        yield 1, i
+        if ahead + i < count:
+            yield 0, ahead + i
 
 
 # ---------------------------------------------------------------- one grid
@@ -373,124 +356,99 @@ class _Prediction:
         self.grid, self.work, self.links, self.costs, self.dims = grid, work, links, costs, dims
         self.order = np.arange(grid.size) if order is None else np.asarray(order)
         speed = np.ones(grid.size) if speeds is None else np.asarray(speeds, float)
+        replicas = grid.dp * grid.ep
         # [stage, replica]
-        placed = speed[self.order].reshape(grid.pp, grid.dp * grid.ep, -1).min(axis=2)
-        self.stage_speeds = placed
-        self.layers = tuple(stages(work.costs, [float(s) for s in placed.min(axis=1)]))
-        self.ranges = np.cumsum([0, *self.layers])
-        self.replicas = grid.dp * grid.ep
-        units = [work.batch // work.micro // self.replicas] * self.replicas
+        self.speeds = speed[self.order].reshape(grid.pp, replicas, -1).min(axis=2)
+        self.layers = tuple(stages(work.costs, self.speeds.min(axis=1).tolist()))
+        self.ranges = list(pairwise(np.cumsum([0, *self.layers]).tolist()))
+        self.counts = [work.batch // work.micro // replicas] * replicas  # micro-batches
         if speeds is not None:
-            units = shares(sum(units), placed.min(axis=0).tolist(), least=1)
-        self.batches = tuple(n * work.micro for n in units)
-        self.counts = units
+            self.counts = shares(sum(self.counts), self.speeds.min(axis=0).tolist(), least=1)
+        self.turns = max(self.counts)
         self.tokens = work.micro * work.length / grid.sp  # of a micro-batch on a rank
         self.sent: dict[str, float] = dict.fromkeys(AXES, 0.0)
         self.leaving = 0.0
 
     def step(self, limit: float) -> MeshStep:
         work, grid = self.work, self.grid
-        usual = work.batch / self.replicas / work.micro
-        share = np.array(
-            [sum(work.costs[a:b]) for a, b in zip(self.ranges, self.ranges[1:], strict=False)]
-        ) / sum(work.costs)
+        usual = work.batch / len(self.counts) / work.micro
+        share = np.array([sum(work.costs[a:b]) for a, b in self.ranges]) / sum(work.costs)
         units = share * grid.pp / usual
-        per_block = {axis: getattr(self, f"_{axis}")() for axis in ("tp", "sp", "ep")}
-        extra = [
-            sum(self._blocks(axis, s) * took for axis, (took, _) in per_block.items())
-            for s in range(grid.pp)
-        ]
-        extra_back = [
-            sum(self._blocks(axis, s) * took for axis, (_, took) in per_block.items())
-            for s in range(grid.pp)
-        ]
+        per_block = {"tp": self._tp(), "sp": self._sp(), "ep": self._ep()}
+        # [forward and backward, stage]: seconds of a micro-batch beside computing
+        beside = sum(
+            np.outer(both, self._blocks(axis)) for axis, both in per_block.items()
+        ) + np.zeros((2, grid.pp))
         edges = self._edges()
         most, bare = 0.0, 0.0
-        alone: list[float] = []
-        for r in range(self.replicas):
-            f = [units[s] * work.forward / self.stage_speeds[s, r] for s in range(grid.pp)]
-            b = [units[s] * work.backward / self.stage_speeds[s, r] for s in range(grid.pp)]
-            both = (
-                [f[s] + extra[s] for s in range(grid.pp)],
-                [b[s] + extra_back[s] for s in range(grid.pp)],
-            )
-            took = self._pipeline(*both, edges, self.counts[r])
+        for speed, count in zip(self.speeds.T, self.counts, strict=True):
+            own = np.stack([units * work.forward / speed, units * work.backward / speed])
+            took = self._pipeline(own + beside, edges, count)
             if took > most:
-                most, bare = took, self._pipeline(*both, [0.0] * len(edges), self.counts[r])
-                alone = [self.counts[r] * (f[s] + b[s]) for s in range(grid.pp)]
-                window = b[-1]
-        busiest = int(
-            np.argmax([a + self._count(extra, extra_back, s) for s, a in enumerate(alone)])
-        )
-        parts = {"compute": alone[busiest]}
-        for axis, (there, back) in per_block.items():
-            parts[axis] = max(self.counts) * self._blocks(axis, busiest) * (there + back)
+                most, bare = took, self._pipeline(own + beside, [0.0] * len(edges), count)
+                alone, window = count * own.sum(axis=0), own[1, -1]
+        busiest = int(np.argmax(alone + self.turns * beside.sum(axis=0)))
+        parts = {"compute": float(alone[busiest])}
+        for axis, both in per_block.items():
+            parts[axis] = self.turns * self._blocks(axis)[busiest] * sum(both)
         parts["bubble"] = max(bare - sum(parts.values()), 0.0)
         parts["pp"] = most - bare
         parts["dp"] = self._gradients(window if grid.pp == 1 else 0.0)
-        held = max(self._held(s) for s in range(grid.pp))
-        parts["compute"] += (
-            work.optimizer
-            * held
-            / max(sum(n.whole for n in (work.first, *work.blocks, work.last)), 1)
-        )
+        numel = max(sum(n.whole for n in (work.first, *work.blocks, work.last)), 1)
+        held = [sum(self._elements(stage)) for stage in range(grid.pp)]
+        parts["compute"] += work.optimizer * max(held) / numel
         return MeshStep(
             grid,
             self.dims,
-            tuple(int(r) for r in self.order),
+            tuple(self.order.tolist()),
             sum(parts.values()),
             parts,
             self.sent,
             self.leaving,
-            max(self._memory(s) for s in range(grid.pp)),
+            max(self._memory(stage, numel) for stage, numel in enumerate(held)),
             self.layers,
-            self.batches,
+            tuple(count * work.micro for count in self.counts),
             limit,
         )
 
-    def _pipeline(
-        self, forward: list[float], backward: list[float], edges: list[float], count: int
-    ) -> float:
+    def _pipeline(self, passes: np.ndarray, edges: list[float], count: int) -> float:
         """With several stages on each rank, they are shorter, and so is what is waited for them."""
+        forward, backward = passes.tolist()
         took = pipeline_seconds(forward, backward, edges, count)
-        steady = count * max(f + b for f, b in zip(forward, backward, strict=True))
+        steady = count * float(passes.sum(axis=0).max())
         return steady + max(took - steady, 0.0) / self.work.interleave
 
-    def _count(self, extra: list[float], extra_back: list[float], stage: int) -> float:
-        return max(self.counts) * (extra[stage] + extra_back[stage])
-
-    def _blocks(self, axis: str, stage: int) -> int:
-        blocks = self.work.blocks[self.ranges[stage] : self.ranges[stage + 1]]
-        return sum(bool(block.experts) for block in blocks) if axis == "ep" else len(blocks)
+    def _blocks(self, axis: str) -> list[int]:
+        """Blocks of each stage that have traffic of this axis."""
+        stages = [self.work.blocks[a:b] for a, b in self.ranges]
+        return [sum(axis != "ep" or bool(block.experts) for block in blocks) for blocks in stages]
 
     # ----------------------------------- traffic of a micro-batch: (forward, backward) of one block
 
     def _tp(self) -> tuple[float, float]:
-        took = 2 * self._ring(
-            "tp", self.tokens * self.work.width * self.work.element, times=4 * self._micro_blocks()
-        )
+        turns = 2 * (self.grid.tp - 1)
+        nbytes = self.tokens * self.work.width * self.work.element / self.grid.tp
+        took = 2 * turns * self._passes("tp", nbytes, 4 * turns)
         return took, took
 
     def _sp(self) -> tuple[float, float]:
-        n = self.grid.sp
-        if n == 1:
-            return 0.0, 0.0
-        groups = self.grid.groups(self.order, "sp")
+        turns = self.grid.sp - 1
         nbytes = 2 * self.tokens * self.work.width / self.grid.tp * self.work.element
-        took = (n - 1) * self.links.seconds(groups.ravel(), np.roll(groups, -1, 1).ravel(), nbytes)
-        self._sends(
-            "sp",
-            groups.ravel(),
-            np.roll(groups, -1, 1).ravel(),
-            nbytes,
-            3 * (n - 1) * self._micro_blocks(),
-        )
+        took = turns * self._passes("sp", nbytes, 3 * turns)
         return took, 2 * took
+
+    def _passes(self, axis: str, nbytes: float, times: int) -> float:
+        """Seconds of passing this to the next of the group, which each block does ``times``."""
+        groups = self.grid.groups(self.order, axis)
+        if groups.shape[1] == 1:
+            return 0.0
+        times *= self.turns * max(self.layers)
+        return self._sends(axis, groups.ravel(), np.roll(groups, -1, 1).ravel(), nbytes, times)
 
     def _ep(self) -> tuple[float, float]:
         if self.grid.ep == 1:
             return 0.0, 0.0
-        work, blocks = self.work, max(self._blocks("ep", s) for s in range(self.grid.pp))
+        work = self.work
         ways = [
             ExpertWay(
                 tuple(group),
@@ -507,48 +465,24 @@ class _Prediction:
         passes = [[way.forward for way in ways], [way.backward for way in ways]]
         every = [hop for each in passes for hops in each for hop in hops]
         source, sink, nbytes = (np.concatenate(column) for column in zip(*every, strict=True))
-        times = max(self.counts) * blocks
+        times = self.turns * max(self._blocks("ep"))
         self.sent["ep"] += float(np.bincount(source, nbytes).max()) * times
-        self.leaving += self.links.leaving_of(source, sink, nbytes) * times
+        self.leaving += self.links.leaving(source, sink, nbytes) * times
         coded = ways[0].coded(self.costs)
         there, back = (hop_seconds(each, self.links) + coded for each in passes)
         return there, back
 
-    def _micro_blocks(self) -> int:
-        return max(self.counts) * max(self.layers)
-
-    def _ring(self, axis: str, nbytes: float, *, times: int) -> float:
-        groups = self.grid.groups(self.order, axis)
-        n = groups.shape[1]
-        if n == 1:
-            return 0.0
-        source, sink = groups.ravel(), np.roll(groups, -1, 1).ravel()
-        self._sends(axis, source, sink, nbytes / n, 2 * (n - 1) * times)
-        return 2 * (n - 1) * self.links.seconds(source, sink, nbytes / n)
-
     def _edges(self) -> list[float]:
-        """Of each stage's activations to the next."""
-        grid, codec = self.grid, codec_named(self.dims.pp)
-        if grid.pp == 1:
-            return []
-        numel = int(self.tokens) * self.work.width
-        nbytes = self.work.element * numel if codec.lossless else codec.row_bytes(numel)
-        cost = (
-            0.0
-            if codec.lossless
-            else numel * (self.costs.of(codec.kind).encode + self.costs.of(codec.kind).decode)
-        )
-        lanes = self.order.reshape(grid.pp, -1)
-        for s in range(grid.pp - 1):
-            self._sends(
-                "pp",
-                lanes[s],
-                lanes[s + 1],
-                nbytes,
-                (1 + (s > 0)) * max(self.counts) * self.work.interleave,
-            )
+        """Seconds of each stage's activations on their way to the next."""
+        codec, numel = codec_named(self.dims.pp), int(self.tokens) * self.work.width
+        nbytes, cost = _row(codec, numel, 1, self.work.element), 0.0
+        if not codec.lossless:
+            each = self.costs.of(codec.kind)
+            cost = numel * (each.encode + each.decode)
+        lanes, times = self.order.reshape(self.grid.pp, -1), self.turns * self.work.interleave
         return [
-            cost + self.links.seconds(lanes[s], lanes[s + 1], nbytes) for s in range(grid.pp - 1)
+            cost + self._sends("pp", here, there, nbytes, (1 + (stage > 0)) * times)
+            for stage, (here, there) in enumerate(pairwise(lanes))
         ]
 
     # ------------------------------------------------------------ once per step
@@ -556,31 +490,27 @@ class _Prediction:
     def _gradients(self, window: float) -> float:
         """Exposed seconds of averaging what ranks hold alike."""
         took, nbytes = 0.0, 0.0
-        for axes, which in ((("dp", "ep", "sp"), 0), (("dp", "sp"), 1)):
-            numel = [self._elements(s)[which] for s in range(self.grid.pp)]
-            if max(numel) and int(np.prod([getattr(self.grid, axis) for axis in axes])) > 1:
-                took += self._reduced(axes, numel)
+        for which, axes in enumerate((("dp", "ep", "sp"), ("dp", "sp"))):
+            # pp is outermost, so groups lie in the order of stages
+            groups = self.grid.groups(self.order, *axes)
+            numel = [self._elements(stage)[which] for stage in range(self.grid.pp)]
+            if max(numel) and groups.shape[1] > 1:
+                took += self._reduced(groups, numel)
                 nbytes += self.work.gradient * max(numel)
         last = took / max(nbytes / BUCKETS, 1.0)  # of the last bucket, when backward is done
         return max(took - window, min(last, took))
 
-    def _reduced(self, axes: tuple[str, ...], numel: list[float]) -> float:
-        codec = codec_named(self.dims.dp)
-        # pp is outermost, so groups lie in the order of stages
-        groups = self.grid.groups(self.order, *axes)
+    def _reduced(self, groups: np.ndarray, numel: list[float]) -> float:
+        codec, most = codec_named(self.dims.dp), max(numel)
         n, each = groups.shape[1], len(groups) // self.grid.pp
-        rows = [
-            self.work.gradient * k / n if codec.lossless else codec.row_bytes(-(-int(k) // n))
-            for k in numel
-        ]
+        rows = [_row(codec, k, n, self.work.gradient) for k in numel]
         source, sink = _all_to_all(groups)
-        nbytes = np.repeat(rows, each * n * (n - 1))
         self._sends("dp", source, sink, max(rows), 2 * (n - 1), flows=n - 1)
-        took = 2 * self.links.seconds(source, sink, nbytes)
+        took = 2 * self.links.seconds(source, sink, np.repeat(rows, each * n * (n - 1)))
         if codec.lossless:
             return took
-        cost, k = self.costs.of(codec.kind), max(numel)
-        return took + k * (cost.encode + cost.add + cost.encode / n + cost.decode)
+        cost = self.costs.of(codec.kind)
+        return took + most * (cost.encode + cost.add + cost.encode / n + cost.decode)
 
     def _sends(
         self,
@@ -591,63 +521,58 @@ class _Prediction:
         times: float,
         *,
         flows: int = 1,
-    ) -> None:
+    ) -> float:
+        """Seconds of transfers that begin at once; counts their bytes, so many times a step, of
+        ``flows`` from each rank."""
         self.sent[axis] += nbytes * times
         self.leaving += self.links.leaving(source, sink, nbytes) * times / flows
+        return self.links.seconds(source, sink, nbytes)
 
     # ------------------------------------------------------------ memory
 
     def _elements(self, stage: int) -> tuple[float, float]:
-        every = [*self.work.blocks[self.ranges[stage] : self.ranges[stage + 1]]]
+        a, b = self.ranges[stage]
+        every = [*self.work.blocks[a:b]]
         every += [self.work.first] * (stage == 0) + [self.work.last] * (stage == self.grid.pp - 1)
-        found = [numel.on_a_rank(self.grid) for numel in every]
-        return sum(a for a, _ in found), sum(b for _, b in found)
+        alike, experts = zip(*(numel.on_a_rank(self.grid) for numel in every), strict=True)
+        return sum(alike), sum(experts)
 
-    def _held(self, stage: int) -> float:
-        return sum(self._elements(stage))
-
-    def _memory(self, stage: int) -> float:
+    def _memory(self, stage: int, numel: float) -> float:
         """State and what compression keeps; activations of the micro-batches that are under way on
         this stage."""
         work, grid = self.work, self.grid
-        numel, n = self._held(stage), grid.dp * grid.ep * grid.sp
         whole, divided = work.kept
-        under_way = min(grid.pp - stage, max(self.counts))
-        activations = (
-            self.tokens
-            * work.width
-            * work.element
-            * (whole + divided / grid.tp)
-            * self.layers[stage]
-            * under_way
-        )
+        under_way = self.layers[stage] * min(grid.pp - stage, self.turns)
+        each = self.tokens * work.width * work.element * (whole + divided / grid.tp)
         largest = 4 * work.largest / grid.tp
         return (
             work.state * numel
-            + self._averaging(numel, n)
-            + max(activations + largest, TEMPORARIES * largest)
+            + self._averaging(numel, grid.dp * grid.ep * grid.sp)
+            + max(each * under_way + largest, TEMPORARIES * largest)
         )
 
     def _averaging(self, numel: float, n: int) -> float:
-        """Of ``compress`` between ``n`` ranks: buckets, residuals, and messages of the buckets that
-        are under way at once."""
+        """Bytes of ``compress`` between ``n`` ranks: buckets, residuals, and messages of the
+        buckets that are under way at once."""
         if n == 1 or not self.work.gradient:
             return 0.0
         codec, gradient = codec_named(self.dims.dp), self.work.gradient
         bucket = min(max(BUCKETS / gradient, self.work.largest / self.grid.tp), numel)
-        at_once = min(AT_ONCE, numel / bucket)
-        message = (
-            4.0 * bucket if codec.lossless else float(n * codec.row_bytes(-(-int(bucket) // n)))
-        )
+        message = n * _row(codec, bucket, n, 4)
         copies = 4.0 * bucket if gradient < 4 else 0.0  # kernels add in float32
         # as they are, and as they will be
         residuals = 0.0 if codec.lossless else 8 * numel * (1 + 1 / n)
+        at_once = min(AT_ONCE, numel / bucket)
         return gradient * numel + residuals + at_once * ((2 + 1 / n) * message + copies)
+
+
+def _row(codec: Codec, numel: float, rows: int, element: int) -> float:
+    """Bytes of one of so many rows of these elements."""
+    return element * numel / rows if codec.lossless else codec.row_bytes(-(-int(numel) // rows))
 
 
 def _all_to_all(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Every member to every other of its group."""
     n = groups.shape[1]
-    apart = ~np.eye(n, dtype=bool)
-    pairs = np.broadcast_to(groups[:, :, None], (len(groups), n, n))[:, apart]
-    return pairs.ravel(), np.broadcast_to(groups[:, None, :], (len(groups), n, n))[:, apart].ravel()
+    a, b = np.nonzero(~np.eye(n, dtype=bool))
+    return groups[:, a].ravel(), groups[:, b].ravel()

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from commpress.collectives.buckets import Span
 from commpress.errors import InvalidArgument
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
 from commpress.plan.grids import Grid, MeshDims, MeshStep, MeshWork, predicted
-from commpress.plan.model import ModelBucket
+from commpress.plan.model import Shape, bucket_of
 from commpress.plan.pair_links import PairLinks
-from commpress.plan.simulator import Training, simulate_step
-from commpress.plan.ways import RINGS, buckets_by
+from commpress.plan.simulator import Training
+from commpress.plan.way_names import RINGS
+from commpress.plan.ways import simulate_buckets
 
 BUCKETS = 16  # at most: more of them change little and take long to simulate
 
@@ -37,11 +37,10 @@ def simulate_mesh(
     group = _group(cluster, grid)
     numel = numel * group.size // (group.size - 1)
     count = max(min(int(4e-6 * numel / bucket_mb), BUCKETS), 1)
-    each = numel // count
-    buckets = [ModelBucket((Span(str(i), 0, each),), ((each,),)) for i in range(count)]
+    buckets = [bucket_of([Shape(str(i), (numel // count,))]) for i in range(count)]
     last = work.backward * grid.dp * grid.ep * work.micro / work.batch if grid.pp == 1 else 0.0
     training = Training(0.0, last, 0.0, (1 / count,) * count)
-    found = simulate_step(group, costs, buckets_by(way, buckets, costs), each, training)
+    found = simulate_buckets(group, costs, way, buckets, training)
     parts = {**bare.parts, "dp": found.exposed_seconds}
     between = bare.between + found.traffic.between * cluster.kinds[0][0].ranks
     return replace(

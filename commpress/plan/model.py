@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from commpress.collectives.buckets import Span
+from commpress.collectives.exchange import Tensors
 from commpress.errors import InvalidArgument
 
 FIRST_BUCKET = 1 << 20  # bytes: DDP closes the first one early, so that communication begins
@@ -32,6 +33,9 @@ class ModelBucket:
     def numel(self) -> int:
         return sum(span.numel for span in self.spans)
 
+    def tensors(self) -> Tensors:
+        return [*self.spans], self.shapes
+
 
 @dataclass(frozen=True)
 class Model:
@@ -54,8 +58,8 @@ class Model:
         return sum(shape.numel for shape in self.shapes)
 
     def buckets(self, bucket_mb: float = 25.0) -> list[ModelBucket]:
-        """As DDP's after its first step: from the last parameter on, closed once they reach their
-        size."""
+        """Buckets of DDP after its first step: from the last parameter on, closed once they reach
+        their size."""
         result: list[ModelBucket] = []
         held: list[Shape] = []
         limit, size = min(FIRST_BUCKET, bucket_mb * 2**20), 0
@@ -63,19 +67,20 @@ class Model:
             held.append(shape)
             size += 4 * shape.numel
             if size >= limit:
-                result.append(_bucket(held))
+                result.append(bucket_of(held))
                 held, size, limit = [], 0, bucket_mb * 2**20
         if held:
-            result.append(_bucket(held))
+            result.append(bucket_of(held))
         return result
 
     def shares(self, bucket_mb: float = 25.0) -> tuple[float, ...]:
-        """Of the backward, by parameters: what has been computed between one full bucket and the
+        """Parts of the backward, by parameters: what is computed between one full bucket and the
         next."""
         return tuple(bucket.numel / self.numel for bucket in self.buckets(bucket_mb))
 
 
-def _bucket(shapes: Sequence[Shape]) -> ModelBucket:
+def bucket_of(shapes: Sequence[Shape]) -> ModelBucket:
+    """Tensors side by side in one buffer."""
     spans, at = [], 0
     for shape in shapes:
         spans.append(Span(shape.name, at, shape.numel))
@@ -97,22 +102,15 @@ def transformer(parameters: int, *, vocabulary: int = 0, length: int = 512) -> M
         Shape("positions.weight", (length, width)),
     ]
     for i in range(layers):
-        for name, sizes in (
-            ("qkv", (3 * width, width)),
-            ("out", (width, width)),
-            ("up", (4 * width, width)),
-            ("down", (width, 4 * width)),
-        ):
-            shapes += [
-                Shape(f"blocks.{i}.{name}.weight", sizes),
-                Shape(f"blocks.{i}.{name}.bias", (sizes[0],)),
-            ]
-        shapes += [
-            Shape(f"blocks.{i}.norm{k}.{side}", (width,))
-            for k in (1, 2)
-            for side in ("weight", "bias")
-        ]
-    return Model((*shapes, Shape("norm.weight", (width,)), Shape("norm.bias", (width,))))
+        for name, tall, wide in (("qkv", 3, 1), ("out", 1, 1), ("up", 4, 1), ("down", 1, 4)):
+            shapes += _layer(f"blocks.{i}.{name}", tall * width, wide * width)
+        for name in ("norm1", "norm2"):
+            shapes += _layer(f"blocks.{i}.{name}", width)
+    return Model((*shapes, *_layer("norm", width)))
+
+
+def _layer(name: str, *sizes: int) -> list[Shape]:
+    return [Shape(f"{name}.weight", sizes), Shape(f"{name}.bias", sizes[:1])]
 
 
 def _count(width: int, layers: int, vocabulary: int, length: int) -> int:

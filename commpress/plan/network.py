@@ -9,7 +9,7 @@ When a class of n ranks sends b bytes each to ranks of another class of m, each 
 n·b/m.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,27 +21,32 @@ from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.rows import Rows
 from commpress.plan.clock import Clock, Cores, Process, Signal, TokenBucket
 from commpress.plan.cluster import Class, Classes, Cluster
-from commpress.plan.costs import KernelSeconds
+from commpress.plan.costs import Costs, SizedKernels
 from commpress.work import Work
 
 # where a peer is: in the node, below the switch, beyond it, of another kind
 INSIDE, RACK, ABROAD, FOREIGN = range(4)
+Where = tuple[int, int]  # class, place
+
+
+class Wire(NamedTuple):
+    """Figures of a library's messages, in place of the cluster's."""
+
+    latency: float  # 0: the cluster's
+    busy: float  # the same while every rank of the receivers computes
+    byte: float | None  # seconds of a core for each byte at each end; None: the cluster's
+    message: float | None  # seconds of the sending thread for each message; None: the cluster's
 
 
 class Flow(NamedTuple):
-    """From one rank of a class to all its peers of one class in one place."""
+    """Bytes from one rank of a class to all its peers of one class in one place."""
 
     to: int  # class
     place: int
     nbytes: float
     messages: float
-    each: float = -1.0  # bytes that one rank of the other class receives, where not nbytes · n / m
-    latency: float = 0.0  # where it is not the cluster's
-    busy: float = 0.0  # the same while every rank of the receivers computes
-    # seconds of a core for each byte at each end, where they are not the cluster's
-    byte: float = -1.0
-    # seconds of the sending thread for each message, where they are not the cluster's
-    message: float = -1.0
+    each: float | None = None  # bytes that one of the receivers gets, where not nbytes · n / m
+    wire: Wire | None = None
 
 
 @dataclass(eq=False)
@@ -52,17 +57,20 @@ class Posted:
     cls: int
     tag: int
     flows: list[Flow]
-    froms: set[tuple[int, int]]  # (class, place) that something is to come from
+    froms: set[Where]  # from where something is to come
     waits: list["Posted"]  # where ``wait`` notes that the generator waits for this
     done: Signal = field(default_factory=Signal)
 
     def wait(self) -> None:
         self.waits.append(self)
 
-    def seconds(self, message: float) -> float:
-        """That a thread pays for its messages, ``message`` for each of the usual ones."""
+    def seconds(self, usual: float) -> float:
+        """Seconds that a thread pays for its messages, ``usual`` for each that has no figure of its
+        own."""
         return sum(
-            flow.messages * (message if flow.message < 0 else flow.message) for flow in self.flows
+            flow.messages
+            * (usual if flow.wire is None or flow.wire.message is None else flow.wire.message)
+            for flow in self.flows
         )
 
 
@@ -74,10 +82,8 @@ class Traffic:
     nbytes: float = 0
     between: float = 0  # of them to other nodes
 
-
-class Script(list[tuple[float, Posted]]):
-    """Messages that a rank posted since it last waited, each with the seconds of kernels before
-    it."""
+    def over(self, count: float) -> "Traffic":
+        return Traffic(self.messages / count, self.nbytes / count, self.between / count)
 
 
 @dataclass(eq=False)
@@ -87,39 +93,40 @@ class SizedTransport:
     network: "Network"
     cls: int
     members: np.ndarray
-    rank: int
     ordered, checks = False, False  # nobody touches payloads
 
     def __post_init__(self) -> None:
-        self.size = len(self.members)
         me = self.network.classes.every[self.cls].rank
-        peers = np.flatnonzero(self.members != me)
-        self._groups = self.network.grouped(me, self.members[peers])
+        self.size, self.rank = len(self.members), int(np.searchsorted(self.members, me))
+        self._where = self.network.where(me, self.members)
+        others = (where for rank, where in enumerate(self._where) if rank != self.rank)
+        self._peers = sorted(Counter(others).items())
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        out[:, :HEADER] = inp[self.rank, :HEADER]
-        return self._uniform(inp.shape[1], tag)
+        return self._uniform(out, inp[self.rank], tag)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        out[:, :HEADER] = inp[0, :HEADER]
-        return self._uniform(inp.shape[1], tag)
+        return self._uniform(out, inp[0], tag)
+
+    def _uniform(self, out: torch.Tensor, row: torch.Tensor, tag: int) -> Work:
+        out[:, :HEADER] = row[:HEADER]
+        flows = [Flow(*where, count * len(row), count) for where, count in self._peers]
+        return self._post(tag, flows, {where for where, _ in self._peers})
+
+    def _post(self, tag: int, flows: list[Flow], froms: set[Where]) -> Work:
+        self.network.kernels[self.cls].seconds += self.network.cluster.post_seconds
+        return self.network.post(self.cls, tag, flows, froms)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         for r in out.payloads:
             out.headers[r] = wanted[r]
-        me = self.network.classes.every[self.cls].rank
-        held: dict[tuple[int, int], list[int]] = {}
+        sizes: dict[Where, list[int]] = {}
         for r, payload in inp.payloads.items():
             if r != self.rank:
-                both = held.setdefault(self.network.where(me, int(self.members[r])), [0, 0])
-                both[0] += HEADER + payload.numel()
-                both[1] += 1
-        flows = [Flow(*where, *both) for where, both in held.items()]
-        self._prepare()
-        froms = {
-            self.network.where(me, int(self.members[r])) for r in out.payloads if r != self.rank
-        }
-        return self.network.post(self.cls, tag, flows, froms)
+                sizes.setdefault(self._where[r], []).append(HEADER + payload.numel())
+        flows = [Flow(*where, sum(each), len(each)) for where, each in sizes.items()]
+        froms = {self._where[r] for r in out.payloads if r != self.rank}
+        return self._post(tag, flows, froms)
 
     def abandon(self, reason: str) -> None:
         """Nothing can be damaged here."""
@@ -127,80 +134,50 @@ class SizedTransport:
     def subset(self, ranks: Sequence[int]) -> "SizedTransport | None":
         if self.rank not in ranks:
             return None
-        members = self.members[sorted(ranks)]
-        me = self.network.classes.every[self.cls].rank
-        return SizedTransport(self.network, self.cls, members, int(np.searchsorted(members, me)))
-
-    def _uniform(self, row: int, tag: int) -> Work:
-        flows = [Flow(*where, count * row, count) for where, count in self._groups.items()]
-        self._prepare()
-        return self.network.post(self.cls, tag, flows, set(self._groups))
-
-    def _prepare(self) -> None:
-        self.network.kernel_seconds[self.cls].seconds += self.network.cluster.post_seconds
+        return SizedTransport(self.network, self.cls, self.members[sorted(ranks)])
 
 
 class Network:
     """The lines and cores of a cluster, and what is under way on them."""
 
-    def __init__(self, cluster: Cluster, clock: Clock, *, alike: bool = True) -> None:
-        self.cluster, self.clock = cluster, clock
+    def __init__(self, cluster: Cluster, costs: Costs, *, alike: bool = True) -> None:
+        self.cluster, self.clock = cluster, Clock()
         self.classes: Classes = cluster.classes(alike=alike)
-        self.kernel_seconds = [KernelSeconds() for _ in self.classes.every]
+        self.kernels = [SizedKernels(costs) for _ in self.classes.every]
         self.traffic = [Traffic() for _ in self.classes.every]
-        self.scripts: list[Script] = [Script() for _ in self.classes.every]
+        # messages that a rank posted since it last waited, and the seconds of kernels before each
+        self.scripts: list[list[tuple[float, Posted]]] = [[] for _ in self.classes.every]
         self.waits: list[Posted] = []
-        # forward, backward or optimizer, of each class
-        self.computing = [False] * len(self.kernel_seconds)
+        self.computing = [False] * len(self.kernels)  # forward or backward, of each class
         self._kinds = np.repeat(
             np.arange(len(cluster.kinds)), [node.ranks * count for node, count in cluster.kinds]
         )
         self._lines: dict[tuple[str, int], TokenBucket] = {}
         self._cores: dict[int, Cores] = {}
+        # by sender, receiver, tag and place: signals that only one side has asked for
         self._arriving: dict[tuple[int, int, int, int], deque[Signal]] = defaultdict(deque)
         self._expected: dict[tuple[int, int, int, int], deque[Signal]] = defaultdict(deque)
 
     def transport(self, cls: int) -> SizedTransport:
-        rank = self.classes.every[cls].rank
-        return SizedTransport(self, cls, np.arange(self.cluster.size), rank)
+        return SizedTransport(self, cls, np.arange(self.cluster.size))
 
-    # ------------------------------------------------------------ who is where
-
-    def where(self, me: int, peer: int) -> tuple[int, int]:
-        """(class, place) of a peer as this rank sees it."""
-        nodes, rack = self.cluster.node_of, self.cluster.rack
-        a, b = int(nodes[me]), int(nodes[peer])
-        if a == b:
-            place = INSIDE
-        elif self._kinds[me] != self._kinds[peer]:
-            place = FOREIGN
-        else:
-            place = ABROAD if rack and a // rack != b // rack else RACK
-        return int(self.classes.of[peer]), place
-
-    def grouped(self, me: int, peers: np.ndarray) -> dict[tuple[int, int], int]:
-        """(class, place) → peers."""
+    def where(self, me: int, peers: np.ndarray) -> list[Where]:
+        """Class and place of each peer as rank ``me`` sees it."""
         nodes, rack = self.cluster.node_of, self.cluster.rack
         place = np.full(len(peers), RACK)
         if rack:
             place[nodes[peers] // rack != nodes[me] // rack] = ABROAD
         place[self._kinds[peers] != self._kinds[me]] = FOREIGN
         place[nodes[peers] == nodes[me]] = INSIDE
-        pairs, counts = np.unique(
-            np.stack([self.classes.of[peers], place]), axis=1, return_counts=True
-        )
-        return {(int(c), int(p)): int(n) for (c, p), n in zip(pairs.T, counts, strict=True)}
+        return list(zip(self.classes.of[peers].tolist(), place.tolist(), strict=True))
 
     def cores(self, cls: Class) -> tuple[Cores, float]:
         """The cores that a class computes on, and how many of its ranks share them."""
-        if self.cluster.machine_cores:
-            return self._cores.setdefault(
-                -1, Cores(self.clock, self.cluster.machine_cores)
-            ), cls.ranks
-        place = int(self.cluster.node_of[cls.rank])
-        return self._cores.setdefault(
-            place, Cores(self.clock, self.cluster.kinds[cls.kind][0].cores)
-        ), cls.in_node
+        node, machine = self.cluster.kinds[cls.kind][0], self.cluster.machine_cores
+        home = -1 if machine else int(self.cluster.node_of[cls.rank])
+        if home not in self._cores:
+            self._cores[home] = Cores(self.clock, machine or node.cores)
+        return self._cores[home], cls.ranks if machine else cls.in_node
 
     def compute(self, cls: int, seconds: float) -> Signal:
         """One thread of each rank of the class."""
@@ -210,62 +187,60 @@ class Network:
 
     # ------------------------------------------------------------ what is posted
 
-    def post(self, cls: int, tag: int, flows: list[Flow], froms: set[tuple[int, int]]) -> Posted:
+    def post(
+        self,
+        cls: int,
+        tag: int,
+        flows: list[Flow],
+        froms: set[Where],
+    ) -> Posted:
         """Note an operation; it starts when the arithmetic before it has been paid for
         (``start``)."""
-        posted = Posted(cls, tag, flows, froms, self.waits)
-        charged = self.kernel_seconds[cls]
-        self.scripts[cls].append((charged.seconds, posted))
-        charged.seconds = 0.0
+        posted, kernels = Posted(cls, tag, flows, froms, self.waits), self.kernels[cls]
+        self.scripts[cls].append((kernels.seconds, posted))
+        kernels.seconds = 0.0
         return posted
 
     def start(self, posted: Posted) -> None:
-        """From now on its bytes are on their way."""
+        """Put its bytes on their way."""
         ends = [self._send(posted, flow) for flow in posted.flows]
         ends += [
-            self._meet(self._expected, self._arriving, (c, posted.cls, posted.tag, p))
-            for c, p in posted.froms
+            self._meet(self._expected, self._arriving, (cls, posted.cls, posted.tag, place))
+            for cls, place in posted.froms
         ]
         when_all(ends, posted.done.fire)
 
     def _send(self, posted: Posted, flow: Flow) -> Signal:
         """The signal says that the sender is rid of it; the receiver hears of it a latency
         later."""
-        cluster, source, sink = (
-            self.cluster,
-            self.classes.every[posted.cls],
-            self.classes.every[flow.to],
+        cluster, traffic, wire = self.cluster, self.traffic[posted.cls], flow.wire
+        source, sink = self.classes.every[posted.cls], self.classes.every[flow.to]
+        traffic.messages += flow.messages
+        traffic.nbytes += flow.nbytes
+        arrived = self._meet(
+            self._arriving, self._expected, (posted.cls, flow.to, posted.tag, flow.place)
         )
-        traffic = self.traffic[posted.cls]
-        traffic.messages, traffic.nbytes = (
-            traffic.messages + flow.messages,
-            traffic.nbytes + flow.nbytes,
-        )
-        back = (posted.cls, flow.to, posted.tag, flow.place)
-        arrived = self._meet(self._arriving, self._expected, back)
-        each = flow.each if flow.each >= 0 else flow.nbytes * source.ranks / sink.ranks
-        gone = Signal()
+        each = flow.nbytes * source.ranks / sink.ranks if flow.each is None else flow.each
         if flow.place == INSIDE:
-            node = cluster.kinds[source.kind][0]
-            last = self._line("inside", source, node.inside).carry(flow.nbytes * source.in_node)
-            latency = cluster.inside_latency
+            rate, latency = cluster.kinds[source.kind][0].inside, cluster.inside_latency
+            last = self._carry("inside", source, flow.nbytes, rate)
         else:
             traffic.between += flow.nbytes
             last, latency = self._between(source, sink, flow, each), cluster.latency
+        gone = Signal()
         ends = [gone]
-        known = flow.byte >= 0
-        if (
-            cost := flow.nbytes * flow.byte
-            if known
-            else flow.messages * cluster.row_seconds(flow.nbytes / flow.messages)
-        ):
+        if wire is not None and wire.byte is not None:
+            cost = flow.nbytes * wire.byte
+        else:
+            cost = flow.messages * cluster.row_seconds(flow.nbytes / flow.messages)
+        if cost:
             ends.append(self.compute(posted.cls, cost))
             ends.append(self.compute(flow.to, cost * each / flow.nbytes))
         cores, _ = self.cores(sink)
 
         def arrive() -> None:
-            if flow.latency:
-                waits = max(flow.latency, flow.busy if self.computing[flow.to] else 0.0)
+            if wire is not None and wire.latency:
+                waits = max(wire.latency, wire.busy if self.computing[flow.to] else 0.0)
             else:
                 waits = max(latency, cluster.busy_latency if cores.taken else 0.0)
             self.clock.at(self.clock.now + waits, arrived.fire)
@@ -275,25 +250,29 @@ class Network:
         return gone
 
     def _between(self, source: Class, sink: Class, flow: Flow, each: float) -> float:
-        cluster, out, into = self.cluster, flow.nbytes * source.in_node, each * sink.in_node
-        a, b = cluster.kinds[source.kind][0], cluster.kinds[sink.kind][0]
+        """The time at which the last byte has passed the lines of both nodes, and those between."""
+        a, b = self.cluster.kinds[source.kind][0], self.cluster.kinds[sink.kind][0]
         ends = [
-            self._line("out", source, a.nic, a.burst).carry(out),
-            self._line("in", sink, b.nic, b.burst).carry(into),
+            self._carry("out", source, flow.nbytes, a.nic, a.burst),
+            self._carry("in", sink, each, b.nic, b.burst),
         ]
         if flow.place == FOREIGN and a.foreign:
-            ends.append(self._line("foreign out", source, a.foreign).carry(out))
+            ends.append(self._carry("foreign out", source, flow.nbytes, a.foreign))
         if flow.place == FOREIGN and b.foreign:
-            ends.append(self._line("foreign in", sink, b.foreign).carry(into))
-        if flow.place != RACK and cluster.oversubscription > 1:
-            ends.append(self._line("up", source, a.nic / cluster.oversubscription).carry(out))
-            ends.append(self._line("down", sink, b.nic / cluster.oversubscription).carry(into))
+            ends.append(self._carry("foreign in", sink, each, b.foreign))
+        if flow.place != RACK and (slower := self.cluster.oversubscription) > 1:
+            ends.append(self._carry("up", source, flow.nbytes, a.nic / slower))
+            ends.append(self._carry("down", sink, each, b.nic / slower))
         return max(ends)
 
-    def _line(self, name: str, cls: Class, rate: float, burst: float = 0.0) -> TokenBucket:
-        return self._lines.setdefault(
-            (name, int(self.cluster.node_of[cls.rank])), TokenBucket(self.clock, rate, burst)
-        )
+    def _carry(
+        self, name: str, cls: Class, nbytes: float, rate: float, burst: float = 0.0
+    ) -> float:
+        """Bytes of each rank that the class has in a node, over that node's line."""
+        key = name, int(self.cluster.node_of[cls.rank])
+        if key not in self._lines:
+            self._lines[key] = TokenBucket(self.clock, rate, burst)
+        return self._lines[key].carry(nbytes * cls.in_node)
 
     def _meet(
         self,
@@ -312,10 +291,8 @@ class Network:
 
     def pay(self, cls: int) -> Process:
         """Let time pass for what a generator has just done, and start what it posted."""
-        script, charged = self.scripts[cls], self.kernel_seconds[cls]
-        posts, rest = [*script], charged.seconds
-        script.clear()
-        charged.seconds = 0.0
+        posts, rest = self.scripts[cls], self.kernels[cls].seconds
+        self.scripts[cls], self.kernels[cls].seconds = [], 0.0
         # who computes fills what would stay idle
         slower = 1.0 if any(self.computing) else self.cluster.uneven
         for seconds, posted in posts:
@@ -331,10 +308,8 @@ class Network:
 
 
 def when_all(signals: Sequence[Signal], call: Callable[[], None]) -> None:
+    """Call when the last of these has fired."""
     left = sum(not signal.done for signal in signals)
-    if left == 0:
-        call()
-        return
 
     def one() -> None:
         nonlocal left
@@ -342,6 +317,7 @@ def when_all(signals: Sequence[Signal], call: Callable[[], None]) -> None:
         if left == 0:
             call()
 
-    for signal in signals:
-        if not signal.done:
-            signal.then(one)
+    for signal in [signal for signal in signals if not signal.done]:
+        signal.then(one)
+    if not left:
+        call()

@@ -1,6 +1,7 @@
 """Links between every two ranks: what each carries alone, and what the line of a node carries for
 all its ranks at once."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,13 +53,14 @@ class PairLinks:
         nodes = int(self.node.max()) + 1
         home = np.zeros(len(self.bandwidth), np.int64)
         home[self.site] = self.node
-        apart = np.where(home[:, None] != home[None, :], self.bandwidth, 0.0)
+        apart = np.where(_differ(home), self.bandwidth, 0.0)
         found = np.zeros(nodes)
         np.maximum.at(found, home, apart.max(axis=1))
         return np.where(found > 0, found, np.inf)
 
     def seconds(self, source: np.ndarray, sink: np.ndarray, nbytes: float | np.ndarray) -> float:
-        """Of transfers of ``nbytes`` each that begin at once, until the last has arrived."""
+        """Seconds of transfers of ``nbytes`` each that begin at once, until the last has
+        arrived."""
         if len(source) == 0:
             return 0.0
         nbytes = np.broadcast_to(nbytes, len(source))
@@ -66,29 +68,22 @@ class PairLinks:
         rate, late = self.bandwidth[a, b], self.latency[a, b]
         out, into = self.node[source], self.node[sink]
         leaves = out != into
-        took = float((late + nbytes / rate).max())
+        took = [(late + nbytes / rate).max()]
         if leaves.any():
             for ends in (out[leaves], into[leaves]):
                 busy = np.bincount(ends, nbytes[leaves], len(self.lines)) / self.lines
-                took = max(took, float(late[leaves].min() + busy.max()))
+                took.append(late[leaves].min() + busy.max())
         if not leaves.all():
             for ends in (source[~leaves], sink[~leaves]):
                 busy = np.bincount(ends, (nbytes / rate)[~leaves])
-                took = max(took, float(late[~leaves].min() + busy.max()))
-        return took
+                took.append(late[~leaves].min() + busy.max())
+        return float(max(took))
 
-    def leaving(self, source: np.ndarray, sink: np.ndarray, nbytes: float) -> float:
+    def leaving(self, source: np.ndarray, sink: np.ndarray, nbytes: float | np.ndarray) -> float:
         """Bytes of transfers of ``nbytes`` each that leave the node which sends most to others."""
-        return self.leaving_of(source, sink, np.full(len(source), nbytes))
-
-    def leaving_of(self, source: np.ndarray, sink: np.ndarray, nbytes: np.ndarray) -> float:
-        """The same of transfers that differ."""
         apart = self.node[source] != self.node[sink]
-        return (
-            float(np.bincount(self.node[source[apart]], nbytes[apart]).max())
-            if apart.any()
-            else 0.0
-        )
+        out = np.broadcast_to(nbytes, len(source))[apart]
+        return float(np.bincount(self.node[source[apart]], out).max()) if apart.any() else 0.0
 
     def speeds_alike(self) -> bool:
         """Links of a node among themselves, and of every two nodes, do not differ: all that counts
@@ -101,17 +96,15 @@ class PairLinks:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "PairLinks":
-        """From a description: one rate for each kind of node, and those between kinds."""
+        """Read a description: one rate for each kind of node, and those between kinds."""
         nodes = [node for node, count in cluster.kinds for _ in range(count)]
         kinds = np.repeat(np.arange(len(cluster.kinds)), [count for _, count in cluster.kinds])
         nic = np.array([node.nic for node in nodes])
-        rate = np.minimum(nic[:, None], nic[None, :])
-        foreign = np.array([node.foreign or np.inf for node in nodes])
-        between = np.minimum(foreign[:, None], foreign[None, :])
-        rate = np.where(kinds[:, None] != kinds[None, :], np.minimum(rate, between), rate)
+        foreign = np.minimum(nic, [node.foreign or np.inf for node in nodes])
+        rate = np.where(_differ(kinds), _least(foreign), _least(nic))
         if cluster.rack and cluster.oversubscription > 1:
             racks = np.arange(len(nodes)) // cluster.rack
-            rate = np.where(racks[:, None] != racks[None, :], rate / cluster.oversubscription, rate)
+            rate = np.where(_differ(racks), rate / cluster.oversubscription, rate)
         latency = np.full(rate.shape, cluster.latency)
         np.fill_diagonal(rate, [node.inside for node in nodes])
         np.fill_diagonal(latency, cluster.inside_latency)
@@ -119,7 +112,7 @@ class PairLinks:
 
     @classmethod
     def of_pairs(cls, nodes: Sequence[Sequence[int]], rows: Sequence[Any]) -> "PairLinks":
-        """From measured pairs: ``first``, ``second``, ``latency`` and ``bandwidth`` of each, as a
+        """Read measured pairs: ``first``, ``second``, ``latency`` and ``bandwidth`` of each, as a
         probe names them."""
         size = sum(map(len, nodes))
         if sorted(rank for node in nodes for rank in node) != list(range(size)) or size < 2:
@@ -133,13 +126,10 @@ class PairLinks:
         latency, bandwidth = np.zeros((size, size)), np.zeros((size, size))
         for row in rows:
             try:
-                a, b, late, rate = (
-                    row["first"],
-                    row["second"],
-                    float(row["latency"]),
-                    float(row["bandwidth"]),
-                )
-                known = 0 <= a < size and 0 <= b < size and 0 < late < np.inf and 0 < rate < np.inf
+                a, b = operator.index(row["first"]), operator.index(row["second"])
+                figures = np.array([row["latency"], row["bandwidth"]], float)
+                known = min(a, b) >= 0 and max(a, b) < size
+                known = known and bool(np.isfinite(figures).all() and (figures > 0).all())
             except (TypeError, KeyError, ValueError):
                 known = False
             if not known:
@@ -147,8 +137,8 @@ class PairLinks:
                     f"a measured pair is {row!r}, expected ranks below {size}, latency and "
                     "bandwidth above 0"
                 )
-            latency[a, b] = latency[b, a] = late / 2  # from a barrier on: there and back
-            bandwidth[a, b] = bandwidth[b, a] = rate
+            latency[a, b] = latency[b, a] = figures[0] / 2  # from a barrier on: there and back
+            bandwidth[a, b] = bandwidth[b, a] = figures[1]
         np.fill_diagonal(latency, 1e-9)
         np.fill_diagonal(bandwidth, 1e18)
         return cls(np.arange(size), home, latency, bandwidth)
@@ -164,6 +154,16 @@ def load_pairs(path: str | Path) -> PairLinks:
     if not whole or not isinstance(rows, list) or not rows:
         raise InvalidArgument(f"{path} has no nodes and rows of pairs, expected {WRITER}")
     return PairLinks.of_pairs(nodes, rows)
+
+
+def _differ(values: np.ndarray) -> np.ndarray:
+    """[first, second]: True where they are not the same."""
+    return values[:, None] != values
+
+
+def _least(values: np.ndarray) -> np.ndarray:
+    """[first, second]: the smaller one."""
+    return np.minimum(values[:, None], values)
 
 
 def _one(values: np.ndarray) -> bool:

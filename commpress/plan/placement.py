@@ -38,42 +38,38 @@ def place(
     def tried(order: Sequence[int]) -> MeshStep:
         return predicted(grid, work, links, costs, dims, order=order, speeds=speeds, limit=limit)
 
-    best = tried(ascending(np.argsort(links.node, kind="stable").tolist(), grid))
+    numbered = ascending(np.argsort(links.node, kind="stable").tolist(), grid)
+    best = tried(numbered)
     if grid.size < 3 or (links.speeds_alike() and speeds is None):
         return best
-    used = 1
-    for order in starts(grid, links):
+    left = tries
+    for order in dict.fromkeys([tuple(numbered), *starts(grid, links)]):
         found, better = tried(order), True
-        used += 1
-        while better and used < tries:
+        while better and left > 0:
             better = False
             for a, b in combinations(range(grid.size), 2):
-                if used >= tries:
-                    break
                 other = list(found.order)
                 other[a], other[b] = other[b], other[a]
                 other = ascending(other, grid)
-                if other == list(found.order):
-                    continue
-                step = tried(other)
-                used += 1
-                if step.seconds < found.seconds * (1 - GAIN):
-                    found, better = step, True
+                if left > 0 and other != list(found.order):
+                    left -= 1
+                    step = tried(other)
+                    if step.seconds < found.seconds * (1 - GAIN):
+                        found, better = step, True
         if found.seconds < best.seconds * (1 - GAIN):
             best = found
     return best
 
 
-def starts(grid: Grid, links: PairLinks) -> list[list[int]]:
-    """As numbered, node by node; gathered around every kind of rank, so that neighbours have the
-    fastest links left."""
-    rate = links.bandwidth[links.site[:, None], links.site[None, :]].astype(float)
+def starts(grid: Grid, links: PairLinks) -> list[tuple[int, ...]]:
+    """Ranks gathered around the one with the fastest link and around one with none but slow ones,
+    so that neighbours have the fastest links left."""
+    rate = links.bandwidth[links.site[:, None], links.site].astype(float)
     np.fill_diagonal(rate, 0.0)
-    found = [np.argsort(links.node, kind="stable").tolist()]
-    for first in np.unique([int(np.argmax(rate.max(1))), int(np.argmin(rate.max(1)))]).tolist():
-        found.append(gathered_from(first, rate, grid))
+    fastest = rate.max(axis=1)
     return [
-        list(order) for order in dict.fromkeys(tuple(ascending(order, grid)) for order in found)
+        tuple(ascending(gathered_from(first, rate, grid), grid))
+        for first in sorted({int(fastest.argmax()), int(fastest.argmin())})
     ]
 
 
@@ -93,18 +89,12 @@ def gathered_from(first: int, rate: np.ndarray, grid: Grid) -> list[int]:
     order, left = [first], [rank for rank in range(len(rate)) if rank != first]
     sizes = np.cumprod(grid[::-1]).tolist()  # of tp's groups, then with sp, and so on
     while left:
-        held = len(order)
-        inside = next((held % size for size in sizes if held % size), 0)
+        inside = next((len(order) % size for size in sizes if len(order) % size), 0)
         among = order[-inside:] if inside else order
-        order.append(
-            max(
-                left,
-                key=lambda rank: (
-                    float(rate[rank, among].min()),
-                    float(rate[rank, order].mean()),
-                    -rank,
-                ),
-            )
-        )
+
+        def links(rank: int, among: list[int] = among) -> tuple[float, float, int]:
+            return float(rate[rank, among].min()), float(rate[rank, order].mean()), -rank
+
+        order.append(max(left, key=links))
         left.remove(order[-1])
     return order

@@ -9,7 +9,7 @@ sends abroad and one receives. A class of several ranks of a node counts as thei
 
 from collections import deque
 
-from commpress.plan.network import FOREIGN, INSIDE, RACK, Flow, SizedTransport
+from commpress.plan.network import FOREIGN, INSIDE, RACK, Flow, SizedTransport, Where, Wire
 from commpress.work import Steps, Work
 
 PART = 1 << 20  # bytes of the longest part
@@ -25,86 +25,70 @@ def ring_allreduce(
     *,
     tag: int,
     arithmetic: float = 0.0,
-    byte: float = -1.0,
+    byte: float | None = None,
 ) -> Steps[None]:
     """``arithmetic``: seconds that a rank computes in all; ``byte``: of a core for each byte at
     each end, if known."""
     chunks = transport.size - 1
     if chunks == 0:
         return
-    cluster, chunk = transport.network.cluster, nbytes / transport.size
+    network = transport.network
+    cluster, chunk = network.cluster, nbytes / transport.size
     parts = chunks * max(-(-chunk // PART), AHEAD)
     posts = int(min(parts, POSTS))
     each = parts / posts
     inside = len(cluster.topology.nodes) == 1
     latency = cluster.ring_latency or (cluster.inside_latency if inside else cluster.latency)
-    message = cluster.ring_message if cluster.ring_latency else -1.0
-    charged = transport.network.kernel_seconds[transport.cls]
-    flows, froms = neighbours(transport, chunks * chunk / posts, each)
-    busy = each * cluster.ring_busy_latency
-    flows = [
-        flow._replace(latency=each * latency, busy=busy, byte=byte, message=message)
-        for flow in flows
-    ]
+    wire = Wire(
+        each * latency,
+        each * cluster.ring_busy_latency,
+        byte,
+        cluster.ring_message if cluster.ring_latency else None,
+    )
+    flows, froms = neighbours(transport, chunks * chunk / posts, each, wire)
     for summed in (arithmetic / posts, 0.0):
         under_way: deque[Work] = deque()
-        for _ in range(posts):
-            if len(under_way) == AHEAD:
+        for begun in range(posts + AHEAD):
+            if len(under_way) == AHEAD or (begun >= posts and under_way):
                 yield under_way.popleft()
-                charged.seconds += summed
-            under_way.append(transport.network.post(transport.cls, tag, flows, froms))
-        while under_way:
-            yield under_way.popleft()
-            charged.seconds += summed
+                network.kernels[transport.cls].seconds += summed
+            if begun < posts:
+                under_way.append(network.post(transport.cls, tag, flows, froms))
 
 
 def neighbours(
-    transport: SizedTransport, chunk: float, messages: float
-) -> tuple[list[Flow], set[tuple[int, int]]]:
-    """Bytes that a rank of this class sends, on average over the ranks of a node, and the ranks it
-    hears from."""
-    network, cls = transport.network, transport.network.classes.every[transport.cls]
-    kinds, every = network.cluster.kinds, network.classes.every
-    # every rank a class of its own
-    if cls.ranks == 1 == cls.in_node and len(every) == network.cluster.size:
-        after, before = (cls.rank + 1) % transport.size, (cls.rank - 1) % transport.size
-        return [Flow(*network.where(cls.rank, after), chunk, messages)], {
-            network.where(cls.rank, before)
-        }
-    node, count = kinds[cls.kind]
-    if node.ranks == cls.in_node:
-        first = last = transport.cls
-        flows = (
-            [Flow(first, INSIDE, chunk * (node.ranks - 1) / node.ranks, messages)]
-            if node.ranks > 1
-            else []
-        )
-        froms = {(first, INSIDE)} if node.ranks > 1 else set()
-    else:
-        first = next(i for i, one in enumerate(every) if one.kind == cls.kind)
-        last = first + node.ranks - 1
-        flows = [Flow(transport.cls + 1, INSIDE, chunk, messages)] if transport.cls < last else []
-        froms = {(transport.cls - 1, INSIDE)} if transport.cls > first else set()
-    if count > 1:
-        if transport.cls == last:
-            flows.append(Flow(first, RACK, chunk / cls.in_node, messages))
-        if transport.cls == first:
-            froms.add((last, RACK))
-    if len(kinds) > 1:  # one node of each kind passes on to the next kind
-        if transport.cls == last:
-            after = next(
-                i for i, one in enumerate(every) if one.kind == (cls.kind + 1) % len(kinds)
-            )
-            flows.append(
-                Flow(after, FOREIGN, chunk / cls.in_node, messages, chunk / every[after].in_node)
-            )
-        if transport.cls == first:
-            froms.add(
-                (
-                    max(
-                        i for i, one in enumerate(every) if one.kind == (cls.kind - 1) % len(kinds)
-                    ),
-                    FOREIGN,
-                )
-            )
+    transport: SizedTransport, chunk: float, messages: float, wire: Wire
+) -> tuple[list[Flow], set[Where]]:
+    """Bytes that a rank of this class sends, on average over the ranks of a node, and from where it
+    hears."""
+    cluster, every, cls = transport.network.cluster, transport.network.classes.every, transport.cls
+    own = every[cls]
+    (node, count), kinds = cluster.kinds[own.kind], len(cluster.kinds)
+
+    def classes(kind: int) -> list[int]:
+        return [i for i, one in enumerate(every) if one.kind == kind % kinds]
+
+    (first, *_), (*_, last) = classes(own.kind), classes(own.kind)
+    flows, froms = list[Flow](), set[Where]()
+
+    def send(to: int, place: int, nbytes: float, each: float | None = None) -> None:
+        flows.append(Flow(to, place, nbytes, messages, each, wire))
+
+    if first == last and node.ranks > 1:
+        send(cls, INSIDE, chunk * (node.ranks - 1) / node.ranks)
+        froms.add((cls, INSIDE))
+    if cls < last:
+        send(cls + 1, INSIDE, chunk)
+    if cls > first:
+        froms.add((cls - 1, INSIDE))
+    if count > 1 and cls == last:
+        send(first, RACK, chunk / own.in_node)
+    if count > 1 and cls == first:
+        froms.add((last, RACK))
+    # one node of each kind passes on to the next kind
+    if kinds > 1 and cls == last:
+        after = classes(own.kind + 1)[0]
+        send(after, FOREIGN, chunk / own.in_node, chunk / every[after].in_node)
+    if kinds > 1 and cls == first:
+        froms.add((classes(own.kind - 1)[-1], FOREIGN))
     return flows, froms

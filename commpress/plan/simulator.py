@@ -3,15 +3,15 @@ send.
 
 The generators are those of ``collectives``; their kernels are ``SizedKernels``, their transport is
 ``SizedTransport``. A rank has two threads, as under DDP: one computes forward and backward, the
-other drives the collectives in the order that ``work.Worker`` does: the oldest wait first, buckets
-begun as autograd fills them.
+other drives the collectives in the order that ``work.Worker`` does, buckets begun as autograd fills
+them.
 """
 
 import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +19,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Message
+from commpress.collectives.channel import AT_ONCE
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import instead
-from commpress.plan.clock import Clock, Process, Signal
+from commpress.plan.clock import Process, Signal
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs, SizedKernels
 from commpress.plan.network import Network, SizedTransport, Traffic, when_all
 from commpress.work import Steps
 
 LONG = 4096  # bytes from which on what torch itself copies and adds is charged instead of done
-Build = Callable[[SizedTransport, Workspace, torch.Tensor], Sequence[Steps[Any]]]
+ALONE = 0  # limit of jobs under way at once: each has a thread of its own, as in a library
+
+
+class Job(NamedTuple):
+    """Steps of one collective, and how often they wait, where that is known beforehand."""
+
+    steps: Steps[Any]
+    waits: int | None = None
+
+
+Build = Callable[[SizedTransport, Workspace, torch.Tensor], Sequence[Job]]
 
 
 @dataclass(frozen=True)
@@ -73,27 +84,21 @@ class SizedWorkspace(Workspace):
 
 
 def no_residual() -> ErrorFeedback:
-    return ErrorFeedback(torch.empty(0), torch.empty(0), torch.empty(0), torch.empty(0))
+    nothing = torch.empty(0)
+    return ErrorFeedback(nothing, nothing, nothing, nothing, joined=True)
 
 
 def simulate_calls(
     cluster: Cluster, costs: Costs, build: Build, numel: int, *, calls: int = 1, alike: bool = True
 ) -> Simulated:
-    """``calls`` collectives back to back; seconds are those of one. ``build`` makes the steps of
-    one call."""
+    """``calls`` collectives back to back; seconds are those of one. ``build`` makes the jobs of one
+    call on a buffer of ``numel`` elements; ``alike``: see ``Cluster.classes``."""
     run = _Run(cluster, costs, build, numel, alike=alike)
-    ends: list[Signal] = []
-    for cls in range(len(run.network.classes.every)):
-        ready = Signal()
-        ready.fire()
-        jobs = [job for _ in range(calls) for job in run.jobs(cls)]
-        ends.append(
-            run.clock.follow(
-                run.drive(cls, [_SimulatedJob(ready, job, Signal()) for job in jobs], limit=1)
-            )
-        )
-    seconds = run.finish(ends)
-    return run.result(seconds / calls, 0.0, calls)
+    ends = []
+    for cls in run.classes:
+        jobs = [job for _ in range(calls) for job in run.jobs(cls, ready=True)]
+        ends.append(run.clock.follow(run.drive(cls, jobs, limit=1)))
+    return run.result(run.finish(ends) / calls, 0.0, calls)
 
 
 def simulate_step(
@@ -103,48 +108,61 @@ def simulate_step(
     numel: int,
     training: Training,
     *,
-    limit: int = 4,
-    alike: bool = True,
+    limit: int = AT_ONCE,
 ) -> Simulated:
-    """One DDP step: ``build`` makes the steps of each bucket, in the order in which backward fills
+    """One DDP step: ``build`` makes the job of each bucket, in the order in which backward fills
     them."""
-    run = _Run(cluster, costs, build, numel, alike=alike)
-    ends: list[Signal] = []
-    for cls in range(len(run.network.classes.every)):
-        steps = run.jobs(cls)
-        jobs = [_SimulatedJob(Signal(), job, Signal()) for job in steps]
+    run = _Run(cluster, costs, build, numel)
+    ends = []
+    for cls in run.classes:
+        jobs = run.jobs(cls)
         if len(jobs) not in (0, len(training.shares)):
             raise ValueError(f"{len(jobs)} buckets, but shares of {len(training.shares)}")
-        run.clock.follow(run.drive(cls, jobs, limit=limit))
+        for thread in [[job] for job in jobs] if limit == ALONE else [jobs]:
+            run.clock.follow(run.drive(cls, thread, limit=max(limit, 1)))
         ends.append(run.clock.follow(run.train(cls, training, jobs)))
-    seconds = run.finish(ends)
-    return run.result(seconds, run.alone(training), 1)
+    return run.result(run.finish(ends), compute_seconds(cluster, costs, training))
 
 
-class _SimulatedJob(NamedTuple):
-    ready: Signal
+def compute_seconds(cluster: Cluster, costs: Costs, training: Training) -> float:
+    """Seconds of a step without communication, on the slowest class."""
+    network = Network(cluster, costs)
+    for cls in range(len(network.classes.every)):
+        network.compute(cls, training.forward + training.backward + training.optimizer)
+    return network.clock.run()
+
+
+@dataclass(eq=False)
+class _Running:
+    """A job on one rank."""
+
     steps: Steps[Any]
-    done: Signal
+    left: int | None  # waits to come
+    ready: Signal = field(default_factory=Signal)
+    done: Signal = field(default_factory=Signal)
+    waits: list[Signal] = field(default_factory=list)  # of its present wait
 
 
 class _Run:
     def __init__(
-        self, cluster: Cluster, costs: Costs, build: Build, numel: int, *, alike: bool
+        self, cluster: Cluster, costs: Costs, build: Build, numel: int, *, alike: bool = True
     ) -> None:
-        self.clock = Clock()
-        self.network = Network(cluster, self.clock, alike=alike)
-        self.build = build
+        self.network, self.build = Network(cluster, costs, alike=alike), build
+        self.clock, self.classes = self.network.clock, range(len(self.network.classes.every))
         self.buffer = _untouched(numel, torch.float32)
-        self.kernels = [SizedKernels(costs, charged) for charged in self.network.kernel_seconds]
-        self.workspaces = [SizedWorkspace() for _ in self.kernels]
+        self.workspaces = [SizedWorkspace() for _ in self.classes]
 
-    def jobs(self, cls: int) -> Sequence[Steps[Any]]:
-        with instead(self.kernels[cls]):
-            jobs = self.build(self.network.transport(cls), self.workspaces[cls], self.buffer)
-        self.network.kernel_seconds[cls].seconds = 0.0
+    def jobs(self, cls: int, *, ready: bool = False) -> list[_Running]:
+        kernels = self.network.kernels[cls]
+        with instead(kernels):
+            made = self.build(self.network.transport(cls), self.workspaces[cls], self.buffer)
+        kernels.seconds = 0.0
+        jobs = [_Running(*job) for job in made]
+        for job in jobs if ready else ():
+            job.ready.fire()
         return jobs
 
-    def train(self, cls: int, training: Training, jobs: Sequence[_SimulatedJob]) -> Process:
+    def train(self, cls: int, training: Training, jobs: Sequence[_Running]) -> Process:
         computing = self.network.computing
         computing[cls] = True
         yield self.network.compute(cls, training.forward)
@@ -157,39 +175,39 @@ class _Run:
             yield job.done
         yield self.network.compute(cls, training.optimizer)
 
-    def drive(self, cls: int, jobs: Sequence[_SimulatedJob], *, limit: int) -> Process:
-        """As ``work.Worker``: new jobs while fewer than ``limit`` are under way, then the oldest
-        wait."""
-        pending, running = deque(jobs), deque[tuple[_SimulatedJob, list[Signal]]]()
-
-        def advance(job: _SimulatedJob) -> Process:
+    def drive(self, cls: int, jobs: Sequence[_Running], *, limit: int) -> Process:
+        """Follow ``work.Worker``: new jobs while fewer than ``limit`` are under way, then the
+        oldest that has something to send after its wait, then the oldest of all."""
+        pending, running = deque(jobs), list[_Running]()
+        while pending or running:
+            if pending and len(running) < limit and (pending[0].ready.done or not running):
+                job = pending.popleft()
+                yield job.ready
+                running.append(job)
+            else:
+                job = next((each for each in running if each.left != 1), running[0])
+                yield from job.waits
+                if job.left is not None:
+                    job.left -= 1
             waits = self._step(cls, job.steps)
             yield from self.network.pay(cls)
             if waits is None:
+                running.remove(job)
                 job.done.fire()
             else:
-                running.append((job, waits))
-
-        while pending or running:
-            while pending and len(running) < limit and (pending[0].ready.done or not running):
-                job = pending.popleft()
-                yield job.ready
-                yield from advance(job)
-            if running:
-                job, waits = running.popleft()
-                yield from waits
-                yield from advance(job)
+                job.waits = waits
 
     def _step(self, cls: int, steps: Steps[Any]) -> list[Signal] | None:
         """Step a generator to its next wait; None at its end."""
-        with instead(self.kernels[cls]), torch.no_grad(), _Weighed(self.kernels[cls]):
+        kernels = self.network.kernels[cls]
+        with instead(kernels), torch.no_grad(), _Weighed(kernels):
             try:
                 work = next(steps)
             except StopIteration:
                 return None
             return self.network.waited_for(work)
 
-    def finish(self, ends: list[Signal]) -> float:
+    def finish(self, ends: Sequence[Signal]) -> float:
         finished: list[float] = []
         when_all(ends, lambda: finished.append(self.clock.now))
         self.clock.run()
@@ -199,18 +217,11 @@ class _Run:
             )
         return finished[0]
 
-    def alone(self, training: Training) -> float:
-        clock = Clock()
-        network = Network(self.network.cluster, clock)
-        seconds = training.forward + training.backward + training.optimizer
-        for cls in range(len(network.classes.every)):
-            network.compute(cls, seconds)
-        return clock.run()
-
-    def result(self, seconds: float, compute: float, calls: int) -> Simulated:
+    def result(self, seconds: float, compute: float, calls: int = 1) -> Simulated:
         most = max(self.network.traffic, key=lambda t: (t.between, t.nbytes))
-        traffic = Traffic(most.messages / calls, most.nbytes / calls, most.between / calls)
-        return Simulated(seconds, compute, traffic, self.network.cluster.size, len(self.kernels))
+        return Simulated(
+            seconds, compute, most.over(calls), self.network.cluster.size, len(self.classes)
+        )
 
 
 def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -234,12 +245,9 @@ class _Weighed(TorchDispatchMode):
         self.kernels = kernels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("copy_", "add_"):
-            run = args[0].shape[-1] * args[0].element_size() if args[0].dim() else 0
-            if run > LONG:  # headers are short, and real
-                self.kernels.moved(
-                    (2 if name == "copy_" else 3) * args[0].numel() * args[0].element_size()
-                )
-                return args[0]
+        passes = {"copy_": 2, "add_": 3}.get(func.overloadpacket.__name__)
+        if passes and args[0].dim() and args[0].shape[-1] * args[0].element_size() > LONG:
+            # headers are short, and real
+            self.kernels.moved(passes * args[0].numel() * args[0].element_size())
+            return args[0]
         return func(*args, **(kwargs or {}))

@@ -48,25 +48,14 @@ def simulated(path):
     return ["among 2 ranks", "measured", "simulated", "time of one call, ms"]
 
 
-def row(ranks, way, inside=0.0):
-    return simulate.Row(ranks, ranks, way, 0.3, 0.1, 1e6 + inside, 1e6, 8, 0.6)
-
-
 def scaling(path):
-    rows = [row(n, way) for n in (2, 4, 8) for way in ("plain", "sign", "sign/2")]
+    rows = [
+        simulate.Row(n, n, way, 0.3, 0.1, 1e6, 1e6, 0.6)
+        for n in (2, 4, 8)
+        for way in ("plain", "sign", "sign/2")
+    ]
     simulate.draw(path, rows, title="An all-reduce")
     return ["An all-reduce", "ranks", "times faster than plain", "sign, two levels"]
-
-
-def one_cluster(path):
-    simulate.draw(path, [row(4, "plain", 1e6), row(4, "sign")], title="A step")
-    return [
-        "A step, 4 ranks",
-        "computing alone",
-        "exposed communication",
-        "MB sent by one rank",
-        "inside the node",
-    ]
 
 
 def candidates(path):
@@ -91,7 +80,7 @@ def candidates(path):
 
 @pytest.mark.parametrize(
     "draw",
-    [of_table, planned, simulated, scaling, one_cluster, candidates],
+    [of_table, planned, simulated, scaling, candidates],
     ids=lambda draw: draw.__name__,
 )
 def test_pictures_say_what_they_show(draw, tmp_path, monkeypatch):

@@ -325,7 +325,7 @@ EARLY = [
     ),
     (
         "plan --parameters 1M --compute-ms 1 --speeds 1,1",
-        "--speeds is for --mesh: add --mesh, or leave it out",
+        "--speeds changes nothing in a plan without --mesh: leave it out",
     ),
     (
         "plan --parameters 1M --compute-ms 1 --links /nowhere.json",
@@ -392,8 +392,8 @@ EARLY = [
         "--ways has powersgd-4, not simulated on a grid",
     ),
     (
-        "simulate --experts-per-token 9 --experts 3",
-        "experts is 3, expected a multiple of the 4 ranks",
+        "simulate --experts 3",
+        "--experts changes nothing in a simulation without --grid: leave it out",
     ),
     ("chaos --delay 5ms -- true", "--rate and --delay are of links between hosts: add --hosts"),
     ("chaos --faults cut --faults-per-hour 9000 -- true", "a link can be cut only between hosts"),

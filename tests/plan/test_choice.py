@@ -24,37 +24,28 @@ def brute_force(costs, errors, bound):
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("unit", [1, 0.1], ids=["whole", "rounded"])
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_nothing_is_cheaper(data):
+def test_nothing_is_cheaper(unit, data):
     layers, options = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
-    integers = st.lists(st.integers(0, 30), min_size=options, max_size=options)
-    costs = [[float(c) for c in data.draw(integers)] for _ in range(layers)]
-    errors = [[float(e) for e in data.draw(integers)] for _ in range(layers)]
-    bound = float(data.draw(st.integers(0, 30 * layers)))
-    best = brute_force(costs, errors, bound)
-    if best is None:
+    numbers = st.lists(st.integers(0, 30), min_size=options, max_size=options)
+    costs, errors = (
+        [[unit * n for n in data.draw(numbers)] for _ in range(layers)] for _ in range(2)
+    )
+    bound = unit * data.draw(st.integers(0, 30 * layers))
+    # sums of tenths may miss the bound by a rounding
+    strict, loose = (brute_force(costs, errors, bound * (1 + by)) for by in (-1e-12, 1e-12))
+    if loose is None:
         with pytest.raises(InvalidArgument, match="finer"):
             cheapest(costs, errors, bound)
         return
     found = cheapest(costs, errors, bound)
-    assert found.cost == best
-    assert found.error <= bound
-    assert found.cost == sum(costs[i][o] for i, o in enumerate(found.options))
-    assert found.error == sum(errors[i][o] for i, o in enumerate(found.options))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_cheaper_in_floating_point(seed):
-    rng = np.random.default_rng(seed)
-    layers = int(rng.integers(5, 9))
-    costs, errors = rng.uniform(1, 100, (layers, 4)), rng.lognormal(0, 3, (layers, 4))
-    bound = float(rng.uniform(0.3, 0.9) * errors.min(1).sum() + 0.3 * errors.mean(1).sum())
-    best = brute_force(costs.tolist(), errors.tolist(), bound)
-    found = cheapest(costs, errors, bound) if best is not None else None
-    if best is not None:
-        assert found.cost == pytest.approx(best, rel=1e-12)
-        assert found.error <= bound
+    assert loose - 1e-9 <= found.cost
+    assert strict is None or found.cost <= strict + 1e-9
+    assert found.error <= bound + 1e-9
+    assert found.cost == pytest.approx(sum(costs[i][o] for i, o in enumerate(found.options)))
+    assert found.error == pytest.approx(sum(errors[i][o] for i, o in enumerate(found.options)))
 
 
 def test_tens_of_layers_are_solved():
@@ -87,7 +78,7 @@ def test_errors_are_what_the_codec_loses(compiled):
 
 
 def gpt_gradients(steps=8):
-    """Of a small GPT on text after some steps of training, the last one's."""
+    """Gradients of the last of some steps of a small GPT on text."""
     torch.manual_seed(0)
     model, library = GPT(width=96, layers=3, length=32), standard_library()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -213,7 +213,7 @@ def test_a_disk_without_room():
 
 
 def interrupted(disk, operation, call):
-    """As if killed before the next such operation: it does nothing, and the store is opened
+    """Killed before the next such operation: it does nothing, and the store is opened
     again."""
     with open_simulated(disk) as store:
         disk.fault = lambda i, what: "EIO" if what == operation else ""

@@ -24,8 +24,8 @@ NICER = 10
 
 
 def raise_own() -> bool:
-    """For the calling thread; whether the kernel took any of it. Older ones ignore it, a sandbox
-    may refuse."""
+    """Raise the calling thread's priority; whether the kernel took any of it. Older ones ignore it,
+    a sandbox may refuse."""
     number = SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
