@@ -44,11 +44,9 @@ def net():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def hook(transport="sockets"):
-    os.environ["COMMPRESS_TRANSPORT"] = transport
+def hook():
     ddp = DistributedDataParallel(net())
     commpress.compress(ddp, "int8", min_numel=8)
-    os.environ.pop("COMMPRESS_TRANSPORT")
     return partial(backward, ddp)
 
 
@@ -104,7 +102,6 @@ ADAM = {"lr": 1e-3, "exact_steps": 1}
 PATHS = {
     "gloo": {
         "hook": hook,
-        "hook, through Gloo's messages": partial(hook, "gloo"),
         "FSDP2": sharded,
         "FSDP": sharded_flat,
         "1-bit Adam": partial(optimized, commpress.OneBitAdam, **ADAM),
