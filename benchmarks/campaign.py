@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.cli.history import History, Verdict
-from commpress.integrations.elastic import construction, loop
+from commpress.integrations.elastic import loop, snapshots
 from commpress.integrations.process_group.group_options import GroupOptions
 
 RANKS, WIDTH, BATCH = 4, 256, 8
@@ -209,7 +209,7 @@ def _limit_gifts(left: Any, given: Any) -> None:
 
         return counting
 
-    loop.heal, construction.share = limited(loop.heal), limited(construction.share)
+    loop.heal, snapshots.share = limited(loop.heal), limited(snapshots.share)
 
 
 def _limit(left: Any) -> None:

@@ -84,11 +84,6 @@ class Change:
         told = {rank: self.committed[rank] or 0 for rank in self.survivors}
         return tuple(rank for rank in told if told[rank] < max(told.values()))
 
-    @property
-    def is_behind(self) -> bool:
-        """True if this process is."""
-        return self.rank in self.behind
-
     def after(self, earlier: "Change") -> "Change":
         """Both in one: who was there before ``earlier`` and who is there after this one."""
         sources = [None if source is None else earlier.sources[source] for source in self.sources]

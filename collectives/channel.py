@@ -2,9 +2,11 @@
 worker, a clock and counters."""
 
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from commpress.codecs import Codec
@@ -12,11 +14,11 @@ from commpress.collectives.allreduce import Workspace, exchange
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.levels import Levels, levels_of
 from commpress.collectives.links import Links
+from commpress.collectives.scalars import gathered
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.counted import Counted
 from commpress.collectives.transports.factory import enroll, own_transport, ranks_of
 from commpress.collectives.transports.loopback import Loopback
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.transports.transport import Counted, Transport
 from commpress.work import JobFuture, Steps, Worker, run
 
 T = TypeVar("T")
@@ -128,6 +130,12 @@ class Channel:
     def take(self, count: int = 1) -> int:
         """The first of ``count`` sequence numbers."""
         return self._numbers.take(count)
+
+    def gathered(
+        self, values: Sequence[float], device: torch.device | str = "cpu"
+    ) -> Steps[np.ndarray]:
+        """These numbers of every rank: float64[ranks, len(values)]."""
+        return gathered(values, transport=self.transport, sequence=self.take(), device=device)
 
     # ------------------------------------------------------------ work
 

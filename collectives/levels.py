@@ -16,8 +16,8 @@ from commpress.collectives.buckets import PIECE, Span
 from commpress.collectives.links import Links, choose
 from commpress.collectives.residual_state import Residuals
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transports.counted import Counted
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.transports.torch import TorchTransport
+from commpress.collectives.transports.transport import Counted, Transport
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, routes
 from commpress.feedback import Key, ResidualStore
 from commpress.kernels.pieces import NUMEL, RESIDUAL, WIDTH
@@ -132,8 +132,9 @@ def levels_of(
 ) -> Levels | None:
     """Collective; "auto" asks every rank's launcher, ``Links`` decide. None where one level is all
     there is, or faster."""
-    on_host = getattr(transport, "point_to_point", True)  # MPI too takes what lies there
-    device = "cpu" if on_host else torch.device("cuda", torch.cuda.current_device())
+    # all others take what lies on the host
+    on_card = isinstance(transport, TorchTransport) and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_card else "cpu"
     given = (
         Topology.parse(topology) if isinstance(topology, str) and topology != "auto" else topology
     )

@@ -223,8 +223,8 @@ MUTANTS = [
     Mutant(
         "two calls of other dtypes agree",
         "integrations/process_group/records.py",
-        "return _LAYOUT.pack(_MAGIC, *self)",
-        "return _LAYOUT.pack(_MAGIC, *self._replace(dtype=0))",
+        "code = NO_DTYPE if dtype is None else _DTYPES.get(dtype, OTHER_DTYPE)",
+        "code = NO_DTYPE",
         "tests/process_group/test_group_faults.py",
     ),
     Mutant(
@@ -396,9 +396,9 @@ MUTANTS = [
     ),
     Mutant(
         "who joins wins by the age that it says",
-        "collectives/transports/roster.py",
-        "if years == oldest or not whole or not yields:",
-        "if years == oldest or not whole:",
+        "collectives/transports/membership.py",
+        "if lineage != base.lineage and age >= years and age > 0:",
+        "if lineage != base.lineage and age == years and age > 0:",
         "tests/transports/test_agreement.py",
     ),
     Mutant(
@@ -493,7 +493,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank a step behind is a donor",
-        "integrations/elastic/declaration.py",
+        "integrations/elastic/attendance.py",
         "in able.items() if each.steps == most}",
         "in able.items()}",
         "tests/elastic/test_elastic_loop.py",
@@ -535,14 +535,14 @@ MUTANTS = [
     ),
     Mutant(
         "an epoch in doubt is adopted if any rank is ready",
-        "collectives/transports/roster.py",
+        "collectives/transports/membership.py",
         "        if epoch.number > last.number and all(",
         "        if epoch.number > last.number and any(",
         "tests/transports/test_roster.py",
     ),
     Mutant(
         "who began to agree is not looked at",
-        "collectives/transports/roster.py",
+        "collectives/transports/membership.py",
         "return all(place in dead and (place not in began or place in met) for place in lost)",
         "return all(place in dead for place in lost)",
         "tests/transports/test_roster.py",

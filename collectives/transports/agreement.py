@@ -23,8 +23,7 @@ from functools import partial
 from typing import Protocol
 
 from commpress.collectives.change import Change
-from commpress.collectives.transports.conversation import Conversation, Message
-from commpress.collectives.transports.heartbeat import Heartbeat
+from commpress.collectives.transports.connection import Conversation, Message
 from commpress.collectives.transports.meeting import (
     DIFFERS,
     ENLIST,
@@ -33,16 +32,20 @@ from commpress.collectives.transports.meeting import (
     JOIN,
     PING,
     WELCOME,
+    Heartbeat,
     knock,
 )
 from commpress.collectives.transports.membership import (
     Epoch,
     Membership,
     Proposal,
+    Roster,
+    base_of,
     contact_of,
+    keys_of,
+    may_go_on,
     new_key,
 )
-from commpress.collectives.transports.roster import Roster, base_of, keys_of, may_go_on
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
 
 TICK = 0.05  # seconds between two looks at what is not a message
@@ -64,8 +67,6 @@ class Terms:
     age: int = 0
     said: bytes = b""
     minimum: int = 1
-    # to a group that wants to join and has trained longer; it takes all members
-    yields: bool = False
     admits: bool = True  # newcomers, where this process leads; else they wait at the door
     # of the objects that are to be connected: the same for everybody
     labels: Callable[[], Sequence[str]] = tuple
@@ -191,7 +192,7 @@ class Agreement:
             "epoch": asdict(self.mine.epoch),
             "ready": asdict(ready[0].epoch) if ready else None,
             "age": terms.age,
-            "said": terms.said.hex(),
+            "said": terms.said,
             "minimum": terms.minimum,
             "labels": list(terms.labels()),
             "count": terms.count,
@@ -202,7 +203,6 @@ class Agreement:
             "brings": self.mine.waiting,
             "appointed": list(terms.appointed),
             "ordered": terms.ordered,
-            "yields": terms.yields,
             "describes": dict(self.mine.description()) if terms.contacts is not None else {},
         }
 
@@ -332,7 +332,7 @@ class Agreement:
                     welcomed = answer == WELCOME
                     if welcomed:
                         self.linked.add(place)
-                        link.send("report", **self._report())
+                        link.tell("report", **self._report())
                 for message in link.receive() if welcomed else []:
                     outcome = self._obey(message, link)
                     if outcome is not None:
@@ -386,7 +386,7 @@ class Agreement:
     def _send_on(self, leader: str) -> None:
         """Tell those who have called here who leads."""
         for link in self.mine.callers():
-            link.send("goto", place=leader, places=list(self._order()))
+            link.tell("goto", place=leader, places=list(self._order()))
             link.close()
 
     def _obey(self, message: Message, link: Conversation) -> tuple[Change, str] | None:
@@ -396,18 +396,18 @@ class Agreement:
                 self._settle(message["adopt"])
                 self.proposal = _proposal(message)
                 self.linked.update(self.proposal.epoch.places)
-                link.send("accept", key=self.proposal.epoch.key)
+                link.tell("accept", key=self.proposal.epoch.key)
             case {"is": "go"} if self.proposal is not None:
                 key = self.proposal.epoch.key
                 failed = self._build(self.proposal, partial(self._still_led, link))
                 if failed is None:
-                    link.send("ready", key=key, refusal=self.builder.refusal)
+                    link.tell("ready", key=key, refusal=self.builder.refusal)
                 else:
-                    link.send("failed", key=key, text=failed)
+                    link.tell("failed", key=key, text=failed)
             case {"is": "sweep"}:
                 self.sweeping.add(link.place)
                 gc.collect()
-                link.send("report", **self._report())
+                link.tell("report", **self._report())
             case {"is": "abort"}:
                 self._settle(0)
             case {"is": "done"}:
@@ -492,7 +492,7 @@ class Agreement:
                 if message["is"] != "report":
                     continue
                 if not self._report().keys() <= message.keys():
-                    link.send("refused", kind="InvalidArgument", text=OTHER_VERSION, ranks=[])
+                    link.tell("refused", kind="InvalidArgument", text=OTHER_VERSION, ranks=[])
                     link.close()
                     break
                 self.fresh.remove(link)
@@ -528,7 +528,7 @@ class Agreement:
             ):
                 del self.gone[place]
                 for link in self.links.values():
-                    link.send("goto", place=place, places=list(self._order()))
+                    link.tell("goto", place=place, places=list(self._order()))
                     link.close()
                 self.links.clear()
                 self.reports.clear()
@@ -610,7 +610,7 @@ class Agreement:
         """Have all report again without objects that only the garbage collector would find."""
         self.swept = True
         for place, link in self.links.items():
-            link.send("sweep")
+            link.tell("sweep")
             self.sweeping.add(place)
         gc.collect()
         self.fresh += self.links.values()
@@ -695,12 +695,12 @@ class Agreement:
         }
         links = {place: self.links[place] for place in places if place != self.here}
         for place, link in links.items():
-            link.send("propose", rank=places.index(place), **common)
+            link.tell("propose", rank=places.index(place), **common)
         if self._answers(links, "accept", epoch.key, self.patience) is None:
             self._abort(links)
             return None
         for link in links.values():
-            link.send("go")
+            link.tell("go")
         found: dict[str, str] = {}
         watch = partial(self._still_whole, links, epoch.key, found)
         failed = self._build(_proposal({"rank": places.index(self.here), **common}), watch)
@@ -714,7 +714,7 @@ class Agreement:
         refusal = next((text for text in [self.builder.refusal, *answers] if text), "")
         change = self._complete()
         for link in links.values():
-            link.send("done", refusal=refusal)
+            link.tell("done", refusal=refusal)
         return change, refusal
 
     def _still_whole(self, links: dict[str, Conversation], key: int, found: dict[str, str]) -> None:
@@ -773,10 +773,10 @@ class Agreement:
     def _abort(self, links: dict[str, Conversation]) -> None:
         self._settle(0)
         for link in links.values():
-            link.send("abort")
+            link.tell("abort")
 
     def _refuse(self, place: str, kind: str, text: str, ranks: Sequence[int] = ()) -> None:
-        self.links[place].send("refused", kind=kind, text=text, ranks=list(ranks))
+        self.links[place].tell("refused", kind=kind, text=text, ranks=list(ranks))
         self._drop(place)
 
     def _end(self, kind: type[Exception], text: str, lost: Iterable[str]) -> None:
@@ -806,7 +806,7 @@ def _error(message: Message) -> Exception:
 
 
 def _proposal(message: Message) -> Proposal:
-    said = tuple(bytes.fromhex(each) for each in message["said"])
+    said = tuple(message["said"])
     epoch = Epoch.of(message["epoch"])
     change = Change(
         epoch.number, message["rank"], message["size_before"], tuple(message["sources"]), said

@@ -2,8 +2,6 @@
 when ranks meet."""
 
 import contextlib
-import os
-import select
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -52,7 +50,7 @@ def own_transport(
         return transport
     linger_at_exit()
     outlive(process_group or dist.group.WORLD)
-    if plainly_gloo(process_group) and own_connections():
+    if plainly_gloo(process_group):
         transport = socket_transport(process_group, timeout=patience)
         require_same_kernels(transport)
         return transport
@@ -147,19 +145,6 @@ def socket_transport(
 
     check = getattr(group or dist.group.WORLD, "check_peers", nothing)
     return SocketTransport(Mesh(dist.get_rank(group), ranks, tell, timeout, check), timeout=timeout)
-
-
-def own_connections() -> bool:
-    """True if rows of Gloo groups go over connections of our own, false if through Gloo's messages
-    (docs/transports.md)."""
-    chosen = os.environ.get(
-        "COMMPRESS_TRANSPORT", "sockets" if hasattr(select, "epoll") else "gloo"
-    )
-    if chosen not in ("sockets", "gloo"):
-        raise InvalidArgument(
-            f"COMMPRESS_TRANSPORT is {chosen!r}, expected sockets or gloo; the same on every rank"
-        )
-    return chosen == "sockets"
 
 
 # ---------------------------------------------------------------- kernels

@@ -1,5 +1,5 @@
-"""Bytes moved between ranks: the protocol of all transports, and a transport among some ranks of
-another.
+"""Bytes moved between ranks: the protocol of all transports; one among some ranks of another, and
+one whose bytes are counted and whose waits are timed.
 
 Every row starts with a header of ``HEADER`` bytes (``frame``). Tensors are uint8[size, row]; row r
 goes to rank r or came from it; others are ``Rows``. ``tag`` numbers the operation: two operations
@@ -7,6 +7,7 @@ under way at once must not share one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -122,3 +123,38 @@ class _SubsetWork:
     def wait(self) -> None:
         self.work.wait()
         self.finish()
+
+
+class Counted(InFront):
+    """Counts bytes that leave this rank, headers included, own row not, and seconds spent waiting
+    for peers and the network."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.stand_for(inner)
+        self.sent_bytes, self.seconds = 0, 0.0
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self.sent_bytes += (self.size - 1) * inp.shape[1]
+        return _TimedWork(self, self.inner.all_to_all(out, inp, tag))
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self.sent_bytes += (self.size - 1) * inp.shape[1]
+        return _TimedWork(self, self.inner.all_gather(out, inp, tag))
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        self.sent_bytes += sum(
+            HEADER + payload.numel() for rank, payload in inp.payloads.items() if rank != self.rank
+        )
+        return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
+
+
+class _TimedWork:
+    def __init__(self, transport: Counted, work: Work) -> None:
+        self.transport, self.work = transport, work
+
+    def wait(self) -> None:
+        start = perf_counter()
+        try:
+            self.work.wait()
+        finally:
+            self.transport.seconds += perf_counter() - start

@@ -14,33 +14,46 @@ first donor's count, as DistributedDataParallel takes those of rank 0.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
+import msgpack
 import numpy as np
 import torch
 
 from commpress.checksum import checksum_of
 from commpress.collectives.all_to_all.all_to_all import all_to_all
 from commpress.collectives.channel import Channel
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.rows import memory_of
 from commpress.errors import Corrupted, InvalidArgument, StateMismatch
-from commpress.integrations.elastic.shared_state import (
-    LONGEST,
-    SharedState,
-    bytes_of,
-    empty_tensors,
-    hash_of,
-    hash_of_all,
-)
 from commpress.work import Steps, overlapped
 
 SLICE = 4 << 20  # bytes that one donor sends at a time
 ALONGSIDE = 2  # rounds of slices under way at once
 TELL_EVERY = 2.0  # seconds between two words about a long transfer
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+LONGEST = 1 << 28  # bytes of a document
+_LARGE = 1 << 63  # whole numbers from here on, such as seeds, are written as text
 
 log = logging.getLogger("commpress")
 
@@ -56,24 +69,6 @@ class Healed:
     differing: int = 0  # tensors in which donors were not alike
 
 
-@dataclass
-class HealingProgress:
-    """Progress of a healing, for whoever watches."""
-
-    nbytes: int
-    donors: int
-    done: int = 0
-    begun: float = field(default_factory=monotonic)
-
-    @property
-    def seconds_left(self) -> float:
-        return (
-            (self.nbytes - self.done) * (monotonic() - self.begun) / self.done
-            if self.done
-            else float("inf")
-        )
-
-
 class TensorRange(NamedTuple):
     """Bytes ``start`` to ``stop`` of a tensor, by its number."""
 
@@ -85,27 +80,6 @@ class TensorRange(NamedTuple):
 Slice = list[TensorRange]
 
 
-def heal(
-    state: SharedState,
-    channel: Channel,
-    *,
-    donors: Sequence[int],
-    needy: Sequence[int],
-    **options: Any,
-) -> Steps[Healed | None]:
-    """Make the ranks in ``needy`` like the ``donors``; all ranks of the channel call it alike. None
-    where nobody needs it."""
-    if not needy:
-        return None
-    document, tensors = state.taken_apart() if channel.rank in donors else (b"", [])
-    document, tensors, healed = yield from share(
-        document, tensors, channel, donors=donors, needy=needy, **options
-    )
-    if channel.rank in needy:
-        state.load(document, tensors)
-    return healed
-
-
 def share(
     document: bytes,
     tensors: Sequence[torch.Tensor],
@@ -114,7 +88,6 @@ def share(
     donors: Sequence[int],
     needy: Sequence[int],
     slice_bytes: int = SLICE,
-    watch: Callable[[HealingProgress], object] = lambda transfer: None,
 ) -> Steps[tuple[bytes, list[torch.Tensor], Healed]]:
     """The donors' document and tensors, on those in ``needy`` too, which bring none."""
     if not donors or set(donors) & set(needy):
@@ -131,7 +104,7 @@ def share(
     every = yield from gathered_hashes(channel, hashes)
     right = [int(each) for each in every[first]]
     able = [tuple(d for d in donors if int(every[d][i]) == right[i]) for i in range(len(held))]
-    given = yield from _send_slices(channel, held, able, needy, slice_bytes, watch)
+    given = yield from _send_slices(channel, held, able, needy, slice_bytes)
     if channel.rank in needy:
         came = [hash_of(each) for each in held]
         if came != right:
@@ -158,7 +131,7 @@ def _send_document(
     """The first donor's document, its rank, and whether this rank had the same."""
     said, first, me, ranks = checksum_of(document), min(donors), channel.rank, range(channel.size)
     words = [float(len(document)), float(said >> 32), float(said & 0xFFFFFFFF)]
-    told = yield from gathered(words, transport=channel.transport, sequence=channel.take())
+    told = yield from channel.gathered(words)
     length = int(told[first][0])
     if not 0 < length <= LONGEST:
         raise StateMismatch(
@@ -203,7 +176,7 @@ def _swapped(
 def gathered_hashes(channel: Channel, hashes: Sequence[int]) -> Steps[np.ndarray]:
     """uint64[ranks, tensors]."""
     halves = [float(part) for each in hashes for part in (each >> 32, each & 0xFFFFFFFF)]
-    every = yield from gathered(halves, transport=channel.transport, sequence=channel.take())
+    every = yield from channel.gathered(halves)
     numbers = every.astype(np.uint64).reshape(channel.size, -1, 2)
     return (numbers[:, :, 0] << np.uint64(32)) | numbers[:, :, 1]
 
@@ -214,14 +187,13 @@ def _send_slices(
     able: Sequence[tuple[int, ...]],
     needy: Sequence[int],
     slice_bytes: int,
-    watch: Callable[[HealingProgress], object],
 ) -> Steps[dict[int, int]]:
     """All bytes of ``tensors``, into those of who needs them; what each donor gave."""
     queues = dealt([each.nbytes for each in tensors], able, slice_bytes)
-    transfer, told = HealingProgress(sum(each.nbytes for each in tensors), len(queues)), monotonic()
+    total, done, told = sum(each.nbytes for each in tensors), 0, monotonic()
 
     def exchange(slices: dict[int, Slice], sequence: int) -> Steps[None]:
-        nonlocal told
+        nonlocal done, told
         me, ranks = channel.rank, range(channel.size)
         ins = [nbytes(slices.get(me)) if r in needy else 0 for r in ranks]
         outs = [nbytes(slices.get(r)) if me in needy else 0 for r in ranks]
@@ -239,10 +211,10 @@ def _send_slices(
                 at : at + part.stop - part.start
             ]
             at += part.stop - part.start
-        transfer.done += sum(map(nbytes, slices.values()))
+        done += sum(map(nbytes, slices.values()))
         if monotonic() - told > TELL_EVERY:
-            told = monotonic()
-            watch(transfer)
+            told, share = monotonic(), 100 * done / max(total, 1)
+            log.info("healing: %.0f %% of %.1f MB from %d donors", share, total / 1e6, len(queues))
 
     rounds = range(max(map(len, queues.values()), default=0))
     jobs = ({donor: queue[i] for donor, queue in queues.items() if i < len(queue)} for i in rounds)
@@ -253,39 +225,139 @@ def _send_slices(
 def dealt(
     lengths: Sequence[int], able: Sequence[tuple[int, ...]], slice_bytes: int
 ) -> dict[int, list[Slice]]:
-    """Slices of each donor, in order: every slice by one of those who are able, the one that has
-    the least to give so far."""
-    queues: dict[int, list[Slice]] = {
-        donor: [] for donor in sorted({d for each in able for d in each})
-    }
-    load = dict.fromkeys(queues, 0)
-    for donors in dict.fromkeys(able):
-        for part in cut(
-            [(i, length) for i, length in enumerate(lengths) if able[i] == donors], slice_bytes
-        ):
-            donor = min(donors, key=lambda d: (load[d], d))
-            queues[donor].append(part)
-            load[donor] += nbytes(part)
+    """Slices of each donor, in order: every part of a tensor by one of those who are able, the one
+    that has the least to give so far."""
+    donors = sorted({donor for each in able for donor in each})
+    queues: dict[int, list[Slice]] = {donor: [] for donor in donors}
+    load = dict.fromkeys(donors, 0)
+    for tensor, length in enumerate(lengths):
+        for at in range(0, length, slice_bytes):
+            part = TensorRange(tensor, at, min(at + slice_bytes, length))
+            donor = min(able[tensor], key=lambda d: (load[d], d))
+            queue, count = queues[donor], part.stop - at
+            load[donor] += count
+            if queue and nbytes(queue[-1]) + count <= slice_bytes:
+                queue[-1].append(part)
+            else:
+                queue.append([part])
     return queues
-
-
-def cut(tensors: Sequence[tuple[int, int]], slice_bytes: int) -> list[Slice]:
-    """Slices of so many bytes, the last of fewer, of tensors and their lengths laid side by
-    side."""
-    slices: list[Slice] = []
-    room = 0
-    for tensor, length in tensors:
-        at = 0
-        while at < length:
-            if not room:
-                slices.append([])
-                room = slice_bytes
-            stop = min(at + room, length)
-            slices[-1].append(TensorRange(tensor, at, stop))
-            room -= stop - at
-            at = stop
-    return slices
 
 
 def nbytes(part: Slice | None) -> int:
     return sum(each.stop - each.start for each in part or ())
+
+
+# ---------------------------------------------------------------- documents
+
+
+def packed(content: Any, tensors: list[torch.Tensor]) -> bytes:
+    """A document of ``content``, whose tensors are appended to ``tensors``."""
+    outline = _outlined(content, tensors, "state")
+    heads = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
+    return bytes(msgpack.packb({"outline": outline, "tensors": heads}, use_bin_type=True))
+
+
+def unpacked(document: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """The content again."""
+    return _filled(_read(document)["outline"], tensors)
+
+
+def empty_tensors(document: bytes) -> list[torch.Tensor]:
+    """Tensors on the host for what a document describes, their content whatever was there
+    before."""
+    found = []
+    for kind, shape in _read(document)["tensors"]:
+        if kind not in DTYPES:
+            raise StateMismatch(
+                f"a state holds a tensor of {kind!r}, expected one of {', '.join(DTYPES)}"
+            )
+        found.append(torch.empty(shape, dtype=DTYPES[kind]))
+    return found
+
+
+def _read(document: bytes) -> dict[str, Any]:
+    return dict(msgpack.unpackb(document, strict_map_key=False))
+
+
+def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+    match value:
+        case torch.Tensor():
+            if hasattr(value, "placements"):
+                raise InvalidArgument(
+                    f"{where} is a tensor of which only a part is here (DTensor), expected whole "
+                    "ones: of a sharded model pass build= and snapshots="
+                )
+            if value.layout != torch.strided or value.dtype not in DTYPES.values():
+                raise InvalidArgument(
+                    f"{where} is a tensor of {value.layout} and {value.dtype}, expected dense "
+                    "numbers"
+                )
+            tensors.append(value.detach())
+            return {"tensor": len(tensors) - 1}
+        case None | bool() | float() | str() | bytes():
+            return value
+        case int():
+            return value if -_LARGE <= value < _LARGE else {"int": str(value)}
+        case Mapping():
+            kind = "counts" if isinstance(value, Counter) else "items"
+            return {
+                kind: [
+                    [_key(k, where), _outlined(each, tensors, f"{where}[{k!r}]")]
+                    for k, each in value.items()
+                ]
+            }
+        case tuple():
+            return {
+                "tuple": [_outlined(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]
+            }
+        case list():
+            return [_outlined(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]
+        case set() | frozenset():
+            return {"set": [_outlined(each, tensors, where) for each in sorted(value)]}
+    raise InvalidArgument(
+        f"{where} is a {type(value).__name__}, expected tensors, numbers, text, and dictionaries "
+        "or lists of these: nothing that comes is evaluated, so nothing else travels"
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    if isinstance(key, str | int | float) and not isinstance(key, bool):
+        return key
+    raise InvalidArgument(f"{where} has the key {key!r}, expected text or numbers")
+
+
+def _filled(outline: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(outline, list):
+        return [_filled(each, tensors) for each in outline]
+    if not isinstance(outline, dict):
+        return outline
+    ((kind, content),) = outline.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "int":
+        return int(content)
+    if kind == "tuple":
+        return tuple(_filled(each, tensors) for each in content)
+    if kind == "set":
+        return {_filled(each, tensors) for each in content}
+    items = {key: _filled(each, tensors) for key, each in content}
+    return Counter(items) if kind == "counts" else OrderedDict(items)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8[n] of its elements, on the host: a view where they lie there side by side."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def hash_of(tensor: torch.Tensor) -> int:
+    """xxh3 of its bytes."""
+    part = bytes_of(tensor)
+    return checksum_of(memory_of(part)) if part.numel() else 0
+
+
+def hash_of_all(document: bytes, hashes: Sequence[int]) -> int:
+    """One number for a whole state."""
+    return checksum_of(document + b"".join(each.to_bytes(8, "little") for each in hashes))

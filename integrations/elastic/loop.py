@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from commpress.checksum import checksum_of
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, any_rank
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.membership import differences
 from commpress.errors import (
     CommunicationError,
@@ -36,41 +35,52 @@ from commpress.errors import (
     StorageError,
     check_counts,
 )
-from commpress.integrations.elastic.attendance import Attendance, at_sigterm, reformable
-from commpress.integrations.elastic.batches import Batches, Progress
-from commpress.integrations.elastic.construction import Build, newest
-from commpress.integrations.elastic.declaration import Declaration
+from commpress.integrations.elastic.attendance import (
+    Attendance,
+    Declaration,
+    at_sigterm,
+    reformable,
+)
 from commpress.integrations.elastic.description import Description
 from commpress.integrations.elastic.events import ElasticCounters, Events
-from commpress.integrations.elastic.exact_means import ExactMeans, exact_means_hook
-from commpress.integrations.elastic.faults import fault_of, without_frames
+from commpress.integrations.elastic.exact_means import (
+    ExactMeans,
+    check_ordered,
+    exact_means_hook,
+    replicas_of,
+)
 from commpress.integrations.elastic.healing import (
     Healed,
-    HealingProgress,
     gathered_hashes,
-    heal,
-    share,
-)
-from commpress.integrations.elastic.named_state import check_named, check_ordered, replicas_of
-from commpress.integrations.elastic.rehearsal import Rehearsal
-from commpress.integrations.elastic.repeat import StepMark
-from commpress.integrations.elastic.shared_state import (
-    SharedState,
     hash_of,
     hash_of_all,
     packed,
+    share,
     unpacked,
 )
-from commpress.integrations.elastic.snapshots import Snapshots
-from commpress.integrations.elastic.whole_state import WholeState, check_reformable
+from commpress.integrations.elastic.repeat import (
+    Build,
+    Rehearsal,
+    StepMark,
+    fault_of,
+    without_frames,
+)
+from commpress.integrations.elastic.sampler import Batches, Progress
+from commpress.integrations.elastic.shared_state import (
+    SharedState,
+    check_named,
+    check_reformable,
+    heal,
+)
+from commpress.integrations.elastic.snapshots import Snapshots, newest
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.torch_private import hook_of
 
 TRIES = 3  # times that a step fails although nobody came or went, until that is an error
 ATTEMPTS = 5  # to form the group anew, while others go or nobody answers, until that is an error
-# seconds without an ear for newcomers after one has not got in; twice as many each time
-DEAF, DEAFEST = 1.0, 8.0
+# seconds in which newcomers are not heard after one has not got in: the first, the most
+BACKOFF, LONGEST_BACKOFF = 1.0, 8.0
 POLL = 0.1  # seconds between two looks at the door while there are too few ranks
 NAME = "commpress"  # of the loop's own entry in what is shared
 
@@ -198,8 +208,8 @@ class Elastic:
         self._begun, self._beginning = monotonic(), self.progress.state_dict()
         self._counted = 0  # steps, up to the last one that counts here
         self._failures = 0  # since a step was committed or somebody came or went
-        # seconds without an ear for newcomers; the clock when they are over
-        self._deaf = self._deaf_until = 0.0
+        # seconds in which newcomers are not heard; the clock when they are over
+        self._backoff = self._backoff_until = 0.0
         self._again = False  # the next step is a repeat
         self._seen: dict[int, int] = {}  # exchanges of local updates
         # what this rank read for the step under way, the window's beginning, its place
@@ -227,7 +237,7 @@ class Elastic:
         if self.build is None:
             check_reformable(state)
             check_named(state)
-        self.state = SharedState(every) if self.build is None else WholeState(every, self.channel)
+        self.state = SharedState(every, None if self.build is None else self.channel)
         objects = list(state.values())
         self._locals = [each for each in objects if isinstance(each, LocalUpdates)]
         self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
@@ -392,7 +402,7 @@ class Elastic:
     def _all_have_ended(self) -> bool:
         """All ranks have; if not, some are behind or new, and those who are not repeat what they
         have not committed."""
-        if self._agrees("end"):
+        if not self._vote(False, "end"):
             return True
         try:
             self._reform()
@@ -409,15 +419,14 @@ class Elastic:
         )
         return channel.run(steps)
 
-    def _agrees(self, what: str) -> bool:
-        """True if all ranks are at this step; else some have gone, or want to form the group
+    def _vote(self, flag: bool, what: str) -> bool:
+        """True if ``flag`` is on some rank; or if some have gone, or want to form the group
         anew."""
         try:
-            self._asked(False, what)
+            return self._asked(flag, what)
         except CommunicationError as error:
             self._note(error)
-            return False
-        return True
+            return True
 
     def state_hash(self) -> int:
         """xxh3 of all tensors that the ranks share; where the model is divided, of the whole, and
@@ -440,18 +449,11 @@ class Elastic:
             ):
                 return False
             self._seen = {id(each): each.counters.exchanges for each in self._locals}
-            return self._vote(self._knocks or self.attendance.leaving)
+            return self._vote(self._knocks or self.attendance.leaving, "newcomers")
         if any(each.round() is RoundKind.LOCAL for each in self._optimizers):
             # nobody waits for anybody in such a step: the others may be at a later one
             return False
         return self._knocks or (self.attendance.leaving and self.build is None)
-
-    def _vote(self, flag: bool) -> bool:
-        """True if ``flag`` is on some rank, or if some rank is gone."""
-        try:
-            return self._asked(flag, "newcomers")
-        except CommunicationError:
-            return True
 
     # ------------------------------------------------------------ faults
 
@@ -522,8 +524,12 @@ class Elastic:
                 else:
                     log.warning("somebody else went while the group was formed anew: %s", fault)
         pause = monotonic() - begun
-        self._deaf = 0.0 if change.lost or change.new else min(max(2 * self._deaf, DEAF), DEAFEST)
-        self._deaf_until = monotonic() + self._deaf
+        self._backoff = (
+            0.0
+            if change.lost or change.new
+            else min(max(2 * self._backoff, BACKOFF), LONGEST_BACKOFF)
+        )
+        self._backoff_until = monotonic() + self._backoff
         self.counters.pause_seconds += pause
         self._tell("reform", pause=pause, lost=list(change.lost), new=list(change.new))
 
@@ -554,7 +560,7 @@ class Elastic:
         waiting = bool(self.group.waiting)  # sends away who is unlike the others
         return (
             waiting
-            and monotonic() >= self._deaf_until
+            and monotonic() >= self._backoff_until
             and self._rehearsal.over(self.counters.steps)
         )
 
@@ -611,9 +617,7 @@ class Elastic:
         took_part = self._healed
         donors = self._alike_among(donors)
         needy = [rank for rank in range(change.size) if rank not in donors]
-        healed = self.channel.run(
-            heal(self.state, self.channel, donors=donors, needy=needy, watch=self._watch)
-        )
+        healed = self.channel.run(heal(self.state, self.channel, donors=donors, needy=needy))
         self._settled(healed, needs=change.rank in needy)
         if self.snapshots is not None and change.was is None:
             self.snapshots.give_way(self.step)
@@ -650,15 +654,6 @@ class Elastic:
             )
         self.counters.given_bytes += healed.given.get(self.channel.rank, 0)
 
-    def _watch(self, transfer: HealingProgress) -> None:
-        log.info(
-            "healing: %.0f %% of %.1f MB from %d donors, %.0f s left",
-            100 * transfer.done / max(transfer.nbytes, 1),
-            transfer.nbytes / 1e6,
-            transfer.donors,
-            transfer.seconds_left,
-        )
-
     def _wait_for_more(self) -> bool:
         """Below the minimum: wait for newcomers, all ranks together; true where no more are
         needed."""
@@ -671,7 +666,7 @@ class Elastic:
             self.minimum,
         )
         while monotonic() < until:
-            if self._vote(bool(self.group.waiting) or self.attendance.leaving):
+            if self._vote(bool(self.group.waiting) or self.attendance.leaving, "newcomers"):
                 return False
             sleep(POLL)
         raise NoQuorum(
@@ -718,7 +713,7 @@ class Elastic:
                 raise
             self._note(fault)
             return False
-        if not self._agrees("rehearsal"):
+        if self._vote(False, "rehearsal"):
             return False
         self._rehearsal.end()
         return True
@@ -730,17 +725,13 @@ class Elastic:
         try:
             mine = packed(dict(self.description()), [])
             numbers = [float(part) for part in (self.step, *divmod(checksum_of(mine), 1 << 32))]
-            told: np.ndarray = channel.run(
-                gathered(numbers, transport=channel.transport, sequence=channel.take())
-            )
+            told: np.ndarray = channel.run(channel.gathered(numbers))
             steps = told[:, 0]
             self._compare(told[:, 1:], mine)
             if self.build is None and (steps != steps[0]).any():
                 donors = [rank for rank, step in enumerate(steps) if step == steps.max()]
                 needy = [rank for rank in range(self.size) if rank not in donors]
-                healed = channel.run(
-                    heal(self.state, channel, donors=donors, needy=needy, watch=self._watch)
-                )
+                healed = channel.run(heal(self.state, channel, donors=donors, needy=needy))
                 self._settled(healed, needs=channel.rank in needy)
         except CommunicationError as error:
             self._note(error)
@@ -826,7 +817,7 @@ class Elastic:
         if not built:
             self._take(*self.build())
         before = self.step
-        step, document, tensors = newest(self.snapshots, self.channel, of=of, watch=self._watch)
+        step, document, tensors = newest(self.snapshots, self.channel, of=of)
         self.snapshots.give_way(step)
         if step:
             self.state.load(document, tensors)

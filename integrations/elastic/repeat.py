@@ -1,19 +1,47 @@
-"""Marks of a step's beginning: what a repeat needs so that it computes what the first attempt would
-have.
+"""Steps that are done again: marks of their beginning, rehearsals, builds, and what made them fail.
 
 Weights and the state of optimizers need no copy, for they change only after every exchange of the
 step has succeeded. What changes before are random numbers, buffers, and gradients.
 """
 
+import gc
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from commpress.errors import InvalidArgument
+from commpress.collectives.channel import Channel
+from commpress.errors import CommunicationError, InvalidArgument
+from commpress.integrations.elastic.sampler import Batches
+from commpress.integrations.elastic.shared_state import SharedState
+from commpress.optim.optimizer import CompressedOptimizer
 from commpress.torch_private import forget_found, put_scales, scales_of
+
+
+def fault_of(error: BaseException) -> CommunicationError | None:
+    """The failed communication behind an error, if there is one."""
+    seen: Sequence[BaseException | None] = [error]
+    while seen and seen[0] is not None:
+        if isinstance(seen[0], CommunicationError):
+            return seen[0]
+        seen = [seen[0].__cause__ or seen[0].__context__]
+    return None
+
+
+def without_frames(error: BaseException | None) -> None:
+    """Forget where an error, and what it came of, was raised: the frames hold all that their
+    functions worked with."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            waiting += [each.__cause__, each.__context__]
 
 
 class RandomState:
@@ -119,3 +147,90 @@ class StepMark:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+STEPS = 2
+
+
+class Rehearsal:
+    """First steps of these replicas."""
+
+    def __init__(self, replicas: Sequence[DistributedDataParallel], mark: StepMark) -> None:
+        self._mark = mark
+        self.steps = STEPS + any(each.static_graph for each in replicas) if replicas else 0
+
+    def over(self, steps: int) -> bool:
+        """True once replicas that have committed so many steps are past their first ones."""
+        return steps >= self.steps
+
+    def end(self) -> None:
+        """Replicas are past their first steps."""
+        self.steps = 0
+
+    def run(
+        self,
+        train_step: Callable[..., Any],
+        state: SharedState,
+        batches: Batches,
+        owners: Iterable[Any],
+    ) -> None:
+        """Do them alone, or all ranks together; ``end`` when all have. Afterwards all is as it was:
+        ``state``, the position in the data, random numbers, and what ``owners`` of residuals have
+        on this rank; also where a step raises."""
+        document, tensors = state.taken_apart()
+        shared = [each.clone() for each in tensors]
+        own = [(load, deepcopy(save())) for save, load in map(_own_state, owners) if save and load]
+        self._mark.begin()
+        try:
+            for _ in range(self.steps):
+                batches.ready()
+                train_step(*batches.next())
+        finally:
+            state.load(document, shared)
+            for load, saved in own:
+                load(saved)
+            self._mark.undo()
+            self._mark.draw_again()
+            batches.restart()
+
+
+def _own_state(owner: Any) -> tuple[Any, Any]:
+    """Functions that give and take what this rank has and others do not."""
+    if isinstance(owner, CompressedOptimizer):
+        return owner.rank_state, owner.load_rank_state
+    return getattr(owner, "state_dict", None), getattr(owner, "load_state_dict", None)
+
+
+Made = tuple[Callable[..., Any], Mapping[str, Any]]
+
+
+class Build:
+    """A user's ``build``: called with the random numbers that the run began with, so that it makes
+    the same each time.
+
+    What is made over the group from the first call on is of that build, and goes no further when
+    the next one comes.
+    """
+
+    def __init__(self, build: Callable[[], Made], registry: Any) -> None:
+        self.build, self._random = build, RandomState()
+        self._registry, self._before, self._built = registry, registry.mark(), False
+
+    def __call__(self) -> Made:
+        now, self._built = RandomState(), True
+        self._random.put_back()
+        try:
+            return self.build()
+        finally:
+            now.put_back()
+
+    def let_go(self, objects: Mapping[str, Any]) -> None:
+        """Of what was built: errors under way, and hooks on parameters, may hold it for a while."""
+        if not self._built:
+            return
+        self._built = False
+        for each in objects.values():
+            if isinstance(getattr(each, "channel", None), Channel) and hasattr(each, "close"):
+                each.close()
+        self._registry.return_to(self._before)
+        gc.collect()

@@ -1,41 +1,42 @@
-"""State that all ranks share, by name: what a newcomer needs in order to be like the others, and
-what a snapshot holds.
+"""State of a run, by name: what a newcomer needs to be like the others, and what a snapshot holds.
 
 A state is taken apart into its tensors and a document (msgpack) of all else: numbers, text, and
-where each tensor belongs. Nothing in a document is ever evaluated.
+where each tensor belongs. Nothing in a document is ever evaluated. What is divided among ranks is
+made whole, the same on every rank:
+
+    a module with DTensors, FSDP1     torch's full state dict
+    an optimizer over DTensors        likewise, by the names of the module's parameters
+    Partitioned                       its state_dict, which is whole
+    what has elastic_state_dict       the parts of all ranks, side by side
 """
 
-from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import msgpack
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
-from commpress.checksum import checksum_of
-from commpress.collectives.transports.rows import memory_of
+from commpress.collectives.channel import Channel
+from commpress.collectives.handover import Divided
 from commpress.errors import InvalidArgument, StateMismatch
+from commpress.integrations.elastic.healing import Healed, packed, share, unpacked
+from commpress.integrations.zero.offloaded import Offloaded
+from commpress.integrations.zero.partitioned import Partitioned
 from commpress.optim.layout import refuse_held
+from commpress.optim.sharded import ShardedOptimizer
+from commpress.work import Steps
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
-LONGEST = 1 << 28  # bytes of a document
-_LARGE = 1 << 63  # whole numbers from here on, such as seeds, are written as text
+_WHOLE = StateDictOptions(full_state_dict=True)
+_CURE = "pass build=, which constructs it for the ranks that there are, and snapshots="
 
 
 class SharedState:
@@ -45,9 +46,12 @@ class SharedState:
 
     - ``objects``: by name, the same names on every rank. Modules are loaded first, the others in
       the order given.
+    - ``channel``: of the ranks among which some of these are divided. Then taking the state apart
+      is collective, and loading it where torch's is.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: Mapping[str, Any], channel: Channel | None = None) -> None:
+        self.channel = channel
         for name, each in objects.items():
             if not _methods(each):
                 raise InvalidArgument(
@@ -62,6 +66,12 @@ class SharedState:
                 refuse_held(
                     "commpress.elastic", each.named_parameters(), "heals all ranks alike", cure=cure
                 )
+            if channel is not None and isinstance(each, Offloaded):
+                raise InvalidArgument(
+                    f"state[{name!r}] is an Offloaded, whose state is in a store of each rank, and "
+                    "cannot be made whole in memory: train without commpress.elastic, from "
+                    "checkpoints by torch.distributed.checkpoint"
+                )
         self.objects = dict(
             sorted(objects.items(), key=lambda item: not isinstance(item[1], torch.nn.Module))
         )
@@ -71,7 +81,7 @@ class SharedState:
         write."""
         tensors: list[torch.Tensor] = []
         with torch.no_grad():
-            content = {name: _methods(each)[0]() for name, each in self.objects.items()}
+            content = {name: self._both_ways(each)[0]() for name, each in self.objects.items()}
         return packed(content, tensors), tensors
 
     def load(self, document: bytes, tensors: Sequence[torch.Tensor]) -> None:
@@ -83,10 +93,55 @@ class SharedState:
                 f"{', '.join(map(repr, self.objects))}: give the same names on every rank"
             )
         for name, each in self.objects.items():
-            self._take(each, content[name])
+            self._both_ways(each)[1](content[name])
 
-    def _take(self, each: Any, content: Any) -> None:
-        _methods(each)[1](content)
+    def _both_ways(self, each: Any) -> tuple[Any, Any]:
+        """Functions that give the state of an object, whole, and take it."""
+        if self.channel is None:
+            give, take = _methods(each)
+            return give, take
+        if isinstance(each, torch.nn.Module) and is_divided(each):
+            return (
+                partial(get_model_state_dict, each, options=_WHOLE),
+                partial(set_model_state_dict, each, options=_WHOLE),
+            )
+        if hasattr(each, "elastic_state_dict"):
+            return (
+                lambda: {"parts": self._parts(each.elastic_state_dict())},
+                lambda content: each.load_state_dict(*content["parts"]),
+            )
+        if isinstance(each, torch.optim.Optimizer) and _over_parts(each):
+            module = self._module_of(each)
+            return (
+                partial(get_optimizer_state_dict, module, each, options=_WHOLE),
+                partial(set_optimizer_state_dict, module, each, options=_WHOLE),
+            )
+        return each.state_dict, each.load_state_dict
+
+    def _parts(self, own: dict[str, Any]) -> list[Any]:
+        """Every rank's part, on every rank."""
+        channel, parts = self.channel, []
+        assert channel is not None
+        for rank in range(channel.size):
+            tensors: list[torch.Tensor] = []
+            document = packed(own, tensors) if rank == channel.rank else b""
+            others = [r for r in range(channel.size) if r != rank]
+            if others:
+                document, tensors, _ = channel.run(
+                    share(document, tensors, channel, donors=[rank], needy=others)
+                )
+            parts.append(unpacked(document, tensors))
+        return parts
+
+    def _module_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        """The module whose parameters it trains."""
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for each in self.objects.values():
+            if isinstance(each, torch.nn.Module) and wanted <= {id(p) for p in each.parameters()}:
+                return each
+        raise InvalidArgument(
+            "state has an optimizer over sharded parameters, but not their module, expected both"
+        )
 
 
 def _methods(each: Any) -> tuple[Any, ...]:
@@ -97,117 +152,70 @@ def _methods(each: Any) -> tuple[Any, ...]:
     return ()
 
 
-# ---------------------------------------------------------------- documents
+def is_divided(each: Any) -> bool:
+    """True if ranks have different parts of it."""
+    if isinstance(each, torch.nn.Module):
+        divided = any(isinstance(p, DTensor) for p in each.parameters())
+        return divided or any(
+            isinstance(module, FullyShardedDataParallel) for module in each.modules()
+        )
+    if isinstance(each, torch.optim.Optimizer):
+        return isinstance(each, Partitioned | Offloaded | ShardedOptimizer) or _over_parts(each)
+    return False
 
 
-def packed(content: Any, tensors: list[torch.Tensor]) -> bytes:
-    """A document of ``content``, whose tensors are appended to ``tensors``."""
-    outline = _outlined(content, tensors, "state")
-    heads = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
-    return bytes(msgpack.packb({"outline": outline, "tensors": heads}, use_bin_type=True))
+def _over_parts(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
-def unpacked(document: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The content again."""
-    return _filled(_read(document)["outline"], tensors)
-
-
-def empty_tensors(document: bytes) -> list[torch.Tensor]:
-    """Tensors on the host for what a document describes, their content whatever was there
-    before."""
-    found = []
-    for kind, shape in _read(document)["tensors"]:
-        if kind not in DTYPES:
-            raise StateMismatch(
-                f"a state holds a tensor of {kind!r}, expected one of {', '.join(DTYPES)}"
+def check_reformable(state: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for what cannot go on among other ranks as it is."""
+    for name, each in state.items():
+        if is_divided(each):
+            raise InvalidArgument(
+                f"state[{name!r}] is a {type(each).__name__} of which every rank has a part: "
+                f"{_CURE}"
             )
-        found.append(torch.empty(shape, dtype=DTYPES[kind]))
-    return found
+        if isinstance(each, Divided) or (
+            isinstance(getattr(each, "channel", None), Channel) and not hasattr(each, "reform")
+        ):
+            raise InvalidArgument(
+                f"state[{name!r}] is a {type(each).__name__}, which cannot go on among other "
+                f"ranks: {_CURE}"
+            )
 
 
-def _read(document: bytes) -> dict[str, Any]:
-    return dict(msgpack.unpackb(document, strict_map_key=False))
-
-
-def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
-    match value:
-        case torch.Tensor():
-            if hasattr(value, "placements"):
-                raise InvalidArgument(
-                    f"{where} is a tensor of which only a part is here (DTensor), expected whole "
-                    "ones: of a sharded model pass build= and snapshots="
-                )
-            if value.layout != torch.strided or value.dtype not in DTYPES.values():
-                raise InvalidArgument(
-                    f"{where} is a tensor of {value.layout} and {value.dtype}, expected dense "
-                    "numbers"
-                )
-            tensors.append(value.detach())
-            return {"tensor": len(tensors) - 1}
-        case None | bool() | float() | str() | bytes():
-            return value
-        case int():
-            return value if -_LARGE <= value < _LARGE else {"int": str(value)}
-        case Mapping():
-            kind = "counts" if isinstance(value, Counter) else "items"
-            return {
-                kind: [
-                    [_key(k, where), _outlined(each, tensors, f"{where}[{k!r}]")]
-                    for k, each in value.items()
-                ]
-            }
-        case tuple():
-            return {
-                "tuple": [_outlined(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]
-            }
-        case list():
-            return [_outlined(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]
-        case set() | frozenset():
-            return {"set": [_outlined(each, tensors, where) for each in sorted(value)]}
-    raise InvalidArgument(
-        f"{where} is a {type(value).__name__}, expected tensors, numbers, text, and dictionaries "
-        "or lists of these: nothing that comes is evaluated, so nothing else travels"
+def heal(
+    state: SharedState,
+    channel: Channel,
+    *,
+    donors: Sequence[int],
+    needy: Sequence[int],
+    **options: Any,
+) -> Steps[Healed | None]:
+    """Make the ranks in ``needy`` like the ``donors``; all ranks of the channel call it alike. None
+    where nobody needs it."""
+    if not needy:
+        return None
+    document, tensors = state.taken_apart() if channel.rank in donors else (b"", [])
+    document, tensors, healed = yield from share(
+        document, tensors, channel, donors=donors, needy=needy, **options
     )
+    if channel.rank in needy:
+        state.load(document, tensors)
+    return healed
 
 
-def _key(key: Any, where: str) -> Any:
-    if isinstance(key, str | int | float) and not isinstance(key, bool):
-        return key
-    raise InvalidArgument(f"{where} has the key {key!r}, expected text or numbers")
-
-
-def _filled(outline: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(outline, list):
-        return [_filled(each, tensors) for each in outline]
-    if not isinstance(outline, dict):
-        return outline
-    ((kind, content),) = outline.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "int":
-        return int(content)
-    if kind == "tuple":
-        return tuple(_filled(each, tensors) for each in content)
-    if kind == "set":
-        return {_filled(each, tensors) for each in content}
-    items = {key: _filled(each, tensors) for key, each in content}
-    return Counter(items) if kind == "counts" else OrderedDict(items)
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8[n] of its elements, on the host: a view where they lie there side by side."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def hash_of(tensor: torch.Tensor) -> int:
-    """xxh3 of its bytes."""
-    part = bytes_of(tensor)
-    return checksum_of(memory_of(part)) if part.numel() else 0
-
-
-def hash_of_all(document: bytes, hashes: Sequence[int]) -> int:
-    """One number for a whole state."""
-    return checksum_of(document + b"".join(each.to_bytes(8, "little") for each in hashes))
+def check_named(state: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for an optimizer of weights that no module in ``state`` has:
+    newcomers would not get them."""
+    modules = [each for each in state.values() if isinstance(each, torch.nn.Module)]
+    held = {id(p) for module in modules for p in module.parameters()}
+    for name, each in state.items():
+        if isinstance(each, torch.optim.Optimizer) and any(
+            id(p) not in held for g in each.param_groups for p in g["params"]
+        ):
+            raise InvalidArgument(
+                f"state[{name!r}] trains parameters of no module in state: newcomers would not be "
+                "like the others in them; name that module as well"
+            )

@@ -11,10 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from commpress.collectives.channel import Channel
 from commpress.errors import Damaged, DirectoryRefused, InvalidArgument, StorageError, check_counts
-from commpress.integrations.elastic.shared_state import empty_tensors, hash_of, hash_of_all
+from commpress.integrations.elastic.healing import (
+    empty_tensors,
+    hash_of,
+    hash_of_all,
+    packed,
+    share,
+)
 from commpress.tiered_mem import TieredStore
 
 SLOTS = 256  # processes of one machine that may share a folder
@@ -177,3 +185,23 @@ def _signed(number: int) -> int:
 
 def _number(name: str) -> int:
     return int(name.removeprefix("tensor-")) if name.startswith("tensor-") else -1
+
+
+def newest(
+    snapshots: Snapshots, channel: Channel, *, of: Sequence[int] = ()
+) -> tuple[int, bytes, list[torch.Tensor]]:
+    """The newest snapshot ``of`` some ranks, by default of any, on all of them: its step, document
+    and tensors; step 0 if there is none. Collective."""
+    mine = snapshots.last if channel.rank in (of or range(channel.size)) else 0
+    steps: np.ndarray = channel.run(channel.gathered([float(mine)]))[:, 0]
+    step = int(steps.max())
+    if not step:
+        return 0, packed({}, []), []
+    donors = [rank for rank, last in enumerate(steps) if last == step]
+    needy = [rank for rank in range(channel.size) if rank not in donors]
+    _, document, tensors = snapshots.load() if channel.rank in donors else (0, b"", [])
+    if needy:
+        document, tensors, _ = channel.run(
+            share(document, tensors, channel, donors=donors, needy=needy)
+        )
+    return step, document, tensors

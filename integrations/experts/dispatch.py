@@ -153,10 +153,6 @@ def channel_over(
 
 def device_of(transport: Transport) -> torch.device:
     """The device on which messages lie that belong to no tensor."""
-    if (
-        isinstance(transport, TorchTransport)
-        and not transport.point_to_point
-        and dist.get_backend(transport.group) == "nccl"
-    ):
+    if isinstance(transport, TorchTransport) and dist.get_backend(transport.group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from commpress.integrations.process_group.records import Record, unpack
+from commpress.integrations.process_group.records import Record
 from commpress.work import future_on
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class GroupWork(dist.Work):
         super().__init__()
         self.guard, self.issue, self.tensors = guard, issue, tensors
         self.settled, self.deadline = False, 0.0
-        self.expected: dict[int, bytes] = {}  # the record that each peer must send
+        self.expected: dict[int, Record] = {}  # the record that each peer must send
         self.record: Record | None = None
         self.early = False  # issued before the peers agree
         self.sliced = False  # may be waited for again
@@ -63,7 +63,9 @@ class GroupWork(dist.Work):
             self._future.set_exception(error)
 
     def describe(self) -> str:
-        return self.record.describe() if self.record else described(self.expected)
+        """As this rank has called it."""
+        record = self.record or next(iter(self.expected.values())).mirrored()
+        return record.describe()
 
     # ------------------------------------------------------------ torch.distributed.Work
 
@@ -165,13 +167,6 @@ class FutureWork:
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self.future
-
-
-def described(expected: dict[int, bytes]) -> str:
-    """The call of which peers are expected to send these records."""
-    record = unpack(next(iter(expected.values())))
-    assert record is not None
-    return record.mirrored().describe()
 
 
 def profiling() -> bool:

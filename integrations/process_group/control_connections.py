@@ -1,7 +1,7 @@
 """Control connections: one small TCP connection between every two ranks of a group, beside those
 that carry the data.
 
-They carry records of 64 bytes and nothing else. One that closes without a record of leave is a
+They carry records and nothing else. One that closes without a record of leave is a
 death: the kernel closes it whatever the process was doing. The door stays open: a peer that doubts
 whether this process still runs connects to it and asks, and so do members and newcomers that want
 to agree on who goes on (``agreement``).
@@ -10,17 +10,17 @@ to agree on who goes on (``agreement``).
 import contextlib
 import os
 import select
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from commpress.collectives.transports.heartbeat import Awaited
+from commpress.collectives.transports.connection import Connection
 from commpress.collectives.transports.meeting import (
     PING,
     WELCOME,
+    Awaited,
     Knock,
     Meeting,
     answers,
@@ -29,63 +29,26 @@ from commpress.collectives.transports.meeting import (
     own_door,
 )
 from commpress.collectives.transports.membership import Epoch, Membership, first_key
-from commpress.integrations.process_group.records import RECORD
+from commpress.integrations.process_group.records import Record
 
 _HANGUP = select.POLLRDHUP if hasattr(select, "POLLRDHUP") else 0
 Events = dict[int, int]  # by file descriptor
 
 
-class ControlConnection:
-    """This rank's end of the connection to one peer."""
+class ControlConnection(Connection):
+    """This rank's end of the connection to one peer, over which both send records."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = connection
-        self.open, self.left = True, False  # left: the peer has told that it leaves
-        self.unsent = bytearray()
-        self._part = b""
+    left = False  # the peer has told that it leaves
 
-    def send(self, record: bytes) -> None:
-        """Never blocks: what the kernel does not take now goes with the next record or
-        ``flush``."""
-        if self.unsent:
-            self.unsent += record
-            self.flush()
-            return
-        try:
-            count = self.socket.send(record)
-        except BlockingIOError:
-            count = 0
-        except OSError:  # it is closed; reading will tell
-            return
-        if count < len(record):
-            self.unsent += record[count:]
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):  # BlockingIOError among them
-            del self.unsent[: self.socket.send(self.unsent)]
-
-    def receive(self) -> list[bytes]:
-        """The whole records that have come."""
-        if not self.open:
-            return []
-        try:
-            data = self.socket.recv(1 << 16)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        if not data:
-            self.open = False
-            return []
-        if len(data) == RECORD and not self._part:
-            return [data]
-        data = self._part + data
-        whole = len(data) - len(data) % RECORD
-        self._part = data[whole:]
-        return [data[at : at + RECORD] for at in range(0, whole, RECORD)]
+    def records(self) -> list[Record]:
+        """The records that have come."""
+        found = []
+        for message in self.receive():
+            if (record := Record.of(message)) is None:
+                self.open = False
+                break
+            found.append(record)
+        return found
 
 
 class ControlConnections:
@@ -138,10 +101,11 @@ class ControlConnections:
         for connection in self.by_rank.values():
             connection.socket.close()
 
-    def close(self, records: bytes) -> None:
-        """Send ``records`` to everybody and hang up."""
+    def close(self, last: Record | None = None) -> None:
+        """Send a last record to everybody and hang up."""
         for connection in self.by_rank.values():
-            connection.send(records)
+            if last is not None:
+                connection.send(last)
             connection.socket.close()
 
 

@@ -11,7 +11,6 @@ blocks the host; the guard checks them meanwhile.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -39,6 +38,7 @@ from commpress.integrations.process_group.inner import (
     torch_group,
 )
 from commpress.integrations.process_group.records import (
+    NO_REDUCTION,
     Record,
     all_to_all,
     call,
@@ -160,28 +160,23 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GroupWork:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = _listed(tensors)
         opts = options_of(dist.AllreduceOptions, opts, timeout, named, "reduceOp")
-        numel = tensors[0].numel() if tensors else 0
-        codec = self.reducer.codec_for(
-            "all_reduce", tensors, numel=numel, op=opts.reduceOp, plain=len(tensors) == 1
-        )
-        if codec is None:
-            return self._reduction(
-                "all_reduce", self._inner.allreduce, (tensors, opts), tensors, opts
-            )
-        record = call("all_reduce", tensors, reduction=int(opts.reduceOp.op), codec=codec)
-        return self._compressed("all_reduce", record, tensors[0], tensors[0], opts, opts.reduceOp)
+        codec = self.reducer.codec_for(tensors, opts.reduceOp)
+        if not codec:
+            return self._exact("all_reduce", self._inner.allreduce, (tensors,), tensors, opts)
+        issue = self.reducer.steps(tensors[0], opts.reduceOp)
+        record = _record("all_reduce", tensors, opts, codec)
+        return self._begin(record, lambda work: issue(), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
         self.reducer.left_alone(tensors, "coalesced")
-        return self._reduction(
-            "all_reduce_coalesced", self._inner.allreduce_coalesced, (tensors, opts), tensors, opts
-        )
+        start = self._inner.allreduce_coalesced
+        return self._exact("all_reduce_coalesced", start, (tensors,), tensors, opts)
 
     def broadcast(self, tensors: Any, *how: Any, **named: Any) -> GroupWork:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = _listed(tensors)
         return self._rooted("broadcast", dist.BroadcastOptions, tensors, (tensors,), *how, **named)
 
     def reduce(
@@ -192,13 +187,11 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
         **named: Any,
     ) -> GroupWork:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = _listed(tensors)
         opts = options_of(dist.ReduceOptions, opts, timeout, named, "rootRank")
         if op is not None:
             opts.reduceOp = op
-        return self._reduction(
-            "reduce", self._inner.reduce, (tensors, opts), tensors, opts, root=opts.rootRank
-        )
+        return self._exact("reduce", self._inner.reduce, (tensors,), tensors, opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
@@ -206,50 +199,26 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(AllgatherOptions, opts, timeout, {}, "")
-        self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
-        return self._call(
-            call("all_gather", inputs), self._inner.allgather, (outputs, inputs, opts), inputs, opts
-        )
+        return self._exact("all_gather", self._inner.allgather, (outputs, inputs), inputs, opts)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> GroupWork:
-        opts = opts or AllgatherOptions()
-        record = call("all_gather_coalesced", inputs)
-        return self._call(
-            record, self._inner.allgather_coalesced, (outputs, inputs, opts), inputs, opts
-        )
+        start, opts = self._inner.allgather_coalesced, opts or AllgatherOptions()
+        return self._exact("all_gather_coalesced", start, (outputs, inputs), inputs, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> GroupWork:
-        opts = opts or AllgatherOptions()
-        equal = output.numel() == self._size * input.numel()
-        codec = self.reducer.codec_for(
-            "all_gather", [input, output], numel=output.numel(), plain=equal
-        )
-        if codec is not None:
-            return self._compressed(
-                "all_gather", call("all_gather_single", [input], codec=codec), input, output, opts
-            )
-        record = call("all_gather_single", [input])
-        return self._call(
-            record, self._inner._allgather_base, (output, input, opts), [output], opts
-        )
+        start, opts = self._inner._allgather_base, opts or AllgatherOptions()
+        return self._exact("all_gather_single", start, (output, input), [input], opts, [output])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> GroupWork:
-        opts = opts or AllgatherOptions()
-        self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
-        record = call("all_gather_single_coalesced", inputs)
-        return self._call(
-            record,
-            self._inner.allgather_into_tensor_coalesced,
-            (outputs, inputs, opts),
-            outputs,
-            opts,
-        )
+        name, opts = "all_gather_single_coalesced", opts or AllgatherOptions()
+        start = self._inner.allgather_into_tensor_coalesced
+        return self._exact(name, start, (outputs, inputs), inputs, opts, outputs)
 
     def gather(self, outputs: Any, inputs: Any, *how: Any, **named: Any) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
@@ -274,43 +243,26 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(dist.ReduceScatterOptions, opts, timeout, named, "reduceOp")
-        self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
-        return self._reduction(
-            "reduce_scatter", self._inner.reduce_scatter, (outputs, inputs, opts), outputs, opts
-        )
+        start = self._inner.reduce_scatter
+        return self._exact("reduce_scatter", start, (outputs, inputs), outputs, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> GroupWork:
-        opts = opts or dist.ReduceScatterOptions()
-        arguments = (output, input, opts)
-        equal = input.numel() == self._size * output.numel()
-        codec = self.reducer.codec_for(
-            "reduce_scatter", [input, output], numel=input.numel(), op=opts.reduceOp, plain=equal
-        )
-        if codec is not None:
-            record = call(
-                "reduce_scatter_single", [output], reduction=int(opts.reduceOp.op), codec=codec
-            )
-            return self._compressed("reduce_scatter", record, input, output, opts, opts.reduceOp)
-        return self._reduction(
-            "reduce_scatter_single", self._inner._reduce_scatter_base, arguments, [output], opts
-        )
+        start, opts = self._inner._reduce_scatter_base, opts or dist.ReduceScatterOptions()
+        return self._exact("reduce_scatter_single", start, (output, input), [output], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> GroupWork:
-        opts = opts or dist.ReduceScatterOptions()
-        start, arguments = self._inner.reduce_scatter_tensor_coalesced, (outputs, inputs, opts)
-        self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
-        return self._reduction("reduce_scatter_single_coalesced", start, arguments, outputs, opts)
+        name, opts = "reduce_scatter_single_coalesced", opts or dist.ReduceScatterOptions()
+        start = self._inner.reduce_scatter_tensor_coalesced
+        return self._exact(name, start, (outputs, inputs), outputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllToAllOptions()
         gives, takes = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        arguments = (outputs, inputs, opts)
-        self.reducer.codec_for("all_to_all", inputs, numel=0, plain=False)
-        start = partial(self._inner.alltoall, *arguments)
+        start = partial(self._inner.alltoall, outputs, inputs, opts)
         return self._all_to_all("all_to_all", inputs[0].dtype, gives, takes, start, outputs, opts)
 
     def all_to_all_single(
@@ -323,37 +275,28 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> GroupWork:
         opts = options_of(dist.AllToAllOptions, opts, timeout, {}, "")
-        gives, takes = (
-            counts(input, input_splits, self.size()),
-            counts(output, output_splits, self.size()),
-        )
+        gives = counts(input, input_splits, self._size)
+        takes = counts(output, output_splits, self._size)
         start: Callable[[], Any] = partial(
             self._inner.alltoall_base, output, input, list(output_splits), list(input_splits), opts
         )
-        own, fits = gives[self._rank], sum(gives) == input.numel() and sum(takes) == output.numel()
-        plain = (
-            fits
-            and own == takes[self._rank]
-            and input.dim() > 0
-            and input.shape[1:] == output.shape[1:]
-        )
-        codec = self.reducer.codec_for("all_to_all", [input, output], numel=0, plain=plain)
-        if codec is not None:
-            start = self.reducer.all_to_all(output, input, output_splits, input_splits, own)
         return self._all_to_all(
-            "all_to_all_single", input.dtype, gives, takes, start, [output], opts, codec or b""
+            "all_to_all_single", input.dtype, gives, takes, start, [output], opts
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
         opts = options_of(dist.BarrierOptions, opts, timeout, {}, "")
-        return self._call(call("barrier", []), self._inner.barrier, (opts,), [], opts)
+        return self._exact("barrier", self._inner.barrier, (), [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Gloo's own, which names who is missing by itself."""
+        """Gloo's own, which names who is missing by itself; over MPI the guard does."""
         self._check_formed()
-        self._inner.monitored_barrier(timeout, wait_all_ranks)
+        if self.communicator is None:
+            self._inner.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            self.barrier().wait(timeout or timedelta())
 
     # ------------------------------------------------------------ point to point
 
@@ -413,25 +356,24 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         """A call that begins or ends at one rank. ``tensors``: those that every rank has."""
         opts = options_of(kind, opts, timeout, named, "rootRank")
-        return self._call(
-            call(name, tensors, root=opts.rootRank),
-            getattr(self._inner, name),
-            (*ends, opts),
-            tensors,
-            opts,
-        )
+        return self._exact(name, getattr(self._inner, name), ends, tensors, opts)
 
-    def _reduction(
+    def _exact(
         self,
         name: str,
         start: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        tensors: Tensors,
+        ends: tuple[Any, ...],
+        described: Tensors,
         opts: Any,
-        root: int = 0,
+        result: Tensors | None = None,
     ) -> GroupWork:
-        record = call(name, tensors, reduction=int(opts.reduceOp.op), root=root)
-        return self._call(record, start, arguments, tensors, opts)
+        """A call of torch's own. ``described``: tensors that are alike on all ranks."""
+        return self._begin(
+            _record(name, described, opts),
+            lambda work: start(*ends, opts),
+            described if result is None else result,
+            opts,
+        )
 
     def _all_to_all(
         self,
@@ -442,45 +384,21 @@ class ProcessGroup(dist.ProcessGroup):
         start: Callable[[], Any],
         tensors: Tensors,
         opts: Any,
-        codec: bytes = b"",
     ) -> GroupWork:
-        records = all_to_all(name, dtype, gives, takes, 0, codec)
+        records = all_to_all(name, dtype, gives, takes)
         if len({*gives, *takes}) == 1:
-            return self._call(records[0].pack(), start, (), tensors, opts)
-        peers = [r for r in range(self.size()) if r != self.rank()]
-        record = {r: records[r].pack() for r in peers}
-        expected = {r: records[r].mirrored().pack() for r in peers}
-        return self._begin(record, expected, lambda work: start(), tensors, opts)
-
-    def _compressed(
-        self,
-        name: str,
-        record: bytes,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        opts: Any,
-        op: Any = None,
-    ) -> GroupWork:
-        issue = self.reducer.steps(name, input, output, op)
-        return self._begin(record, None, lambda work: issue(), [output], opts)
-
-    def _call(
-        self,
-        record: bytes,
-        start: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        tensors: Tensors,
-        opts: Any,
-    ) -> GroupWork:
-        return self._begin(record, None, lambda work: start(*arguments), tensors, opts)
+            return self._begin(records[0], lambda work: start(), tensors, opts)
+        record = {r: each for r, each in enumerate(records) if r != self._rank}
+        expected = {r: each.mirrored() for r, each in record.items()}
+        return self._begin(record, lambda work: start(), tensors, opts, expected)
 
     def _begin(
         self,
-        record: bytes | dict[int, bytes],
-        expected: dict[int, bytes] | None,
+        record: Record | dict[int, Record],
         issue: Callable[[GroupWork], Any],
         tensors: Tensors,
         opts: Any,
+        expected: dict[int, Record] | None = None,
     ) -> GroupWork:
         """Describe the call to the peers; wait for their agreement here, unless the caller wants to
         go on meanwhile."""
@@ -495,7 +413,7 @@ class ProcessGroup(dist.ProcessGroup):
             inner = issue(work)
             work.issue = lambda work: inner
         try:
-            self.guard.collective(record, expected, work)
+            self.guard.collective(record, work, expected)
         except CommunicationError as error:
             if torch._C._current_graph_task_id() < 0:
                 raise
@@ -581,14 +499,12 @@ class ProcessGroup(dist.ProcessGroup):
         label = group_name or "split:" + ",".join(map(str, ordered))
         store = dist.PrefixStore(f"{label}/", self._store)
         members = [self._global_ranks[r] for r in ordered]
-        # whose nodes are those of all ranks
-        given = self.pg_options and replace(self.pg_options, topology=None)
         group = ProcessGroup(
             store,
             ordered.index(self.rank()),
             len(ordered),
             timeout or self._timeout,
-            pg_options=given or "exact",
+            pg_options=self.pg_options or "exact",
             global_ranks=members,
             name=self._called,
             inner="torch" if self.communicator is None else "mpi",
@@ -630,7 +546,6 @@ class ProcessGroup(dist.ProcessGroup):
         join: Any = None,
         minimum: int = 1,
         admit: bool = True,
-        yields: bool = False,
     ) -> Change:
         """Go on with those who are left and with newcomers, in this process, with this object;
         collective over all of them.
@@ -643,18 +558,14 @@ class ProcessGroup(dist.ProcessGroup):
         - ``say``: bytes that all get to know.
         - ``age``: steps trained so far. Where two groups meet the members go on, the ranks of the
           other are newcomers; one that is older is refused.
-        - ``yields``: True on all members: an older group that joins goes on instead of theirs, and
-          they are its newcomers.
         - ``join``: a member's ``contact`` or a store that the members use, on those who want to
           become members.
         - ``minimum``: members without which nobody goes on.
         - ``admit``: False on the first of those who are left: newcomers wait at its door for a
           later reform.
         """
-        limit = check_reform(self, timeout, say, age, minimum, join, admit, yields)
-        terms = terms_of(
-            self, say=say, age=age, join=join, minimum=minimum, admit=admit, yields=yields
-        )
+        limit = check_reform(self, timeout, say, age, minimum, join, admit)
+        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit)
         return self._reform(terms, limit)
 
     def _reform(self, terms: Terms, limit: timedelta) -> Change:
@@ -793,6 +704,16 @@ class ProcessGroup(dist.ProcessGroup):
     def _peer_names(self) -> Callable[[int], str]:
         ranks = self._global_ranks
         return lambda r: f"rank {r}" if ranks[r] == r else f"rank {r} (global rank {ranks[r]})"
+
+
+def _listed(tensors: Any) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _record(name: str, tensors: Tensors, opts: Any, codec: str = "") -> Record:
+    op = getattr(opts, "reduceOp", None)
+    reduction, root = NO_REDUCTION if op is None else int(op.op), getattr(opts, "rootRank", 0)
+    return call(name, tensors, reduction=reduction, root=root, codec=codec)
 
 
 def _both(one: Callable[[], object], other: Callable[[], object]) -> None:

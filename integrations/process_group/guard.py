@@ -14,27 +14,17 @@ another, or whoever destroys the group and builds a new one.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 from commpress.errors import CommunicationError, Mismatch
-from commpress.integrations.process_group.blame import (
-    Blame,
-    again,
-    give_up_record,
-    grace_of,
-    speaks_of_a_peer,
-)
 from commpress.integrations.process_group.call import GroupWork, profiling
 from commpress.integrations.process_group.control_connections import (
     ControlConnections,
     Events,
     Polls,
-)
-from commpress.integrations.process_group.pending_calls import (
-    PendingCollectives,
-    PendingPairs,
-    opposite,
 )
 from commpress.integrations.process_group.records import (
     ANY_SOURCE,
@@ -44,8 +34,12 @@ from commpress.integrations.process_group.records import (
     RECV,
     REFORM,
     SEND,
+    Blame,
     Record,
-    unpack,
+    again,
+    give_up_record,
+    grace_of,
+    speaks_of_a_peer,
 )
 
 FIRST = 0.02  # seconds to wait for one peer only
@@ -95,14 +89,18 @@ class Guard:
     # ------------------------------------------------------------ calls
 
     def collective(
-        self, record: bytes | dict[int, bytes], expected: dict[int, bytes] | None, work: GroupWork
+        self,
+        record: Record | dict[int, Record],
+        work: GroupWork,
+        expected: dict[int, Record] | None = None,
     ) -> None:
         """Send ``record`` (the same to all, or each peer its own) and queue the call behind those
         before it."""
+        records = dict.fromkeys(self._peers, record) if isinstance(record, Record) else record
         with self._changed:
             self._check()
             self._add(work)
-            for peer, own in self._collectives.enter(work, record, expected).items():
+            for peer, own in self._collectives.enter(work, records, expected or records).items():
                 self._peers[peer].send(own)
             self._receive(self._collectives.missing())
             self._advance()
@@ -111,10 +109,10 @@ class Guard:
         """A send to or receive from one peer."""
         with self._changed:
             self._check()
-            work.expected = {peer: record.mirrored().pack()}
+            work.expected = {peer: record.mirrored()}
             self._add(work)
             if peer in self._peers:
-                self._peers[peer].send(record.pack())
+                self._peers[peer].send(record)
             wanted = opposite(record.operation)
             self._pairs.enter(work, peer, wanted, record.root)
             self._match(peer, wanted, record.root)
@@ -205,22 +203,21 @@ class Guard:
             connection = self._peers[peer]
             if connection.unsent:
                 connection.flush()
-            for data in connection.receive():
-                kind, operation = data[2], data[3]
-                if kind == CALL and operation in (SEND, RECV) and (record := unpack(data)):
-                    self._pairs.received(peer, record, data)
-                    self._match(peer, operation, record.root)
+            for record in connection.records():
+                if record.kind == CALL and record.operation in (SEND, RECV):
+                    self._pairs.received(peer, record)
+                    self._match(peer, record.operation, record.root)
                     self._match_any_source(record.root)
-                elif kind == CALL:
-                    self._collectives.received(peer, data)
-                elif kind == LEAVE:
+                elif record.kind == CALL:
+                    self._collectives.received(peer, record)
+                elif record.kind == LEAVE:
                     connection.left = True
-                elif kind == REFORM and (record := unpack(data)):
+                elif record.kind == REFORM:
                     connection.left = True
                     self._reform(peer, record)
-                elif kind == ANY_SOURCE and (record := unpack(data)):
+                elif record.kind == ANY_SOURCE:
                     (self._any_source.add if record.give else self._any_source.discard)(peer)
-                elif kind == GAVE_UP and (record := unpack(data)):
+                elif record.kind == GAVE_UP:
                     self._notices.append((peer, record))
             if not connection.open:
                 self._hang_up(peer)
@@ -234,9 +231,9 @@ class Guard:
             self.nudge()
 
     def _match(self, peer: int, operation: int, tag: int) -> None:
-        for work, data in self._pairs.matched(peer, operation, tag):
-            if data != work.expected[peer]:
-                self._fail(self._blame.disagreement(work, [(peer, data)]))
+        for work, record in self._pairs.matched(peer, operation, tag):
+            if record != work.expected[peer]:
+                self._fail(self._blame.disagreement(work, [(peer, record)]))
             if self.failure is not None:
                 break
             self._issue(work)
@@ -246,8 +243,8 @@ class Guard:
             work, peer = pair
             assert work.record is not None
             work.source = peer
-            work.expected = {peer: work.record.mirrored().pack()}
-            self._peers[peer].send(work.record.pack())
+            work.expected = {peer: work.record.mirrored()}
+            self._peers[peer].send(work.record)
             self._pairs.enter(work, peer, SEND, tag)
             self._match(peer, SEND, tag)
             if not self._pairs.from_any_source:
@@ -337,9 +334,8 @@ class Guard:
         self._changed.notify_all()
 
     def _send_all(self, record: Record) -> None:
-        data = record.pack()
         for connection in self._peers.values():
-            connection.send(data)
+            connection.send(record)
 
     # ------------------------------------------------------------ when the transport fails
 
@@ -468,9 +464,152 @@ class Guard:
             self._thread.join(5)
         # holds the groups inside, which an error with its frames must not keep
         self._abort = _nothing
-        self._connections.close(last.pack())
+        self._connections.close(last)
         self._polls.close()
 
 
 def _nothing() -> None:
     """There is nothing more to abort."""
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+Place = tuple[int, int, int]  # peer, its operation (SEND or RECV), tag
+
+
+class PendingCollectives:
+    """Queue of collectives waiting for agreement, and of the records of them that have come from
+    each peer.
+
+    The transport tells calls apart by their order, so one begins only after those before it.
+    """
+
+    def __init__(self, peers: Iterable[int]) -> None:
+        self._works: deque[GroupWork] = deque()
+        self._received: dict[int, deque[Record]] = {peer: deque() for peer in peers}
+        self._number = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._works)
+
+    def enter(
+        self, work: GroupWork, records: dict[int, Record], expected: dict[int, Record]
+    ) -> dict[int, Record]:
+        """Number a call and queue it; the record that each peer is to get."""
+        number, self._number = self._number, (self._number + 1) & 0xFFFFFFFF
+        self._works.append(work)
+        work.expected = {p: each._replace(sequence=number) for p, each in expected.items()}
+        if records is expected:
+            return work.expected
+        return {p: each._replace(sequence=number) for p, each in records.items()}
+
+    def received(self, peer: int, record: Record) -> None:
+        self._received[peer].append(record)
+
+    def oldest(self) -> GroupWork:
+        return self._works[0]
+
+    def wrong(self) -> list[tuple[int, Record]]:
+        """The peers that call something else than the oldest call, and what."""
+        expected = self._works[0].expected
+        return [
+            (peer, records[0])
+            for peer, records in self._received.items()
+            if records and records[0] != expected[peer]
+        ]
+
+    def missing(self) -> list[int]:
+        """The peers that have not come to the oldest call; none where no call waits."""
+        return (
+            [peer for peer, records in self._received.items() if not records] if self._works else []
+        )
+
+    def take(self) -> GroupWork:
+        """The oldest call, on which all agree."""
+        for records in self._received.values():
+            records.popleft()
+        return self._works.popleft()
+
+    def late(self, work: GroupWork) -> list[int]:
+        """The peers of ``work`` that have not come to it."""
+        place = next((i for i, each in enumerate(self._works) if each is work), None)
+        return [
+            peer for peer in work.expected if place is None or len(self._received[peer]) <= place
+        ]
+
+    def does_instead(self, peer: int) -> Record | None:
+        """A collective that this peer has come to and this rank has not."""
+        records, place = self._received[peer], len(self._works)
+        return records[place] if len(records) > place else None
+
+    def clear(self) -> None:
+        self._works.clear()
+
+
+class PendingPairs:
+    """Sends and receives of this rank and of its peers that wait for each other: first come first
+    matched, by peer and tag.
+
+    Empty queues are let go: a tag may never come again.
+    """
+
+    def __init__(self) -> None:
+        self._works: dict[Place, deque[GroupWork]] = {}
+        self._received: dict[Place, deque[Record]] = {}
+        self._any_source: dict[int, deque[GroupWork]] = {}  # tag → receives from any source
+        self._senders: dict[int, deque[int]] = {}  # tag → peers whose sends wait, oldest first
+
+    def enter(self, work: GroupWork, peer: int, operation: int, tag: int) -> None:
+        """``work`` waits for ``operation`` of ``peer``."""
+        self._works.setdefault((peer, operation, tag), deque()).append(work)
+
+    def enter_any_source(self, work: GroupWork, tag: int) -> None:
+        self._any_source.setdefault(tag, deque()).append(work)
+
+    def received(self, peer: int, record: Record) -> None:
+        self._received.setdefault((peer, record.operation, record.root), deque()).append(record)
+        if record.operation == SEND:
+            self._senders.setdefault(record.root, deque()).append(peer)
+
+    def matched(self, peer: int, operation: int, tag: int) -> Iterator[tuple[GroupWork, Record]]:
+        """Take the pairs that have met, in order."""
+        place = (peer, operation, tag)
+        while place in self._works and place in self._received:
+            work, record = _take(self._works, place), _take(self._received, place)
+            if operation == SEND:
+                self._senders[tag].remove(peer)
+                if not self._senders[tag]:
+                    del self._senders[tag]
+            yield work, record
+
+    def matched_any_source(self, tag: int) -> tuple[GroupWork, int] | None:
+        """Take the oldest receive from any source, if a send waits for it, and the sender's
+        rank."""
+        if tag not in self._any_source or tag not in self._senders:
+            return None
+        return _take(self._any_source, tag), self._senders[tag][0]
+
+    @property
+    def from_any_source(self) -> bool:
+        """A receive from any source waits."""
+        return bool(self._any_source)
+
+    def waiting_for(self, peer: int) -> GroupWork | None:
+        return next((works[0] for (p, _, _), works in self._works.items() if p == peer), None)
+
+    def unmatched(self, peer: int) -> Record | None:
+        """A send or receive of ``peer`` that nothing here has matched."""
+        return next(
+            (records[0] for (p, _, _), records in self._received.items() if p == peer), None
+        )
+
+
+def opposite(operation: int) -> int:
+    return RECV if operation == SEND else SEND
+
+
+def _take(queues: dict[K, deque[V]], key: K) -> V:
+    value = queues[key].popleft()
+    if not queues[key]:
+        del queues[key]
+    return value

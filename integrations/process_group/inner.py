@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from commpress.collectives.transports import interface
-from commpress.collectives.transports.factory import own_connections
 from commpress.collectives.transports.gloo import (
     Connections,
     connections_of,
@@ -25,8 +24,8 @@ from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
-from commpress.integrations.process_group.blame import grace_of
 from commpress.integrations.process_group.mpi_group import MpiGroup
+from commpress.integrations.process_group.records import grace_of
 from commpress.torch_private import abort, begin_sequence, refusing_backend, set_timeout
 
 _UNSET = timedelta(milliseconds=-1)
@@ -156,22 +155,18 @@ def card_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     return group
 
 
-class _PrivateTransport(TorchTransport):
-    """Over a group that torch.distributed knows nothing of: it has no name and no global ranks
-    there."""
+class CardTransport(TorchTransport):
+    """Over NCCL, by a communicator of its own, which is made when the first message goes.
+
+    torch.distributed knows nothing of its group: it has no name and no global ranks there.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(card_group(store, rank, size, timeout), timeout=timeout)
+        self._store, self._parts = store, 0
 
     def peer(self, rank: int) -> str:
         return f"rank {rank}"
-
-
-class CardTransport(_PrivateTransport):
-    """Over NCCL, by a communicator of its own, which is made when the first message goes."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(
-            card_group(store, rank, size, timeout), timeout=timeout, point_to_point=False
-        )
-        self._store, self._parts = store, 0
 
     def subset(self, ranks: Sequence[int]) -> "CardTransport | None":
         self._parts += 1
@@ -222,13 +217,6 @@ def private_transport(
     call."""
     if not isinstance(inner, dist.ProcessGroup):
         return MpiTransport(inner.communicator, timeout=timeout)
-
-    if not own_connections():
-        make: Callable[..., Any] = partial(gloo_group, store, rank, size, timeout)
-        gloo, connections = connections_of(partial(yielding, make), size - 1)
-        return _PrivateTransport(
-            gloo, timeout=timeout, point_to_point=True, connections=connections
-        )
 
     def share(here: bytes) -> list[bytes]:
         store.set(f"place/{rank}", here.decode())

@@ -7,9 +7,8 @@ bits. Lengths are not checked here: the guard has compared them, which is as wel
 writes past the end of a receive that is too short.
 """
 
-import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -188,36 +187,6 @@ class MpiGroup:
     def barrier(self, opts: Any) -> MpiWork:
         return self._begin("barrier", self._barrier(), [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-        """Rank 0 waits for every rank and then answers; its error names who is missing: the first,
-        or all of them."""
-        seconds = timeout.total_seconds() if timeout is not None else self.seconds
-        end = time.monotonic() + seconds
-
-        def token(to: Sequence[int], of: Sequence[int]) -> MpiWork:
-            outgoing, incoming = (
-                {r: [torch.zeros(1, dtype=torch.uint8)] for r in ranks} for ranks in (to, of)
-            )
-            return self._begin("monitored_barrier", self._move(outgoing, incoming, _TAGS), [])
-
-        if self.rank:
-            missing = (
-                [0]
-                if not _waited(token([0], []), end) or not _waited(token([], [0]), end + seconds)
-                else []
-            )
-        else:
-            works = {r: token([], [r]) for r in range(1, self.size)}
-            missing = [r for r, work in works.items() if not _waited(work, end)]
-        if missing:
-            self._progress.give_up("a monitored barrier failed")
-            text = ", ".join(map(str, missing if wait_all_ranks else missing[:1]))
-            raise RuntimeError(
-                f"ranks {text} did not come to the monitored barrier within {seconds:g} s"
-            )
-        if self.rank == 0:
-            token(range(1, self.size), []).wait()
-
     # ------------------------------------------------------------ point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> MpiWork:
@@ -273,24 +242,34 @@ class MpiGroup:
     def _all_reduce(self, tensors: Tensors, opts: Any) -> Steps:
         view = JoinedViews(tensors) if len(tensors) > 1 else HostView(tensors[0])
         buffer, tag = view.numbers, self._tag()
-        fold, per_rank = self._fold(buffer, opts)
         every = range(self.size)
         if buffer.nbytes <= SMALL:
+            fold, per_rank = self._fold(buffer, opts)
             parts, held = self._parts(buffer.numel(), buffer)
             yield self._swap({r: [buffer] for r in every}, self._others(parts), tag)
             fold(self._with(buffer, parts), buffer, 0, per_rank)
+            self._scratch.give(held)
         else:
-            low, high = bounds(self.rank, buffer.numel(), per_rank)
-            chunks = [buffer[slice(*bounds(r, buffer.numel(), per_rank))] for r in every]
-            mine = buffer[low:high]
-            parts, held = self._parts(high - low, buffer)
-            yield self._swap({r: [c] for r, c in enumerate(chunks)}, self._others(parts), tag)
-            fold(self._with(mine, parts), mine, low, per_rank)
-            yield self._swap(
-                {r: [mine] for r in every}, {r: [c] for r, c in enumerate(chunks)}, tag
-            )
-        self._scratch.give(held)
+            chunks, total = yield from self._own_chunk(buffer, opts, tag)
+            everywhere = {r: [c] for r, c in enumerate(chunks)}
+            yield self._swap({r: [total] for r in every}, everywhere, tag)
         view.write_back()
+
+    def _own_chunk(
+        self, buffer: torch.Tensor, opts: Any, tag: int, *, even: bool = True, here: bool = True
+    ) -> Generator[list[Any], None, tuple[list[torch.Tensor], torch.Tensor]]:
+        """The chunks of a buffer, one a rank, and this rank's reduced: in its place (``here``), or
+        in new memory."""
+        fold, per_rank = self._fold(buffer, opts, even=even)
+        cuts = [bounds(r, buffer.numel(), per_rank) for r in range(self.size)]
+        chunks = [buffer[slice(*each)] for each in cuts]
+        mine = chunks[self.rank]
+        parts, held = self._parts(mine.numel(), buffer)
+        yield self._swap({r: [c] for r, c in enumerate(chunks)}, self._others(parts), tag)
+        total = mine if here else torch.empty_like(mine)
+        fold(self._with(mine, parts), total, cuts[self.rank][0], per_rank)
+        self._scratch.give(held)
+        return chunks, total
 
     def _sparse_sum(self, tensor: torch.Tensor) -> Steps:
         """Every rank gets all indices and values, and adds them in the order of the ranks."""
@@ -319,18 +298,12 @@ class MpiGroup:
 
     def _reduce(self, tensor: torch.Tensor, opts: Any) -> Steps:
         view, root, tag = HostView(tensor), opts.rootRank, self._tag()
-        buffer = view.numbers
-        fold, per_rank = self._fold(buffer, opts, even=False)
-        chunks = [slice(*bounds(r, buffer.numel(), per_rank)) for r in range(self.size)]
-        mine = buffer[chunks[self.rank]]
-        parts, held = self._parts(mine.numel(), buffer)
-        yield self._swap({r: [buffer[c]] for r, c in enumerate(chunks)}, self._others(parts), tag)
-        # only the root's tensor changes
-        total = torch.empty_like(mine) if self.rank != root else mine
-        fold(self._with(mine, parts), total, chunks[self.rank].start, per_rank)
-        arriving = {r: [buffer[c]] for r, c in enumerate(chunks)} if self.rank == root else {}
+        at_root = self.rank == root  # only its tensor changes
+        chunks, total = yield from self._own_chunk(
+            view.numbers, opts, tag, even=False, here=at_root
+        )
+        arriving = {r: [c] for r, c in enumerate(chunks)} if at_root else {}
         yield self._swap({root: [total]}, arriving, tag)
-        self._scratch.give(held)
         if self.rank == root:
             view.write_back()
 
@@ -471,13 +444,6 @@ def _dense(tensors: Tensors) -> None:
 def _shapes(tensor: torch.Tensor, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the indices and values of a sparse tensor like this one with ``count`` entries."""
     return (tensor.sparse_dim(), count), (count, *tensor.values().shape[1:])
-
-
-def _waited(work: MpiWork, end: float) -> bool:
-    try:
-        return work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
-    except RuntimeError:
-        return False
 
 
 # --------------------------------------------------- memory of the host, which MPI reads and writes

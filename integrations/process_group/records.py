@@ -1,31 +1,22 @@
-"""Records: 64 bytes per call and peer, which a rank sends before its data moves.
+"""Records: the words for one call that a rank sends to each peer before its data moves; and the
+errors that name who is to blame where they differ, or do not come.
 
 Two ranks agree on a call if each receives from the other exactly the record it expects. In a
 collective whose parts have one size that is the record it sent itself; in an all-to-all, what one
 gives must be what the other takes.
-
-Bytes  0  magic "ca"             Bytes 12  root or tag, i32
-       2  kind, u8                     16  elements that the sender gives to the receiver, i64
-       3  operation, u8                24  elements that the sender takes from the receiver, i64
-       4  reduction, u8                32  hash of the shapes, u32
-       5  dtype, u8                    36  codec, 24 ASCII bytes
-       6  zeros
-       8  sequence number, u32         60  zeros
-                                       little endian throughout
 """
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-RECORD = 64
+from commpress.errors import CommunicationError, Mismatch, PeerFailure
+
 # kinds; ANY_SOURCE: waits to receive so, or no longer
 CALL, LEAVE, GAVE_UP, ANY_SOURCE, REFORM = 1, 2, 3, 6, 9
-_LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s4x")
-_MAGIC = b"ca"
 
 OPERATIONS = (
     "nothing",
@@ -82,14 +73,17 @@ class Record(NamedTuple):
     reduction: int = NO_REDUCTION
     dtype: int = NO_DTYPE
     sequence: int = 0
-    root: int = 0
-    give: int = 0
-    take: int = 0
-    shape: int = 0
-    codec: bytes = b""
+    root: int = 0  # or the tag
+    give: int = 0  # elements from the sender to the receiver
+    take: int = 0  # elements from the receiver to the sender
+    shape: int = 0  # a hash of the shapes
+    codec: str = ""
 
-    def pack(self) -> bytes:
-        return _LAYOUT.pack(_MAGIC, *self)
+    @classmethod
+    def of(cls, message: Any) -> "Record | None":
+        """The record that came; None if it is none."""
+        fits = isinstance(message, list) and [*map(type, message)] == _FIELDS
+        return cls(*message) if fits else None
 
     def mirrored(self) -> "Record":
         """The record that the peer must send for the two to agree."""
@@ -117,20 +111,12 @@ class Record(NamedTuple):
             words.append(REDUCTIONS[self.reduction])
         if name in ROOTED:
             words.append(f"root {self.root}")
-        if codec := self.codec.rstrip(bytes(1)):
-            words.append(f"codec {codec.decode('ascii', 'replace')!r}")
+        if self.codec:
+            words.append(f"codec {self.codec!r}")
         return ", ".join([" ".join(words[:2]), *words[2:]])
 
 
-def unpack(data: bytes) -> Record | None:
-    """None if these are not the bytes of a record."""
-    magic, *fields = _LAYOUT.unpack_from(data)
-    return Record(*fields) if magic == _MAGIC else None
-
-
-def numbered(record: bytes, number: int) -> bytes:
-    """The record with a sequence number."""
-    return record[:8] + (number & 0xFFFFFFFF).to_bytes(4, "little") + record[12:]
+_FIELDS = [*map(type, Record())]
 
 
 def call(
@@ -139,28 +125,28 @@ def call(
     *,
     reduction: int = NO_REDUCTION,
     root: int = 0,
-    codec: bytes = b"",
-) -> bytes:
+    codec: str = "",
+) -> Record:
     """The record of a collective in which every rank gives and takes the same."""
     dtype = tensors[0].dtype if tensors else None
-    return _packed(name, tuple(t.shape for t in tensors), dtype, reduction, root, codec)
+    return _described(name, tuple(t.shape for t in tensors), dtype, reduction, root, codec)
 
 
 @lru_cache(maxsize=1024)
-def _packed(
+def _described(
     name: str,
     shapes: tuple[torch.Size, ...],
     dtype: torch.dtype | None,
     reduction: int,
     root: int,
-    codec: bytes,
-) -> bytes:
+    codec: str,
+) -> Record:
     numel = sum(shape.numel() for shape in shapes)
     shape = hash(shapes[0] if len(shapes) == 1 else shapes) & 0xFFFFFFFF
     if name == "broadcast":  # a number of elements is all that torch asks ranks to agree on here
         shape = 0
     code = NO_DTYPE if dtype is None else _DTYPES.get(dtype, OTHER_DTYPE)
-    return Record(CALL, _NUMBERS[name], reduction, code, 0, root, numel, numel, shape, codec).pack()
+    return Record(CALL, _NUMBERS[name], reduction, code, 0, root, numel, numel, shape, codec)
 
 
 def all_to_all(
@@ -168,13 +154,11 @@ def all_to_all(
     dtype: torch.dtype,
     gives: Sequence[int],
     takes: Sequence[int],
-    sequence: int,
-    codec: bytes = b"",
 ) -> list[Record]:
     """The records of an all-to-all, one for each peer."""
     number, code = _NUMBERS[name], _DTYPES.get(dtype, OTHER_DTYPE)
     return [
-        Record(operation=number, dtype=code, sequence=sequence, give=give, take=take, codec=codec)
+        Record(operation=number, dtype=code, give=give, take=take)
         for give, take in zip(gives, takes, strict=True)
     ]
 
@@ -205,3 +189,151 @@ def _dtype_name(code: int) -> str:
         if code < len(DTYPES)
         else "elements of another dtype"
     )
+
+
+_NAMED = 63  # ranks below it fit into the record of one who gives up
+_KINDS: dict[int, type[CommunicationError]] = {0: CommunicationError, 1: Mismatch, 2: PeerFailure}
+
+
+class BlamedCall(Protocol):
+    expected: dict[int, Record]  # the record that each peer must send
+
+    def describe(self) -> str: ...
+
+
+class Blame:
+    """Errors of one rank; ``name`` tells how a peer is called."""
+
+    def __init__(self, rank: int, name: Callable[[int], str]) -> None:
+        self.rank, self._name = rank, name
+
+    def disagreement(self, work: BlamedCall, wrong: Sequence[tuple[int, Record]]) -> Mismatch:
+        mine, theirs, wrong = work.describe(), [], sorted(wrong)  # whoever came first
+        for peer, record in wrong:
+            what = record.describe()
+            theirs.append(
+                f"{self._name(peer)} calls "
+                f"{what if what != mine else 'it with tensors of another shape'}"
+            )
+        return Mismatch(
+            f"rank {self.rank} calls {mine}, but {'; '.join(theirs)}. Nothing was sent. Every rank "
+            "must make the same calls, in the same order, with the same shape, dtype and codec.",
+            ranks=tuple(peer for peer, _ in wrong),
+        )
+
+    def lost(self, work: BlamedCall, gone: Sequence[int], *, left: bool) -> PeerFailure:
+        how = "left the group" if left else "died: its connection closed without a word"
+        return PeerFailure(
+            f"rank {self.rank} waits in {work.describe()}, but {self._names(gone)} {how}.",
+            ranks=tuple(gone),
+        )
+
+    def died(self, gone: Sequence[int]) -> PeerFailure:
+        return PeerFailure(
+            f"{self._names(gone)} died: its connection closed without a word.", ranks=tuple(gone)
+        )
+
+    def expired(
+        self, work: BlamedCall, seconds: float, silent: Sequence[int], others: Mapping[int, Record]
+    ) -> CommunicationError:
+        """``work`` has waited too long: for ranks that are silent and ranks that do something else
+        instead."""
+        busy = "; ".join(
+            f"{self._name(peer)} calls {record.describe()}" for peer, record in others.items()
+        )
+        text = f"rank {self.rank} reached its timeout of {seconds:g} s in {work.describe()}"
+        if not silent:
+            return Mismatch(
+                f"{text}, but {busy}. Every rank must make matching calls.", ranks=tuple(others)
+            )
+        what = (
+            f"{text}: {self._names(silent)} did not make a matching call: stopped, stuck or far "
+            "behind."
+        )
+        return PeerFailure(what + (f" Besides, {busy}." if busy else ""), ranks=tuple(silent))
+
+    def unanswered(self, work: BlamedCall, silent: Sequence[int], text: str) -> PeerFailure:
+        return PeerFailure(
+            f"rank {self.rank}: {work.describe()} did not finish, and the process of "
+            f"{self._names(silent)} does not answer: stopped, or its machine is gone ({text}).",
+            ranks=tuple(silent),
+        )
+
+    def failed(self, work: BlamedCall, text: str) -> CommunicationError:
+        return CommunicationError(f"rank {self.rank}: {work.describe()} failed: {text}")
+
+    def notice(self, peer: int, record: Record, works: Sequence[BlamedCall]) -> CommunicationError:
+        """A peer has given up: the group is over. If it blames this rank, the two disagree, and it
+        is the other one."""
+        blamed = tuple(r for r in range(_NAMED) if record.give >> r & 1)
+        # a send or receive that it will not meet
+        direct = any(work.expected.keys() == {peer} for work in works)
+        mine = self.rank in blamed or not blamed
+        kind = _KINDS.get(record.reduction, CommunicationError)
+        what = "a disagreement with" if kind is Mismatch else "the failure of"
+        whom = "this rank" if mine else self._names(blamed)
+        doing = "; ".join(work.describe() for work in works[:3])
+        return kind(
+            (
+                f"rank {self.rank}{' in ' + doing if doing else ''}: {self._name(peer)} has given "
+                f"up after {what} {whom}."
+            ),
+            ranks=(peer,) if mine or direct else blamed,
+        )
+
+    def reforms(self, peer: int | None, record: Record | None) -> CommunicationError:
+        """A peer wants to agree on who goes on; it may say whom it misses."""
+        blamed = tuple(
+            r
+            for r in range(_NAMED)
+            if record is not None and record.give >> r & 1 and r != self.rank
+        )
+        who = "a peer" if peer is None else self._name(peer)
+        why = f" after the failure of {self._names(blamed)}" if blamed else ""
+        kind = PeerFailure if blamed else CommunicationError
+        return kind(
+            f"rank {self.rank}: {who} reforms the group{why}. Call reform() here too.", ranks=blamed
+        )
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(map(self._name, ranks))
+
+
+def give_up_record(error: CommunicationError, *, reforms: bool = False) -> Record:
+    """The record by which a rank that gives up, or ``reforms`` the group, tells its peers why."""
+    kind = 1 if isinstance(error, Mismatch) else 2 if isinstance(error, PeerFailure) else 0
+    give = sum(1 << r for r in error.ranks if r < _NAMED)
+    return Record(kind=REFORM if reforms else GAVE_UP, reduction=kind, give=give)
+
+
+def again(error: CommunicationError) -> CommunicationError:
+    """For every call after the failure."""
+    return type(error)(
+        (
+            f"this group failed before: {error} group.reform() goes on with those who are left; or "
+            "destroy it and build a new one."
+        ),
+        ranks=error.ranks,
+    )
+
+
+def grace_of(timeout: timedelta) -> float:
+    """Seconds, of a timeout, kept for finding out who is at fault."""
+    return min(2.0, timeout.total_seconds() / 5)
+
+
+def speaks_of_a_peer(text: str) -> bool:
+    """True if an error of the transport may come from a peer's failure."""
+    lower = text.lower()
+    words = (
+        "timed out",
+        "timeout",
+        "closed",
+        "reset by peer",
+        "broken pipe",
+        "abort",
+        "socket",
+        "connect",
+        "nccl",
+    )
+    return any(word in lower for word in words)

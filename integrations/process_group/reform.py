@@ -25,7 +25,7 @@ import torch.distributed as dist
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.agreement import Agreement, Terms
-from commpress.collectives.transports.conversation import Message
+from commpress.collectives.transports.connection import Message
 from commpress.collectives.transports.gloo import let_go, watched
 from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.membership import Proposal, contact_of, is_contact, place_of
@@ -187,7 +187,7 @@ class Reformation:
                 )
         except BaseException:
             if connections is not None:
-                connections.close(b"")
+                connections.close()
             raise
         group.enter(rank, size, store, inner, abort, connections)
         store.set_timeout(group.timeout)
@@ -308,7 +308,6 @@ def check_reform(
     minimum: object,
     join: object,
     admit: object = True,
-    yields: object = False,
 ) -> timedelta:
     """The time that a reform may take; refuses what cannot be."""
     if group.communicator is not None and not survives():
@@ -336,11 +335,6 @@ def check_reform(
         raise InvalidArgument(
             f"admit is {admit!r}, expected True, or False to leave newcomers at the door"
         )
-    if not isinstance(yields, bool):
-        raise InvalidArgument(
-            f"yields is {yields!r}, expected False, or True to let an older group that joins go "
-            "on instead"
-        )
     check_counts(age=age, minimum=minimum)
     if isinstance(join, str):
         place_of(join)
@@ -365,7 +359,6 @@ def terms_of(
     join: Any,
     minimum: int,
     admit: bool = True,
-    yields: bool = False,
 ) -> Terms:
     began = (
         ()
@@ -376,7 +369,6 @@ def terms_of(
         age=age,
         said=say,
         minimum=minimum,
-        yields=yields,
         admits=admit,
         labels=partial(_labels, group),
         count=groups_named() if is_default(group) else 0,

@@ -22,7 +22,6 @@ from commpress.collectives.buckets import Span, messages
 from commpress.collectives.transports import gloo
 from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
-from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import InFront
 from commpress.feedback import ErrorFeedback
 from commpress.work import Worker, run
@@ -167,13 +166,12 @@ class Shifted(InFront):
         return self.inner.all_gather(out, inp, tag + self.by)
 
 
-@pytest.mark.parametrize("way", ["sockets", "messages"])
-def test_buckets_under_way_at_once_do_not_mix(pool, monkeypatch, way):
+def test_buckets_under_way_at_once_do_not_mix(pool, monkeypatch):
     plans = [
         plan_of(codec_named(name), 3, monkeypatch)
         for name in ("sign", "int8", "none", "int8", "ternary", "sign", "sign")
     ]
-    results = pool.run(hurried, plans, way, size=3)
+    results = pool.run(hurried, plans, "sockets", size=3)
     for i, plan in enumerate(plans):
         ranks = [Rank(r, t, plan) for r, t in enumerate(Loopback(3).transports())]
         simulate([rank.steps(0) for rank in ranks])
@@ -238,27 +236,16 @@ def test_a_subgroup_counts_its_own_ranks_and_names_the_global_ones(pool, way):
     assert pool.run(in_a_subgroup, way, [0, 1, 3], size=4)[3][2] == names
 
 
-def own(backend, chosen):
+def own(backend):
     import commpress.backend  # noqa: F401
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("COMMPRESS_TRANSPORT", raising=False)
-        if chosen:
-            patch.setenv("COMMPRESS_TRANSPORT", chosen)
-        group = dist.new_group(backend=backend)
-        messages = backend == "commpress" or TorchTransport(group, timeout=TIMEOUT).point_to_point
-        return messages and type(own_transport(group, timeout=TIMEOUT)).__name__
+    return type(own_transport(dist.new_group(backend=backend), timeout=TIMEOUT)).__name__
 
 
-def test_groups_of_gloo_get_sockets_unless_asked_otherwise(pool):
-    """However they were asked for: a group without a name calls its backend "undefined"."""
-    for backend in ("gloo", "cpu:gloo", "commpress", None):
-        assert pool.run(own, backend, "") == ["SocketTransport"] * 2
-        assert pool.run(own, backend, "gloo") == ["TorchTransport"] * 2
-    with pytest.raises(
-        Exception, match="COMMPRESS_TRANSPORT is 'socket', expected sockets or gloo"
-    ):
-        pool.run(own, "gloo", "socket")
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None, "commpress"])
+def test_groups_of_gloo_get_sockets_however_they_were_asked_for(pool, backend):
+    """init_process_group() without a name calls its backend "undefined"."""
+    assert pool.run(own, backend) == ["SocketTransport"] * 2
 
 
 # ---------------------------------------------------------------- Gloo's threads
@@ -287,17 +274,15 @@ def scheduling_of(make):
 def scheduled():
     import commpress.backend  # noqa: F401
 
-    os.environ["COMMPRESS_TRANSPORT"] = "gloo"
-    ours = scheduling_of(own_transport), scheduling_of(lambda: dist.new_group(backend="commpress"))
-    del os.environ["COMMPRESS_TRANSPORT"]
-    return ours, scheduling_of(lambda: dist.new_group(backend="gloo"))
+    return scheduling_of(lambda: dist.new_group(backend="commpress")), scheduling_of(
+        lambda: dist.new_group(backend="gloo")
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
 def test_threads_of_gloo_groups_of_ours_push_nobody_off_a_core(pool):
-    for ours, torchs in pool.run(scheduled):
-        for new, others_as_before in ours:
-            assert new
-            assert set(new) == {os.SCHED_BATCH}
-            assert others_as_before
+    for (new, others_as_before), torchs in pool.run(scheduled):
+        assert new
+        assert set(new) == {os.SCHED_BATCH}
+        assert others_as_before
         assert torchs == ([os.SCHED_OTHER], True)

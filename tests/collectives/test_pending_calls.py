@@ -3,11 +3,12 @@ begin different ones as one."""
 
 import random
 
+import msgpack
 import pytest
 import torch
 
-from commpress.integrations.process_group.pending_calls import PendingCollectives
-from commpress.integrations.process_group.records import RECORD, all_to_all, call, numbered, unpack
+from commpress.integrations.process_group.guard import PendingCollectives
+from commpress.integrations.process_group.records import Record, all_to_all, call
 
 
 class Call:
@@ -17,18 +18,23 @@ class Call:
         self.record, self.expected = record, {}
 
 
-def test_a_number_is_all_that_numbering_changes():
-    plain = call("all_reduce", [], reduction=3, codec=b"sign")
-    assert len(plain) == RECORD
-    assert unpack(numbered(plain, 7)) == unpack(plain)._replace(sequence=7)
-    assert unpack(numbered(plain, 2**32 + 7)).sequence == 7, "numbers begin anew"
+def enter(pending, work, record):
+    records = dict.fromkeys(pending._received, record)
+    return pending.enter(work, records, records)
+
+
+def test_a_record_comes_as_it_was_sent_and_anything_else_is_none():
+    record = call("all_reduce", [], reduction=3, codec="sign")
+    assert Record.of(msgpack.unpackb(msgpack.packb(record))) == record
+    for other in (None, {}, [*record, 1], [*record][:-1], [*record[:-1], 3]):
+        assert Record.of(other) is None
 
 
 def test_a_call_waits_until_every_peer_has_come_to_it():
     pending, barrier = PendingCollectives([1, 2]), call("barrier", [])
     works = [Call(barrier), Call(barrier)]
-    sent = [pending.enter(work, work.record, None) for work in works]
-    assert [unpack(each[1]).sequence for each in sent] == [0, 1]
+    sent = [enter(pending, work, work.record) for work in works]
+    assert [each[1].sequence for each in sent] == [0, 1]
     assert pending.missing() == [1, 2]
     for each in sent:
         pending.received(1, each[1])
@@ -42,10 +48,10 @@ def test_a_call_waits_until_every_peer_has_come_to_it():
 
 def test_a_peer_that_calls_another_or_is_ahead_is_known():
     pending = PendingCollectives([1])
-    other = numbered(call("all_reduce", [], reduction=0), 0)
+    other = call("all_reduce", [], reduction=0)
     pending.received(1, other)
-    assert pending.does_instead(1) == unpack(other)
-    pending.enter(Call(call("barrier", [])), call("barrier", []), None)
+    assert pending.does_instead(1) == other
+    enter(pending, Call(call("barrier", [])), call("barrier", []))
     assert pending.does_instead(1) is None
     assert pending.wrong() == [(1, other)]
 
@@ -54,13 +60,13 @@ def test_what_one_gives_the_other_must_take():
     # elements that each rank gives to and takes from each
     counts = ([1, 2], [1, 3]), ([3, 5], [2, 5])
     ours, theirs = (
-        all_to_all("all_to_all", torch.float32, gives, takes, 0) for gives, takes in counts
+        all_to_all("all_to_all", torch.float32, gives, takes) for gives, takes in counts
     )
     pending = PendingCollectives([1])
     work = Call(None)
-    sent = pending.enter(work, {1: ours[1].pack()}, {1: ours[1].mirrored().pack()})
-    assert (unpack(sent[1]).give, unpack(sent[1]).take) == (2, 3)
-    pending.received(1, numbered(theirs[0].pack(), 0))
+    sent = pending.enter(work, {1: ours[1]}, {1: ours[1].mirrored()})
+    assert (sent[1].give, sent[1].take) == (2, 3)
+    pending.received(1, theirs[0])
     assert pending.wrong() == []
     assert pending.take() is work
 
@@ -81,7 +87,7 @@ def test_no_two_ranks_begin_different_calls_under_one_number(seed):
         for r in range(3)
     }
     pending = {r: PendingCollectives([p for p in range(3) if p != r]) for r in range(3)}
-    on_the_way = {(a, b): bytearray() for a in range(3) for b in range(3) if a != b}
+    on_the_way = {(a, b): [] for a in range(3) for b in range(3) if a != b}
     entered, begun, failed = dict.fromkeys(range(3), 0), {r: [] for r in range(3)}, set()
     for _ in range(6000):
         rank = chance.randrange(3)
@@ -90,14 +96,13 @@ def test_no_two_ranks_begin_different_calls_under_one_number(seed):
         if entered[rank] < len(programs[rank]) and entered[rank] - len(begun[rank]) < 4:
             record = programs[rank][entered[rank]]
             entered[rank] += 1
-            for peer, own in pending[rank].enter(Call(record), record, None).items():
-                on_the_way[rank, peer] += own
+            for peer, own in enter(pending[rank], Call(record), record).items():
+                on_the_way[rank, peer].append(own)
         peer = chance.choice([p for p in range(3) if p != rank])
-        count = chance.randrange(4) * RECORD
-        came = bytes(on_the_way[peer, rank][:count])
+        count = chance.randrange(4)
+        for each in on_the_way[peer, rank][:count]:
+            pending[rank].received(peer, each)
         del on_the_way[peer, rank][:count]
-        for at in range(0, len(came), RECORD):
-            pending[rank].received(peer, came[at : at + RECORD])
         while pending[rank] and rank not in failed:
             if pending[rank].wrong():
                 failed.add(rank)

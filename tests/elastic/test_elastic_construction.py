@@ -8,7 +8,7 @@ import torch
 
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.loopback import Loopback
-from commpress.integrations.elastic.construction import Build
+from commpress.integrations.elastic.repeat import Build
 from commpress.integrations.process_group.reform import Registry
 
 

@@ -22,14 +22,12 @@ from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, NoQuorum, PeerFailure
-from commpress.integrations.elastic.construction import newest
-from commpress.integrations.elastic.declaration import Declaration
-from commpress.integrations.elastic.faults import fault_of
+from commpress.integrations.elastic.attendance import Declaration
+from commpress.integrations.elastic.exact_means import check_ordered
 from commpress.integrations.elastic.loop import Elastic
-from commpress.integrations.elastic.named_state import check_ordered
 from commpress.integrations.elastic.repeat import StepMark
 from commpress.integrations.elastic.shared_state import SharedState
-from commpress.integrations.elastic.snapshots import Snapshots
+from commpress.integrations.elastic.snapshots import Snapshots, newest
 from elastic_world import Killed, Rank, World, until
 from test_elastic_snapshots import OPTIONS
 
@@ -172,46 +170,56 @@ def check(folder, runs, *, epochs=1, survivors=None):
     return ordered
 
 
-def test_an_undisturbed_run_reads_every_sample_once(tmp_path):
+def survive(folder, size, faults=None, *, during=None, **options):
+    """Members of a world, whoever is left of it with its loop and run, and ranks in each step.
+
+    ``faults``: by rank, at which of its messages it is killed or loses what comes.
+    """
     world = World()
-    members = world.found(3)
-    world.go(members, train, world, tmp_path)
-    loops, runs = zip(*world.join().values(), strict=True)
-    check(tmp_path, runs)
-    assert [loop.step for loop in loops] == [10, 10, 10]
-    assert all(loop.counters.participation == loop.counters.goodput == 1 for loop in loops)
+    members = world.found(size)
+    for rank, (fault, at) in (faults or {}).items():
+        setattr(members[rank], fault, at)
+    story = None if during is None else partial(during, world)
+    world.go(members, partial(train, during=story, **options), world, folder)
+    results = world.join()
+    left = {rank: results[rank] for rank in world.ranks if rank in results}
+    windows = check(folder, [run for _, run in left.values()])
+    return members, left, [size for ((_, size),) in windows]
+
+
+def test_an_undisturbed_run_reads_every_sample_once(tmp_path):
+    _, left, sizes = survive(tmp_path, 3)
+    assert sizes == [3] * 10
+    for loop, _ in left.values():
+        assert loop.step == 10
+        assert loop.counters.participation == loop.counters.goodput == 1
 
 
 @pytest.mark.parametrize("kill_at", range(1, 13))
 def test_a_rank_that_dies_at_any_message_is_left_behind(tmp_path, kill_at):
-    world = World()
-    members = world.found(3)
-    members[1].kill_at = kill_at
-    world.go(members, train, world, tmp_path)
-    results = world.join()
-    loops, runs = zip(*(results[rank] for rank in (members[0], members[2])), strict=True)
-    sizes = [size for ((_, size),) in check(tmp_path, runs)]
+    _, left, sizes = survive(tmp_path, 3, {1: ("kill_at", kill_at)})
     # its first message compares steps, each of the others is of a step
     together = max(kill_at - 2, 0)
     assert sizes == [3] * together + [2] * (len(sizes) - together)
-    assert all((loop.counters.faults, loop.counters.lost) == (1, 1) for loop in loops)
-    assert all(loop.counters.pause_seconds > 0 for loop in loops)
-    assert all(loop.counters.participation == sum(sizes) / (3 * len(sizes)) for loop in loops)
+    for loop, _ in left.values():
+        assert (loop.counters.faults, loop.counters.lost) == (1, 1)
+        assert loop.counters.pause_seconds > 0
+        assert loop.counters.participation == sum(sizes) / (3 * len(sizes))
 
 
-@pytest.mark.parametrize("loses_at", [2, 6, 11])
-def test_a_step_that_others_have_committed_counts_for_who_did_not(tmp_path, loses_at):
-    """Rank 1 loses what comes in one step, after its own gradients have gone: the others take the
-    step, and heal it."""
-    world = World()
-    members = world.found(3)
-    members[1].loses_at = loses_at
-    world.go(members, train, world, tmp_path)
-    loops, runs = zip(*world.join().values(), strict=True)
-    check(tmp_path, runs)
+@pytest.mark.parametrize(
+    ("size", "rank", "loses_at"),
+    [(3, 1, 2), (3, 1, 6), (3, 1, 11), (3, 0, 2), (3, 0, 6), (2, 0, 15)],
+)
+def test_a_step_that_others_have_committed_counts_for_who_did_not(tmp_path, size, rank, loses_at):
+    """It loses what comes in one step, also the last, after its own gradients have gone: the others
+    take the step, and heal it."""
+    _, left, sizes = survive(tmp_path, size, {rank: ("loses_at", loses_at)})
     (healed,) = events(tmp_path, "healed")
-    assert healed["donors"] == [0, 2]
-    assert [loop.step for loop in loops] == [10, 10, 10]
+    donors = [each for each in range(size) if each != rank]
+    assert (healed["rank"], healed["donors"], healed["step"]) == (rank, donors, loses_at - 1)
+    loops = [loop for loop, _ in left.values()]
+    assert {loop.step for loop in loops} == {loop.counters.steps for loop in loops} == {len(sizes)}
     assert sum(loop.counters.samples for loop in loops) == SAMPLES
 
 
@@ -262,156 +270,72 @@ def test_newcomers_give_up_before_those_who_have_trained(tmp_path):
     check(tmp_path, [world.results[rank][1] for rank in members])
 
 
-def test_the_last_step_counts_for_who_did_not_commit_it(tmp_path):
-    world = World()
-    members = world.found(2)
-    members[0].loses_at = 15
-    world.go(members, train, world, tmp_path)
-    loops, runs = zip(*world.join().values(), strict=True)
-    check(tmp_path, runs)
-    assert [loop.step for loop in loops] == [15, 15]
-    assert [line["donors"] for line in events(tmp_path, "healed")] == [[1]]
-
-
-@pytest.mark.parametrize("loses_at", [2, 6])
-def test_a_first_rank_that_is_a_step_behind_gives_nothing(tmp_path, loses_at):
-    world = World()
-    members = world.found(3)
-    members[0].loses_at = loses_at
-    world.go(members, train, world, tmp_path)
-    loops, runs = zip(*world.join().values(), strict=True)
-    check(tmp_path, runs)
-    (healed,) = events(tmp_path, "healed")
-    assert (healed["rank"], healed["donors"], healed["step"]) == (0, [1, 2], loses_at - 1)
-    assert [loop.counters.steps for loop in loops] == [10, 10, 10]
-
-
 class Starter:
     """Starts processes that join when rank 0 has committed ``step``, and waits until they are at
-    its door."""
+    its door; then breaks one of the world's ranks."""
 
-    def __init__(self, world, folder, step, count, **options):
-        self.world, self.folder, self.step, self.count, self.options = (
-            world,
-            folder,
-            step,
-            count,
-            options,
-        )
-        self.started = []
+    def __init__(self, folder, step, count, broken=None, at=0, **options):
+        self.folder, self.step, self.count, self.options = folder, step, count, options
+        self.broken, self.at, self.started = broken, at, []
 
-    def __call__(self, rank, loop, run):
-        if rank is self.world.ranks[0] and loop.step == self.step and not self.started:
-            self.started = [
-                self.world.start(
-                    lambda rank: train(
-                        rank, self.world, self.folder, seed=1, join=True, **self.options
-                    )
-                )
-                for _ in range(self.count)
-            ]
+    def __call__(self, world, rank, loop, run):
+        if rank is world.ranks[0] and loop.step == self.step and not self.started:
+            join = partial(train, seed=1, join=True, **self.options)
+            self.started = [world.start(join, world, self.folder) for _ in range(self.count)]
             until(lambda: rank.waiting == self.count)
+            if self.broken is not None:
+                victim = world.ranks[self.broken]
+                victim.kill_at = victim.messages + self.at
 
 
-@pytest.mark.parametrize("newcomers", [1, 2])
-def test_newcomers_are_healed_and_go_on_like_the_others(tmp_path, newcomers):
-    world = World()
-    members, starter = world.found(2), Starter(world, tmp_path, 4, newcomers)
-    world.go(members, lambda rank: train(rank, world, tmp_path, during=starter))
-    _, runs = zip(*world.join().values(), strict=True)
-    windows = check(tmp_path, runs)
-    assert {size for ((_, size),) in windows[-2:]} == {2 + newcomers}
+@pytest.mark.parametrize(("size", "newcomers"), [(2, 1), (2, 2), (1, 2)])
+def test_newcomers_are_healed_and_go_on_like_the_others(tmp_path, size, newcomers):
+    """Also where they come while only one rank is left."""
+    *_, sizes = survive(tmp_path, size, during=Starter(tmp_path, 4, newcomers))
+    assert sizes[-1] == sizes[-2] == size + newcomers
     healed = events(tmp_path, "healed")
     assert len(healed) == newcomers
     assert len({line["hash"] for line in healed}) == 1
-    assert all(line["donors"] == [0, 1] for line in healed)
+    assert all(line["donors"] == [*range(size)] for line in healed)
 
 
-@pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5])
-def test_a_newcomer_that_dies_while_it_joins_is_forgotten(tmp_path, kill_at):
-    world = World()
-    members, starter = world.found(2), Starter(world, tmp_path, 4, 1)
-
-    def dies(rank, loop, run):
-        starter(rank, loop, run)
-        for newcomer in starter.started:
-            newcomer.kill_at = kill_at
-
-    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies))
-    results = world.join()
-    check(tmp_path, [results[rank][1] for rank in members])
-    assert starter.started[0] not in results
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_newcomer_that_dies_while_it_joins_is_forgotten(tmp_path, at):
+    starter = Starter(tmp_path, 4, 1, broken=-1, at=at)
+    members, left, _ = survive(tmp_path, 2, during=starter)
+    assert [*left] == members
 
 
-@pytest.mark.parametrize("messages", [1, 2, 3, 4])
-def test_a_donor_that_dies_while_it_gives_is_replaced(tmp_path, messages):
-    """Rank 1 ends after so many messages of the healing; rank 0 and the newcomer form the group
-    anew, and rank 0 gives."""
-    world = World()
-    members, starter = world.found(3), Starter(world, tmp_path, 4, 1)
-
-    def dies(rank, loop, run):
-        starter(rank, loop, run)
-        if starter.started:
-            members[1].kill_at = members[1].kill_at or members[1].messages + 1 + messages
-
-    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies))
-    results = world.join()
-    assert members[1] not in results
-    check(tmp_path, [run for _, run in results.values()])
-    assert {
-        size for ((_, size),) in check(tmp_path, [run for _, run in results.values()])[-2:]
-    } == {3}
-
-
-def test_a_fresh_process_overwrites_nobody(tmp_path):
-    """Even where it comes while only one rank is left, which has a lower number than none."""
-    world = World()
-    members, starter = world.found(1), Starter(world, tmp_path, 7, 2)
-    world.go(members, lambda rank: train(rank, world, tmp_path, during=starter))
-    _, runs = zip(*world.join().values(), strict=True)
-    check(tmp_path, runs)
-    assert all(line["donors"] == [0] for line in events(tmp_path, "healed"))
+@pytest.mark.parametrize("at", [2, 3, 4, 5])
+def test_a_donor_that_dies_while_it_gives_is_replaced(tmp_path, at):
+    """After so many messages of the healing; rank 0 and the newcomer form the group anew, and rank
+    0 gives."""
+    starter = Starter(tmp_path, 4, 1, broken=1, at=at)
+    members, left, sizes = survive(tmp_path, 3, during=starter)
+    assert members[1] not in left
+    assert sizes[-1] == sizes[-2] == 3
 
 
 def test_who_is_not_healed_gives_nothing_to_others(tmp_path):
     """The only rank with the state dies while it gives it: the newcomers say so, and do not train
     from what they have."""
-    world = World()
-    members, starter = world.found(1), Starter(world, tmp_path, 3, 2)
-
-    def dies(rank, loop, run):
-        starter(rank, loop, run)
-        if starter.started:
-            rank.kill_at = rank.kill_at or rank.messages + 3
-
-    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies))
     with pytest.raises(NoQuorum, match="none of the 2 ranks"):
-        world.join()
+        survive(tmp_path, 1, during=Starter(tmp_path, 3, 2, broken=0, at=3))
 
 
 def test_below_the_minimum_ranks_wait_for_newcomers(tmp_path):
-    world = World()
-    members = world.found(2)
-
-    def dies(rank, loop, run):
-        if loop.step == 3 and rank is members[1]:
-            world.start(lambda rank: train(rank, world, tmp_path, seed=1, join=True, minimum=2))
+    def dies(world, rank, loop, run):
+        if loop.step == 3 and rank is world.ranks[1]:
+            world.start(partial(train, seed=1, join=True, minimum=2), world, tmp_path)
             raise Killed
 
-    world.go(
-        members, lambda rank: train(rank, world, tmp_path, during=dies, minimum=2, patience=15.0)
-    )
-    results = world.join()
-    windows = check(tmp_path, [run for _, run in results.values()])
-    assert {size for ((_, size),) in windows} == {2}
+    *_, sizes = survive(tmp_path, 2, during=dies, minimum=2, patience=15.0)
+    assert {*sizes} == {2}
 
 
 def test_below_the_minimum_for_too_long_is_an_error(tmp_path):
-    world = World()
-    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, minimum=2, patience=0.2))
     with pytest.raises(NoQuorum, match="minimum is 2"):
-        world.join()
+        survive(tmp_path, 1, minimum=2, patience=0.2)
 
 
 # ---------------------------------------------------------------- the step itself
@@ -543,19 +467,13 @@ def test_survivors_whose_weights_differ_become_like_the_first(tmp_path):
 
 
 def test_metrics_tell_of_faults_and_participation(tmp_path):
-    world, samples = World(), []
-    members = world.found(2)
-    members[1].kill_at = 5
+    samples = []
 
-    def measures(rank, loop, run):
-        if rank is members[0]:
-            if loop.step == 1:
-                samples.append(Metrics(elastic=loop))
-            else:
-                samples.append(samples[0].step())
+    def measures(world, rank, loop, run):
+        if rank is world.ranks[0]:
+            samples.append(samples[0].step() if samples else Metrics(elastic=loop))
 
-    world.go(members, lambda rank: train(rank, world, tmp_path, during=measures))
-    world.join()
+    survive(tmp_path, 2, {1: ("kill_at", 5)}, during=measures)
     figures = samples[1:]
     assert sum(each.faults for each in figures) == sum(each.lost for each in figures) == 1
     assert sum(each.pause_seconds for each in figures) > 0
@@ -735,60 +653,25 @@ def test_who_waits_for_newcomers_may_leave(tmp_path):
 
 
 def test_all_ranks_go_on_from_the_newest_snapshot(tmp_path):
-    """The run ends after 8 steps; it is started again, and one rank has lost its disk."""
-    first = World()
+    """The run ends after 9 steps; it is started again, and its first rank has lost its disk."""
 
-    def train_with(rank, world, steps, seed=0):
+    def train_with(rank, world, steps, seed):
         number = world.ranks.index(rank)
         snapshots = Snapshots(tmp_path / f"disk-{number}", every=4, **OPTIONS)
         return train(
             rank, world, tmp_path, seed=seed, snapshots=snapshots, steps=steps, epochs=None
         )
 
-    first.go(first.found(2), train_with, first, 9)
-    first.join()
-    (tmp_path / "disk-1").rename(tmp_path / "lost")
-    second = World()
-    second.go(second.found(2), train_with, second, 12, 1)
-    loops, runs = zip(*second.join().values(), strict=True)
+    for steps, seed in ((9, 0), (12, 1)):
+        world = World()
+        world.go(world.found(2), train_with, world, steps, seed)
+        loops, runs = zip(*world.join().values(), strict=True)
+        if not seed:
+            (tmp_path / "disk-0").rename(tmp_path / "lost")
     assert [line["step"] for line in events(tmp_path, "healed")] == [8]
     assert {loop.counters.steps for loop in loops} == {4}
-    twin = World()
-    folder = tmp_path / "twin"
-    folder.mkdir()
-    twin.go(twin.found(2), lambda rank: train(rank, twin, folder, steps=12, epochs=None))
-    twins = [run for _, run in twin.join().values()]
-    assert (
-        str(twins[0].model.state_dict())
-        == str(runs[0].model.state_dict())
-        == str(runs[1].model.state_dict())
-    )
-
-
-def test_of_ranks_that_start_together_the_newest_snapshot_counts(tmp_path):
-    """One of them has an older one, and one has none."""
-    for disk, steps in (("0", 5), ("1", 9)):
-        first, snapshots = World(), Snapshots(tmp_path / disk, every=4, **OPTIONS)
-        first.go(
-            first.found(1),
-            partial(train, snapshots=snapshots, steps=steps, epochs=None),
-            first,
-            tmp_path,
-        )
-        first.join()
-    second = World()
-
-    def go_on(rank):
-        snapshots = Snapshots(tmp_path / str(second.ranks.index(rank)), every=4, **OPTIONS)
-        return train(
-            rank, second, tmp_path, seed=rank.rank(), snapshots=snapshots, steps=12, epochs=None
-        )
-
-    second.go(second.found(3), go_on)
-    loops, runs = zip(*second.join().values(), strict=True)
-    assert {loop.counters.steps for loop in loops} == {4}
-    assert {loop.snapshots._last for loop in loops} == {12}
-    assert len({str(run.model.state_dict()) for run in runs}) == 1
+    assert {loop.snapshots.last for loop in loops} == {12}
+    check(tmp_path, runs, epochs=0)
 
 
 def test_a_step_that_not_all_have_committed_is_in_no_snapshot(tmp_path):
@@ -826,11 +709,11 @@ def test_who_joins_with_a_snapshot_takes_what_the_others_have(tmp_path, every, s
         theirs.save(step, *Run(7).taken_apart())
     theirs.close()
     world = World()
-    members, starter = world.found(2), Starter(world, tmp_path, 4, 1, snapshots=theirs)
+    members, starter = world.found(2), Starter(tmp_path, 4, 1, snapshots=theirs)
 
     def member(rank):
         snapshots = Snapshots(tmp_path / str(rank.rank()), every=every, **OPTIONS)
-        return train(rank, world, tmp_path, during=starter, snapshots=snapshots)
+        return train(rank, world, tmp_path, during=partial(starter, world), snapshots=snapshots)
 
     world.go(members, member)
     if ends:
@@ -876,13 +759,10 @@ def test_divided_models_go_back_to_the_newest_snapshot_of_who_was_there(tmp_path
 
 
 def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, caplog):
-    world = World()
     snapshots = Snapshots(tmp_path / "disk", every=5, disk="4KiB", **OPTIONS)
-    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, snapshots=snapshots))
-    ((loop, run),) = world.join().values()
-    assert loop.counters.failed_snapshots == 5
+    _, left, _ = survive(tmp_path, 1, snapshots=snapshots)
+    assert [loop.counters.failed_snapshots for loop, _ in left.values()] == [5]
     assert "goes on with that of step 5" in caplog.text
-    check(tmp_path, [run])
 
 
 # ---------------------------------------------------------------- what is refused
@@ -936,14 +816,6 @@ def test_a_group_over_mpi_is_refused_before_anything_is_trained(monkeypatch):
         Elastic(print, {"model": MODEL}, data=Run().loader, epochs=1, process_group=rank)
 
 
-def test_the_fault_behind_an_error_is_found():
-    fault = NoQuorum("gone")
-    wrapped = RuntimeError("backward failed")
-    wrapped.__cause__ = fault
-    assert fault_of(wrapped) is fault
-    assert fault_of(ValueError("mine")) is None
-
-
 class Door(Rank):
     """Somebody always knocks here and never gets in."""
 
@@ -953,13 +825,11 @@ class Door(Rank):
 
 
 def test_a_newcomer_that_never_gets_in_does_not_keep_the_others_from_training(tmp_path):
-    world = World()
-    members = world.found(2)
-    members[0].__class__ = Door
-    world.go(members, partial(train, pace=0.01), world, tmp_path)
-    loops, runs = zip(*world.join().values(), strict=True)
-    check(tmp_path, runs)
-    assert 1 <= max(loop.counters.reforms for loop in loops) < 10
+    def knocks(world, rank, loop, run):
+        world.ranks[0].__class__ = Door
+
+    _, left, _ = survive(tmp_path, 2, during=knocks, pace=0.01)
+    assert 1 <= max(loop.counters.reforms for loop, _ in left.values()) < 10
 
 
 @pytest.mark.parametrize(("seconds", "times"), [(20.0, 5), (0.001, 1)])

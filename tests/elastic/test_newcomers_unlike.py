@@ -2,7 +2,6 @@
 notice."""
 
 import socket
-import statistics
 import threading
 import time
 from datetime import timedelta
@@ -17,9 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import commpress
 import commpress.backend
 from commpress.collectives.transports.agreement import OTHER_VERSION, Terms
-from commpress.collectives.transports.conversation import Conversation
+from commpress.collectives.transports.connection import Conversation
 from commpress.collectives.transports.meeting import JOIN, knock
-from commpress.collectives.transports.membership import place_of
 from commpress.errors import InvalidArgument
 from commpress.integrations.elastic import description as descriptions
 from test_agreement import alone, close, together
@@ -151,65 +149,6 @@ def test_ranks_that_start_together_and_read_otherwise_are_refused_on_all(mortal,
     assert "data.batch_size is 8, rank 0 has 4" in other
 
 
-BLOCKS, STEPS = 24, 50
-
-
-def greeted_in_half_of_the_blocks(folder):
-    """Rank 2 greets ten times a second as a newcomer would, and never reports; time of rank 0's
-    processor a step, by block."""
-    rank, contact, on, done = (
-        dist.get_rank(),
-        *(Path(folder, name) for name in ("contact", "on", "done")),
-    )
-    dist.barrier()
-    if rank == 2:
-        while not contact.exists():
-            time.sleep(0.01)
-        links, greeted = [], 0
-        while not done.exists():
-            if on.exists():
-                links.append(knock(place_of(contact.read_text()), JOIN, 0, (0, 0), 5.0))
-                greeted += 1
-            else:
-                while links:
-                    links.pop().close()
-            time.sleep(0.1)
-        return greeted
-    alone_or_with(rank, 2, f"{folder}/store")
-    run = loop(batch=64, width=8192, steps=BLOCKS * STEPS)
-    if rank == 0:
-        Path(folder, "draft").write_text(run.contact)
-        Path(folder, "draft").rename(contact)
-    blocks, began = [], 0.0
-    for number, _ in enumerate(run):
-        if number % STEPS == STEPS - 1:
-            blocks.append((time.process_time() - began) / (STEPS - 11))
-            on.touch() if len(blocks) % 4 in (1, 2) else on.unlink(missing_ok=True)
-        if number % STEPS == 10:
-            began = time.process_time()
-    done.touch()
-    return blocks, run.counters.reforms
-
-
-@pytest.mark.slow
-def test_greetings_alone_slow_no_step(mortal, tmp_path):
-    """By 2 % of its processor time at most, in all threads, where it takes 8 ms: the median of
-    pairs of blocks, one with greetings and one without, every other pair turned round. Of a step of
-    4 ms they take 4 %. Time on the clock says nothing on a machine that others use.
-    """
-    (blocks, reforms), _, greeted = mortal.run(
-        greeted_in_half_of_the_blocks, str(tmp_path), size=3, seconds=600
-    )
-    assert reforms == 0
-    pairs = [blocks[at : at + 2][:: 1 if at % 4 else -1] for at in range(0, BLOCKS, 2)]
-    ratio = statistics.median(with_them / without for with_them, without in pairs)
-    print(
-        f"{greeted} greetings; {1e3 * statistics.median(blocks):.2f} ms of processor time a step, "
-        f"{ratio:.3f} times as much"
-    )
-    assert ratio <= 1.02
-
-
 # ---------------------------------------------------------------- at the door
 
 
@@ -228,7 +167,7 @@ def at_the_door(process, **fields):
     call.look()
     link = Conversation(call.socket, process.door.here, JOIN)
     if fields:
-        link.send("report", **fields)
+        link.tell("report", **fields)
     stop.set()
     attendant.join()
     return link

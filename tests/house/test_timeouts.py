@@ -44,11 +44,9 @@ def net():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def hook(transport="sockets"):
-    os.environ["COMMPRESS_TRANSPORT"] = transport
+def hook():
     ddp = DistributedDataParallel(net())
     commpress.compress(ddp, "int8", min_numel=8)
-    os.environ.pop("COMMPRESS_TRANSPORT")
     return partial(backward, ddp)
 
 
@@ -90,7 +88,6 @@ ADAM = {"lr": 1e-3, "exact_steps": 1}
 PATHS = {
     "gloo": {
         "hook": hook,
-        "hook, through Gloo's messages": partial(hook, "gloo"),
         "FSDP2": sharded,
         "1-bit Adam": partial(optimized, commpress.OneBitAdam, **ADAM),
         "0/1 Adam": partial(optimized, commpress.ZeroOneAdam, lr=1e-3),

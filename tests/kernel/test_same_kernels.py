@@ -1,9 +1,7 @@
 """Ranks whose kernels were made from other sources are named when they meet."""
 
-import os
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,13 +12,10 @@ from commpress.errors import Mismatch
 OTHERS = "ffffffffffff" + 20 * "0"
 
 
-def meet(odd, way):
+def meet(odd):
     digest = OTHERS if dist.get_rank() == odd else 32 * "0"
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    with (
-        mock.patch.dict(os.environ, COMMPRESS_TRANSPORT=way),
-        mock.patch.object(factory, "digest", return_value=digest),
-    ):
+    with mock.patch.object(factory, "digest", return_value=digest):
         try:
             commpress.compress(model)
         except Mismatch as error:
@@ -28,13 +23,12 @@ def meet(odd, way):
     return None
 
 
-@pytest.mark.parametrize("way", ["sockets", "gloo"])
-def test_a_rank_with_other_kernels_is_named_on_all_before_anything_is_computed(pool, way):
-    for message, ranks in pool.run(meet, 1, way, size=3):
+def test_a_rank_with_other_kernels_is_named_on_all_before_anything_is_computed(pool):
+    for message, ranks in pool.run(meet, 1, size=3):
         assert ranks == (1,)
         assert "ranks [0, 2] have 000000000000; ranks [1] have ffffffffffff" in message
         assert "same version of commpress" in message
 
 
 def test_ranks_with_the_same_kernels_meet(pool):
-    assert pool.run(meet, None, "sockets", size=3) == [None] * 3
+    assert pool.run(meet, None, size=3) == [None] * 3

@@ -20,19 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 import sources
 from commpress.backend import GroupOptions
 from commpress.collectives.transports.gloo import connections_of
-from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
+from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from faults import (
     ANYBODY,
     CALLS,
     COMPRESSED,
     FAULTS,
     MARK,
-    Case,
-    Seen,
     applies,
-    entered,
     make,
-    table,
 )
 from group_calls import as_world
 from ranks import meet
@@ -335,18 +331,6 @@ def test_the_command_reports_what_survivors_see(tmp_path):
         r"\| all_reduce \| \d+\.\d\d s \| – \| \d+\.\d\d s \|\n\nAfter\.\n",
         page.read_text(),
     )
-
-
-def test_another_error_than_the_expected_one_is_written_out():
-    seen = Seen("Mismatch", (0,), 0.5, "", went_on=True)
-    cases = [Case("all_reduce", "kill -9", [seen, seen])]
-    cases += [Case("all_reduce", "wrong op", [None, seen])]
-    assert "| all_reduce | Mismatch 0 0.50 s | – | hung or died |" in table(cases, ["all_reduce"])
-
-
-def test_a_page_without_the_mark_is_refused():
-    with pytest.raises(InvalidArgument, match="put it where the table goes"):
-        entered("# A page\n", "| call |\n")
 
 
 def test_the_page_has_every_call_and_only_typed_errors_that_name_the_right_rank():

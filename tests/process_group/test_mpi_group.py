@@ -18,11 +18,12 @@ import test_fsdp_checkpoint
 import test_group_options
 import test_optim_gloo
 import test_partitioned
-from commpress.backend import GroupOptions, ProcessGroup
+from commpress.backend import GroupOptions
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.errors import InvalidArgument, Mismatch
 from mpi_world import MpiWorld
-from test_process_group import assert_same, old_and_new_names
+from ranks import caught
+from test_process_group import assert_same, describe_groups, old_and_new_names
 
 
 @pytest.fixture(scope="module")
@@ -146,27 +147,16 @@ def test_what_does_not_fit_is_refused_and_nothing_moves(over_mpi):
 # ---------------------------------------------------------------- groups, threads, order
 
 
-def groups_of_groups():
-    rank, world = dist.get_rank(), dist.group.WORLD
-    assert type(world) is ProcessGroup
-    assert world.communicator is not None
-    x = torch.full((2,), float(rank))
-    if rank != 1:
-        pair = dist.new_group([0, 2], use_local_synchronization=True)  # rank 1 is not asked
-        dist.all_reduce(x, group=pair)
-        assert pair.communicator.Get_size() == 2
-        dist.destroy_process_group(pair)
-    split = world.split_group([1, 2], timedelta(seconds=30))
-    if split is not None:
-        split.allreduce([x]).wait()
-    dist.barrier()
-    return dist.get_backend(), x.tolist(), [d.type for d in world._device_types][:1]
-
-
 def test_groups_of_groups(over_mpi):
-    assert over_mpi.run(groups_of_groups, size=3) == [
-        ("commpress_mpi", [x, x], ["cpu"]) for x in (2.0, 3.0, 3.0)
+    assert over_mpi.run(groups_over_mpi, size=3) == [
+        ("commpress_mpi", "ProcessGroup", True, [x, x], rank)
+        for x, rank in ((2.0, None), (3.0, 0), (3.0, 1))
     ]
+
+
+def groups_over_mpi():
+    assert dist.group.WORLD.communicator is not None
+    return describe_groups()
 
 
 def many_at_once():
@@ -192,57 +182,42 @@ def test_many_calls_at_once(over_mpi):
     assert over_mpi.run(many_at_once, size=3) == [[0, 1, 2]] * 3
 
 
-def monitored(late):
-    if dist.get_rank() != late:
-        dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+def monitored():
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
     return True
 
 
 def test_a_monitored_barrier(over_mpi):
-    assert over_mpi.run(monitored, -1, size=3) == [True] * 3
+    assert over_mpi.run(monitored, size=3) == [True] * 3
 
 
 # ---------------------------------------------------------------- disagreement and silence
 
 
-def disagree():
-    """A longer message never meets a shorter receive: Open MPI would write past its end."""
-    rank = dist.get_rank()
-    dist.all_reduce(torch.ones(5))
-    errors = []
-    for call in (
-        lambda: dist.broadcast(torch.ones(3_000_000 if rank == 1 else 1000), 1),
-        lambda: dist.all_reduce(torch.ones(5)),
-    ):
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-    dist.destroy_process_group()
-    return errors
-
-
-def test_disagreement_is_named_and_the_job_goes_on(over_mpi):
-    def outcome(rank, errors):
-        """Rank 1 differs from both others, and names those it has heard by then."""
-        named = [(0, 2), (0,), (2,)] if rank == 1 else [(1,)]
-        return len(errors) == 2 and all(type(e) is Mismatch and e.ranks in named for e in errors)
-
-    outcomes = over_mpi.run(disagree_and_rebuild, size=3)
-    assert all(outcome(rank, errors) for rank, (errors, _) in enumerate(outcomes)), outcomes
-    assert [total for _, total in outcomes] == [3.0] * 3
-
-
 def disagree_and_rebuild():
+    """A longer message never meets a shorter receive: Open MPI would write past its end."""
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
-    errors = disagree()
+    dist.all_reduce(torch.ones(5))
+    errors = [
+        caught(dist.broadcast, torch.ones(3_000_000 if rank == 1 else 1000), 1),
+        caught(dist.all_reduce, torch.ones(5)),
+    ]
+    dist.destroy_process_group()
     dist.init_process_group(
         "commpress_mpi", store=dist.PrefixStore("again", store), rank=rank, world_size=size
     )
     total = torch.ones(1)
     dist.all_reduce(total)
     return errors, float(total)
+
+
+def test_disagreement_is_named_and_the_job_goes_on(over_mpi):
+    """Rank 1 differs from both others, and names those it has heard by then."""
+    for rank, (errors, total) in enumerate(over_mpi.run(disagree_and_rebuild, size=3)):
+        named = [(0, 2), (0,), (2,)] if rank == 1 else [(1,)]
+        assert all(type(e) is Mismatch and e.ranks in named for e in errors), errors
+        assert total == 3.0
 
 
 # ---------------------------------------------------------------- what compresses by itself
@@ -291,16 +266,7 @@ def test_fsdp2(over_mpi):
     test_fsdp_checkpoint.test_nothing_of_a_gradient_is_lost(over_mpi, "int4")
 
 
-def test_the_options(over_mpi, pool, tmp_path):
+def test_the_options(over_mpi):
     options = GroupOptions("sign", min_numel=100)
     seen = over_mpi.run(test_group_options.backwards, dist.ReduceOp.SUM, pg_options=options, size=3)
-    expected = pool.run(
-        test_group_options.run_backwards, f"{tmp_path}/file", False, options, size=3
-    )
-    for (mine, counters), (theirs, counted) in zip(seen, expected, strict=True):
-        assert counters == counted
-        for one, two in zip(mine, theirs, strict=True):
-            assert all(
-                torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-                for a, b in zip(one, two, strict=True)
-            )
+    test_group_options.check(seen, options.codec, average=False)

@@ -311,7 +311,6 @@ def refuse():
         ({"timeout": 3}, "timeout"),
         ({"say": "words"}, "say"),
         ({"age": -1}, "age"),
-        ({"yields": 1}, "yields"),
         ({"minimum": None}, "minimum"),
         ({"admit": 1}, "admit"),
         ({"join": "10.0.0.1:80"}, "join"),

@@ -91,7 +91,7 @@ def test_without_a_key_whoever_reads_the_store_joins_and_gets_the_weights_and_do
     )
     assert isinstance(older, InvalidArgument)
     assert "this group has trained for 1000000000 steps and the members for 5" in str(older)
-    assert "yields=True" in str(older)
+    assert "give age=0" in str(older)
     assert error is None
     for seen in (one[1], two[1], weights):
         assert torch.equal(seen, WEIGHTS)

@@ -15,8 +15,8 @@ from datetime import timedelta
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, Numbers
 from commpress.collectives.scalars import gathered
-from commpress.collectives.transports.counted import Counted
 from commpress.collectives.transports.loopback import Loopback
+from commpress.collectives.transports.transport import Counted
 from commpress.errors import PeerFailure
 
 PATIENCE = 20.0

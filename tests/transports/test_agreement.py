@@ -1,6 +1,7 @@
 """Membership over doors: whoever can still speak goes on in one group, whatever dies meanwhile, and
 never in two."""
 
+import contextlib
 import random
 import select
 import socket
@@ -13,9 +14,9 @@ import pytest
 
 from commpress.collectives.change import Change
 from commpress.collectives.transports import agreement as agreements
-from commpress.collectives.transports import conversation, heartbeat
+from commpress.collectives.transports import connection, meeting
 from commpress.collectives.transports.agreement import Agreement, Terms
-from commpress.collectives.transports.conversation import Conversation
+from commpress.collectives.transports.connection import Conversation
 from commpress.collectives.transports.meeting import JOIN, Door, knock
 from commpress.collectives.transports.membership import (
     Epoch,
@@ -76,7 +77,7 @@ class Process:
 @pytest.fixture(autouse=True)
 def _swift(monkeypatch):
     monkeypatch.setattr(agreements, "SILENCE", 1.0)
-    monkeypatch.setattr(heartbeat, "AGAIN", 0.05)
+    monkeypatch.setattr(meeting, "AGAIN", 0.05)
     monkeypatch.setattr(agreements, "TICK", 0.01)
 
 
@@ -116,6 +117,38 @@ def take_in(processes, terms, size):
         together(processes, [terms] * len(processes))
 
 
+def knocking(newcomers, age, member):
+    """Threads of processes that want to join, once all are at the member's door."""
+    terms = Terms(age=age, contacts=lambda: [member.door.here])
+    threads = [threading.Thread(target=one.agree, args=(terms,)) for one in newcomers]
+    for thread in threads:
+        thread.start()
+    while member.membership.waiting < len(newcomers):
+        member.membership.listen()
+        time.sleep(0.005)
+    return threads
+
+
+@contextlib.contextmanager
+def answering(*processes):
+    """They run, and do not come: their doors are answered meanwhile."""
+    done = threading.Event()
+
+    def answer():
+        while not done.is_set():
+            for one in processes:
+                one.membership.listen()
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def close(processes):
     for one in processes:
         one.door.close()
@@ -132,65 +165,50 @@ def assert_agree(processes):
         assert replace(one.outcome, rank=0) == replace(processes[0].outcome, rank=0)
 
 
-def test_everybody_goes_on_where_nobody_is_lost():
-    three = group("", "", "")
-    together(three)
-    assert_agree(three)
-    assert [one.outcome.sources for one in three] == [(0, 1, 2)] * 3
-    assert three[0].outcome.said == (b"\0", b"\1", b"\2")
-    together(three)
-    assert_agree(three)
-    assert three[1].outcome.epoch == 2
-    close(three)
+def crowds():
+    """Moments at which members die, also the last: anywhere, any number."""
+    for dead in ((), (0,), (1,), (2,), (0, 1), (1, 2)):
+        yield tuple("start" if rank in dead else "" for rank in range(3))
+    for moment in ("offer", "build", "built"):
+        yield (moment, "", "", "")
+    yield from (("", "build", "", ""), ("", "built", "", ""))
+    yield ("start", "offer", "build", "built", "")
+    for seed in range(6):
+        draw = random.Random(seed)
+        yield (*(draw.choice(["", "", "start", "offer", "build", "built"]) for _ in range(5)), "")
 
 
-@pytest.mark.parametrize("dead", [(0,), (1,), (2,), (0, 1), (1, 2)])
-def test_survivors_keep_their_order(dead):
-    three = group(*("start" if rank in dead else "" for rank in range(3)))
-    together(three)
-    left = [one for rank, one in enumerate(three) if rank not in dead]
-    assert_agree(left)
-    assert left[0].outcome.lost == dead
-    assert left[0].outcome.sources == tuple(rank for rank in range(3) if rank not in dead)
-    close(three)
+@pytest.mark.parametrize("moments", crowds(), ids=" ".join)
+def test_whoever_is_left_goes_on_as_one_group_in_their_order(moments):
+    crowd = group(*moments)
+    together(crowd)
+    # only a leader offers
+    left = [rank for rank, one in enumerate(crowd) if not one.when or one.outcome is not None]
+    survivors = [crowd[rank] for rank in left]
+    assert_agree(survivors)
+    change = survivors[0].outcome
+    assert change.sources == tuple(left)
+    assert change.lost == tuple(sorted({*range(len(crowd))} - {*left}))
+    assert change.said == tuple(bytes([rank]) for rank in left)
+    if not any(moments):
+        together(crowd)
+        assert_agree(crowd)
+        assert crowd[0].outcome.epoch == change.epoch + 1
+    close(crowd)
 
 
-@pytest.mark.parametrize("moment", ["offer", "build", "built"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_dies_while_all_agree_is_left_out(rank, moment):
-    if moment == "offer" and rank:
-        return  # only a leader offers
-    four = group(*(moment if each == rank else "" for each in range(4)))
-    together(four)
-    left = [one for each, one in enumerate(four) if each != rank]
-    assert_agree(left)
-    assert left[0].outcome.lost == (rank,)
-    close(four)
-
-
-def test_leaders_that_die_one_after_the_other():
-    five = group("start", "offer", "build", "built", "")
-    together(five)
-    assert_agree(five[4:])
-    assert five[4].outcome.sources == (4,)
-    close(five)
-
-
-def test_newcomers_follow_whoever_was_there():
-    three = [*group("", ""), alone()]
-    joining = Terms(contacts=lambda: [three[1].door.here])
-    newcomer = threading.Thread(target=three[2].agree, args=(joining,))
-    newcomer.start()
-    while not three[1].membership.waiting:
-        three[1].membership.listen()
-        time.sleep(0.005)
-    take_in(three[:2], Terms(age=5), 3)
-    newcomer.join(60)
-    assert_agree(three)
-    assert three[0].outcome.sources == (0, 1, None)
-    assert three[2].outcome.was is None
-    assert three[0].outcome.new == (2,)
-    close(three)
+@pytest.mark.parametrize("size", [1, 2])
+def test_newcomers_follow_whoever_was_there(size):
+    members, newcomers = group("", ""), group(*[""] * size)
+    threads = knocking(newcomers, 0, members[1])
+    take_in(members, Terms(age=5), 2 + size)
+    for thread in threads:
+        thread.join(60)
+    assert_agree([*members, *newcomers])
+    assert members[0].outcome.sources == (0, 1, *[None] * size)
+    assert newcomers[0].outcome.was is None
+    assert len(members[0].outcome.new) == size
+    close([*members, *newcomers])
 
 
 def test_a_newcomer_names_the_contact_at_which_nobody_is():
@@ -210,7 +228,7 @@ def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecome
 ):
     """Its door answers that it is of another epoch, which it is: nobody has gone on without the
     members."""
-    three, newcomer, whole = group("", "", ""), alone(ends), Conversation.send
+    three, newcomer, whole = group("", "", ""), alone(ends), Conversation.tell
 
     def send(link, kind, **content):
         if kind == "accept" and threading.current_thread() is joining:
@@ -220,7 +238,7 @@ def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecome
                 time.sleep(0.01)
         return whole(link, kind, **content)
 
-    monkeypatch.setattr(Conversation, "send", send)
+    monkeypatch.setattr(Conversation, "tell", send)
     terms = Terms(contacts=lambda: [three[0].door.here])
     joining = threading.Thread(target=newcomer.agree, args=(terms,))
     joining.start()
@@ -230,62 +248,18 @@ def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecome
     close([*three, newcomer])
 
 
-def test_two_groups_become_one_and_the_older_goes_on_where_the_members_yield():
-    old, young = group("", "", ""), group("", "")
-    terms = [Terms(age=7, contacts=lambda: [young[0].door.here])] * 3 + [Terms(yields=True)] * 2
-    three = [
-        threading.Thread(target=one.agree, args=(each,))
-        for one, each in zip(old, terms[:3], strict=True)
-    ]
-    for thread in three:
-        thread.start()
-    while young[0].membership.waiting < 3:
-        young[0].membership.listen()
-        time.sleep(0.005)
-    take_in(young, Terms(yields=True), 5)
-    for thread in three:
-        thread.join(60)
-    assert_agree([*old, *young])
-    assert [one.outcome.was for one in (*old, *young)] == [0, 1, 2, None, None]
-    assert young[0].outcome.size_before == 3
-    close([*old, *young])
-
-
-@pytest.mark.parametrize("yields", [(False, False), (True, False)])
-def test_an_older_group_that_joins_is_refused_unless_all_members_yield(yields):
-    """It would replace their weights, and its age is what it says of itself."""
+@pytest.mark.parametrize("age", [3, 10**9])
+def test_a_group_that_has_trained_as_long_or_longer_is_refused(age):
+    """It would replace the members' weights, and its age is what it says of itself."""
     members, older = group("", ""), alone()
-    joiner = threading.Thread(
-        target=older.agree, args=(Terms(age=10**9, contacts=lambda: [members[0].door.here]),)
-    )
-    joiner.start()
-    while not members[0].membership.waiting:
-        members[0].membership.listen()
-        time.sleep(0.005)
-    together(members, [Terms(age=3, yields=each) for each in yields])
+    (joiner,) = knocking([older], age, members[0])
+    together(members, [Terms(age=3)] * 2)
     joiner.join(60)
     assert [one.outcome.sources for one in members] == [(0, 1)] * 2
     assert isinstance(older.outcome, InvalidArgument)
-    assert "this group has trained for 1000000000 steps and the members for 3" in str(older.outcome)
-    assert "give age=0 to reform() here to take their weights, or yields=True" in str(older.outcome)
+    assert f"has trained for {age} steps and the members for 3" in str(older.outcome)
+    assert "give age=0 to reform() here to take theirs" in str(older.outcome)
     close([*members, older])
-
-
-def test_two_groups_that_have_trained_equally_long_stay_apart():
-    old, other = alone(), alone()
-    joiner = threading.Thread(
-        target=other.agree, args=(Terms(age=3, contacts=lambda: [old.door.here]),)
-    )
-    joiner.start()
-    while not old.membership.waiting:
-        old.membership.listen()
-        time.sleep(0.005)
-    together([old], [Terms(age=3)])
-    joiner.join(60)
-    assert old.outcome.sources == (0,)
-    assert isinstance(other.outcome, InvalidArgument)
-    assert "both groups have trained for 3 steps" in str(other.outcome)
-    close([old, other])
 
 
 def test_a_minority_does_not_go_on():
@@ -316,28 +290,12 @@ def test_one_that_was_stopped_is_told_that_the_others_went_on():
     three = group(*[""] * 3)
     together(three[:2])
     assert_agree(three[:2])
-    watching = threading.Event()
-
-    def answer():
-        while not watching.is_set():
-            three[0].membership.listen()
-            three[1].membership.listen()
-            time.sleep(0.005)
-
-    guard = threading.Thread(target=answer)
-    guard.start()
-    together(three[2:])
+    with answering(*three[:2]):
+        together(three[2:])
     assert isinstance(three[2].outcome, Excluded)
     contact = place_of(three[2].outcome.contact)
-    assert contact in [one.door.here for one in three[:2]]
-    again = threading.Thread(
-        target=three[2].agree, args=(Terms(age=9, contacts=lambda: [contact]),)
-    )
-    again.start()
-    while not any(one.membership.waiting for one in three[:2]):
-        time.sleep(0.005)
-    watching.set()
-    guard.join()
+    (asked,) = (one for one in three[:2] if one.door.here == contact)
+    (again,) = knocking(three[2:], 9, asked)
     take_in(three[:2], Terms(age=9), 3)
     again.join(60)
     assert_agree(three)
@@ -371,22 +329,13 @@ def test_objects_that_nobody_holds_any_more_do_not_count():
 def test_a_process_that_is_gone_stays_so_where_another_listens_since():
     """Ports are given away again. Of three members one is gone; the second runs at first, and does
     not come."""
-    three, done = group("", "start", ""), threading.Event()
+    three = group("", "start", "")
     host, port, _ = three[1].door.here.split(" ")
     three[1].agree()
-
-    def answer():
-        while not done.is_set():
-            three[2].membership.listen()
-            time.sleep(0.005)
-
-    runs = threading.Thread(target=answer)
-    runs.start()
-    together(three[:1], timeout=2.0)
+    with answering(three[2]):
+        together(three[:1], timeout=2.0)
     assert isinstance(three[0].outcome, PeerFailure), "the second may come yet"
     assert "Rank 2: it runs, but did not come" in str(three[0].outcome)
-    done.set()
-    runs.join()
     three[2].door.close()
     with socket.create_server((host, int(port))):
         together(three[:1], timeout=5.0)
@@ -452,42 +401,29 @@ def test_a_minimum_is_kept():
 def test_nobody_answers_in_time():
     """The leader runs and is not there: its door is answered, by its other thread."""
     two = group("", "")
-    done = threading.Event()
-
-    def answer():
-        while not done.is_set():
-            two[0].membership.listen()
-            time.sleep(0.005)
-
-    guard = threading.Thread(target=answer)
-    guard.start()
     start = time.monotonic()
-    together(two[1:], timeout=1.0)
-    done.set()
-    guard.join()
+    with answering(two[0]):
+        together(two[1:], timeout=1.0)
     assert isinstance(two[1].outcome, PeerFailure)
     assert two[1].outcome.ranks == (0,)
     assert time.monotonic() - start < 10
     close(two)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_whoever_is_left_of_a_crowd_is_one_group(seed):
-    """Any number die, anywhere."""
-    draw = random.Random(seed)
-    crowd = group(
-        *(draw.choice(["", "", "start", "offer", "build", "built"]) for _ in range(5)), ""
-    )
-    together(crowd)
-    left = [one for one in crowd if not one.when or (one.outcome is not None)]
-    assert_agree(left)
-    close(crowd)
+@pytest.mark.parametrize("said", [b"\x05\0\0\0\xff\xfe{]x", b"\x01\0\0\0\x90", b"\xff\xff\xff\xff"])
+def test_who_says_nonsense_is_not_listened_to_any_more(said):
+    near, far = socket.socketpair()
+    with near:
+        near.sendall(said)
+        link = Conversation(far)
+        assert link.receive() == []
+        assert not link.open
 
 
 def test_an_endless_message_is_not_read_to_its_end(monkeypatch):
     """Whoever has been let in and is of ill will sends more than a message may have, faster than it
     is looked at."""
-    monkeypatch.setattr(conversation, "LONGEST", 1 << 16)
+    monkeypatch.setattr(connection, "LONGEST", 1 << 16)
     near, far = socket.socketpair()
     near.settimeout(0.5)
     sent = [0]
@@ -516,8 +452,8 @@ def test_an_endless_message_is_not_read_to_its_end(monkeypatch):
     [
         b"",
         b"\x05\0\0\0\xff\xfe{]x",
-        b"\x02\0\0\0[]",
-        b'\x0f\0\0\0{"is":"report"}',
+        b"\x01\0\0\0\x90",
+        b"\x0b\0\0\0\x81\xa2is\xa6report",
         b"\xff\xff\xff\xff",
     ],
 )

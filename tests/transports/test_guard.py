@@ -10,11 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from commpress.errors import Mismatch
-from commpress.integrations.process_group.blame import give_up_record
 from commpress.integrations.process_group.call import GroupWork
 from commpress.integrations.process_group.control_connections import ControlConnections, first_epoch
 from commpress.integrations.process_group.guard import Guard
-from commpress.integrations.process_group.records import call, numbered
+from commpress.integrations.process_group.records import call, give_up_record
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -43,7 +42,7 @@ def test_a_disagreement_aborts_only_what_was_issued_before_it(connected, early):
     works = [GroupWork(guard, lambda work: None, []) for guard in guards]
     for guard, work, name in zip(guards, works, ("barrier", "all_reduce"), strict=True):
         work.early = early
-        guard.collective(call(name, []), None, work)
+        guard.collective(call(name, []), work)
     for guard, work in zip(guards, works, strict=True):
         guard.settle(work)
         assert type(work.error) is Mismatch
@@ -59,16 +58,16 @@ def test_who_waits_for_late_data_learns_that_a_peer_has_given_up(connected):
     guard, _ = guarded(connected[0])
     peer = connected[1].by_rank[0]
     work, barrier = GroupWork(guard, lambda work: None, []), call("barrier", [])
-    peer.send(numbered(barrier, 0))
-    guard.collective(barrier, None, work)
+    peer.send(barrier)
+    guard.collective(barrier, work)
     guard.settle(work)
     assert work.error is None
     assert guard.look()
-    peer.send(give_up_record(Mismatch("", ranks=(0,))).pack())
+    peer.send(give_up_record(Mismatch("", ranks=(0,))))
     deadline = time.monotonic() + 60
     while guard.look() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert type(guard.failure) is Mismatch
     assert guard.failure.ranks == (1,)
     guard.close()
-    connected[1].close(b"")
+    connected[1].close()

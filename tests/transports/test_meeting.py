@@ -98,37 +98,21 @@ def test_silent_strangers_hold_nobody_up():
     close(found, [*made, *strangers])
 
 
-@pytest.mark.parametrize("kind", [HELLO, PING])
-def test_whoever_does_not_know_the_token_is_not_let_in(kind):
+def test_whoever_does_not_know_the_token_or_is_not_due_is_not_let_in():
     """Not even before the rank that he says he is."""
     made = meetings_of(2)
-    token = bytearray(made[0].door.token)
-    token[-1] ^= 1
-    strangers = [
-        knock(made[0], greeting(kind, bytes(token), 1)),
-        knock(made[0], greeting(kind, bytes(16), 1)),
-    ]
-    found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
-    assert_connected(found)
-    for stranger in strangers:
-        stranger.settimeout(60)
-        assert stranger.recv(1) == b""
-    close(found, [*made, *strangers])
-
-
-def test_whoever_knows_the_token_and_is_not_due_is_not_let_in():
-    made = meetings_of(2)
     token = made[0].door.token
-    odd = [knock(made[0], greeting(HELLO, token, rank)) for rank in (0, 2, 7)] + [
-        knock(made[0], greeting(9, token, 1))
-    ]
-    asking = knock(made[0], greeting(PING, token, 1))
+    wrong = bytes([*token[:-1], token[-1] ^ 1])
+    odd = [greeting(kind, each, 1) for kind in (HELLO, PING) for each in (wrong, bytes(16))]
+    odd += [greeting(HELLO, token, rank) for rank in (0, 2, 7)] + [greeting(9, token, 1)]
+    strangers = {knock(made[0], words): b"" for words in odd}
+    strangers[knock(made[0], greeting(PING, token, 1))] = WELCOME
     found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
     assert_connected(found)
-    for one in [*odd, asking]:
-        one.settimeout(60)
-        assert one.recv(1) == (WELCOME if one is asking else b"")
-    close(found, [*made, *odd, asking])
+    for stranger, answer in strangers.items():
+        stranger.settimeout(60)
+        assert stranger.recv(1) == answer
+    close(found, [*made, *strangers])
 
 
 def test_so_many_strangers_wait_at_the_door_and_no_more():
@@ -291,7 +275,7 @@ def test_a_process_that_has_silent_visitors_answers_who_asks(tmp_path):
     for stranger in strangers:
         stranger.close()
     for connections in (one, two):
-        connections.close(b"")
+        connections.close()
         connections.membership.close()
 
 

@@ -4,8 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from commpress.collectives.transports.membership import Epoch
-from commpress.collectives.transports.roster import base_of, may_go_on
+from commpress.collectives.transports.membership import Epoch, base_of, may_go_on
 
 OLD = Epoch(4, 44, 1, ("a", "b", "c", "d"))
 NEW = Epoch(5, 55, 1, ("a", "b", "c"))  # without d

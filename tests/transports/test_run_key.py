@@ -11,7 +11,6 @@ import pytest
 
 from commpress.collectives.transports import meeting as meetings
 from commpress.collectives.transports.agreement import Terms
-from commpress.collectives.transports.heartbeat import Heartbeat
 from commpress.collectives.transports.meeting import (
     DIFFERS,
     ENLIST,
@@ -20,6 +19,7 @@ from commpress.collectives.transports.meeting import (
     PING,
     WELCOME,
     Door,
+    Heartbeat,
     Knock,
     answers,
     knock,
@@ -33,7 +33,7 @@ from commpress.collectives.transports.run_key import (
     run_key,
 )
 from commpress.errors import InvalidArgument, PeerFailure
-from test_agreement import alone, assert_agree, close, group, together
+from test_agreement import alone, close
 from test_meeting import assert_connected, greeting, meetings_of, on_all
 from test_meeting import close as hang_up
 
@@ -184,30 +184,6 @@ def test_a_greeting_and_a_proof_may_come_in_parts():
     with attended(door) as came, by_way_of(door, step=1) as (line, _):
         assert Knock(line, door.here, HELLO, 3, (7, 8)).look() == WELCOME
     assert [(visit.kind, visit.rank, visit.epochs) for visit in came] == [(HELLO, 3, (7, 8))]
-
-
-def test_what_follows_a_greeting_travels_as_it_is():
-    """A key keeps strangers out; it hides nothing from who is on the way, and signs no message."""
-    made = meetings_of(2)
-    (one,), (two,) = (
-        tuple(each.values())
-        for each in on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
-    )
-    two.setblocking(True)
-    one.sendall(b"weights")
-    assert whole(two, 7) == b"weights"
-    for each in (one, two, *made):
-        each.close()
-
-
-def test_members_and_newcomers_with_the_key_agree():
-    *members, newcomer = [*group("", ""), *group("")]
-    together(
-        [*members, newcomer],
-        [Terms(minimum=3), Terms(), Terms(contacts=lambda: [members[0].door.here])],
-    )
-    assert_agree([*members, newcomer])
-    close([*members, newcomer])
 
 
 def test_who_is_asked_answers_and_a_silent_one_holds_up_no_others():

@@ -306,19 +306,3 @@ def test_rows_on_a_device_are_refused():
             InvalidArgument, match="rows are on meta: expected tensors on the CPU, or on CUDA"
         ):
             transport.all_to_all(rows, rows, 0)
-
-
-def test_headers_of_strided_rows():
-    """Rows of a table: header and payload of one row lie together."""
-    ranks = transports(3)
-
-    def gather(transport):
-        table = torch.zeros(3, HEADER + 5, dtype=torch.uint8)
-        mine = torch.full((1, HEADER + 5), transport.rank + 1, dtype=torch.uint8)
-        transport.all_gather(table, mine, 0).wait()
-        return table
-
-    for table in on_all(gather, ranks):
-        assert torch.equal(
-            table, torch.tensor([[1], [2], [3]], dtype=torch.uint8).expand(3, HEADER + 5)
-        )
