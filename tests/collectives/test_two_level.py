@@ -87,7 +87,7 @@ class Group:
         return [feedback.sent for *_, feedback in self.kept()]
 
     def kept(self):
-        """For each residual its rank's hierarchy, its message and its rank between nodes."""
+        """Residuals, each behind its rank's hierarchy, its message and its rank between nodes."""
         for h, feedbacks in zip(self.hierarchies, self.feedbacks, strict=True):
             plan = routes([Span("", 0, self.numel)], policy_of(self.codec), h)
             for route, by_slice in zip(plan, feedbacks, strict=True):
