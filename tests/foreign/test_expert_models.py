@@ -142,11 +142,6 @@ def test_ddp_with_a_codec_averages_all_but_experts(pool):
     assert copy.copy(a).any()
 
 
-def test_trainers_save_and_find_the_experts_of_every_rank(scripts, tmp_path):
-    script = Path(__file__).with_name("expert_script.py")
-    assert "all is well" in scripts.run(script, tmp_path, folder=tmp_path)
-
-
 # ---------------------------------------------------------------- what people do with these models
 
 
