@@ -24,7 +24,7 @@ from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import SIGN_L1
 
 BLOCK = 2048
-# elements that NumPy and blocked torch handle at a time: 256 KiB, in the second-level cache
+# elements that NumPy handles at a time: 256 KiB, in the second-level cache
 SLICE = 1 << 16
 Rows = list[dict[str, Any]]
 # x, residual → bits, scales
@@ -41,16 +41,6 @@ def torch_operations(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Ten
         bits = bits | eight[:, i] << (7 - i)
     residual.copy_((c - torch.where(positive, scales, -scales)).view(-1))
     return bits, scales.view(-1)
-
-
-def torch_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits, scales = torch.empty(len(x) // 8, dtype=torch.uint8), torch.empty(len(x) // BLOCK)
-    for at in range(0, len(x), SLICE):
-        part = slice(at, at + SLICE)
-        packed, scale = torch_operations(x[part], residual[part])
-        bits[at // 8 : at // 8 + len(packed)] = packed
-        scales[at // BLOCK : at // BLOCK + len(scale)] = scale
-    return bits, scales
 
 
 def numpy_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +78,6 @@ def ours(numel: int) -> Task:
 def candidates(numel: int) -> dict[str, Task]:
     return {
         "torch operations": torch_operations,
-        "torch, in slices": torch_blocks,
         "NumPy, in slices": numpy_blocks,
         "torch.compile": torch.compile(torch_operations, dynamic=False),
         "Numba (commpress)": ours(numel),

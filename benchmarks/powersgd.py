@@ -39,6 +39,7 @@ class Measured:
     early: float  # norm of the residual after a quarter of the long run
     late: float
     walk_error: float
+    walk: int  # steps of the long run
 
 
 class Bucket:
@@ -100,9 +101,9 @@ def cells(m: Measured) -> dict[str, str]:
         "hook": m.hook,
         "ms per call": f"{1e3 * m.seconds:.1f}",
         "error": f"{m.error:.4f}",
-        "residual early": f"{m.early:.4f}",
-        "late": f"{m.late:.4f}",
-        "error late": f"{m.walk_error:.4f}",
+        f"residual at {m.walk // 4}": f"{m.early:.4f}",
+        f"at {m.walk}": f"{m.late:.4f}",
+        f"error at {m.walk}": f"{m.walk_error:.4f}",
     }
 
 
@@ -141,6 +142,7 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measure
             walked[name]["norms"][options.walk // 4],
             walked[name]["norms"][-1],
             walked[name]["error"],
+            options.walk,
         )
 
 

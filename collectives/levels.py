@@ -57,7 +57,7 @@ class Levels:
 
     def lengths(self, numels: dict[str, int]) -> dict[Key, int]:
         """Elements of every slice of this rank."""
-        return {key: length for key, _, length, _, _ in self._slices(numels)}
+        return {key: length for key, _, length, _ in self._slices(numels)}
 
     def parts(self, store: ResidualStore, numels: dict[str, int]) -> dict[Key, torch.Tensor]:
         """Of each flat piece of these parameters, what averages to R over the ranks."""
@@ -84,12 +84,13 @@ class Levels:
         own = {key: (sent, reduced) for key, sent, reduced in store.places()}
         size, divisor = self.hierarchy.topology.size, self.hierarchy.divisor
         added = []
-        for key, index, length, width, start in self._slices(
+        for key, index, length, width in self._slices(
             {name: len(vector) for name, vector in whole.items()}
         ):
             if key in own:
                 sent, reduced = own[key]
-                part = whole[key[0]][start : start + length]
+                name, start = key
+                part = whole[name][start : start + length]
                 part += size / divisor * sent
                 row = part[self.hierarchy.between[index].rank * width :][:width]
                 row += size * reduced[: row.numel()]
@@ -107,23 +108,22 @@ class Levels:
         }
         weight = self.hierarchy.divisor / len(self.hierarchy.topology.nodes)
         shared: Residuals = {}
-        for key, _, length, width, start in self._slices(
+        for key, _, length, width in self._slices(
             {name: len(vector) for name, vector in whole.items()}
         ):
-            total = whole[key[0]][start : start + length]
+            total = whole[key[0]][key[1] : key[1] + length]
             shared[key] = (weight * total, torch.zeros(width))
         return shared
 
-    def _slices(self, numels: dict[str, int]) -> list[tuple[Key, int, int, int, int]]:
-        """(key, index, elements, elements of a row, first element) of this rank's slices of these
-        parameters."""
+    def _slices(self, numels: dict[str, int]) -> list[tuple[Key, int, int, int]]:
+        """(key, index, elements, elements of a row) of this rank's slices of these parameters."""
         found = []
         for name, numel in numels.items():
             for route in routes([Span(name, 0, numel)], policy_of("sign"), self.hierarchy):
                 for index, message in route.between.items():
                     for key, line in zip(message.keys, message.pieces.table, strict=True):
                         if line[RESIDUAL] >= 0:
-                            found.append((key, index, int(line[NUMEL]), int(line[WIDTH]), key[1]))
+                            found.append((key, index, int(line[NUMEL]), int(line[WIDTH])))
         return found
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
-from typing import Any, Required, TypedDict, TypeVar, Unpack
+from typing import Required, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -283,26 +283,23 @@ def reduce_route(
     )
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
     total = _floats(sums[0])
-    jobs: list[tuple[ErrorFeedback | None, dict[str, Any]]] = []
+    jobs = []
     for index, part in route.between.items():
         _mark(total, part, flag)
-        jobs.append(
-            (
-                feedbacks.get(index),
-                {
-                    "message": part,
-                    "transport": hierarchy.between[index],
-                    "workspace": workspace,
-                    "key": key,
-                    "sequence": sequence * hierarchy.slices + index,
-                    "divisor": hierarchy.divisor,
-                },
-            )
+        job = average_rows(
+            total,
+            feedbacks.get(index),
+            message=part,
+            transport=hierarchy.between[index],
+            workspace=workspace,
+            key=key,
+            sequence=sequence * hierarchy.slices + index,
+            gain=gain,
+            scale=hierarchy.scale,
+            divisor=hierarchy.divisor,
         )
-    scale = hierarchy.scale
-    averaged = yield from _abreast(
-        [average_rows(total, f, gain=gain, scale=scale, **o) for f, o in jobs]
-    )
+        jobs.append(job)  # begins when all are marked
+    averaged = yield from _abreast(jobs)
     workspace.give_rows(sums)
     outcomes, back = [outcome for _, outcome in averaged], message.mean
     size = HEADER + back.row_bytes

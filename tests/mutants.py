@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "a window decays no weights",
-        "commpress/optim/windows.py",
+        "commpress/optim/optimizer.py",
         'return 1 - float(group["lr"]) * group["weight_decay"]',
         "return 1.0",
         "tests/optim/test_zero_one_adam.py",

@@ -104,7 +104,7 @@ def _used(machine: Machine, name: str) -> float:
 def bits(machine: Machine, report: Report) -> None:
     """Bytes of the law by every kernel, and an all-reduce with the bits of the CPU for every
     codec."""
-    with report.line("tests/kernel/test_cuda_device.py"):
+    with report.line("tests/kernel"):
         _tests(report)
     names = [*SHIMMED, "powersgd-4"] if machine.twin else [*NAMES, *COMPOSED, "powersgd-4"]
     with _kernels(machine):
@@ -149,9 +149,10 @@ def _tests(report: Report) -> None:
             if report.when == "call" or report.outcome != "passed":
                 self.outcomes[report.outcome] += 1
 
-    counted, path = Counted(), str(ROOT / "tests" / "kernel" / "test_cuda_device.py")
+    counted, folder = Counted(), str(ROOT / "tests" / "kernel")
+    chosen = "(card or cuda_device) and not speed"
     code = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-k", "not speed", f"--rootdir={ROOT}", path],
+        ["-q", "-p", "no:cacheprovider", "-k", chosen, f"--rootdir={ROOT}", folder],
         plugins=[counted],
     )
     report(

@@ -162,7 +162,7 @@ def _has_all(optimizer: "CompressedOptimizer") -> TypeGuard["ReplicatedOptimizer
 
 
 class _Read(NamedTuple):
-    """What fits of the parts that ranks saved."""
+    """Parts that ranks saved, as far as they fit."""
 
     head: Part  # which has what all share
     facts: Facts

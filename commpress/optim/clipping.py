@@ -29,7 +29,7 @@ class Clipping:
         self.last = 1.0  # the factor of this step, for gradients that are not in its messages
 
     def factor(self, norm: float, own: float = 0.0) -> float:
-        """Of gradients of this norm; ``own``: squares of those that not all ranks hold."""
+        """Factor of gradients of this norm; ``own``: squares of local experts'."""
         whole = (norm * norm + own) ** 0.5 if isfinite(norm) else norm
         self.last = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (whole + 1e-6))
         return self.last

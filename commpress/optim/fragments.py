@@ -218,7 +218,7 @@ class StoredFragment(Fragment):
         return [*self._shared_names(), *self._residual_names()]
 
     def _residual_names(self) -> list[str]:
-        """Of residuals in pieces no longer than the weights, so that these need the largest
+        """Name residuals in pieces no longer than the weights, so that these need the largest
         room."""
         numel = sum(sum(numels) for _, numels in self._pieces)
         return [self._name(f"residuals/{i}") for i in range(-(-numel // self.numel))]

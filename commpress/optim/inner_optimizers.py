@@ -278,5 +278,5 @@ def _first_state(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def _mesh(parameter: Any) -> Any:
-    """Of a DTensor."""
+    """Mesh of a DTensor."""
     return getattr(parameter, "device_mesh", None)

@@ -270,7 +270,7 @@ def _load_shared(local: "LocalUpdates", state: dict[str, Any]) -> None:
 
 
 def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
-    """Of an exact state: how much this rank has trained, and the mean that is under way."""
+    """Take from an exact state how much this rank has trained, and the mean under way."""
     for fragment, (steps, tokens) in zip(local.fragments, state["counts"], strict=True):
         fragment.steps, fragment.tokens = int(steps), int(tokens)
     local.exchanges.load_choices(state["choices"])
@@ -294,7 +294,7 @@ def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
 
 
 def _load_changes(local: "LocalUpdates", changes: dict[tuple[str, int], torch.Tensor]) -> None:
-    """Of elastic states: parameters := Θ less the mean change, from which every rank goes on."""
+    """Parameters := Θ less the mean change, from which every rank goes on."""
     with local.inner.weights_rewritten():
         for fragment in local.fragments:
             with fragment.opened():

@@ -37,11 +37,11 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
 from commpress.logs import warn_on_first
 from commpress.optim import local_checkpoint
-from commpress.optim.counters import LocalCounters
 from commpress.optim.fragments import Flight, Fragment, StoredFragment, check_room, cut
 from commpress.optim.inner_optimizers import InnerOptimizers, check_hidden, check_inner, check_ranks
 from commpress.optim.layout import LocalWeights, columns_of, groups_on, is_held
 from commpress.optim.optimizer import loss_of
+from commpress.optim.optimizer_counters import LocalCounters
 from commpress.optim.outer import Average, Nesterov, Outer, outer_of
 from commpress.optim.rounds import ExchangeHeader, PaceMeter, RoundSchedule, check_same, slowest
 from commpress.optim.warmup import SharedWarmup

@@ -39,7 +39,13 @@ import torch
 from commpress.collectives.handover import Standing
 from commpress.errors import InvalidArgument
 from commpress.logs import warn_on_first
-from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions, RoundKind
+from commpress.optim.optimizer import (
+    CompressedOptimizer,
+    OptimizerOptions,
+    RoundKind,
+    decay_of,
+    rate_of,
+)
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.optim.sharded import ShardedOptimizer
 from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
@@ -121,7 +127,7 @@ class FreezingOptimizer(CompressedOptimizer):
 
     def ready(self) -> Steps[list[int]]:
         """Live tensors that have been so for long enough and whose variance may stand still."""
-        live, _ = self.tensors.part(range(len(self._variances)))
+        live, _ = self.tensors.part(self.numbers)
         woken = self.tensors.thawed_at.tolist()
         rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
         ready = [i for i in rested if self._warmed_up(i) and self.tensors.may_freeze(i)]
@@ -270,17 +276,13 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
                 self.apply_mean(group, frozen)
         self.exact(
             self._works,
-            None if kind is RoundKind.EXACT else self.tensors.part(range(len(self._works)))[0],
+            None if kind is RoundKind.EXACT else self.tensors.part(self.numbers)[0],
         )
 
     def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
         """Parameters and momentum of frozen tensors of one group, from p in ``work``."""
         if not frozen:
             return
-        lr, correction = (
-            float(group["lr"]),
-            1 - group["betas"][0] ** (self.steps_done + 1 - group["added_at"]),
-        )
         self.kernels.apply_mean(
             self._flat.placed(frozen),
             self.work,
@@ -288,8 +290,8 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
             self.momentum,
             self._empty,
             self.tensors.divisors(frozen),
-            step=lr / (correction if group["bias_correction"] else 1.0),
-            decay=1 - lr * group["weight_decay"],
+            step=rate_of(group, self.steps_done),
+            decay=decay_of(group),
             momentum_scale=1.0,
             most=self.tensors.bound(frozen[0]),
         )
@@ -303,7 +305,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         if self.channel.size == 1:
             return
         if self.frozen:
-            _, frozen = self.tensors.part(range(len(self._works)))
+            _, frozen = self.tensors.part(self.numbers)
             self.tensors.keep_up(frozen, self.steps_done)
         elif not (yield from self.ends_warmup()):
             return
@@ -321,7 +323,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """As for all; of tensors that froze meanwhile momentum is owed here too, no gradients."""
+        """Take it over; of tensors that froze meanwhile momentum is owed here, no gradients."""
         warmed_up, before = self.frozen, self.tensors.frozen.tolist()
         super().load_shared_state(state)
         if self.frozen and not warmed_up:
@@ -333,7 +335,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def _thaw_alone(self) -> None:
         """A state of several ranks goes on with one, which has nothing to compress: Adam from here
         on."""
-        _, frozen = self.tensors.part(range(len(self._works)))
+        _, frozen = self.tensors.part(self.numbers)
         for i in frozen:
             part = self._works[i].view(-1).zero_()
             self.quantized.residuals.pay(self._flat.names[i], part, 0, 1)
@@ -349,7 +351,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def resume(self, schedule: dict[str, Any] | None) -> None:
         """Without a schedule, what the state says of the tensors is all there is."""
         if schedule is None:
-            _, frozen = self.tensors.part(range(len(self._flat.parameters)))
+            _, frozen = self.tensors.part(self.numbers)
             self.frozen_at = min((int(self.tensors.frozen_at[i]) for i in frozen), default=None)
         else:
             self.frozen_at = schedule["frozen_at"]
@@ -373,15 +375,14 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
 
     def update(self, kind: RoundKind) -> Steps[None]:
         yield from ()
-        trained = [i for _, at in self.groups() for i in at]
+        trained = self.trained
         live, frozen = self.tensors.part(trained)
         self.adam(trained if kind is RoundKind.EXACT else live, self._means)
         for i in self.owned(frozen) if kind is RoundKind.COMPRESSED else ():
             group = self.tensors.group(i)
-            beta1, lr = group["betas"][0], float(group["lr"])
-            self._momenta[i].mul_(beta1).addcmul_(self._means[i], self.unit(i))
-            step, decay = lr / self.correction(group), 1 - lr * group["weight_decay"]
-            self.apply_step(i, step=step, decay=decay)
+            m = self._momenta[i].mul_(group["betas"][0])
+            m.addcmul_(self._means[i], self.unit(i))
+            self.apply_step(i, step=rate_of(group, self.steps_done), decay=decay_of(group))
             self.bound_momentum(i)
 
     # ------------------------------------------------------------ freezing and thawing
@@ -392,7 +393,7 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
     def sort(self) -> Steps[None]:
         """Live tensors whose variance may stand still freeze. What is owed of them is owed in units
         of p."""
-        for i in self.tensors.part(range(len(self.parts)))[1]:
+        for i in self.tensors.part(self.numbers)[1]:
             self.tensors.divide(i)
         self._freeze((yield from self.ready()) if self.due() else [])
 

@@ -49,7 +49,6 @@ from commpress.kernels.devices import adam_arithmetic
 from commpress.logs import warn_on_first
 from commpress.optim import checkpoint
 from commpress.optim.clipping import Clipping
-from commpress.optim.counters import OptimizerCounters
 from commpress.optim.flat import Flat, adam_step
 from commpress.optim.layout import (
     check_cut,
@@ -62,6 +61,7 @@ from commpress.optim.layout import (
     tensors_in,
 )
 from commpress.optim.local_experts import ExpertAdam
+from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.tensor_states import TensorStates
 from commpress.schedules import Facts
 from commpress.torch_private import ENDLESS, untraced
@@ -349,6 +349,16 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             trained = tuple(i for i in every if self.is_trained(i))
             yield group, every if len(trained) == len(every) else trained
 
+    @property
+    def numbers(self) -> range:
+        """Number all parameters, as ``flat`` has them."""
+        return range(len(self._flat.parameters))
+
+    @property
+    def trained(self) -> list[int]:
+        """Numbers of those that are trained, the same on every rank."""
+        return [i for _, at in self.groups() for i in at]
+
     def is_trained(self, i: int) -> bool:
         """Like torch's, an optimizer leaves alone what needs no gradient and has none. One that is
         missing here is zero."""
@@ -441,7 +451,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that every rank holds alike."""
-        return [self._flat.shard(i) for i in range(len(self._flat.parameters))]
+        return [self._flat.shard(i) for i in self.numbers]
 
     # ------------------------------------------------------------ the own part of every tensor
 
@@ -450,7 +460,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         mean of what was sent."""
 
         def views(buffer: torch.Tensor) -> list[torch.Tensor]:
-            return [self.part_of(buffer, i) for i in range(len(self._flat.parameters))]
+            return [self.part_of(buffer, i) for i in self.numbers]
 
         self._momenta, self._variances = views(self.momentum), views(self.variance)
         self._means = views(self.mean)
@@ -603,11 +613,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def squares(self, gain: float = 1.0) -> float:
         """‖gain·g‖² of this rank."""
-        return (
-            self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters))))
-            * gain
-            * gain
-        )
+        return self.kernels.square_sum(self._flat.segments(self.numbers)) * gain * gain
 
     def sent_bytes(self) -> int:
         """Bytes that left this rank since it was last asked: rounds may begin long before
@@ -724,9 +730,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """Every rank has the same groups, and holds the same parameters (mid-window: the same
         anchor), in every bit."""
         flat = self._flat
-        sums = [
-            0 if g is None else _bits(g) for g in map(flat.gradient, range(len(flat.parameters)))
-        ]
+        sums = [0 if g is None else _bits(g) for g in map(flat.gradient, self.numbers)]
         gradients = _checksum(sums) if any(sums) else 0
         mine = [_checksum(map(_bits, self.replicated())), self.steps_done, gradients]
         try:
@@ -943,6 +947,18 @@ def check_numbers(group: dict[str, Any]) -> None:
             "step of Adam has no bound, and what one bit says of momentum would be divided by next "
             "to nothing"
         )
+
+
+def rate_of(group: dict[str, Any], step: int) -> float:
+    """Learning rate over Adam's correction of momentum, in this step."""
+    own = step - group.get("added_at", 0)
+    correction = 1 - group["betas"][0] ** (own + 1) if group.get("bias_correction", True) else 1.0
+    return float(group["lr"]) / correction
+
+
+def decay_of(group: dict[str, Any]) -> float:
+    """Factor of weights in a step."""
+    return 1 - float(group["lr"]) * group["weight_decay"]
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -56,8 +56,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """Wait for what backward has started, before anybody else sends."""
         if self.bucket_rounds is not None:
             yield from self.bucket_rounds.wait()
-        trained = {i for _, at in self.groups() for i in at}
-        for i in range(len(self._works)):
+        trained = set(self.trained)
+        for i in self.numbers:
             if i not in trained:
                 self._works[i].zero_()
 
@@ -75,7 +75,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """World size 1: Adam, on the gradients as they are."""
         if self.overflowed or not isfinite(self.squares()) or not isfinite(self.expert_squares):
             return False
-        every = range(len(self._flat.parameters))
+        every = self.numbers
         gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
         if gain != 1.0 or self.clipping.max_norm is not None or self.columns is not None:
             for _, at in self.groups():
@@ -102,7 +102,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     def _together(self, kind: RoundKind) -> Steps[bool]:
         outcomes: list[Outcome] = []
-        left = {i for _, at in self.groups() for i in at}
+        left = set(self.trained)
         if self.bucket_rounds is not None:
             outcomes, indices = yield from self.bucket_rounds.finish(kind)
             left -= indices
@@ -176,7 +176,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
         """An exact step with mean gradients, here Adam's. ``among``: only of these."""
-        trained = (i for _, at in self.groups() for i in at)
+        trained = self.trained
         self.adam((i for i in trained if among is None or i in among), gradients)
 
     def replicated(self) -> list[torch.Tensor]:
@@ -267,7 +267,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
                     self.follow_waking(standing)
             finish()
             self.tensors.ranks = self.channel.size
-            for i in range(len(self._flat.parameters)):
+            for i in self.numbers:
                 self.tensors.divide(i)
             self.recut()
             self._reformed, self._asked, self._woken = True, False, []
@@ -295,7 +295,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         self.channel.run(self.handover.leaving(leaving, self.stores()))
 
     def stores(self) -> dict[str, ResidualStore]:
-        """What compression left behind on this rank."""
+        """Residuals of exact and of compressed rounds."""
         return {"full": self.full.residuals, "quantized": self.quantized.residuals}
 
     def shared_state(self) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class ShardedOptimizer(CompressedOptimizer):
     def _publish(self, scatter: Scatter, *, whole: bool) -> Steps[None]:
         """Parameters := master weights, or x := x + w − x as far as that can be said."""
         self.mean.zero_()
-        trained = [(i, self._flat.shard(i)) for _, at in self.groups() for i in at]
+        trained = [(i, self._flat.shard(i)) for i in self.trained]
         for i, p in trained:
             w, change = self._weights[i], self._means[i]
             if whole:
@@ -202,8 +202,8 @@ class ShardedOptimizer(CompressedOptimizer):
 
     def prepare(self, kind: RoundKind, gain: float) -> None:
         """work := what goes to the owners."""
-        live, frozen = self.tensors.part(range(len(self._flat.parameters)))
-        for i in range(len(self._flat.parameters)) if kind is RoundKind.EXACT else live:
+        live, frozen = self.tensors.part(self.numbers)
+        for i in self.numbers if kind is RoundKind.EXACT else live:
             g, into = self._flat.gradient(i), self._flat.view(self.work, i)
             into.zero_() if g is None else torch.mul(g, gain, out=into)
         if kind is RoundKind.COMPRESSED:

@@ -215,7 +215,7 @@ class TensorStates:
         return self._group[i]
 
     def own_steps(self, i: int, step: int) -> int:
-        """Of so many steps of the optimizer, those since the parameter came."""
+        """Count, of so many steps of the optimizer, those since the parameter came."""
         return step - int(self._group[i]["added_at"])
 
     def correction(self, i: int, steps: int) -> float:

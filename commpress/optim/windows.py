@@ -16,7 +16,13 @@ from commpress.errors import InvalidArgument
 from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_length
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions, RoundKind
+from commpress.optim.optimizer import (
+    CompressedOptimizer,
+    OptimizerOptions,
+    RoundKind,
+    decay_of,
+    rate_of,
+)
 from commpress.schedules import (
     DoublingUpdates,
     Facts,
@@ -117,13 +123,14 @@ class Windows:
         passed = step - facts.peak_step > (PATIENCE if scheduled else 1)
         return passed and rate >= facts.peak_lr and self.sync.interval(step, rate, facts) <= 1
 
+    @property
+    def sums(self) -> list[tuple[float, float]]:
+        """(Γ, D) of each group, of the open window."""
+        return list(zip(self.rates, self.decays, strict=True))
+
     def after(self, step: int, groups: Sequence[Group]) -> list[tuple[float, float]]:
         """(Γ, D) of each group once this step is in."""
-        before = (
-            list(zip(self.rates, self.decays, strict=True))
-            if self.held
-            else [(0.0, 1.0)] * len(groups)
-        )
+        before = self.sums if self.held else [(0.0, 1.0)] * len(groups)
         return [
             (decay_of(group) * rate + rate_of(group, step), decay_of(group) * decay)
             for group, (rate, decay) in zip(groups, before, strict=True)
@@ -131,11 +138,8 @@ class Windows:
 
     def hold(self, window: Sequence[tuple[float, float]], span: int) -> None:
         """A local step is taken."""
-        self.rates, self.decays, self.span = (
-            [rate for rate, _ in window],
-            [decay for _, decay in window],
-            span,
-        )
+        self.rates, self.decays = map(list, zip(*window, strict=True))
+        self.span = span
         self.held += 1
 
     @property
@@ -274,13 +278,3 @@ class WindowedOptimizer(CompressedOptimizer):
     @abstractmethod
     def synchronizing(self) -> Steps[None]:
         """``synchronize`` as an algorithm that may wait."""
-
-
-def rate_of(group: Group, step: int) -> float:
-    own = step - group.get("added_at", 0)
-    correction = 1 - group["betas"][0] ** (own + 1) if group.get("bias_correction", True) else 1.0
-    return float(group["lr"]) / correction
-
-
-def decay_of(group: Group) -> float:
-    return 1 - float(group["lr"]) * group["weight_decay"]

@@ -66,7 +66,7 @@ from commpress.collectives.scalars import gathered
 from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import RoundKind
+from commpress.optim.optimizer import RoundKind, decay_of, rate_of
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.optim.sharded import ShardedOptimizer
 from commpress.optim.windows import (
@@ -74,8 +74,6 @@ from commpress.optim.windows import (
     Spans,
     WindowedOptimizer,
     WindowOptions,
-    decay_of,
-    rate_of,
 )
 from commpress.work import Steps
 
@@ -229,7 +227,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         window goes on."""
         self.refresh()
         if self.held == 0:
-            self._members = frozenset(i for _, at in self.groups() for i in at)
+            self._members = frozenset(self.trained)
         if self.accumulated.numel() == 0:
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
@@ -278,7 +276,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 self.refresh()
                 yield from self.agree_on_floor()
         if self.windows.updates != self.steps_done and self.held == 0:
-            self.tensors.keep_up(range(len(self._flat.parameters)), self.steps_done)
+            self.tensors.keep_up(self.numbers, self.steps_done)
 
     # ------------------------------------------------------------ the variance
 
@@ -286,7 +284,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         """Divisors and codecs of the variance as it is now."""
         if not self._stale:
             return
-        for i in range(len(self._flat.parameters)):
+        for i in self.numbers:
             self.tensors.divide(i)
             ready = self.tensors.may_freeze(i)
             if ready != bool(self.tensors.frozen[i]):
@@ -343,12 +341,10 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         for i, work in enumerate(self._works):
             torch.div(self._flat.view(self.accumulated, i), self.tensors.divisor(i), out=work)
         if any(rate > 0 for rate in self.windows.rates):
-            outcomes = yield from self.reduce(
-                RoundKind.COMPRESSED, range(len(self._flat.parameters))
-            )
+            outcomes = yield from self.reduce(RoundKind.COMPRESSED, self.numbers)
             if not (yield from self.settled(outcomes)):
                 self.work.zero_()
-        self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))
+        self._gather(self.windows.sums)
         self._flat.publish()
         yield from self._agree_who_wakes(self.tensors.waking())
         self.counters.compressed_rounds += 1
@@ -381,12 +377,12 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                     )
                 else:
                     work.zero_()
-            yield from self.exact_mean(range(len(self._works)))
+            yield from self.exact_mean(self.numbers)
             self.work *= channel.size / count
 
         def close() -> None:
             if held and taking:
-                self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))
+                self._gather(self.windows.sums)
                 self._flat.publish()
             self.windows.held = 0
 
@@ -441,7 +437,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.windows.load(schedule)
         self.tensors.common = schedule["common"]
         self._members = frozenset(
-            i for i in range(len(self._flat.parameters)) if ReplicatedOptimizer.is_trained(self, i)
+            i for i in self.numbers if ReplicatedOptimizer.is_trained(self, i)
         )
         self._stale, self.tensors.trips[:] = schedule["stale"], schedule["trips"]
         if schedule["held"]:
@@ -520,7 +516,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         self.counters.ignored_gradients += not finite
         if finite:
             gain *= self.clipping.of_local(self, squares**0.5)
-            self.cut(range(len(self.parts)), gain, self.work)
+            self.cut(self.numbers, gain, self.work)
         else:
             self.work.zero_()
         for group, at in self.groups():
@@ -559,7 +555,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         if kind is RoundKind.EXACT:
             super().prepare(kind, gain)
             return
-        self.cut(range(len(self._flat.parameters)), gain, self.work)
+        self.cut(self.numbers, gain, self.work)
         for group, at in self.groups():
             beta1, rate = group["betas"][0], rate_of(group, self.steps_done)
             for i in at:
@@ -586,7 +582,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         if kind is RoundKind.COMPRESSED:
             self._gather(self.windows.after(self.steps_done, self.param_groups), self._carry())
         elif self.windows.updates == self.steps_done:
-            self.adam((i for _, at in self.groups() for i in at), self._means)
+            self.adam(self.trained, self._means)
         else:
             yield from self._observe()
 
@@ -655,7 +651,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         """Divisors and codecs of the variance as it is now."""
         yield from ()
         frozen = self.tensors.frozen.tolist()
-        for i in range(len(self._flat.parameters)):
+        for i in self.numbers:
             self.tensors.divide(i)
             ready = self.tensors.may_freeze(i)
             if ready and not frozen[i]:
@@ -669,7 +665,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     def synchronizing(self) -> Steps[None]:
         if self.windows.held == 0:
             return
-        for i in range(len(self._flat.parameters)):
+        for i in self.numbers:
             torch.div(
                 self._flat.view(self.pending, i),
                 self.tensors.divisor(i),
@@ -677,9 +673,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
             )
         outcomes = yield from self.quantized.reduce(self.work, self.mean, key=self._key())
         if (yield from self.settled(outcomes)):
-            self._gather(
-                list(zip(self.windows.rates, self.windows.decays, strict=True)), self.carried
-            )
+            self._gather(self.windows.sums, self.carried)
             yield from self._publish(self.quantized, whole=False)
         self._close()
         self.counters.compressed_rounds += 1

@@ -54,15 +54,15 @@ from commpress.errors import (
 from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
-from commpress.integrations.ddp.plain import Plain, values_of
 from commpress.integrations.observe.counters import Counters, relative_errors
 from commpress.logs import warn_on_first
 from commpress.torch_private import check_unhooked, check_wrapped
-from commpress.work import Steps, Work
+from commpress.work import Done, Steps, Work
 
 log = logging.getLogger("commpress")
 
 DEFAULT_MIN_NUMEL = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that codecs take
 BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a size beforehand
 
 
@@ -765,3 +765,58 @@ class CompressedState:
         self.residuals.load(residuals)
         self.step = self._finished = step
         self.choice.load(states[0])
+
+
+class Plain:
+    """torch's own all-reduce behind the hook: for steps that a choice leaves uncompressed, and for
+    what no codec knows."""
+
+    def __init__(self, group: dist.ProcessGroup, counters: Counters) -> None:
+        self.group, self.counters = group, counters
+        self.sent_bytes = 0  # as a ring sends them
+
+    @staticmethod
+    def compressible(bucket: dist.GradBucket) -> bool:
+        """True if codecs know such gradients; else their bucket travels as torch sends it: float64,
+        complex, sparse.
+
+        Complex gradients come as pairs of real numbers.
+        """
+        buffer = bucket.buffer()
+        return (
+            not buffer.is_sparse
+            and buffer.dtype in DTYPES
+            and not any(p.is_complex() for p in bucket.parameters())
+        )
+
+    def reduce(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
+        self.counters.steps += last
+        self.counters.plain_steps += last
+        work: Any = self._begin(bucket.buffer())
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def average(self, buffer: torch.Tensor) -> Work:
+        """Begin it, in the order of the calls, among the group's other collectives."""
+        if self.group.size() == 1:
+            return Done()
+        self.counters.plain_elements += values_of(buffer).numel()
+        return self._begin(buffer)
+
+    def _begin(self, buffer: torch.Tensor) -> Work:
+        self._count(buffer)
+        return dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
+
+    def _count(self, buffer: torch.Tensor) -> None:
+        size, numel = self.group.size(), values_of(buffer).numel()
+        nbytes = 2 * (size - 1) * numel * buffer.element_size() // size
+        if buffer.is_sparse:  # everybody's, with their places
+            nbytes = (size - 1) * (buffer._values().nbytes + buffer._indices().nbytes)
+        self.sent_bytes += nbytes
+        self.counters.wire_bytes += nbytes
+        self.counters.logical_bytes += 8 * (size - 1) * numel // size
+        self.counters.exact_elements += numel
+
+
+def values_of(buffer: torch.Tensor) -> torch.Tensor:
+    """Its elements; of a sparse one those that it has."""
+    return buffer._values() if buffer.is_sparse else buffer

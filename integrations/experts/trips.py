@@ -62,7 +62,7 @@ class Trip:
         return wait()
 
     def of(self, rows: torch.Tensor, gates: torch.Tensor | None = None) -> Any:
-        """What comes of it on the other side: rows, and gates if there were any."""
+        """Take it at once: the rows on the other side, and gates if there were any."""
         return _End.apply(_Start.apply(rows, gates, self), self)
 
 

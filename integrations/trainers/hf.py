@@ -130,7 +130,7 @@ class Compress(_Beside):
         if isinstance(optimizer, CompressedOptimizer):
             optimizer.grad_scaler = self._scaler
             if self._resume is not None:
-                load_rank(optimizer, self._resume)
+                self._load(optimizer)
         wrapper = wrapper_of(things["model"])
         if wrapper == SHARDED:
             self._shard(things["model"], optimizer)
@@ -172,10 +172,14 @@ class Compress(_Beside):
     def _go_on(self, state: Compressor) -> None:
         """Load what a checkpoint has for ``state``, and watch it."""
         if self._resume is not None and not isinstance(state, CompressedOptimizer):
-            load_rank(state, self._resume)
+            self._load(state)
         self._metrics = Metrics(
             state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0
         )
+
+    def _load(self, into: Compressor) -> None:
+        assert self._resume is not None
+        load_rank(into, self._resume)
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         # another train(): a Trainer keeps its DDP model

@@ -123,6 +123,8 @@ def test_bars_of_codecs():
         for f in figures
     ]
     assert holding(bench_codec.judge(slow)) == [False, True, False]
+    late = [replace(f, of_copy=0.7 / f.threads) for f in figures]
+    assert holding(bench_codec.judge(late)) == [True, False, True]
 
 
 def test_bars_and_steps_to_a_loss():

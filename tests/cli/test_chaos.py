@@ -137,11 +137,18 @@ def test_figures_of_a_run_that_is_known_by_hand(tmp_path):
     )
 
 
+def test_who_waits_for_a_stopped_rank_pauses_and_who_is_stopped_does_not(tmp_path):
+    lines = [(victim, float(t), t, 0, None, None) for t in range(1, 6) for victim in (0, 1)]
+    lines += [(0, 8.0, 6, 0, None, None), (1, 9.0, 6, 0, None, None)]
+    verdict = Verdict(written(tmp_path, lines), [Hit("stop", 1, 5.5, 7.5)], 2, 5.0, 9.0)
+    assert [(pause.step, pause.seconds) for pause in verdict.pauses] == [(5, 2.0)]
+
+
 def test_what_is_lost_or_done_twice_is_found(tmp_path):
     lines = [
         (0, 1.0, 1, 0, "a", [0, 4]), (1, 1.0, 1, 0, "a", [4, 8]),
         (0, 2.0, 2, 0, "b", [8, 12]), (1, 2.0, 2, 0, "c", [12, 16]),
-        (0, 3.0, 2, 0, "b", [10, 12]), (0, 4.0, 4, 0, "d", [17, 20]),
+        (0, 3.0, 2, 0, "b", [9, 11]), (0, 4.0, 4, 0, "d", [17, 20]),
     ]  # fmt: skip
     verdict = Verdict(written(tmp_path, lines), [], 2, 0.0, 5.0)
     assert (verdict.repeated, verdict.skipped, verdict.unequal) == ([2], [3], [2])

@@ -284,6 +284,9 @@ def test_every_key_that_is_not_translated_is_named():
         "gradient_clipping is missing: 1.0",
     ):
         assert path in said, path
+    engine = said.partition("of DeepSpeed's engine, not needed here: ")[2]
+    assert "zero_optimization.sub_group_size" in engine
+    assert "zero_optimization.offload_optimizer.buffer_count" in engine
 
 
 def keys_of(config, prefix=""):

@@ -73,7 +73,7 @@ class World:
         return rows
 
     def whole(self, rows):
-        """What ``rows`` makes such rows of."""
+        """The inverse of ``rows``."""
         columns = [torch.cat([row[p.at : p.at + p.width] for row in rows]) for p in self.parts]
         return torch.cat([c[: p.numel] for c, p in zip(columns, self.parts, strict=True)])
 

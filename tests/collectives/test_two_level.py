@@ -87,7 +87,7 @@ class Group:
         return [feedback.sent for *_, feedback in self.kept()]
 
     def kept(self):
-        """For each residual its rank's hierarchy, its message and its rank between nodes."""
+        """Residuals, each behind its rank's hierarchy, its message and its rank between nodes."""
         for h, feedbacks in zip(self.hierarchies, self.feedbacks, strict=True):
             plan = routes([Span("", 0, self.numel)], policy_of(self.codec), h)
             for route, by_slice in zip(plan, feedbacks, strict=True):
@@ -133,8 +133,8 @@ def flat(inputs: list[torch.Tensor], codec="none") -> torch.Tensor:
 def test_exact_sums_give_the_bits_of_the_flat_all_reduce(topology):
     for numel in (1, 7, 1000 + topology.size):
         xs = integers(topology.size, numel, numel)
-        for result in Group(topology, numel, "none").reduce(xs):
-            assert torch.equal(result, flat(xs))
+        mean = flat(xs)
+        assert all(torch.equal(each, mean) for each in Group(topology, numel, "none").reduce(xs))
 
 
 def test_the_order_of_sums_is_that_of_local_ranks_then_nodes():

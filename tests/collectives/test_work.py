@@ -48,7 +48,7 @@ def counting(log, name, waits):
 
 
 def wait(name, i):
-    """What ``Noted`` writes down."""
+    """The entry that ``Noted`` writes."""
     return "wait", (name, i)
 
 

@@ -64,7 +64,7 @@ def walked(batch, scales, nodes, owner, out=exactly, back=exactly):
 
 
 def rounded(name):
-    """What a codec makes of each row, 128 elements to a scale."""
+    """Round each row as a codec does, 128 elements to a scale."""
     if name == "bf16":
         return lambda rows: rows.bfloat16().float()
     kind = commpress.BlockCodec(name, 128).kind
@@ -656,7 +656,7 @@ def test_a_rank_that_sends_tokens_to_the_wrong_experts_is_named(change, says):
 
 
 def too_little_room():
-    """For rank 1 alone; afterwards both go on."""
+    """Leave too little room on rank 1 alone; afterwards both go on."""
     exchange = commpress.ExpertExchange(4)
     # an expert of rank 1
     idx, gates, tokens = torch.full((6, 1), 2), torch.ones(6, 1), torch.randn(6, 8)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import commpress
 import commpress.backend
-from tiny_gpt2 import Words, model
+from tiny_gpt2 import Words, arguments, flat, model, same_everywhere
 
 WARM = {"lr": 1e-3, "exact_steps": 1}
 
@@ -30,6 +30,7 @@ def main(folder):
     # before TrainingArguments: Accelerate knows no backend but Gloo on CPUs
     dist.init_process_group("commpress")
     store = commpress.TieredStore.open(folder / f"store{dist.get_rank()}", host="64MiB")
+    place = {"optimizer": torch.optim.AdamW, "store": store, "chunk_mb": 0.05}
     every = {
         torch.optim.AdamW: {"lr": 1e-3},  # what the others are compared with
         commpress.OneBitAdam: WARM,
@@ -37,47 +38,26 @@ def main(folder):
         commpress.OneBitLamb: WARM,
         commpress.ShardedOneBitAdam: WARM,
         commpress.ShardedZeroOneAdam: WARM,
-        commpress.Offloaded: {
-            "optimizer": torch.optim.AdamW,
-            "store": store,
-            "chunk_mb": 0.05,
-            "lr": 1e-3,
-        },
+        commpress.Offloaded: {**place, "lr": 1e-3},
     }
     moves = {}
     for kind, options in every.items():
-        arguments = TrainingArguments(
-            str(folder / kind.__name__),
-            use_cpu=True,
-            max_steps=3,
-            per_device_train_batch_size=4,
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1,
-            save_strategy="no",
-            max_grad_norm=0.0,
-            seed=1,
-        )
+        given = {"max_steps": 3, "save_strategy": "no", "max_grad_norm": 0.0}
         net = model()
-        before = torch.cat([p.detach().view(-1).clone() for p in net.parameters()])
-        trainer = Trainer(
+        before = flat(net).clone()
+        Trainer(
             net,
-            arguments,
+            arguments(folder / kind.__name__, lr_scheduler_type="linear", **given),
             train_dataset=Words(64),
             callbacks=[commpress.hf.Compress()],
             optimizer_cls_and_kwargs=(kind, options),
-        )
-        trainer.train()
-        weights = torch.cat([p.detach().view(-1) for p in net.parameters()])
+        ).train()
+        weights = same_everywhere(net)
         moves[kind.__name__] = weights - before
-        first = weights.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(weights, first), f"{kind.__name__}: replicas differ"
         assert torch.isfinite(weights).all()
         assert not torch.equal(weights, before), f"{kind.__name__} has learnt nothing"
         assert dist.get_backend() == "commpress"
         check(kind.__name__, moves[kind.__name__], moves["AdamW"])
-        del trainer, net
     dist.destroy_process_group()
     print("all is well")
 

@@ -27,13 +27,12 @@ from accelerate.utils import DistributedType
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as Lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import commpress
@@ -44,7 +43,7 @@ from accelerate_on_cpus import shard_on_cpus, shard_trainer_on_cpus
 from commpress.cli.connections import sent_bytes
 from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.compression import Compression, wrapper_of
-from tiny_gpt2 import Words
+from tiny_gpt2 import Words, arguments, flat, lightning, same
 
 SMALL = {"min_numel": 64}  # so that tiny layers are compressed
 CODECS = {"codec": "int8", "weights": "int8"}
@@ -54,14 +53,6 @@ SHARDED = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
 
 def model():
     return tiny_gpt2.model(layers=2)
-
-
-def flat(module):
-    return torch.cat([p.full_tensor().detach().reshape(-1) for p in module.parameters()])
-
-
-def the_same(one, two):
-    return torch.equal(one, two) or f"differ by {(one - two).abs().max()}"
 
 
 def batch_of(step, part=0, accumulate=1):
@@ -101,11 +92,10 @@ def by_hand(net, *, accumulate=1, compressed=True, bf16=False, shifted=False, **
         for part in range(accumulate):
             net.set_requires_gradient_sync(part == accumulate - 1)
             batch = batch_of(step, part, accumulate)
+            # as a Trainer counts them, of GPT-2 the first ones too
+            counted = accumulate * batch["labels"][:, shifted:].numel()
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                counted = batch["labels"][
-                    :, shifted:
-                ].numel()  # as a Trainer counts them, of GPT-2 the first ones too
-                loss = net(**batch, num_items_in_batch=accumulate * counted).loss
+                loss = net(**batch, num_items_in_batch=counted).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
@@ -127,25 +117,18 @@ def trainer_of(
     eval_dataset=None,
     **options,
 ):
-    arguments = {
-        "max_steps": steps,
-        "save_steps": HALF,
-        "logging_steps": 1,
-        "per_device_train_batch_size": BATCH,
-        "seed": 1,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "disable_tqdm": True,
-        "lr_scheduler_type": "constant",
-        "optim": "adamw_torch",
-        "train_sampling_strategy": "sequential",
-        "use_cpu": True,
-        "average_tokens_across_devices": False,
-    }
     if shards:
-        arguments |= {"fsdp": True, "fsdp_config": SHARDED | (fsdp or {})}
+        options |= {"fsdp": True, "fsdp_config": SHARDED | (fsdp or {})}
     callback = callback or commpress.hf.Compress(**CODECS, **SMALL)
-    given = TrainingArguments(str(folder), **arguments | options)
+    given = arguments(
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        optim="adamw_torch",
+        train_sampling_strategy="sequential",
+        average_tokens_across_devices=False,
+        **{"save_steps": HALF, "logging_steps": 1} | options,
+    )
     trainer = Trainer(
         net or model(),
         given,
@@ -167,36 +150,28 @@ def trained(folder, *, resume=None, **options):
 def in_a_trainer(folder):
     mine, sent, state = by_hand(sharded(model()))
     _, plainly, _ = by_hand(sharded(model()), compressed=False)
-    assert sent < 0.45 * plainly, (
-        sent,
-        plainly,
-    )  # of all that TCP carried: headers, and what is too small to compress
+    # of all that TCP carried: headers, and what is too small to compress
+    assert sent < 0.45 * plainly, (sent, plainly)
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-        place = folder / kind
-        weights, callback, trainer = trained(place, fsdp={"state_dict_type": kind})
-        assert the_same(weights, mine) is True, the_same(weights, mine)
-        assert (
-            callback.state.counters.wire_bytes
-            == state.counters.wire_bytes
-            < 0.25 * state.logical_bytes
-        )
+        place, options = folder / kind, {"fsdp": {"state_dict_type": kind}}
+        weights, callback, trainer = trained(place, **options)
+        same(weights, mine, kind)
+        wire = callback.state.counters.wire_bytes
+        assert wire == state.counters.wire_bytes < 0.25 * state.logical_bytes
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert all(
-            entry["commpress/bytes_per_step"] == state.wire_bytes / STEPS for entry in logs
-        ), logs
+        per_step = state.wire_bytes / STEPS
+        assert all(entry["commpress/bytes_per_step"] == per_step for entry in logs), logs
         assert logs[-1]["commpress/ratio"] > 4
         assert logs[-1]["commpress/encode_ms"] > 0
-        resumed, callback, _ = trained(
-            place, resume=place / f"checkpoint-{HALF}", fsdp={"state_dict_type": kind}
-        )
-        assert the_same(resumed, mine) is True, f"{kind}, resumed: {the_same(resumed, mine)}"
+        resumed, callback, _ = trained(place, resume=place / f"checkpoint-{HALF}", **options)
+        same(resumed, mine, f"{kind}, resumed")
         assert (callback.state.step, callback.state.counters.steps) == (STEPS, STEPS - HALF)
     lost, _, _ = trained(
         folder / "lost", resume=without_residuals(folder / "FULL_STATE_DICT" / f"checkpoint-{HALF}")
     )
-    assert the_same(lost, mine) is not True, "residuals change what is trained"
+    assert not torch.equal(lost, mine), "residuals change what is trained"
     weights, _, _ = trained(folder / "default", callback=commpress.hf.Compress(**SMALL))
-    assert the_same(weights, mine) is True, "int8 both ways unless told otherwise"
+    same(weights, mine, "int8 both ways unless told otherwise")
 
 
 def without_residuals(checkpoint_folder):
@@ -214,43 +189,30 @@ def lora():
 def in_a_trainer_otherwise(folder):
     mine, _, _ = by_hand(sharded(model()))
     half, _, _ = by_hand(sharded(model(), torch.bfloat16), bf16=True)
-    weights, callback, _ = trained(folder / "bf16", bf16=True)
-    assert the_same(weights, half) is True, f"bf16: {the_same(weights, half)}"
-    assert callback.state.counters.ratio > 2
     summed, _, _ = by_hand(sharded(model()), accumulate=2)
-    weights, callback, _ = trained(folder / "accumulated", gradient_accumulation_steps=2)
-    assert the_same(weights, summed) is True, f"accumulated: {the_same(weights, summed)}"
-    for name, options in {
-        "checkpoints": {"fsdp": {"activation_checkpointing": True}},
-        "efficient": {"fsdp": {"cpu_ram_efficient_loading": True}},
-        "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
-    }.items():
+    for name, expected, options in (
+        ("bf16", half, {"bf16": True}),
+        ("accumulated", summed, {"gradient_accumulation_steps": 2}),
+        ("checkpoints", mine, {"fsdp": {"activation_checkpointing": True}}),
+        ("compiled", mine, {"torch_compile": True, "torch_compile_backend": "eager"}),
+        ("efficient", mine, {"fsdp": {"cpu_ram_efficient_loading": True}}),
+    ):
         weights, callback, _ = trained(folder / name, **options)
-        assert the_same(weights, mine) is True, f"{name}: {the_same(weights, mine)}"
-        assert callback.state.counters.ratio > 4
-        resumed, _, _ = trained(
-            folder / name, resume=folder / name / f"checkpoint-{HALF}", **options
-        )
-        assert the_same(resumed, mine) is True, f"{name}, resumed: {the_same(resumed, mine)}"
+        same(weights, expected, name)
+        assert callback.state.counters.ratio > (2 if name == "bf16" else 4)
+    resumed, _, _ = trained(folder / name, resume=folder / name / f"checkpoint-{HALF}", **options)
+    same(resumed, mine, f"{name}, resumed")
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
 
 
 def in_a_trainer_again(folder):
     adapters = {"min_numel": 16}
     mine, _, _ = by_hand(sharded_lora(lora()), **adapters)
-    weights, callback, _ = trained(
-        folder / "lora", net=lora(), callback=commpress.hf.Compress(**CODECS, **adapters)
-    )
-    assert the_same(weights, mine) is True, f"LoRA: {the_same(weights, mine)}"
-    assert callback.state.gradients.compressed_elements > 0
-    place = folder / "lora" / f"checkpoint-{HALF}"
-    again = trained(
-        folder / "lora",
-        net=lora(),
-        callback=commpress.hf.Compress(**CODECS, **adapters),
-        resume=place,
-    )
-    assert the_same(again[0], mine) is True, f"LoRA, resumed: {the_same(again[0], mine)}"
+    for resume in (None, folder / "lora" / f"checkpoint-{HALF}"):
+        callback = commpress.hf.Compress(**CODECS, **adapters)
+        weights, _, _ = trained(folder / "lora", net=lora(), callback=callback, resume=resume)
+        same(weights, mine, f"LoRA, resumed: {resume}")
+        assert callback.state.gradients.compressed_elements > 0
 
     trainer, callback = trainer_of(folder / "twice", steps=2)
     trainer.train()
@@ -316,7 +278,7 @@ def by_transformers(folder):
     weights, callback, _ = trained(
         folder / "native", net=loaded(), shards=False, save_strategy="no"
     )
-    assert the_same(weights, mine) is True, f"sharded by transformers: {the_same(weights, mine)}"
+    same(weights, mine, "sharded by transformers")
     assert callback.state.counters.ratio > 4
 
 
@@ -324,11 +286,9 @@ def by_transformers(folder):
 
 
 def accelerated(folder, *, resume=False, **codecs):
-    os.environ |= {
+    os.environ |= {  # as accelerate launch sets them
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
-    }  # as accelerate launch sets them
-    os.environ |= {
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block",
     }
@@ -358,17 +318,12 @@ def in_accelerate(folder):
     mine, _, _ = by_hand(sharded(model()))
     for resume in (False, True):
         weights, compression = accelerated(folder, resume=resume)
-        assert the_same(weights, mine) is True, (
-            f"Accelerate, resumed {resume}: {the_same(weights, mine)}"
-        )
+        same(weights, mine, f"Accelerate, resumed: {resume}")
         assert compression.state.counters.steps == (STEPS - HALF if resume else STEPS)
-    whole, _ = accelerated(
-        folder / "difference", codec="int4", weights=commpress.Difference("int4")
-    )
-    again, _ = accelerated(
-        folder / "difference", codec="int4", weights=commpress.Difference("int4"), resume=True
-    )
-    assert the_same(whole, again) is True, f"differences, resumed: {the_same(whole, again)}"
+    options = {"codec": "int4", "weights": commpress.Difference("int4")}
+    whole, _ = accelerated(folder / "difference", **options)
+    again, _ = accelerated(folder / "difference", **options, resume=True)
+    same(whole, again, "differences, resumed")
 
 
 # ---------------------------------------------------------------- Lightning
@@ -411,9 +366,8 @@ def net_by_hand(accumulate=1, **codecs):
     optimizer = adamw(net.parameters())
     for _ in range(EPOCHS):
         for number, x in enumerate(batches(), 1):
-            (
-                net(x) / accumulate
-            ).backward()  # reduced in every backward, as Lightning lets FSDP2 do
+            # reduced in every backward, as Lightning lets FSDP2 do
+            (net(x) / accumulate).backward()
             if number % accumulate == 0 or number == 3:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -472,19 +426,8 @@ def fitted(
     callback = callback or Attached(elastic=elastic, **CODECS | SMALL | codecs)
     saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     strategy = strategy or sharding(ModelParallelStrategy, save_distributed_checkpoint=not one_file)
-    trainer = Lightning(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        callbacks=[callback, saves],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=accumulate,
-        num_sanity_val_steps=0,
-    )
+    options = {"strategy": strategy, "accumulate_grad_batches": accumulate}
+    trainer = lightning(callback, saves, max_epochs=EPOCHS, **options)
     rows = torch.cat(batches())
     module = Module()
     trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=ROWS), ckpt_path=resume)
@@ -496,20 +439,11 @@ def in_lightning(folder):
     for one_file in (False, True):
         for resume in (None, folder / str(one_file) / "epoch=0.ckpt"):
             weights, callback = fitted(folder / str(one_file), resume=resume, one_file=one_file)
-            assert the_same(weights, mine) is True, (
-                f"one file {one_file}, {resume}: {the_same(weights, mine)}"
-            )
+            same(weights, mine, f"one file {one_file}, {resume}")
             assert callback.state.counters.ratio > 3
             assert callback.state.counters.steps == (3 if resume else 6)
-    summed = net_by_hand(accumulate=2)
     weights, _ = fitted(folder / "accumulated", accumulate=2)
-    assert the_same(weights, summed) is True, f"accumulated: {the_same(weights, summed)}"
-    options = {"codec": "int4", "weights": commpress.Difference("int4")}
-    whole, _ = fitted(folder / "differences", **options)
-    again, _ = fitted(
-        folder / "differences", resume=folder / "differences" / "epoch=0.ckpt", **options
-    )
-    assert the_same(whole, again) is True, f"differences: {the_same(whole, again)}"
+    same(weights, net_by_hand(accumulate=2), "accumulated")
 
 
 def in_fabric(folder):
@@ -539,9 +473,7 @@ def in_fabric(folder):
                 optimizer.zero_grad()
             if epoch == 0:
                 fabric.save(folder / "half", everything)
-        assert the_same(flat(net), mine) is True, (
-            f"Fabric, resumed {resume}: {the_same(flat(net), mine)}"
-        )
+        same(flat(net), mine, f"Fabric, resumed: {resume}")
         assert callback.state.counters.steps == (3 if resume else 6)
         assert callback.state.counters.ratio > 3
     with pytest.raises(InvalidArgument, match="is for one"):
@@ -610,39 +542,39 @@ def resume(folder):
 
 
 def refusals(folder):
-    for wrong, why in (
+    hf, light = commpress.hf, commpress.lightning
+    for make, options, why in (
         (
-            lambda: commpress.hf.Compress("int4", exclude=("head",), weights="int8"),
+            hf.Compress,
+            {"codec": "int4", "exclude": ("head",), "weights": "int8"},
             "exclude=, which is for replicas .* and weights=, which",
         ),
+        (hf.Compress, {"weights": "int8", "exact_steps": 3}, "exact_steps=.* and weights="),
+        (hf.Compress, {"weight": "int8"}, "did you mean weights="),
+        (light.Compress, {"plan": "p", "weights": "int8"}, "plan=.* and weights="),
         (
-            lambda: commpress.hf.Compress(weights="int8", exact_steps=3),
-            "exact_steps=.* and weights=",
-        ),
-        (lambda: commpress.hf.Compress(weight="int8"), "did you mean weights="),
-        (lambda: commpress.lightning.Compress(plan="p", weights="int8"), "plan=.* and weights="),
-        (
-            lambda: commpress.hf.DistributedCompression(weights="int8", ddp={"bucket_cap_mb": 1}),
+            hf.DistributedCompression,
+            {"weights": "int8", "ddp": {"bucket_cap_mb": 1}},
             "weights=.* and ddp=",
         ),
     ):
         with pytest.raises(InvalidArgument, match=why):
-            wrong()
+            make(**options)
 
     for number, (callback, options, why) in enumerate(
         (
             (
-                commpress.hf.Compress("int8"),
+                hf.Compress("int8"),
                 {},
                 r"codec='int8' alone, .* sharded by FSDP2, .* weights=None to leave",
             ),
-            (commpress.hf.Compress(exact_steps=3), {}, "exact_steps=, which is for replicas"),
+            (hf.Compress(exact_steps=3), {}, "exact_steps=, which is for replicas"),
             (
-                commpress.hf.Compress(weights="int8"),
+                hf.Compress(weights="int8"),
                 {"shards": False},
                 "weights=.* on CPUs it ignores fsdp=",
             ),
-            (commpress.hf.LocalTraining(), {}, "LocalTraining .* is sharded by FSDP2"),
+            (hf.LocalTraining(), {}, "LocalTraining .* is sharded by FSDP2"),
         )
     ):
         with pytest.raises(InvalidArgument, match=why):
@@ -651,28 +583,23 @@ def refusals(folder):
             DistributedType.MULTI_CPU
         )
 
-    for optimizer, callback, why in (
-        (
-            (commpress.OneBitAdam, {}),
-            commpress.hf.Compress("int4"),
-            "codec=, and the optimizer is OneBitAdam",
-        ),
-    ):
-        given = {
-            "optimizer_cls_and_kwargs": optimizer,
-            "callbacks": [callback],
-            "train_dataset": Words(8),
-        }
-        arguments = TrainingArguments(str(folder), use_cpu=True, max_steps=1, report_to=[])
-        with pytest.raises(InvalidArgument, match=why):
-            Trainer(model(), arguments, **given).train()
+    given = arguments(folder, max_steps=1)
+    with pytest.raises(InvalidArgument, match="codec=, and the optimizer is OneBitAdam"):
+        Trainer(
+            model(),
+            given,
+            optimizer_cls_and_kwargs=(commpress.OneBitAdam, {}),
+            callbacks=[hf.Compress("int4")],
+            train_dataset=Words(8),
+        ).train()
     local = commpress.LocalUpdates(adamw(Net().parameters()), every=4)
     with pytest.raises(InvalidArgument, match=r"LocalUpdates: .* LocalTraining"):
         Trainer(
             model(),
-            arguments,
+            given,
             optimizers=(local, None),
-            **given | {"callbacks": [commpress.hf.Compress()], "optimizer_cls_and_kwargs": None},
+            callbacks=[hf.Compress()],
+            train_dataset=Words(8),
         ).train()
     local.close()
 
@@ -695,17 +622,11 @@ def refusals(folder):
     with pytest.raises(InvalidArgument, match="before prepare"):
         commpress.hf.DistributedCompression("int8").attach(accelerator)
 
-    strange = (
-        commpress.lightning.Compress("int8"),
-        commpress.lightning.Compress(**CODECS),
-        commpress.lightning.LocalTraining(),
-    )
-    reasons = (
-        "sharded by FSDP2",
-        "runs under DistributedDataParallel",
-        "LocalTraining .* is sharded by FSDP2",
-    )
-    for callback, why, strategy in zip(strange, reasons, (None, "ddp", None), strict=True):
+    for callback, why, strategy in (
+        (light.Compress("int8"), "sharded by FSDP2", None),
+        (light.Compress(**CODECS), "runs under DistributedDataParallel", "ddp"),
+        (light.LocalTraining(), "LocalTraining .* is sharded by FSDP2", None),
+    ):
         with pytest.raises(InvalidArgument, match=why):
             fitted(folder / "lightning", callback=callback, strategy=strategy)
 

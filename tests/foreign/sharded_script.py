@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as Lightning
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer
 
 import commpress
 import tiny_gpt2
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.schedules import DoublingIntervals
-from tiny_gpt2 import Words
+from tiny_gpt2 import Words, arguments, flat, lightning, same, same_everywhere
 
 COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
 KINDS = {
@@ -37,42 +37,18 @@ def model(lora=False):
     return get_peft_model(net, LoraConfig(r=4, target_modules=["c_attn"])) if lora else net
 
 
-def same_everywhere(net):
-    weights = torch.cat([p.detach().view(-1) for p in net.parameters()])
-    everywhere = [torch.empty_like(weights) for _ in range(2)]
-    dist.all_gather(everywhere, weights)
-    assert torch.equal(everywhere[0], everywhere[1]), "replicas differ"
-    return weights
-
-
 def trained(folder, kind, *, resume=None, clip=0.0, scaler=None, bad=(), steps=12, lora=False):
-    arguments = TrainingArguments(
-        folder,
-        use_cpu=True,
-        max_steps=steps,
-        save_steps=6,
-        logging_steps=4,
-        per_device_train_batch_size=4,
-        seed=1,
-        learning_rate=1e-3,
-        report_to=[],
-        disable_tqdm=True,
-        max_grad_norm=clip,
-        lr_scheduler_type="constant",
-    )
+    given = arguments(folder, max_steps=steps, save_steps=6, logging_steps=4, max_grad_norm=clip)
     options = {"codec": "sign", "exact_steps": 3} if kind is None else {}
     callback = commpress.hf.Compress(**options)
-    given = {} if kind is None else {"optimizer_cls_and_kwargs": kind}
-    trainer = Trainer(
-        model(lora), arguments, train_dataset=Words(256), callbacks=[callback], **given
-    )
+    kind = {} if kind is None else {"optimizer_cls_and_kwargs": kind}
+    trainer = Trainer(model(lora), given, train_dataset=Words(256), callbacks=[callback], **kind)
     trainer.accelerator.scaler = scaler
     loss_of, losses = trainer.compute_loss, iter(range(steps))
 
     def poisoned(*args, **options):
-        return loss_of(*args, **options) * (
-            float("inf") if next(losses) in bad and dist.get_rank() == 1 else 1.0
-        )
+        overflows = next(losses) in bad and dist.get_rank() == 1
+        return loss_of(*args, **options) * (float("inf") if overflows else 1.0)
 
     trainer.compute_loss = poisoned
     trainer.train(resume_from_checkpoint=resume)
@@ -88,13 +64,10 @@ def in_a_trainer(folder):
         assert len(trainer.optimizer.param_groups[-1]["params"]) > 0
         _, again, resumed = trained(folder / name, kind, resume=str(folder / name / "checkpoint-6"))
         assert again.state.counters.steps == 6
-        assert torch.equal(weights, resumed), (
-            f"{name}: the resumed run differs by {(weights - resumed).abs().max()}"
-        )
+        same(weights, resumed, f"{name}, resumed")
     trainer, callback, _ = trained(folder / "lora", KINDS["onebit"], clip=0.5, lora=True)
-    assert [bool(group["params"]) for group in trainer.optimizer.param_groups] == [True, False], (
-        "an empty group"
-    )
+    filled = [bool(group["params"]) for group in trainer.optimizer.param_groups]
+    assert filled == [True, False], "an empty group"
     assert callback.state.max_grad_norm == 0.5
     assert callback.state.facts.norm_ratio > 0
     with pytest.raises(InvalidArgument, match="run the model without DistributedDataParallel"):
@@ -145,18 +118,15 @@ def in_accelerate(folder):
             next(resumed.optimizer.steps())
     again.load_state(folder)
     train(again, other, resumed, range(5, 8))
-    assert torch.equal(same_everywhere(net), same_everywhere(other))
+    same(same_everywhere(net), same_everywhere(other), "Accelerate, resumed")
 
 
 class Module(LightningModule):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.kind, self.scales = (
-            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)),
-            kind,
-            [],
-        )
+        self.net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8))
+        self.kind, self.scales = kind, []
 
     def training_step(self, batch, index):
         bad = index == 2 and dist.get_rank() == 1
@@ -171,30 +141,22 @@ class Module(LightningModule):
 
 
 def in_lightning(folder):
-    data = torch.utils.data.TensorDataset(
-        torch.randn(84, 32, generator=torch.Generator().manual_seed(3))
-    )
+    data = torch.randn(84, 32, generator=torch.Generator().manual_seed(3))
     for kind in (*KINDS.values(), (torch.optim.SGD, {"lr": 1e-3})):
-        codec = "sign" if kind[0] is torch.optim.SGD else None
-        callback, module = commpress.lightning.Compress(codec), Module(kind)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        trainer = Lightning(
+        plain = kind[0] is torch.optim.SGD
+        callback = commpress.lightning.Compress("sign" if plain else None)
+        module, scaler = Module(kind), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trainer = lightning(
+            callback,
             default_root_dir=folder,
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
             max_epochs=1,
-            callbacks=[callback],
             plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-            num_sanity_val_steps=0,
             enable_checkpointing=False,
+            use_distributed_sampler=True,
         )
-        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=6))
+        trainer.fit(module, DataLoader(TensorDataset(data), batch_size=6))
         assert module.scales == [1024.0, 1024.0] + [512.0] * 5, module.scales
-        assert kind[0] is torch.optim.SGD or isinstance(callback.state, kind[0])
+        assert plain or isinstance(callback.state, kind[0])
         same_everywhere(module)
 
 
@@ -227,10 +189,8 @@ class Tuned(LightningModule):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.kind = (
-            torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))),
-            kind,
-        )
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+        self.kind = kind
 
     def training_step(self, batch, index):
         return (self.net(batch[0]) - batch[0].flip(1)).square().mean()
@@ -255,31 +215,19 @@ def adamw_that_grows(data, epochs):
             module.zero_grad()
             module.training_step([batch], 0).backward()
             adam.step()
-    return torch.cat([p.detach().view(-1) for p in module.net.parameters()])
+    return flat(module.net)
 
 
 def layers_unfrozen_late(folder):
     data = torch.randn(48, 16, generator=torch.Generator().manual_seed(3))
-    own = torch.utils.data.TensorDataset(data[int(os.environ["RANK"]) :: 2])
-    loader = torch.utils.data.DataLoader(own, batch_size=6)
+    rows = TensorDataset(data[int(os.environ["RANK"]) :: 2])
 
     def tuned(kind, epochs, resume=None):
-        callback, module = commpress.lightning.Compress(), Tuned(kind)
+        module = Tuned(kind)
         saves = ModelCheckpoint(folder / str(epochs), filename="{epoch}", save_top_k=-1)
-        trainer = Lightning(
-            default_root_dir=folder,
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=epochs,
-            logger=False,
-            callbacks=[callback, Gradually(), saves],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, loader, ckpt_path=resume)
+        callbacks = (commpress.lightning.Compress(), Gradually(), saves)
+        trainer = lightning(*callbacks, default_root_dir=folder, max_epochs=epochs)
+        trainer.fit(module, DataLoader(rows, batch_size=6), ckpt_path=resume)
         return same_everywhere(module.net), trainer.optimizers[0]
 
     cls, options = KINDS["onebit"]
@@ -289,9 +237,7 @@ def layers_unfrozen_late(folder):
     weights, optimizer = tuned((cls, options), 5)
     assert optimizer.counters.compressed_rounds > 0
     resumed, _ = tuned((cls, options), 5, resume=folder / "5" / "epoch=1.ckpt")
-    assert torch.equal(weights, resumed), (
-        f"the resumed run differs by {(weights - resumed).abs().max()}"
-    )
+    same(weights, resumed, "unfrozen late, resumed")
 
 
 def main(folder):

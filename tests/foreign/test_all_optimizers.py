@@ -131,6 +131,17 @@ def test_every_optimizer_is_refused_or_has_its_own_weights(package):
         }
 
 
+@pytest.mark.parametrize("shape", [(40, 30), (1200,)])
+def test_adafactor_of_transformers_looks_across_elements_however_it_is_set(shape):
+    kind = pytest.importorskip("transformers").Adafactor
+    fixed = {"lr": 1e-3, "relative_step": False}
+    for options in ({}, fixed, fixed | {"scale_parameter": False, "beta1": 0.9}):
+        for wrap in (in_a_store, over_ranks):
+            model = torch.nn.ParameterList([torch.ones(shape)])
+            with pytest.raises(InvalidArgument, match="does not treat every element"):
+                wrap(model, kind, options)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

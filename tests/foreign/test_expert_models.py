@@ -2,7 +2,7 @@
 model of one process."""
 
 import copy
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -12,97 +12,32 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument
+from tiny_models import model
 from variants import seldom
 
 VOCABULARY, LENGTH = 64, 12
 
 
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
+SHARED = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4}
+SHARED |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 48}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "num_key_value_heads": 4}
+DEEPSEEK = {"moe_intermediate_size": 24, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+DEEPSEEK |= {"n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 4}
+DEEPSEEK |= {"n_group": 2, "topk_group": 1, "n_shared_experts": 1} | LATENT
+QWEN = {"moe_intermediate_size": 24, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 4}
+GPT_OSS = {"intermediate_size": 24, "head_dim": 8, "num_local_experts": 5}
+GPT_OSS |= {"num_experts_per_tok": 2, "attention_dropout": 0.0}
+MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "attention_dropout": 0.0}
 
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=6,
-            num_experts_per_tok=2,
-            router_jitter_noise=0.0,
-            attention_dropout=0.0,
-        )
-    )
-
-
-def qwen():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            moe_intermediate_size=24,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=8,
-            num_experts_per_tok=4,
-        )
-    )
-
-
-def deepseek():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            moe_intermediate_size=24,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            first_k_dense_replace=1,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            q_lora_rank=16,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-            n_routed_experts=8,
-            num_local_experts=8,
-            num_experts_per_tok=4,
-            n_group=2,
-            topk_group=1,
-            n_shared_experts=1,
-        )
-    )
-
-
-def gpt_oss():
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    return GptOssForCausalLM(
-        GptOssConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_local_experts=5,
-            num_experts_per_tok=2,
-            attention_dropout=0.0,
-        )
-    )
-
-
-MODELS = {"mixtral": mixtral, "qwen": qwen, "deepseek": deepseek, "gpt_oss": gpt_oss}
+mixtral = partial(model, "MixtralForCausalLM", **SHARED | MIXTRAL)
+qwen = partial(model, "Qwen3MoeForCausalLM", **SHARED | QWEN)
+MODELS = {
+    "mixtral": mixtral,
+    "qwen": qwen,
+    "deepseek": partial(model, "DeepseekV3ForCausalLM", **SHARED | DEEPSEEK),
+    "gpt_oss": partial(model, "GptOssForCausalLM", **SHARED | GPT_OSS),
+}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -127,26 +62,21 @@ def stepped(name, kind, options, ranks, mine):
     them."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = MODELS[name]()
-    layers, wrapped = [], model
+    net = MODELS[name]()
+    layers, wrapped, batches, share = [], net, ranks, len(ranks)
     if mine is not None:
-        layers = commpress.moe.parallelise(model, **options)
-        wrapped = DistributedDataParallel(model)
-    optimizer = (OPTIMIZERS if mine is None else OPTIMIZERS | OURS)[kind](model.parameters())
+        layers, batches, share = commpress.moe.parallelise(net, **options), [mine], 1
+        wrapped = DistributedDataParallel(net)
+    optimizer = (OPTIMIZERS if mine is None else OPTIMIZERS | OURS)[kind](net.parameters())
     if mine is not None and kind in OURS:
         commpress.overlap(wrapped, optimizer)
     for step in range(3):
-        for rank in ranks if mine is None else [mine]:
+        for rank in batches:
             tokens = tokens_of(rank, step)
-            (
-                wrapped(input_ids=tokens, labels=tokens).loss / (len(ranks) if mine is None else 1)
-            ).backward()
+            (wrapped(input_ids=tokens, labels=tokens).loss / share).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {
-        n.replace("experts.experts", "experts"): p.detach().clone()
-        for n, p in model.named_parameters()
-    }, layers
+    return by_name(net), layers
 
 
 def compared(name, kind, options):
@@ -210,11 +140,6 @@ def test_ddp_with_a_codec_averages_all_but_experts(pool):
     assert (a == b).all()
     assert steps == 2
     assert copy.copy(a).any()
-
-
-def test_trainers_save_and_find_the_experts_of_every_rank(scripts, tmp_path):
-    script = Path(__file__).with_name("expert_script.py")
-    assert "all is well" in scripts.run(script, tmp_path, folder=tmp_path)
 
 
 # ---------------------------------------------------------------- what people do with these models
@@ -388,23 +313,13 @@ def test_models_in_bfloat16(name):
 
 
 def test_llama4_whose_experts_get_every_token_is_refused_with_the_layer_by_name():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Llama4TextConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        intermediate_size_mlp=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=32,
-        num_local_experts=4,
-        interleave_moe_layer_step=1,
-    )
-    model = transformers.Llama4ForCausalLM(config)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1}
+    net = model("Llama4ForCausalLM", **sizes, **heads, **experts)
     says = (
         r"experts in .model\.layers\.0\.feed_forward\.experts., a Llama4TextExperts .*with "
         r"hidden_states, .*fully_shard"
     )
     with pytest.raises(InvalidArgument, match=says):
-        commpress.moe.parallelise(model)
+        commpress.moe.parallelise(net)

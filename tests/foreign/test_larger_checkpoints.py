@@ -13,32 +13,27 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import commpress
 from commpress.errors import InvalidArgument, StateMismatch
 from small_store import open_store
+from tiny_models import model
 
 IDS = torch.arange(24).view(2, 12)
 HERE = Path(__file__)
 
 
-def config(tied=True, **more):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-    }
-    return LlamaConfig(
-        **sizes | more, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=1
-    )
+def llama(tied=True):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "tie_word_embeddings": tied}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    return model("LlamaForCausalLM", **sizes, **heads, **ends)
 
 
 def on_meta(tied=True, dtype=torch.float32):
     with torch.device("meta"):
-        return LlamaForCausalLM(config(tied)).to(dtype)
+        return llama(tied).to(dtype)
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     for tied in (True, False):
         torch.manual_seed(3)
-        LlamaForCausalLM(config(tied)).save_pretrained(folder / str(tied), max_shard_size="30KB")
+        llama(tied).save_pretrained(folder / str(tied), max_shard_size="30KB")
         assert len(list((folder / str(tied)).glob("model-*.safetensors"))) >= 3
     return folder
 
@@ -110,7 +105,7 @@ def test_floats_become_those_of_the_model(store, checkpoints):
 
 def test_a_model_on_the_meta_device_begins_as_its_own_function_says(store):
     torch.manual_seed(0)
-    net, plain = on_meta(), LlamaForCausalLM(config())
+    net, plain = on_meta(), llama()
     commpress.stream(net, store=store)
     for (name, mine), theirs in zip(
         net.state_dict().items(), plain.state_dict().values(), strict=True

@@ -134,9 +134,9 @@ def test_groups_keep_their_rates_and_a_parameter_without_elements_is_welcome():
 @pytest.mark.parametrize("named", ["labels", "attention_mask", "input_ids"])
 def test_the_trainer_counts_tokens(named, tmp_path):
     """Of both batches that a step accumulates, and of none of an evaluation."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
-    import tiny_gpt2
+    from tiny_gpt2 import arguments, model
 
     class Ragged(torch.utils.data.Dataset):
         def __len__(self):
@@ -145,12 +145,8 @@ def test_the_trainer_counts_tokens(named, tmp_path):
         def __getitem__(self, index):
             ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
             rest = torch.arange(16) > 9
-            more = {
-                "labels": ids.masked_fill(rest, -100),
-                "attention_mask": (~rest).long(),
-                "input_ids": ids,
-            }
-            return {"input_ids": ids, named: more[named]}
+            more = {"labels": ids.masked_fill(rest, -100), "attention_mask": (~rest).long()}
+            return {"input_ids": ids, named: more.get(named, ids)}
 
     class Seen(TrainerCallback):
         def on_step_end(self, *given, **things):
@@ -161,20 +157,15 @@ def test_the_trainer_counts_tokens(named, tmp_path):
             return model(**inputs).logits.square().mean()
 
     counts, local = [], commpress.hf.LocalTraining(every=1000, weight="tokens", codec=None)
-    arguments = TrainingArguments(
+    given = arguments(
         tmp_path,
-        use_cpu=True,
         max_steps=3,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        report_to=[],
-        disable_tqdm=True,
         save_strategy="no",
         logging_strategy="no",
     )
-    trainer = Unlabelled(
-        tiny_gpt2.model(), arguments, train_dataset=Ragged(), callbacks=[local, Seen()]
-    )
+    trainer = Unlabelled(model(), given, train_dataset=Ragged(), callbacks=[local, Seen()])
     trainer.train()
     assert counts == [4 * {"input_ids": 16}.get(named, 10) * steps for steps in (1, 2, 3)]
     trainer.model.train()(torch.ones(1, 4, dtype=torch.long))

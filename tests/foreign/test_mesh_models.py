@@ -1,5 +1,6 @@
-"""A Llama of transformers under torch's tensor parallelism, one call for its mesh: torch's own
-weights without a codec."""
+"""A Llama of transformers under data, tensor and pipeline parallelism at once: torch's own weights
+without a codec. ``tests/ddp/test_meshes.py`` has meshes of two dimensions and a smaller model.
+"""
 
 import warnings
 from contextlib import nullcontext
@@ -12,37 +13,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+import tiny_models
 from ranks import Ranks
 
 pytest.importorskip("transformers")
-# the import alone takes seconds, on each rank; ``tests/ddp/test_meshes.py`` has a smaller model
+# the import alone takes seconds, on each rank
 pytestmark = pytest.mark.slow
 
-STEPS, BAD, RATE = 4, 2, 0.1
+RATE = 0.1
 PLAN = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
 PLAN |= {name: RowwiseParallel() for name in ("o_proj", "down_proj")}
 
 
 def llama(mesh, layers=1, width=32, vocabulary=64, length=16):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=length,
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 2 * width}
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"max_position_embeddings": length, "tie_word_embeddings": False}
+    model = tiny_models.model(
+        "LlamaForCausalLM", **sizes, **heads, **more, attn_implementation="eager"
     )
     paths = [path for path, _ in model.named_modules() if path.split(".")[-1] in PLAN]
     parallelize_module(model, mesh["tp"], {path: PLAN[path.split(".")[-1]] for path in paths})
@@ -67,91 +58,8 @@ def whole(named):
     }
 
 
-def trained(kind, codec, fault=None):
-    """Weights as this rank knows them, bytes sent and bytes that torch would send over the data
-    dimension."""
-    warnings.filterwarnings("ignore")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = net = llama(mesh)
-    if kind == "ddp":
-        _pre_dp_module_transform(model)
-        net = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    if kind == "fsdp":
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh["dp"])
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=64.0, enabled=fault == "overflow" and kind != "fsdp"
-    )
-    options = {"grad_scaler": scaler} if scaler.is_enabled() else {}
-    states = commpress.compress(net, mesh=mesh, dims={"dp": codec}, **options) if codec else None
-    held = list(net.named_parameters())
-    optimizer = torch.optim.SGD([p for _, p in held], lr=RATE, foreach=False)
-    now = {"step": 0}
-    value = {"NaN": float("nan"), "overflow": float("inf"), None: 1.0, "clip": 1e4}[fault]
-    if dist.get_rank() == 0 and kind != "fsdp":
-        next(p for n, p in held if "up_proj" in n).register_hook(
-            lambda g: g * value if now["step"] == BAD else g
-        )
-    for now["step"] in range(STEPS):
-        ids = words(mesh, now["step"])
-        loss = net(input_ids=ids, labels=ids).loss
-        spoilt = kind == "fsdp" and now["step"] == BAD and dist.get_rank() == 0
-        scaler.scale(loss * value if spoilt else loss).backward()
-        if states is None and kind == "plain":
-            for _, p in held:
-                dist.all_reduce(own(p.grad).div_(2), group=mesh["dp"].get_group())
-        if fault == "clip":
-            states.clip_grad_norm_(0.5)
-        # DTensors and tensors in one list are too much for torch's scaler: do as it would
-        if all(own(p.grad).div_(scaler.get_scale()).isfinite().all() for _, p in held):
-            optimizer.step()
-        else:
-            assert (fault, now["step"]) == ("overflow", BAD)
-        optimizer.zero_grad()
-    counters = (
-        None
-        if states is None
-        else getattr(states["dp"], "gradients", None) or states["dp"].counters
-    )
-    sent = (
-        None
-        if counters is None
-        else (counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets)
-    )
-    return whole(held), sent
-
-
 def apart(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
-def test_without_a_codec_weights_are_torchs_in_every_bit(pool, kind):
-    for (weights, (sent, plain, _)), (expected, _) in zip(
-        pool.run(trained, kind, "none", size=4), pool.run(trained, kind, None, size=4), strict=True
-    ):
-        assert apart(weights, expected) == 0.0
-        assert sent < 1.1 * plain
-
-
-@pytest.mark.parametrize(
-    ("kind", "codec", "ratio"), [("plain", "sign", 15), ("ddp", "int4", 5), ("fsdp", "int8", 1.8)]
-)
-def test_bytes_fall_and_replicas_stay_equal_whatever_befalls_a_shard(pool, kind, codec, ratio):
-    faults = {"plain": ("NaN", "overflow", "clip"), "ddp": ("NaN", "clip"), "fsdp": ("NaN",)}[kind]
-    for fault in faults:
-        results = pool.run(trained, kind, codec, fault, size=4)
-        for rank, (weights, (sent, plain, skipped)) in enumerate(results):
-            twin = results[(rank + 2) % 4][0]  # of the other replica, with the same shard
-            assert apart(weights, twin) == 0.0
-            if kind != "ddp":  # whole on every rank
-                assert apart(weights, results[0][0]) == 0.0
-            assert all(torch.isfinite(w).all() for w in weights.values())
-            assert plain > ratio * sent
-            assert (skipped > 0) == (fault != "clip")
-
-
-# ---------------------------------------------------------------- pipelines
 
 
 class Stage(torch.nn.Module):

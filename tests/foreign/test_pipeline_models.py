@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import commpress
+from tiny_models import model
 
 pytest.importorskip("transformers")
 
@@ -15,21 +16,11 @@ VOCABULARY, WIDTH, LENGTH = 96, 64, 16
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=LENGTH,
-            attn_implementation="eager",
-        )
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 128}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"max_position_embeddings": LENGTH, "attn_implementation": "eager"}
+    return model("LlamaForCausalLM", **sizes, **heads, **more)
 
 
 class Half(nn.Module):
@@ -95,12 +86,10 @@ def trained(codec, steps):
 
 def whole(steps):
     """The model itself, in one process."""
-    model = llama()
-    halves = [Half(model, 0), Half(model, 1)]
-    optimizer, losses = (
-        torch.optim.Adam([p for half in halves for p in half.parameters()], 3e-3),
-        [],
-    )
+    net = llama()
+    halves = [Half(net, 0), Half(net, 1)]
+    optimizer = torch.optim.Adam([p for half in halves for p in half.parameters()], 3e-3)
+    losses = []
     for step in range(steps):
         x = tokens(step)
         loss = error_of(halves[1](*halves[0](x)), x.roll(-1, 1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import commpress
+import tiny_models
 from commpress.codecs import codec_named
 from commpress.collectives.transports.loopback import Loopback, simulate
 from variants import seldom
@@ -20,11 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @cache
 def gpt():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": 1, "n_head": 4, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    sizes = {"vocab_size": WORDS, "n_embd": WIDTH, "n_positions": LENGTH}
+    return tiny_models.model("GPT2LMHeadModel", **sizes, **tiny_models.GPT2 | {"n_layer": 1})
 
 
 @cache

@@ -19,37 +19,20 @@ from variants import every_second, few
 RANKS, WARMUP, LATE, STEPS, PEAK = 2, 12, 18, 48, 1e-3
 LEARNING_RATES = 20  # a step may move an element this far
 
+EXACT = {"exact_steps": WARMUP}
 OPTIMIZERS = {
-    "OneBitAdam": lambda p, **options: commpress.OneBitAdam(
-        p, lr=PEAK, exact_steps=WARMUP, **options
-    ),
-    "OneBitAdam-int8": lambda p, **options: commpress.OneBitAdam(
-        p, lr=PEAK, exact_steps=WARMUP, codec="int8", exact_codec="int8", **options
-    ),
-    "ZeroOneAdam": lambda p, **options: commpress.ZeroOneAdam(
-        p, lr=PEAK, variance_updates=4, **options
-    ),
-    "ZeroOneAdam-every": lambda p, **options: commpress.ZeroOneAdam(
-        p, lr=PEAK, sync="every", **options
-    ),
-    "OneBitLamb": lambda p, **options: commpress.OneBitLamb(
-        p, lr=PEAK, exact_steps=WARMUP, **options
-    ),
-    "OneBitLamb-frozen": lambda p, **options: commpress.OneBitLamb(
-        p, lr=PEAK, exact_steps=WARMUP, rates="frozen", **options
-    ),
-    "ShardedOneBitAdam": lambda p, **options: commpress.ShardedOneBitAdam(
-        p, lr=PEAK, exact_steps=WARMUP, **options
-    ),
-    "ShardedZeroOneAdam": lambda p, **options: commpress.ShardedZeroOneAdam(
-        p, lr=PEAK, variance_updates=4, **options
-    ),
+    "OneBitAdam": (commpress.OneBitAdam, EXACT),
+    "OneBitAdam-int8": (commpress.OneBitAdam, EXACT | {"codec": "int8", "exact_codec": "int8"}),
+    "ZeroOneAdam": (commpress.ZeroOneAdam, {"variance_updates": 4}),
+    "ZeroOneAdam-every": (commpress.ZeroOneAdam, {"sync": "every"}),
+    "OneBitLamb": (commpress.OneBitLamb, EXACT),
+    "OneBitLamb-frozen": (commpress.OneBitLamb, EXACT | {"rates": "frozen"}),
+    "ShardedOneBitAdam": (commpress.ShardedOneBitAdam, EXACT),
+    "ShardedZeroOneAdam": (commpress.ShardedZeroOneAdam, {"variance_updates": 4}),
 }
 WHOLE = {  # codecs of whole tensors
-    f"{name}-{codec}": lambda p, make=make, codec=codec, **options: make(p, codec=codec, **options)
-    for name, make in OPTIMIZERS.items()
-    if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
-    for codec in ("powersgd-4",)
+    f"{name}-powersgd-4": (OPTIMIZERS[name][0], OPTIMIZERS[name][1] | {"codec": "powersgd-4"})
+    for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 }
 LAMBS = {name for name in (*OPTIMIZERS, *WHOLE) if "Lamb" in name}
 
@@ -90,12 +73,10 @@ def moved_by_exact_steps(name, lamb):
     model = copy.deepcopy(model_of(name))
     unfrozen = late(model)
     parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(parameters.values(), lr=PEAK, weight_decay=0.0)
     if lamb:
-        optimizer = commpress.OneBitLamb(
-            parameters.values(), lr=PEAK, transport=Loopback(1).transport(0)
-        )
-    else:
-        optimizer = torch.optim.AdamW(parameters.values(), lr=PEAK, weight_decay=0.0)
+        alone = Loopback(1).transport(0)
+        optimizer = commpress.OneBitLamb(parameters.values(), lr=PEAK, transport=alone)
     start = {key: p.detach().clone() for key, p in parameters.items()}
     largest, asleep = dict.fromkeys(parameters, 0.0), {}
     for step in range(STEPS):
@@ -138,8 +119,9 @@ def test_no_weight_jumps_and_none_stands_still(optimizer, name):
     models = [copy.deepcopy(model_of(name)) for _ in range(RANKS)]
     unfrozen = late(models[0])
     parameters = [dict(model.named_parameters()) for model in models]
+    kind, options = (OPTIMIZERS | WHOLE)[optimizer]
     optimizers = [
-        (OPTIMIZERS | WHOLE)[optimizer](parameters[rank].values(), transport=transport)
+        kind(parameters[rank].values(), lr=PEAK, transport=transport, **options)
         for rank, transport in enumerate(Loopback(RANKS).transports())
     ]
     largest, moved, _ = moved_by_exact_steps(name, optimizer in LAMBS)

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as Lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
-from transformers import Trainer, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import Trainer
 
 import commpress
 from commpress.schedules import DoublingIntervals
-from tiny_gpt2 import Words, model
+from tiny_gpt2 import Words, arguments, flat, lightning, model, same, same_everywhere
 
 COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
 WINDOWS = {"sync": DoublingIntervals(2, 1, longest=4), "variance_updates": 1}
@@ -34,16 +34,6 @@ KINDS = {
 ELASTIC = ("zero-one", "gradients")
 
 
-def flat(module):
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-
-
-def the_same_everywhere(weights):
-    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, weights)
-    return all(torch.equal(weights, theirs) for theirs in everywhere)
-
-
 class Watched(commpress.hf.Compress):
     """Remembers what it loaded, before it moves."""
 
@@ -54,54 +44,35 @@ class Watched(commpress.hf.Compress):
         self.loaded = into.state_dict()  # a copy of what is left behind
 
 
-def trainer_of(folder, *, steps=4, optimizer=None, **options):
-    arguments = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        max_steps=steps,
-        save_steps=4,
-        logging_steps=2,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        report_to=[],
-        disable_tqdm=True,
-        lr_scheduler_type="constant",
-        seed=1,
-        **options,
-    )
+def trained(folder, *, steps=4, optimizer=None, resume=None, **options):
+    given = arguments(folder, max_steps=steps, save_steps=4, logging_steps=2, **options)
     callback = Watched(None if optimizer else "sign")
     kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
-    return Trainer(
-        model(), arguments, train_dataset=Words(96), callbacks=[callback], **kind
-    ), callback
+    trainer = Trainer(model(), given, train_dataset=Words(96), callbacks=[callback], **kind)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer, callback
 
 
 def twice(folder, optimizer=None):
     """A Trainer keeps its DDP model from one train() to the next, and DDP takes one hook."""
-    trainer, callback = trainer_of(folder, optimizer=optimizer)
-    trainer.train()
+    trainer, callback = trained(folder, optimizer=optimizer)
     first, state = flat(trainer.model), callback.state
     steps = state.counters.steps
     trainer.train()
-    second = flat(trainer.model)
     assert callback.state is state or optimizer
     assert callback.state.counters.steps > (0 if optimizer else steps)
-    assert not torch.equal(first, second)
-    assert the_same_everywhere(second)
+    assert not torch.equal(first, same_everywhere(trainer.model))
 
 
 def compiled(folder):
-    eager, _ = trainer_of(folder / "eager")
-    eager.train()
-    trainer, callback = trainer_of(
-        folder / "compiled", torch_compile=True, torch_compile_backend="aot_eager"
-    )
-    trainer.train()
+    eager, _ = trained(folder / "eager")
+    graphs = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer, callback = trained(folder / "compiled", **graphs)
     assert callback.state.counters.steps == 4
     assert callback.state.counters.compressed_elements > 0
-    weights = flat(trainer.model)
-    assert the_same_everywhere(weights)
-    torch.testing.assert_close(weights, flat(eager.model), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        same_everywhere(trainer.model), flat(eager.model), rtol=1e-3, atol=1e-4
+    )
 
 
 def accelerated(folder, steps, *, load=None, save_after=None):
@@ -114,19 +85,15 @@ def accelerated(folder, steps, *, load=None, save_after=None):
         accelerator.load_state(str(load))
     loaded = compression.state.state_dict()
     for step in steps:
-        ids = torch.stack(
-            [
-                Words(96)[(4 * step + i) * dist.get_world_size() + dist.get_rank()]["input_ids"]
-                for i in range(4)
-            ]
-        )
+        first = range(4 * step, 4 * step + 4)
+        numbers = [i * dist.get_world_size() + dist.get_rank() for i in first]
+        ids = torch.stack([Words(96)[number]["input_ids"] for number in numbers])
         accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
         optimizer.step()
         optimizer.zero_grad()
         if step == save_after:
             accelerator.save_state(str(folder))
-    assert the_same_everywhere(flat(raw))
-    return flat(raw), loaded
+    return same_everywhere(raw), loaded
 
 
 def total(states):
@@ -151,9 +118,8 @@ def gathered(state):
 
 
 def saved_total(folder):
-    return total(
-        [torch.load(file, weights_only=True) for file in sorted(folder.glob("commpress-*.pt"))]
-    )
+    files = sorted(folder.glob("commpress-*.pt"))
+    return total([torch.load(file, weights_only=True) for file in files])
 
 
 # ---------------------------------------------------------------- every optimizer of ours
@@ -162,20 +128,15 @@ def saved_total(folder):
 def saved_by_a_trainer(folder, kind, *, resume):
     """Four steps, saved then; or six, and gone on with from the fourth: other scripts do that with
     the other optimizers."""
-    whole, _ = trainer_of(folder, steps=6 if resume else 4, optimizer=kind)
-    whole.train()
-    if not resume:
-        return
-    resumed, _ = trainer_of(folder, steps=6, optimizer=kind)
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-    assert torch.equal(flat(whole.model), flat(resumed.model)), folder
+    whole, _ = trained(folder, steps=6 if resume else 4, optimizer=kind)
+    if resume:
+        resumed, _ = resumed_by_a_trainer(folder, kind)
+        same(flat(whole.model), flat(resumed.model), folder)
 
 
 def resumed_by_a_trainer(folder, kind):
     """From the fourth step on, on any number of ranks."""
-    trainer, callback = trainer_of(folder, steps=6, optimizer=kind)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-    return trainer, callback, saved_total(folder / "checkpoint-4")
+    return trained(folder, steps=6, optimizer=kind, resume=folder / "checkpoint-4")
 
 
 class Net(LightningModule):
@@ -184,17 +145,15 @@ class Net(LightningModule):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.kind = (
-            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)),
-            kind,
-        )
+        self.net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8))
+        self.kind = kind or (torch.optim.SGD, {"lr": 0.05})
 
     def training_step(self, batch, index):
         generator = torch.Generator().manual_seed(100 * self.trainer.global_step + dist.get_rank())
         return self.net(torch.randn(6, 32, generator=generator)).square().mean()
 
     def configure_optimizers(self):
-        cls, options = self.kind or (torch.optim.SGD, {"lr": 0.05})
+        cls, options = self.kind
         return cls(self.net.parameters(), **options)
 
 
@@ -211,37 +170,24 @@ def fitted(folder, kind, *, checkpoint=None, elastic=False):
     Adam."""
     module, callback = Net(kind), Attached(None if kind else "sign", elastic=elastic)
     keep = ModelCheckpoint(dirpath=folder, filename="seven", every_n_train_steps=7)
-    trainer = Lightning(
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else "auto",
-        strategy="ddp",
-        max_steps=11,
-        callbacks=[callback] if checkpoint else [callback, keep],
-        enable_checkpointing=checkpoint is None,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader = torch.utils.data.DataLoader(torch.zeros(300, 1), batch_size=1)
+    callbacks = [callback] if checkpoint else [callback, keep]
+    trainer = lightning(*callbacks, max_steps=11, enable_checkpointing=checkpoint is None)
+    loader = DataLoader(torch.zeros(300, 1), batch_size=1)
     trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint))
-    assert the_same_everywhere(flat(module))
-    return flat(module), callback
+    return same_everywhere(module), callback
 
 
 def saved_by_lightning(folder, kind):
     whole, _ = fitted(folder, kind)
     resumed, _ = fitted(folder, kind, checkpoint=folder / "seven.ckpt")
-    assert torch.equal(whole, resumed), folder
+    same(whole, resumed, folder)
     if folder.name in ELASTIC:
         fitted(folder / "elastic", kind, elastic=True)
 
 
 def resumed_by_lightning(folder, kind):
-    (ranks,) = (
-        s["ranks"]
-        for key, s in torch.load(folder / "seven.ckpt")["callbacks"].items()
-        if key == "Attached"
-    )
+    callbacks = torch.load(folder / "seven.ckpt")["callbacks"]
+    (ranks,) = (state["ranks"] for key, state in callbacks.items() if key == "Attached")
     owed = total([{"commpress": part} if "quantized" in part else part for part in ranks])
     assert owed.abs().max() > 0
     for way in ("", "elastic") if folder.name in ELASTIC else ("",):
@@ -254,22 +200,22 @@ def save(folder, kinds):
     twice(folder / "twice")
     twice(folder / "momentum", (commpress.OneBitAdam, {"lr": 1e-3, "exact_steps": 2}))
     for name in kinds:
-        kind = KINDS[name]
-        saved_by_a_trainer(folder / "trainer" / name, kind, resume=name == "lamb")
-        saved_by_lightning(folder / "lightning" / name, kind)
+        saved_by_a_trainer(folder / "trainer" / name, KINDS[name], resume=name == "lamb")
+        saved_by_lightning(folder / "lightning" / name, KINDS[name])
     whole, _ = accelerated(folder / "accelerate", range(6), save_after=3)
     resumed, _ = accelerated(folder / "accelerate", range(4, 6), load=folder / "accelerate")
-    assert torch.equal(whole, resumed)
+    same(whole, resumed, "Accelerate")
 
 
 def resume(folder, kinds):
     for name in kinds:
-        kind = KINDS[name]
-        trainer, callback, owed = resumed_by_a_trainer(folder / "trainer" / name, kind)
-        assert the_same_everywhere(flat(trainer.model))
+        place = folder / "trainer" / name
+        trainer, callback = resumed_by_a_trainer(place, KINDS[name])
+        owed = saved_total(place / "checkpoint-4")
+        same_everywhere(trainer.model)
         assert owed.abs().max() > 0
         torch.testing.assert_close(total(gathered(callback.loaded)), owed)
-        resumed_by_lightning(folder / "lightning" / name, kind)
+        resumed_by_lightning(folder / "lightning" / name, KINDS[name])
     _, loaded = accelerated(folder, range(4, 6), load=folder / "accelerate")
     torch.testing.assert_close(total(gathered(loaded)), saved_total(folder / "accelerate"))
     compiled(folder / "graphs")
@@ -279,12 +225,12 @@ def alone(folder, kinds):
     """On one rank the whole optimizers pay what was owed, and sharded ones have every rank's
     part."""
     for name in {"onebit", "sharded-zero-one"}.intersection(kinds):
-        trainer, callback, owed = resumed_by_a_trainer(folder / "trainer" / name, KINDS[name])
-        torch.testing.assert_close(total([callback.loaded]), owed)
+        place = folder / "trainer" / name
+        trainer, callback = resumed_by_a_trainer(place, KINDS[name])
+        torch.testing.assert_close(total([callback.loaded]), saved_total(place / "checkpoint-4"))
         assert trainer.optimizer.optimizer.steps_done == 6
         assert trainer.optimizer.optimizer.owed() > 0 or name == "onebit"
-        again, _ = trainer_of(folder / "trainer" / name, steps=6, optimizer=KINDS[name])
-        again.train(resume_from_checkpoint=str(folder / "trainer" / name / "checkpoint-6"))
+        trained(place, steps=6, optimizer=KINDS[name], resume=place / "checkpoint-6")
 
 
 if __name__ == "__main__":

@@ -86,6 +86,6 @@ def test_a_compressed_step_of_zero_one_adam(pool):
     found, _ = pool.run(compressed_step)
     print("\n" + table(found))
     assert {"commpress/optim/zero_one_adam.py", "collectives/allreduce.py"} <= found.keys()
-    assert len(found) <= 38  # one more since some ranks may hold parameters alone (held.py)
+    assert len(found) <= 38  # one more since some ranks may hold parameters alone (layout.py)
     # headers that are checked on the device have a way of their own
     assert sum(map(len, found.values())) <= 2250

@@ -1,10 +1,11 @@
-"""The CUDA path on a real GPU: the bytes of the law, on torch's stream, at the speed of memory."""
+"""The CUDA path on a real GPU: on torch's stream, at the speed of memory. Most of the law is in
+``test_row_codecs``."""
 
 import numpy as np
 import pytest
 import torch
 
-import cuda_twin as twin
+import kernel_twin as twin
 from commpress.kernels import reference
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Piece, cut
@@ -17,58 +18,31 @@ pytest.importorskip(
 
 NUMEL = 256 << 20  # for bandwidth: far more than the cache holds
 SHARE_OF_COPY = 0.8
-
-
-@pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
-def test_encode_and_decode_give_the_bytes_of_the_law(kind, block):
-    for i, numel in enumerate([*twin.LENGTHS, 100_003]):
-        rows = (1, 3, 2, 5, 4)[(i + kind) % 5]
-        twin.check_round(
-            "cuda",
-            numel,
-            rows,
-            kind,
-            block,
-            seed=31 * i + rows,
-            offset=i % 5,
-            gain=(1.0, 1 / 3)[i % 2],
-        )
-
-
-@pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
-def test_mean_and_serve_give_the_bytes_of_the_law(kind, block):
-    for numel, senders in [(0, 1), (1, 2), (2049, 1), (5000, 2), (70, 5), (100_003, 8)]:
-        twin.check_serve("cuda", numel, senders, kind, block, seed=senders)
+CARD = twin.Side(cuda, "cuda")
 
 
 @pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
 def test_numbers_from_denormal_to_overflow(kind, block):
     """CuPy asks the compiler to flush denormals; the law keeps them."""
     for seed in range(3):
-        twin.check_round("cuda", 20_001, 2, kind, block, seed, spread=30.0)
+        twin.check_round(CARD, 100_003, 2, kind, block, seed, spread=30.0)
+        twin.check_serve(CARD, 100_003, 8, kind, block, seed)
 
 
-@pytest.mark.parametrize("kind", [reference.SIGN_L1, reference.SIGN_RMS])
-def test_lazy_residual(kind):
-    twin.check_lazy("cuda", kind, 100_001, 4)
-    twin.check_lazy_serve("cuda", kind, 90_000, 2)
-
-
-@pytest.mark.parametrize("repeat", [1, 4, 20])
-def test_pieces_side_by_side_are_the_pieces_one_by_one(repeat):
-    twin.check_pieces("cuda", repeat)
+def test_many_pieces():
+    twin.check_pieces(CARD, 20)
 
 
 def test_the_tree_over_a_long_row():
     """So many tiles that the float64 tree takes several rounds."""
-    twin.check_round("cuda", 40_000_001, 1, reference.SIGN_RMS, 0, seed=1)
+    twin.check_round(CARD, 40_000_001, 1, reference.SIGN_RMS, 0, seed=1)
 
 
 def test_runs_on_the_current_stream():
     """Between two writes on a side stream, kernels see the first and not the second."""
     pieces, flag = (
         cut([Piece(0, 1 << 22, reference.SIGN_L1, 0)], 1),
-        torch.zeros(1, dtype=torch.uint8, device="cuda"),
+        CARD.flag(),
     )
     message, x = twin.MessageRows(1, pieces, 0, "cuda").rows, torch.zeros(1 << 22, device="cuda")
     scale = torch.zeros(1, device="cuda")
@@ -94,7 +68,7 @@ def test_offsets_beyond_32_bits():
     pieces = cut([Piece(first, numel, reference.INT4, 256)], 2)
     message, flag = (
         twin.MessageRows(2, pieces, 1, "cuda"),
-        torch.zeros(1, dtype=torch.uint8, device="cuda"),
+        CARD.flag(),
     )
     cuda.encode(x, message.rows, flag, pieces)
     want, want_left = twin.expected(values, 2, reference.INT4, 256, 0)
@@ -132,7 +106,7 @@ def test_reaches_the_speed_of_a_copy(name):
     pieces = cut([Piece(0, NUMEL, reference.SIGN_L1, 2048 if name == "encode-blocks" else 0)], 1)
     message, flag = (
         twin.MessageRows(1, pieces, 32, "cuda").rows,
-        torch.zeros(1, dtype=torch.uint8, device="cuda"),
+        CARD.flag(),
     )
     scale = torch.zeros(1, device="cuda")
     lazy = dict(residual_scale=scale, new_scale=scale) if name == "encode-lazy" else {}

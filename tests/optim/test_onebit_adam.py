@@ -136,6 +136,20 @@ def test_constant_magnitudes_are_exact():
 # ---------------------------------------------------------------- who travels how
 
 
+def test_spiky_tensors_travel_finer():
+    """An embedding most of whose rows are rarely touched, beside a dense layer."""
+    group = replicas(2, ((100, 16), (40, 40)), spiky_codec="int8")
+    for step in range(6):
+        gradients = noise(2, step, group.shapes)
+        for mine in gradients:
+            mine[0][torch.arange(100) % 10 != step % 2] *= 1e-3
+        group.step(gradients)
+    first = group.optimizers[0]
+    assert first.tensors.frozen.tolist() == [False, True]
+    assert [first.tensors.choose(name, 1600).number for name in first.flat.names[:1]] == ["int8"]
+    assert first.tensors.choose("#00001", 1600).spec.startswith("sign")
+
+
 # ---------------------------------------------------------------- schedule
 
 

@@ -226,3 +226,13 @@ def test_the_warm_up_ends_by_itself():
     assert len(frozen_at) == 1
     assert frozen_at.pop() in range(64, 90)
     assert group.optimizers[0].counters.compressed_rounds > 0
+
+
+def test_all_ranks_judge_the_variance_of_all():
+    group = replicas(3, exact_steps=100)
+    for step in range(3):
+        group.step(noise(3, step))
+    with torch.no_grad():
+        sums = simulate([o.variance_sum() for o in group.optimizers])
+    whole = together(group, "variance").sum() / (1 - BETA2**3)
+    assert sums == pytest.approx([whole] * 3, rel=1e-5)
