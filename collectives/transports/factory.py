@@ -2,6 +2,7 @@
 when ranks meet."""
 
 import contextlib
+import select
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,7 +51,8 @@ def own_transport(
         return transport
     linger_at_exit()
     outlive(process_group or dist.group.WORLD)
-    if plainly_gloo(process_group):
+    # macOS has no epoll: torch's own collectives carry rows there
+    if plainly_gloo(process_group) and hasattr(select, "epoll"):
         transport = socket_transport(process_group, timeout=patience)
         require_same_kernels(transport)
         return transport

@@ -11,6 +11,7 @@ blocks the host; the guard checks them meanwhile.
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -162,12 +163,13 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         tensors = _listed(tensors)
         opts = options_of(dist.AllreduceOptions, opts, timeout, named, "reduceOp")
-        codec = self.reducer.codec_for(tensors, opts.reduceOp)
+        numel, op = tensors[0].numel() if tensors else 0, opts.reduceOp
+        codec = self.reducer.codec_for(
+            "all_reduce", tensors, numel=numel, op=op, plain=len(tensors) == 1
+        )
         if not codec:
             return self._exact("all_reduce", self._inner.allreduce, (tensors,), tensors, opts)
-        issue = self.reducer.steps(tensors[0], opts.reduceOp)
-        record = _record("all_reduce", tensors, opts, codec)
-        return self._begin(record, lambda work: issue(), tensors, opts)
+        return self._compressed("all_reduce", tensors[0], tensors[0], tensors, opts, codec)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -199,6 +201,7 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(AllgatherOptions, opts, timeout, {}, "")
+        self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
         return self._exact("all_gather", self._inner.allgather, (outputs, inputs), inputs, opts)
 
     def allgather_coalesced(
@@ -211,6 +214,12 @@ class ProcessGroup(dist.ProcessGroup):
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> GroupWork:
         start, opts = self._inner._allgather_base, opts or AllgatherOptions()
+        equal = output.numel() == self._size * input.numel()
+        codec = self.reducer.codec_for(
+            "all_gather", [input, output], numel=output.numel(), plain=equal
+        )
+        if codec:
+            return self._compressed("all_gather", input, output, [input], opts, codec)
         return self._exact("all_gather_single", start, (output, input), [input], opts, [output])
 
     def all_gather_single_coalesced(
@@ -218,6 +227,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         name, opts = "all_gather_single_coalesced", opts or AllgatherOptions()
         start = self._inner.allgather_into_tensor_coalesced
+        self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
         return self._exact(name, start, (outputs, inputs), inputs, opts, outputs)
 
     def gather(self, outputs: Any, inputs: Any, *how: Any, **named: Any) -> GroupWork:
@@ -244,12 +254,19 @@ class ProcessGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(dist.ReduceScatterOptions, opts, timeout, named, "reduceOp")
         start = self._inner.reduce_scatter
+        self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
         return self._exact("reduce_scatter", start, (outputs, inputs), outputs, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> GroupWork:
         start, opts = self._inner._reduce_scatter_base, opts or dist.ReduceScatterOptions()
+        equal = input.numel() == self._size * output.numel()
+        codec = self.reducer.codec_for(
+            "reduce_scatter", [input, output], numel=input.numel(), op=opts.reduceOp, plain=equal
+        )
+        if codec:
+            return self._compressed("reduce_scatter", input, output, [output], opts, codec)
         return self._exact("reduce_scatter_single", start, (output, input), [output], opts)
 
     def reduce_scatter_single_coalesced(
@@ -257,12 +274,14 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         name, opts = "reduce_scatter_single_coalesced", opts or dist.ReduceScatterOptions()
         start = self._inner.reduce_scatter_tensor_coalesced
+        self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
         return self._exact(name, start, (outputs, inputs), outputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllToAllOptions()
         gives, takes = [t.numel() for t in inputs], [t.numel() for t in outputs]
         start = partial(self._inner.alltoall, outputs, inputs, opts)
+        self.reducer.codec_for("all_to_all", inputs, numel=0, plain=False)
         return self._all_to_all("all_to_all", inputs[0].dtype, gives, takes, start, outputs, opts)
 
     def all_to_all_single(
@@ -280,8 +299,14 @@ class ProcessGroup(dist.ProcessGroup):
         start: Callable[[], Any] = partial(
             self._inner.alltoall_base, output, input, list(output_splits), list(input_splits), opts
         )
+        own, fits = gives[self._rank], sum(gives) == input.numel() and sum(takes) == output.numel()
+        rows = input.dim() > 0 and input.shape[1:] == output.shape[1:]
+        plain = fits and own == takes[self._rank] and rows
+        codec = self.reducer.codec_for("all_to_all", [input, output], numel=0, plain=plain)
+        if codec:
+            start = self.reducer.all_to_all(output, input, output_splits, input_splits, own)
         return self._all_to_all(
-            "all_to_all_single", input.dtype, gives, takes, start, [output], opts
+            "all_to_all_single", input.dtype, gives, takes, start, [output], opts, codec
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
@@ -375,6 +400,20 @@ class ProcessGroup(dist.ProcessGroup):
             opts,
         )
 
+    def _compressed(
+        self,
+        name: str,
+        input: torch.Tensor,
+        output: torch.Tensor,
+        described: Tensors,
+        opts: Any,
+        codec: str,
+    ) -> GroupWork:
+        issue = self.reducer.steps(name, input, output, getattr(opts, "reduceOp", None))
+        called = name if name == "all_reduce" else f"{name}_single"
+        record = _record(called, described, opts, codec)
+        return self._begin(record, lambda work: issue(), [output], opts)
+
     def _all_to_all(
         self,
         name: str,
@@ -384,8 +423,9 @@ class ProcessGroup(dist.ProcessGroup):
         start: Callable[[], Any],
         tensors: Tensors,
         opts: Any,
+        codec: str = "",
     ) -> GroupWork:
-        records = all_to_all(name, dtype, gives, takes)
+        records = all_to_all(name, dtype, gives, takes, codec)
         if len({*gives, *takes}) == 1:
             return self._begin(records[0], lambda work: start(), tensors, opts)
         record = {r: each for r, each in enumerate(records) if r != self._rank}
@@ -504,7 +544,8 @@ class ProcessGroup(dist.ProcessGroup):
             ordered.index(self.rank()),
             len(ordered),
             timeout or self._timeout,
-            pg_options=self.pg_options or "exact",
+            # whose nodes are those of all ranks
+            pg_options=(self.pg_options and replace(self.pg_options, topology=None)) or "exact",
             global_ranks=members,
             name=self._called,
             inner="torch" if self.communicator is None else "mpi",

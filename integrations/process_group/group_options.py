@@ -1,4 +1,4 @@
-"""All-reduces of a process group that may be compressed: none unless somebody says so."""
+"""Collectives of a process group that may be compressed: none unless somebody says so."""
 
 import os
 from collections.abc import Sequence
@@ -11,10 +11,21 @@ import torch.distributed as dist
 from commpress.codecs import Codec, LowRankCodec, codec_named
 from commpress.codecs.planned import load_plan
 from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.collectives.all_to_all.all_to_all import check_codec
+from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 
 VARIABLE = "COMMPRESS_GROUP_OPTIONS"
-_KEYS = ("codec", "min_numel", "ops", "only")
+_KEYS = (
+    "codec",
+    "min_numel",
+    "ops",
+    "only",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "topology",
+)
 _EXACT = "exact"
 _ROW = 4096
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -33,16 +44,32 @@ class GroupOptions:
       ``only="everything"`` compresses those too, without residuals, and takes codecs that need
       none: of eight bits or more per element, such as "int8", or right on average, such as
       "terngrad".
+
+    ``codec``: of all-reduces; None leaves them exact. Others are exact unless they have a codec
+    too:
+
+    - ``reduce_scatter``: of ``reduce_scatter_tensor``, if the same holds of its input;
+    - ``all_gather``: of ``all_gather_into_tensor`` with ``min_numel`` elements in its output, in a
+      backward or not;
+    - ``all_to_all``: of every ``all_to_all_single`` of these dtypes, however long, as ranks may
+      send different numbers of rows.
+
+    ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the
+    launcher says): all-reduces then add up inside a node, exactly, and compress what leaves it.
+    Groups with one do not ``reform``.
     """
 
-    codec: str | Codec = "int8"
+    codec: str | Codec | None = "int8"
     min_numel: int = 1 << 16
     ops: Sequence[Any] = ("sum", "avg")
     only: Literal["gradients", "everything"] = "gradients"
+    reduce_scatter: str | Codec | None = None
+    all_gather: str | Codec | None = None
+    all_to_all: str | Codec | None = None
+    topology: Topology | str | None = None
 
     def __post_init__(self) -> None:
-        codec = codec_named(self.codec)
-        if isinstance(codec, LowRankCodec):
+        if self.codec is not None and isinstance(codec_named(self.codec), LowRankCodec):
             raise InvalidArgument(
                 f"codec is {self.codec!r}, which needs matrices, and an all-reduce brings flat "
                 "buckets: use commpress.compress(ddp, codec=...), which knows the parameters' "
@@ -59,13 +86,49 @@ class GroupOptions:
         if self.only not in ("gradients", "everything"):
             raise InvalidArgument(f"only is {self.only!r}, expected 'gradients' or 'everything'")
         object.__setattr__(self, "ops", tuple(sorted({_op_name(op) for op in self.ops})))
-        if self.only == "everything" and _needs_residuals(codec):
+        codecs = self.codecs()
+        if isinstance(codecs.get("reduce_scatter"), WholeTensorCodec):
             raise InvalidArgument(
-                f"codec is {self.codec!r}, which needs residuals, and only='everything' compresses "
-                "calls outside a backward, which have none: what it leaves out there would never "
-                "be sent. Use only='gradients'; or a codec such as 'int8', 'bf16' or 'terngrad'; "
-                "or, for gradients, commpress.compress(ddp, codec=...)"
+                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a rank "
+                "gets a row of one: use a codec such as 'int8' or 'sign'"
             )
+        for name in ("all_gather", "all_to_all"):
+            if name in codecs:
+                check_codec(codecs[name], name)
+        for option, name in {"codec": "all_reduce", "reduce_scatter": "reduce_scatter"}.items():
+            if self.only == "everything" and name in codecs and _needs_residuals(codecs[name]):
+                raise InvalidArgument(
+                    f"{option} is {getattr(self, option)!r}, which needs residuals, and "
+                    "only='everything' compresses calls outside a backward, which have none: what "
+                    "it leaves out there would never be sent. Use only='gradients'; or a codec "
+                    "such as 'int8', 'bf16' or 'terngrad'; or, for gradients, "
+                    "commpress.compress(ddp, codec=...)"
+                )
+        if self.topology is None:
+            return
+        if self.codec is None:
+            raise InvalidArgument(
+                f"topology is {self.topology!r}, and codec is None: it is all-reduces that it "
+                "divides"
+            )
+        if isinstance(self.topology, str):
+            if self.topology != "auto":
+                Topology.parse(self.topology)
+        elif not isinstance(self.topology, Topology):
+            raise InvalidArgument(
+                f"topology is a {type(self.topology).__name__}, expected a Topology, its words "
+                "such as '2x4', 'auto' or None"
+            )
+
+    def codecs(self) -> dict[str, Codec]:
+        """The codec of each collective that may be compressed."""
+        given = {
+            "all_reduce": self.codec,
+            "reduce_scatter": self.reduce_scatter,
+            "all_gather": self.all_gather,
+            "all_to_all": self.all_to_all,
+        }
+        return {name: codec_named(codec) for name, codec in given.items() if codec is not None}
 
     def accepts(self, op: Any) -> bool:
         return any(op == _OPS[name] for name in self.ops)
@@ -110,7 +173,7 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
     if "ops" in values:
         values["ops"] = values["ops"].split("+")
     if values.get("codec") == _EXACT:
-        return None
+        values["codec"] = None
     return GroupOptions(**values)
 
 

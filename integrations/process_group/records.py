@@ -154,11 +154,12 @@ def all_to_all(
     dtype: torch.dtype,
     gives: Sequence[int],
     takes: Sequence[int],
+    codec: str = "",
 ) -> list[Record]:
     """The records of an all-to-all, one for each peer."""
     number, code = _NUMBERS[name], _DTYPES.get(dtype, OTHER_DTYPE)
     return [
-        Record(operation=number, dtype=code, give=give, take=take)
+        Record(operation=number, dtype=code, give=give, take=take, codec=codec)
         for give, take in zip(gives, takes, strict=True)
     ]
 

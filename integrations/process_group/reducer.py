@@ -1,13 +1,5 @@
-"""The compressed all-reduces of a process group: decided, given to a channel, counted; residuals
-that it saves and hands over.
-
-Note: the call site. DDP reduces its buckets in the same order in every backward, so the n-th
-compressed reduction of a backward with so many elements is one site and keeps one residual. After
-DDP has rebuilt its buckets, at its first step, sites change and what the old ones still owed is
-dropped. The hook (``commpress.compress``) keys residuals by parameter and loses nothing. Two models
-that train over one group need one group each. Outside a backward there is no such order: a metric
-between two gradients would receive the residual of another tensor. Reductions there are compressed
-without residuals, by codecs that need none (``GroupOptions``).
+"""The compressed calls of a process group: decided, given to a channel, counted; residuals that it
+saves and hands over.
 
 Note: where they go. Tensors on CUDA go over a communicator of NCCL of the group's own where NCCL
 carries the group, all others over its connections between hosts, those on CUDA by way of pinned
@@ -22,47 +14,62 @@ others: they are left out here, and counted.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commpress.codecs import codec_named, policy_of
-from commpress.collectives.allreduce import Workspace, settle
-from commpress.collectives.buckets import Span
+from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
+from commpress.collectives.allreduce import Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges
-from commpress.collectives.handover import Handover
+from commpress.collectives.handover import Handover, cannot_follow
+from commpress.collectives.levels import Levels
 from commpress.collectives.residual_state import exact_state, residuals_of
+from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport
+from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import StateMismatch
 from commpress.feedback import ResidualStore
 from commpress.integrations.process_group.call import FutureWork
+from commpress.integrations.process_group.call_sites import (
+    GatherSite,
+    ReduceSite,
+    ScatterSite,
+    Site,
+)
 from commpress.integrations.process_group.group_options import DTYPES, GroupOptions
 from commpress.totals import Totals
 from commpress.work import Steps, future_on
 
 KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
+USUAL = (25 << 20) // 4  # elements of a bucket of DDP
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+_SITES = {"all_reduce": "call", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+
 # by type of the devices whose tensors they carry; "cpu" carries all others
 Transports = Mapping[str, Callable[[], Transport]]
 
 
 @dataclass
 class GroupCounters(Totals):
-    """All-reduces of one rank since the group was made."""
+    """Calls of one rank since the group was made, of the collectives for which its options name a
+    codec."""
 
     compressed_calls: int = 0
-    compressed_elements: int = 0
-    # what float32 takes for the compressed calls: 8·(P−1)/P per element, by a ring
+    compressed_elements: int = 0  # of the longer of what went in and what came out
+    # what float32 takes for the compressed calls: 8·(P−1)/P per element of an all-reduce by a ring
     logical_bytes: int = 0
     wire_bytes: int = 0  # what they sent, headers included
+    between_bytes: int = 0  # of these, those that left the node, where there is a topology
     # NaN or infinity somewhere: the result is NaN on all ranks, no residual changed
     skipped_calls: int = 0
     dropped_sites: int = 0  # call sites that did not come again; what they owed is lost
     # messages under way when a rank died; what they would have left behind is lost
     lost_calls: int = 0
     lost_ranks: int = 0  # that died, and with each what it owed
+    calls: dict[str, int] = field(default_factory=dict)  # compressed ones, by collective
     # why a call was left alone → how many
     exact_calls: dict[str, int] = field(default_factory=dict)
     exact_elements: dict[str, int] = field(default_factory=dict)
@@ -73,132 +80,186 @@ class GroupCounters(Totals):
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
 
-class CallSite:
-    """One reduction of every backward, with its exchange and the number of its calls."""
-
-    def __init__(self, name: str, exchange: Exchange, calls: int) -> None:
-        self.name, self.exchange, self.calls, self.last_backward = name, exchange, calls, 0
-        self._scratch: torch.Tensor | None = None
-
-    def steps(
-        self, channel: Channel, tensor: torch.Tensor, *, sequence: int, key: int, factor: int
-    ) -> Steps[bool]:
-        """``tensor`` := ``factor`` times its mean, or NaN if some rank's numbers were not finite:
-        then no residual changes. Whether they were."""
-        buffer = tensor.view(-1)
-        if tensor.dtype != torch.float32:
-            if self._scratch is None:
-                self._scratch = torch.empty(tensor.numel(), device=tensor.device)
-            buffer = self._scratch.copy_(buffer)
-        outcomes = yield from self.exchange.steps(channel, buffer, sequence=sequence, key=key)
-        finite = all(outcome.finite for outcome in outcomes)
-        if not finite:
-            tensor.fill_(float("nan"))
-        else:
-            if factor != 1:
-                buffer *= factor
-            if tensor.dtype != torch.float32:
-                tensor.view(-1).copy_(buffer)
-        settle(outcomes, taken=finite)
-        return finite
-
-
 class GroupReducer:
-    """Decides, compresses, counts. Its channels exist from the first compressed call on."""
+    """Decides, compresses, counts. Its channels exist from the first compressed call on, with a
+    topology from the beginning."""
 
     def __init__(
         self, options: GroupOptions | None, rank: int, size: int, transports: Transports
     ) -> None:
         self.options, self.counters = options, GroupCounters()
         self.rank, self.size, self._transports = rank, size, transports
-        self._codec = None if options is None else codec_named(options.codec)
-        self._sites: dict[tuple[int, int, torch.device], CallSite] = {}
+        self._codecs = options.codecs() if options is not None else {}
+        self._sites: dict[tuple[object, ...], Site] = {}
         self._task, self._backwards, self._nth = -1, 0, 0
         self._sequence = 0  # every rank counts, also a call that the others then refuse
-        self._residuals = ResidualStore()
+        # of all-reduces; of reduce-scatters
+        self._residuals, self._scattered = ResidualStore(), ResidualStore()
         self._calls: dict[str, int] = {}  # loaded, of sites that have not come yet
+        self._way = Way()
         self._workspaces: dict[str, Workspace] = defaultdict(Workspace)
         # whose buffers the worker, which alone touches them, lets go
-        self._dropped: dict[str, list[CallSite]] = defaultdict(list)
+        self._dropped: dict[str, list[Site]] = defaultdict(list)
         self._channels: dict[str, Channel] = {}
         self._sent_before = 0  # bytes, by channels that are no more
         self._handover: Handover | None = None
         self._cut = rank, size  # of residuals
+        self._ended = ""  # why nothing is compressed any more
+        self._topology: Topology | None = None
+        if (
+            options is not None
+            and options.topology is not None
+            and size > 1
+            and (codec := self._codecs.get("all_reduce"))
+        ):
+            host = self._connected("cpu")
+            host.divide(options.topology, USUAL, codec)
+            self._topology = None if host.levels is None else host.levels.hierarchy.topology
 
     # ------------------------------------------------------------ decide
 
-    def codec_for(self, tensors: Sequence[torch.Tensor], op: Any) -> str:
-        """The codec if this all-reduce is to be compressed; otherwise "", and counted why not."""
-        reason = self._why_not(tensors, op)
-        if reason:
+    def codec_for(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        *,
+        numel: int,
+        op: Any = None,
+        plain: bool = True,
+    ) -> str:
+        """The codec if this call is to be compressed; otherwise "", and counted why not, unless it
+        has none anyway.
+
+        ``numel``: of the longer tensor; ``plain``: there is one tensor each way, and the ranks have
+        equal rows of the longer.
+        """
+        reason = self._why_not(name, tensors, op, numel, plain)
+        if reason is None:
+            return self._codecs[name].spec
+        if name == "all_reduce" or name in self._codecs:
             self.left_alone(tensors[:1], reason)
-        return "" if reason or self._codec is None else self._codec.spec
+        return ""
 
     def left_alone(self, tensors: Sequence[torch.Tensor], reason: str) -> None:
         calls, elements = self.counters.exact_calls, self.counters.exact_elements
         calls[reason] = calls.get(reason, 0) + 1
         elements[reason] = elements.get(reason, 0) + sum(t.numel() for t in tensors)
 
-    def _why_not(self, tensors: Sequence[torch.Tensor], op: Any) -> str:
+    def _why_not(
+        self, name: str, tensors: Sequence[torch.Tensor], op: Any, numel: int, plain: bool
+    ) -> str | None:
         options = self.options
-        if options is None:
+        if options is None or name not in self._codecs:
             return "no options"
-        if self.size == 1 or len(tensors) != 1:
-            return "one rank" if self.size == 1 else "several tensors"
-        if options.only == "gradients" and torch._C._current_graph_task_id() < 0:
+        if self.size == 1 or not plain or self._ended:
+            return (
+                "one rank" if self.size == 1 else self._ended or "several tensors or unequal rows"
+            )
+        if (
+            name in _REDUCTIONS
+            and options.only == "gradients"
+            and torch._C._current_graph_task_id() < 0
+        ):
             return "not in a backward"
-        (tensor,) = tensors
-        if tensor.dtype not in DTYPES:
+        if any(
+            tensor.dtype not in DTYPES or tensor.dtype != tensors[0].dtype for tensor in tensors
+        ):
             return "dtype"
-        if not options.accepts(op):
+        if name in _REDUCTIONS and not options.accepts(op):
             return "reduction"
-        if not _plain(tensor):
+        if not all(map(_plain, tensors)) or len({tensor.device for tensor in tensors}) > 1:
             return "layout or device"
-        return "small" if tensor.numel() < options.min_numel else ""
+        return "small" if name != "all_to_all" and numel < options.min_numel else None
 
     # ------------------------------------------------------------ one call
 
-    def steps(self, tensor: torch.Tensor, op: Any) -> Callable[[], FutureWork]:
+    def steps(
+        self, name: str, inp: torch.Tensor, out: torch.Tensor, op: Any = None
+    ) -> Callable[[], FutureWork]:
         """Fix site and order now, in the order of the calls; the result starts the call once all
         ranks agree."""
-        kind, site = self._kind(tensor.device), self._site(tensor)
-        sequence, self._sequence = self._sequence, self._sequence + site.exchange.sequences
+        kind, site = self._kind(inp.device), self._site(name, inp, out)
+        sequence, self._sequence = self._sequence, self._sequence + site.sequences
         key, site.calls = site.calls, site.calls + 1
-        factor, given = self.size if op == dist.ReduceOp.SUM else 1, tensor.detach()
+        factor = self.size if op is not None and op == dist.ReduceOp.SUM else 1
+        given = inp.detach(), out.detach()
+        numel = max(inp.numel(), out.numel())
+        logical = (8 if name == "all_reduce" else 4) * (self.size - 1) * numel // self.size
 
-        def start() -> FutureWork:
-            channel, done = self._connected(kind), future_on(tensor.device)
+        def made(channel: Channel) -> Steps[bool]:
+            dropped = self._dropped[kind]
+            while dropped:
+                dropped.pop().forget(channel.workspace)
+            return (
+                yield from site.steps(channel, *given, sequence=sequence, key=key, factor=factor)
+            )
 
-            def steps() -> Steps[None]:
-                dropped = self._dropped[kind]
-                while dropped:
-                    dropped.pop().exchange.forget(channel.workspace)
-                finite = yield from site.steps(
-                    channel, given, sequence=sequence, key=key, factor=factor
-                )
-                self._count(finite, tensor.numel())
-                # here, on the stream of the job: torch lets others wait for this thread's stream
-                done.set_result([tensor])
+        return partial(self._submitted, name, kind, made, inp, out, logical, site.waits)
 
-            def failed(job: torch.futures.Future[None]) -> None:
-                try:
-                    job.value()
-                except Exception as error:
-                    done.set_exception(error)
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        own: int,
+    ) -> Callable[[], FutureWork]:
+        """As ``steps``. Of ``inp`` this rank keeps ``own`` elements."""
+        kind, sequence, self._sequence = self._kind(inp.device), self._sequence, self._sequence + 1
+        codec, given = self._codecs["all_to_all"], (out.detach(), inp.detach())
 
-            waits = site.exchange.waits
-            channel.submit(steps(), tensor, waits=waits).add_done_callback(failed)
-            return FutureWork(done, [tensor])
+        def made(channel: Channel) -> Steps[bool]:
+            yield from compressed_all_to_all(
+                *given,
+                codec=codec,
+                transport=channel.transport,
+                out_splits=list(out_splits) or None,
+                in_splits=list(in_splits) or None,
+                way=self._way,
+                sequence=sequence,
+            )
+            return True
 
-        return start
+        return partial(
+            self._submitted, "all_to_all", kind, made, inp, out, 4 * (inp.numel() - own), None
+        )
 
-    def _count(self, finite: bool, numel: int) -> None:
+    def _submitted(
+        self,
+        name: str,
+        kind: str,
+        made: Callable[[Channel], Steps[bool]],
+        inp: torch.Tensor,
+        out: torch.Tensor,
+        logical: int,
+        waits: int | None,
+    ) -> FutureWork:
+        channel, done = self._connected(kind), future_on(out.device)
+
+        def steps() -> Steps[None]:
+            finite = yield from made(channel)
+            self._count(name, finite, max(inp.numel(), out.numel()), logical)
+            # here, on the stream of the job: torch lets others wait for the stream of this thread
+            done.set_result([out])
+
+        def failed(job: torch.futures.Future[None]) -> None:
+            try:
+                job.value()
+            except Exception as error:
+                done.set_exception(error)
+
+        channel.submit(steps(), inp, out, waits=waits).add_done_callback(failed)
+        return FutureWork(done, [out])
+
+    def _count(self, name: str, finite: bool, numel: int, logical: int) -> None:
         counters, channels = self.counters, list(self._channels.values())
         counters.compressed_calls += 1
+        counters.calls[name] = counters.calls.get(name, 0) + 1
         counters.skipped_calls += not finite
         counters.compressed_elements += numel
-        counters.logical_bytes += 8 * (self.size - 1) * numel // self.size
+        counters.logical_bytes += logical
         counters.wire_bytes = self._sent_before + sum(channel.sent_bytes for channel in channels)
+        counters.between_bytes = sum(channel.between_bytes for channel in channels)
 
     # ------------------------------------------------------------ channels
 
@@ -212,79 +273,115 @@ class GroupReducer:
         message.
         """
         if kind not in self._channels:
-            self._channels[kind] = Channel(
+            channel = Channel(
                 self._transports[kind](), name="commpress-group", workspace=self._workspaces[kind]
             )
+            if kind != "cpu" and self._topology is not None:
+                channel.levels, channel.at_once = (
+                    Levels(hierarchy_of(self._topology, channel.inner)),
+                    1,
+                )
+            self._channels[kind] = channel
         return self._channels[kind]
 
     # ------------------------------------------------------------ call sites
 
-    def _site(self, tensor: torch.Tensor) -> CallSite:
-        task, numel = torch._C._current_graph_task_id(), tensor.numel()
+    def _site(self, name: str, inp: torch.Tensor, out: torch.Tensor) -> Site:
+        task = torch._C._current_graph_task_id() if name in _REDUCTIONS else -1
         if task >= 0 and task != self._task:
             self._task, self._nth, self._backwards = task, 0, self._backwards + 1
             self._forget_old_sites()
-        nth = self._nth if task >= 0 else -1
+        nth, numel = self._nth if task >= 0 else -1, max(inp.numel(), out.numel())
         self._nth += task >= 0
-        site = self._sites.get((nth, numel, tensor.device))
-        if site is None:
-            assert self._codec is not None
-            name, workspace = f"call {nth} of {numel}", self._workspaces[self._kind(tensor.device)]
-            exchanges = Exchanges(
-                policy_of(self._codec),
-                self.size,
-                workspace,
-                feedback=task >= 0,
-                residuals=self._residuals,
+        key = name, nth, numel, inp.device
+        if key not in self._sites:
+            self._sites[key] = self._made(
+                name, f"{_SITES[name]} {nth} of {numel}", inp, out, feedback=task >= 0
             )
-            where = [Span(name, 0, numel)], [tensor.shape]
-            exchange = exchanges.of((name,), lambda: where, tensor.device)
-            site = CallSite(name, exchange, self._calls.pop(name, 0))
-            self._sites[nth, numel, tensor.device] = site
+        site = self._sites[key]
         site.last_backward = self._backwards
         return site
 
+    def _made(
+        self, name: str, called: str, inp: torch.Tensor, out: torch.Tensor, *, feedback: bool
+    ) -> Site:
+        codec, calls, kind = self._codecs[name], self._calls.pop(called, 0), self._kind(inp.device)
+        if name == "all_gather":
+            return GatherSite(called, inp, codec, self.rank, self.size, calls=calls)
+        if name == "reduce_scatter":
+            store = self._scattered
+            return ScatterSite(
+                called, out, codec, self.rank, self.size, store, feedback=feedback, calls=calls
+            )
+        levels = None if self._topology is None else self._connected(kind).levels
+        return ReduceSite(
+            called,
+            inp,
+            codec,
+            self.size,
+            self._workspaces[kind],
+            self._residuals,
+            feedback=feedback,
+            levels=levels,
+            calls=calls,
+        )
+
     def _forget_old_sites(self) -> None:
-        oldest = self._backwards - KEPT_BACKWARDS
-        for key in [key for key, site in self._sites.items() if site.last_backward < oldest]:
+        for key in [
+            k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS
+        ]:
             site = self._sites.pop(key)
-            self.counters.dropped_sites += 1
-            self._dropped[self._kind(key[-1])].append(site)
-            self._residuals.take({site.name})
+            self.counters.dropped_sites += key[0] in _REDUCTIONS
+            self._dropped[self._kind(key[-1])].append(site)  # type: ignore[arg-type]
+            for store in (self._residuals, self._scattered):
+                store.take({site.name})
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and counts of this rank's sites, between two backwards: numbers, texts and
         tensors."""
-        state = exact_state(self._residuals, self, self._backwards)
+        state = exact_state(self._residuals, self, self._backwards, str(self._topology or ""))
+        scattered = exact_state(self._scattered, self, self._backwards)["residuals"]
         calls = self._calls | {site.name: site.calls for site in self._sites.values()}
-        return state | {"codecs": self._specs(), "calls": calls}
+        return state | {"codecs": self._specs(), "scattered": scattered, "calls": calls}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """From this rank's state, or those of all ranks at another world size. All or nothing."""
+        nodes = str(self._topology or "")
         for state in states:
-            if "codecs" not in state or "calls" not in state:
+            if "scattered" not in state or "calls" not in state:
                 raise StateMismatch(
                     "expected what state_dict() of a group gave; this is something else"
                 )
-            if state["codecs"] != self._specs():
+            if state.get("codecs") != self._specs():
                 raise StateMismatch(
-                    f"the state was saved with the codecs {state['codecs']}, this group has "
+                    f"the state was saved with the codecs {state.get('codecs')}, this group has "
                     f"{self._specs()}: load it into a group with the same GroupOptions"
                 )
-        backwards, residuals = residuals_of(states, self)
+            if state["size"] != self.size and (
+                nodes or state.get("nodes") or any(each["scattered"] for each in states)
+            ):
+                raise StateMismatch(
+                    f"the state is of {state['size']} ranks, this group has {self.size}: residuals "
+                    "of reduce-scatters and of a topology fit the same number of ranks only"
+                )
+        backwards, residuals = residuals_of(states, self, nodes=nodes)
         own = next(
             (each for each in states if (each["size"], each["rank"]) == (self.size, self.rank)),
             states[0],
         )
+        rows = own | {"residuals": own["scattered"], "nodes": ""}
+        scattered = residuals_of([rows], self)[1] if own["scattered"] else {}
+        self._scattered.check(scattered)
         self._residuals.load(residuals)
+        self._scattered.load(scattered)
         self._calls, self._backwards = dict(own["calls"]), backwards
         for site in self._sites.values():
             site.calls, site.last_backward = self._calls.pop(site.name, 0), backwards
 
     def _specs(self) -> dict[str, str]:
-        return {} if self._codec is None else {"all_reduce": self._codec.spec}
+        return {name: codec.spec for name, codec in self._codecs.items()}
 
     # ------------------------------------------------------------ other ranks
 
@@ -309,6 +406,9 @@ class GroupReducer:
         """Hand over what call sites owe; collective. Call the result when all have come as far."""
         if self.options is None:
             return None
+        if self.options.topology is not None:
+            self._ended = "other ranks"
+            raise cannot_follow(self, "topology names ranks that were")
         channel = self._connected("cpu")
         if self._handover is None:
             self._handover = Handover(channel)
@@ -330,9 +430,12 @@ class GroupReducer:
             self._handover.channel.run(self._handover.leaving(leaving, {"": self._residuals}))
 
     def _follow(self) -> None:
-        """Sites are cut anew; each finds what it owes when it comes again."""
+        """Sites are cut anew; each finds what it owes when it comes again, but for rows of
+        reduce-scatters."""
         assert self._handover is not None
         self._cut = self._handover.rank, self._handover.size
+        self.counters.dropped_sites += len({name for name, _ in self._scattered.every()})
+        self._scattered = ResidualStore()
         self._sites, self._task, self._nth = {}, -1, 0
         self._dropped.clear()
         self._calls.clear()

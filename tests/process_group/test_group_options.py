@@ -1,6 +1,8 @@
 """Compression through a process group: what options say, what is left alone, and the same bits as
 the simulation."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +15,12 @@ from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.transports.sockets import SocketTransport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.integrations.process_group.group_options import GroupOptions, group_options_from
 from commpress.integrations.process_group.reducer import KEPT_BACKWARDS
+from commpress.torch_private import reduce_scatter_single
 from group_calls import as_world
 
 # ---------------------------------------------------------------- what options say
@@ -163,10 +167,6 @@ def twin(size, codec, average):
 def test_every_call_site_equals_the_simulation(pool, tmp_path, codec, average):
     options = GroupOptions(codec, min_numel=100)
     seen = pool.run(run_backwards, f"{tmp_path}/file", average, options, size=3)
-    check(seen, codec, average)
-
-
-def check(seen, codec, average):
     for (results, counters), expected in zip(seen, twin(3, codec, average), strict=True):
         for step, (got, want) in enumerate(zip(results, expected, strict=True)):
             for i in (0, 2):
@@ -248,77 +248,118 @@ def test_everything_takes_what_it_can_and_counts_the_rest(pool, tmp_path):
 COARSE = ["sign", "sign-l1", "ternary", "int4", "log3", "bits4", "topk-16", "randk-32"]
 
 
-@pytest.mark.parametrize("codec", COARSE)
-def test_everything_refuses_codecs_that_need_the_residuals_of_a_backward(codec):
-    assert GroupOptions(codec, only="gradients").codec == codec
+@pytest.mark.parametrize(
+    ("option", "codec"),
+    [(o, c) for o in ("codec", "reduce_scatter") for c in COARSE],
+)
+def test_everything_refuses_codecs_that_need_the_residuals_of_a_backward(option, codec):
+    given = {"codec": None} | {option: codec}
+    assert GroupOptions(**given, only="gradients").codecs()
     with pytest.raises(
         InvalidArgument,
-        match=rf"^codec is '{codec}', which needs residuals.*Use only='gradients'; or",
+        match=rf"^{option} is '{codec}', which needs residuals.*Use only='gradients'; or",
     ):
-        GroupOptions(codec, only="everything")
+        GroupOptions(**given, only="everything")
 
 
 def averaged_by_hand(steps):
-    """Error of the sum of a gradient that a loop averages after each backward."""
+    """Error of the sum of a gradient that a loop averages after each backward, and of the same by a
+    reduce-scatter."""
     rank, size, errors = dist.get_rank(), dist.get_world_size(), []
     gradients = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(size)]
-    exact, total = sum(gradients) / size, torch.zeros(4096)
+    exact = sum(gradients) / size
+    part = exact.chunk(size)[rank]
+    sums = torch.zeros(4096), torch.zeros_like(part)
     for step in range(1, steps + 1):
         p = torch.nn.Parameter(torch.zeros(4096))
         (p * gradients[rank]).sum().backward()
+        row = torch.empty_like(part)
+        reduce_scatter_single(row, p.grad, dist.ReduceOp.AVG)
         dist.all_reduce(p.grad, dist.ReduceOp.AVG)
-        total += p.grad
-        errors.append(float((total / step - exact).norm() / exact.norm()))
-    return errors, dist.group.WORLD.counters.compressed_calls
+        sums[0].add_(p.grad)
+        sums[1].add_(row)
+        pairs = zip(sums, (exact, part), strict=True)
+        errors.append([float((total / step - want).norm() / want.norm()) for total, want in pairs])
+    return errors, dist.group.WORLD.counters.as_dict()["calls"]
 
 
 @pytest.mark.parametrize(("codec", "limit"), [("int8", 0.02), ("bf16", 0.003), ("terngrad", 0.2)])
 def test_gradients_averaged_after_backward_add_up_to_the_exact_sum(pool, tmp_path, codec, limit):
-    options = GroupOptions(codec, min_numel=1024, only="everything")
+    options = GroupOptions(codec, min_numel=1024, only="everything", reduce_scatter=codec)
     for errors, calls in pool.run(
         with_options, f"{tmp_path}/file", averaged_by_hand, options, 40, size=2
     ):
-        assert calls == 40
-        assert errors[-1] < limit
+        assert calls == {"all_reduce": 40, "reduce_scatter": 40}
+        assert max(errors[-1]) < limit
 
 
 # ---------------------------------------------------------------- training
 
 
-def train():
-    """DDP with a codec by environment; a metric is reduced outside of backward."""
+def hooked(codec):
+    """The hook over a group of this backend: its messages go over connections of their own."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(32, 256))
+    state = commpress.compress(model, codec)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert type(state.channel.inner) is SocketTransport
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_the_hook_gives_the_same_over_this_backend_and_over_gloo(pool, tmp_path):
+    results, expected = (
+        pool.run(as_world, backend, f"{tmp_path}/file", hooked, "sign", size=2)
+        for backend in ("commpress", "gloo")
+    )
+    for one, two in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def train(text):
+    """DDP with a codec by environment; a metric and the norm of the gradients are reduced outside
+    of backward."""
     torch.manual_seed(0)
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1, bias=False))
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     made = torch.Generator().manual_seed(dist.get_rank())
-    losses = []
+    target, losses, exact = torch.linspace(-1, 1, 32), [], True
     for _ in range(60):
         x = torch.randn(64, 32, generator=made)
-        loss = (model(x).squeeze(1) - x @ torch.linspace(-1, 1, 32)).square().mean()
+        loss = (model(x).squeeze(1) - x @ target).square().mean()
         loss.backward()
+        metric = torch.randn(5000, generator=made)
+        parts = [torch.empty(5000) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, metric)
+        dist.all_reduce(metric)
+        exact &= torch.equal(metric, sum(parts))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    metric = torch.full((5000,), 0.1 + dist.get_rank())
-    dist.all_reduce(metric)
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return losses, weights, metric.unique().tolist(), dist.group.WORLD.counters.as_dict()
+    same = torch.cat([p.detach().flatten() for p in model.parameters()])
+    other = same.clone()
+    dist.broadcast(other, 0)
+    return losses, exact, torch.equal(same, other), dist.group.WORLD.counters.as_dict()
 
 
 def train_under(file, text):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COMMPRESS_GROUP_OPTIONS", text)
-        return as_world("commpress", file, train)
+    os.environ["COMMPRESS_GROUP_OPTIONS"] = text
+    try:
+        return as_world("commpress", file, train, text)
+    finally:
+        del os.environ["COMMPRESS_GROUP_OPTIONS"]
 
 
 def test_ddp_under_the_environment_variable(pool, tmp_path):
     (plain, *_), _ = pool.run(train_under, f"{tmp_path}/plain", "exact", size=2)
-    seen = pool.run(train_under, f"{tmp_path}/file", "sign,min_numel=1000", size=2)
-    assert torch.equal(seen[0][1], seen[1][1]), "ranks have different parameters"
-    for losses, _, metric, counters in seen:
-        assert metric == [float(torch.tensor(0.1) + torch.tensor(1.1))], "a metric was touched"
+    for losses, exact, same, counters in pool.run(
+        train_under, f"{tmp_path}/file", "sign,min_numel=1000", size=2
+    ):
+        assert exact, "a metric was touched"
+        assert same, "ranks have different parameters"
         assert losses != plain, "nothing was compressed"
         assert sum(losses[-10:]) < 0.1 * sum(losses[:3]) / 3 * 10
         assert counters["compressed_calls"] >= 59
