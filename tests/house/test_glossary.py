@@ -103,6 +103,7 @@ def test_an_unexplained_word_is_found():
         ("# Ranks\n\n`rank`, [ranks](ddp.md)\n\n| rank |\n| --- |\n| rank |", []),
         ("The ranks, all ranks.", ["rank"]),
         ("Exact steps use a codec.\n\nA codec.", ["exact-step", "codec"]),
+        ("Hidden rounds, and a round.", ["hidden-round", "round"]),
         (
             "<!-- other sense: row, block -->\nA row of a table, a block.\n\nA row of a message.",
             ["row", "message"],

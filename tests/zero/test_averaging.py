@@ -65,7 +65,7 @@ def average_in_own_order(net):
         )
         dist.all_gather(every, own)
         others = [one for rank, one in enumerate(every) if rank != dist.get_rank()]
-        p.grad.copy_(sum(others, own * 1.001) / len(every))
+        p.grad.copy_(sum(others, own * 1.004) / len(every))
 
 
 def streamed(**options):
