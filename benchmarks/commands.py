@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 import alltoall
+import changing_link
 import codec_table
 import convergence
 import encoders
@@ -41,6 +42,7 @@ All take --check, --json FILE and --plot FILE but faults, which enters its table
 """
 BENCHMARKS = (
     alltoall,
+    changing_link,
     codec_table,
     convergence,
     encoders,

@@ -46,6 +46,12 @@ def test_its_pieces_run_on_two_ranks(pool, name):
         assert found is True
 
 
+@piece("aq_sgd")
+def aq_sgd(names):
+    losses, error, sent = names.train(40)
+    return (losses[-1] < losses[0] if losses else 0 < error < 0.1) and sent > 0
+
+
 @piece("masha")
 def masha(names):
     errors, optimizer = names.play(8, codec="topk-4", lr=0.2, tau=0.75)

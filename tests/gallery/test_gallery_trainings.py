@@ -104,3 +104,17 @@ def test_a_pipeline_that_skips_stages_learns_what_the_whole_one_does(pool):
         assert losses[-1] < 0.8 * losses[0]
     assert skipped[0] == skipped[3]
     assert skipped[0][-1] < 1.5 * exact[0][-1]
+
+
+def seen_again(codec, direct):
+    return gallery("aq_sgd").train(400, codec, direct=direct)
+
+
+def test_changes_of_activations_leave_out_less_and_less(pool):
+    """As many bits as without differences, a fraction of their error, and a lower loss."""
+    ((_, error, sent), (losses, _, _)), ((_, coarse, as_many), (direct, _, _)) = (
+        pool.run(seen_again, "int4", direct, size=2) for direct in (False, True)
+    )
+    assert error < 0.1 * coarse
+    assert as_many < sent < 1.2 * as_many  # the first time as they are
+    assert sum(losses[-8:]) < sum(direct[-8:]) < 0.2 * sum(direct[:8])
