@@ -1,21 +1,20 @@
-"""Hand-over: what compression owes, when ranks come and go.
+"""Hand-over of residuals when ranks come and go.
 
-    R = (1/P)·Σ eᵢ + s               eᵢ: residual of what rank i sent; s: of what the owners of rows
-                                     passed on, row by row
-    P → P' ranks                     eᵢ ← (P'/P)·eᵢ of who stays, 0 of who is new; s: the same
+    R = (1/P)·Σ eᵢ + s               eᵢ: sent residual of rank i; s: reduced residuals, row by row
+    P → P' ranks                     eᵢ ← (P'/P)·eᵢ for survivors, 0 for newcomers; s: the same
                                      numbers, cut into P' rows
-    R' = R − (1/P)·Σ eⱼ − sⱼ         of ranks j that died: lost once, and counted
-    j leaves and says so             its part of R goes over to what the others sent, a range of
-                                     every piece to each; R' = R
+    R' = R − (1/P)·Σ eⱼ − sⱼ         if ranks j died: their part is lost once, and counted
+    j leaves                         the others add its part of R to their sent residuals, a range
+                                     of every piece each; R' = R
 
-Note: nothing changes before all has come. Ranks say what they have and send the parts of rows that
-change hands; whoever calls this (``group.reform``) asks whether every rank has come as far, and
-only then commits.
+Note: nothing changes before all messages have arrived. Ranks describe their residuals and send the
+parts of rows that change hands; the caller (``group.reform``) commits once every rank has come as
+far.
 
 Note: in doubt. If a rank dies in the last message of a round, some ranks have finished it and
-others have not. Who begins a round has finished the one before, so they differ by one round at
-most, and who is behind has sent all that the others took: what it proposed counts. A hand-over is
-such a round itself: one that was interrupted is finished, or repeated, by the next.
+others have not. A rank that begins a round has finished the one before, so they differ by one round
+at most, and a rank that is behind has sent everything that the others took: its proposal counts. A
+hand-over is such a round itself: the next one finishes or repeats an interrupted one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,8 +46,7 @@ Bytes = Mapping[int, torch.Tensor]  # uint8[n], by rank
 
 @dataclass(frozen=True)
 class Standing:
-    """Standing of a rank after a hand-over, which is committed once every rank has come as far:
-    nothing has changed before."""
+    """State of a rank after a hand-over that is not committed yet."""
 
     behind: bool  # others had settled a round that this rank had not, or it is new
     shared: dict[str, Any]  # as a rank has it that is not behind
@@ -57,7 +55,7 @@ class Standing:
 
 @dataclass
 class _Said:
-    """Words of one rank about what it has."""
+    """Report of one rank: its row, its pieces and the state that all ranks share."""
 
     rank: int  # by which its rows are cut; NEW of who has none
     size: int
@@ -85,7 +83,7 @@ class _Said:
 
 
 class Handover:
-    """One owner's account of its rounds and of how its residuals are cut."""
+    """Count of an owner's settled rounds, and the cut of its residuals into rows."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -97,7 +95,7 @@ class Handover:
         self._proposed: tuple[int, Callable[[], None]] | None = None
 
     def settle(self, *, taken: bool) -> None:
-        """A round is over: what it left behind was committed on all ranks, or discarded."""
+        """Count a round that all ranks have committed, or discarded."""
         self.settled, self.taken = self.settled + 1, taken
 
     # ------------------------------------------------------------ a change
@@ -111,13 +109,13 @@ class Handover:
         shared: Mapping[str, Any] | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> Steps[Standing]:
-        """Hand residuals over, among the ranks of the channel from now on; collective. ``with_it``
-        gives what then commits it.
+        """Hand residuals over among the present ranks of the channel; collective. ``with_it`` gives
+        the function that commits it.
 
-        What ``workspace`` has of a round that was under way is committed if another rank has
-        finished it, else discarded. ``shared`` and ``tensors`` (float32) are what all ranks have in
-        common: who is behind gets those of who is not. If it raises, or some rank has not come as
-        far, call it again with the next change.
+        A round under way in ``workspace`` is committed if another rank has finished it, else
+        discarded. ``shared`` and ``tensors`` (float32) are the state that all ranks have in common:
+        ranks that are behind receive it. If this raises, or a rank has not come as far, call it
+        again with the next change.
         """
         if change.was is None:
             self._begin_anew(stores, workspace)
@@ -192,8 +190,7 @@ class Handover:
         return Standing(behind, every[source].shared, given)
 
     def with_it(self, then: Callable[[], None]) -> Callable[[], None]:
-        """``commit`` of the hand-over that has come so far, and ``then`` what else is to change
-        with it."""
+        """Return a function that commits this hand-over and then calls ``then``."""
         assert self._proposed is not None
         settled, commit = self._proposed
 
@@ -205,10 +202,9 @@ class Handover:
         return both
 
     def leaving(self, ranks: Sequence[int], stores: Stores) -> Steps[None]:
-        """These ranks are about to leave: the others owe from now on what they do; collective over
-        all of them.
+        """Hand the residuals of ``ranks``, which are about to leave, to the others; collective.
 
-        Each that stays adds a range of every piece to what it sent.
+        Each rank that stays adds a range of every piece to its sent residual.
         """
         stay = [rank for rank in range(self.channel.size) if rank not in ranks]
         leaves = self.rank in ranks
@@ -249,7 +245,7 @@ class Handover:
     # ------------------------------------------------------------ what they have in common
 
     def _begin_anew(self, stores: Stores, workspace: Workspace) -> None:
-        """As a rank that is new: what it owed elsewhere is not owed here."""
+        """Begin as a newcomer, without residuals."""
         workspace.settle(taken=False)
         for store in stores.values():
             store.become({})
@@ -259,7 +255,7 @@ class Handover:
     def _settle_doubt(
         self, stores: Stores, workspace: Workspace, top: int, source: int, *, taken: bool
     ) -> None:
-        """Of what this rank has begun, finish what ``source`` has finished."""
+        """Finish the open round if ``source`` has finished it, else discard it."""
         proposed, self._proposed = self._proposed, None
         if proposed is not None and proposed[0] == top:
             proposed[1]()
@@ -277,8 +273,8 @@ class Handover:
             )
 
     def _propose(self, before: int, commit: Callable[[], None]) -> Callable[[], None]:
-        """``commit``, to be called once every rank is known to have come as far as this; else the
-        next change tells."""
+        """Return the function that commits, for when every rank has come as far; until then the
+        next change decides."""
 
         def settle() -> None:
             self._proposed, self.settled = None, before + 1
@@ -293,13 +289,13 @@ class Handover:
         return gathered(values, transport=self.channel.transport, sequence=self.channel.take())
 
     def _told(self, me: _Said) -> Steps[list[_Said]]:
-        """Words of all ranks."""
+        """Exchange the reports of all ranks."""
         size = self.channel.size
         came = yield from self._exchanged(dict.fromkeys(range(size), me.packed()))
         return [_Said.of(came[rank]) for rank in range(size)]
 
     def _exchanged(self, parts: Bytes) -> Steps[dict[int, torch.Tensor]]:
-        """Bytes from each rank to each, however many; what came, by rank."""
+        """Exchange bytes of any length between all ranks; return those that came, by rank."""
         channel, none = self.channel, torch.empty(0, dtype=torch.uint8)
         me, peers = channel.rank, [rank for rank in range(channel.size) if rank != channel.rank]
         lengths = yield from self._gathered(

@@ -1,4 +1,4 @@
-"""Residuals: what compression leaves behind, as plain tensors that the caller owns.
+"""Residuals: the error of compression, which later messages carry; plain tensors of the caller.
 
 Note: the invariant. With R = mean over ranks of the sent residuals + the reduced residuals side by
 side, Σ outputs + R_T = Σ mean(inputs) + R_0. Nothing is lost, only late.
@@ -51,7 +51,7 @@ class ErrorFeedback:
 
     @property
     def layout(self) -> str:
-        """Codec in which it is kept: a proposal has the same, and the same pieces."""
+        """Name of the codec in which residuals are kept, "" for floats; proposals have the same."""
         return ""
 
     @property
@@ -64,19 +64,19 @@ class ErrorFeedback:
         return sum(tensor.nbytes for tensor in every if tensor is not None)
 
     def floats(self) -> torch.Tensor:
-        """Residual of what this rank sent, element by element; it must be settled."""
+        """The sent residual, element by element; settle it first."""
         return self.sent
 
     def like(self, pieces: Pieces) -> "ErrorFeedback":
-        """An empty one, to be proposed in its place."""
+        """Make an empty feedback, to be proposed in place of this one."""
         return ErrorFeedback.zeros(pieces, self.device)
 
     @contextmanager
     def encoding(
         self, new: "ErrorFeedback", workspace: Any, *, key: int
     ) -> Iterator[dict[str, torch.Tensor | None]]:
-        """Arguments for an encoder that compensates with this and leaves ``new`` behind. ``key``
-        seeds what is drawn."""
+        """Give the arguments for an encoder that adds these residuals and writes ``new`` ones.
+        ``key`` seeds its random numbers."""
         yield {
             "residual": self.sent,
             "residual_scale": self.sent_scale,
@@ -111,18 +111,17 @@ class ErrorFeedback:
             self.reduced_scale.zero_()
 
     def take(self, other: "ErrorFeedback") -> None:
-        """Become ``other``, which becomes what this was: a residual is committed by exchanging
-        references."""
+        """Exchange tensors with ``other``: this commits a residual without a copy."""
         for name in ("sent", "reduced", "sent_scale", "reduced_scale"):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
 
     def join(self, pieces: Pieces, rank: int, divisor: float = 0.0) -> None:
-        """Let what this rank owes as the owner of rows be part of what it sends: tensors that
-        travel whole have none.
+        """Add the reduced residual to the sent one, for tensors that travel whole and have no
+        owner of rows.
 
-        ``divisor``: of the sum of what is sent, where that is not the number of rows.
+        ``divisor``: the number by which sums are divided, if not the number of rows.
         """
         if self.joined:
             return
@@ -135,10 +134,10 @@ class ErrorFeedback:
 
 @dataclass
 class CodedFeedback(ErrorFeedback):
-    """One whose ``sent`` is kept in a codec: floats only while a message is encoded.
+    """Feedback that keeps the sent residual in a codec, and floats only while it encodes.
 
-    For messages whose rows are not sent back. What a codec that is right on average leaves out is
-    noise of zero mean.
+    It serves messages whose rows are not sent back. A codec that is right on average adds noise of
+    zero mean.
     """
 
     # [1, row.row_bytes]
@@ -178,7 +177,7 @@ class CodedFeedback(ErrorFeedback):
         return self._of(self.row, self.device)
 
     def settle(self, pieces: Pieces) -> None:
-        """It is never lazy."""
+        """Do nothing: residuals in a codec are never lazy."""
 
     def floats(self) -> torch.Tensor:
         floats = torch.zeros(self.row.numel, dtype=torch.float32, device=self.device)
@@ -206,7 +205,7 @@ class CodedFeedback(ErrorFeedback):
         workspace.take_back(floats)
 
     def one(self, place: int) -> tuple[torch.Tensor, Pieces]:
-        """The codes of the residual that begins at element ``place``, and their layout alone."""
+        """Give the codes of the residual that begins at element ``place``, and their layout."""
         (line,) = np.flatnonzero(self.row.table[:, SOURCE] == place)
         table = self.row.table[line : line + 1].copy()
         first = int(table[0, COLUMN])
@@ -222,8 +221,7 @@ class CodedFeedback(ErrorFeedback):
 
 
 def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: float) -> None:
-    """Add to ``part``, of which a mean over the ranks is taken, what ``rank`` owes as the owner of
-    rows."""
+    """Add the reduced residual of ``rank`` to ``part``, whose mean over the ranks is taken."""
     own = part[rank * reduced.numel() :][: reduced.numel()]
     own += size * reduced[: own.numel()]
 
@@ -241,7 +239,7 @@ class _Place:
     index: int
 
     def sent(self) -> torch.Tensor:
-        """A view, or a copy of what is kept in a codec: ``put`` it back."""
+        """View the sent residual, or decode a copy: ``put`` it back."""
         line = self.pieces.table[self.index]
         if isinstance(self.feedback, CodedFeedback):
             codes, row = self.feedback.one(int(line[RESIDUAL]))
@@ -273,14 +271,12 @@ class _Place:
 
 
 class ResidualStore:
-    """All residuals of one state on one rank, found by (parameter name, offset) whatever message
-    carries them today.
+    """Residuals of one state on one rank, by (parameter name, offset), independent of messages.
 
-    ``attach`` is called when a message is first seen. If its pieces were part of other messages
-    before, their residuals move over unchanged; if they were loaded from a checkpoint, they start
-    from there.
+    A message calls ``attach`` when it is first sent. Residuals of its pieces that other messages
+    carried before move over unchanged; those of a checkpoint start from there.
 
-    ``kind`` and ``block``: of the codec in which residuals are kept, in place of float32
+    ``kind`` and ``block`` name a codec in which residuals are kept instead of float32
     (``CodedFeedback``).
     """
 
@@ -320,28 +316,27 @@ class ResidualStore:
             place.feedback.settle(place.pieces)
 
     def places(self) -> list[tuple[Key, torch.Tensor, torch.Tensor]]:
-        """(key, sent, reduced) of every piece, in the same order on every rank; views, plain
-        residuals.
+        """List (key, sent, reduced) of every piece, as views, in the same order on every rank.
 
-        Loaded pieces that no message has brought yet are among them: saving right after loading
-        loses nothing.
+        Pieces that were loaded and belong to no message yet are among them, so saving right after
+        loading loses nothing.
         """
         return [(key, kept[0], kept[1]) for key, kept in self.every().items()]
 
     def every(self) -> dict[Key, Residual]:
-        """Give what ``places`` gives, by key."""
+        """Map each key to its (sent, reduced), as ``places`` lists them."""
         self.settle()
         every = self._loaded | {key: place.every() for key, place in self._places.items()}
         return {key: every[key] for key in sorted(every)}
 
     def codes(self) -> dict[Key, torch.Tensor]:
-        """Residuals as they are kept in a codec, for an exact resume; views."""
+        """View residuals in their codec, for an exact resume."""
         return self._codes | {
             key: place.codes() for key, place in self._places.items() if self.kind is not None
         }
 
     def load_codes(self, codes: Mapping[Key, torch.Tensor]) -> None:
-        """Replace all residuals by what ``codes`` gave."""
+        """Replace all residuals by those of ``codes``."""
         self.load({})
         self._codes = dict(codes)
         for key, place in self._places.items():
@@ -359,7 +354,7 @@ class ResidualStore:
         mine.copy_(codes)
 
     def of(self, key: Key, numel: int) -> Residual:
-        """Residuals of one piece; of one that is not known zeros, and nothing reduced."""
+        """Give the residuals of one piece; zeros if it is unknown."""
         if key in self._places:
             place = self._places[key]
             place.feedback.settle(place.pieces)
@@ -367,9 +362,9 @@ class ResidualStore:
         return self._loaded.get(key) or (torch.zeros(numel), torch.zeros(0))
 
     def owed(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
-        """Add this rank's part of what is owed of parameter ``name`` to ``out``, laid out like it.
+        """Add this rank's share of the residual R of parameter ``name`` to ``out``.
 
-        Its mean over the ranks is all of it: R = mean(sent) + the reduced residuals side by side.
+        The mean over the ranks is R = mean(sent) + the reduced residuals side by side.
         """
         for (whose, offset), sent, reduced in self.places():
             if whose == name:
@@ -378,13 +373,12 @@ class ResidualStore:
                 add_reduced(part, reduced, rank, size)
 
     def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
-        """``owed``, of a gradient whose exact mean will carry it: nothing of this parameter is owed
-        any more."""
+        """Add the share as ``owed`` does, to a gradient that is reduced exactly, and clear it."""
         self.owed(name, out, rank, size)
         self.clear((name,))
 
     def clear(self, names: Container[str]) -> None:
-        """Owe nothing of these parameters."""
+        """Set the residuals of these parameters to zero."""
         for key, sent, reduced in self.places():
             if key[0] in names:
                 sent.zero_()
@@ -392,8 +386,7 @@ class ResidualStore:
                 self._written(key, sent)
 
     def scale(self, name: str, factor: torch.Tensor, rank: int) -> None:
-        """Count what is owed of parameter ``name`` in other units from now on: multiplied by
-        ``factor``, element by element."""
+        """Multiply the residuals of parameter ``name`` by ``factor``, element by element."""
         for (whose, offset), sent, reduced in self.places():
             if whose == name:
                 part = factor.view(-1)[offset : offset + sent.numel()]
@@ -403,7 +396,7 @@ class ResidualStore:
                 self._written((whose, offset), sent)
 
     def decay(self, names: Container[str], factor: float) -> None:
-        """Owe only ``factor`` times as much of these parameters."""
+        """Multiply the residuals of these parameters by ``factor``."""
         for key, sent, reduced in self.places():
             if key[0] in names:
                 sent.mul_(factor)
@@ -411,12 +404,12 @@ class ResidualStore:
                 self._written(key, sent)
 
     def _written(self, key: Key, sent: torch.Tensor) -> None:
-        """``sent`` of ``places`` has been changed."""
+        """Keep ``sent`` of ``places`` after it was changed."""
         if key in self._places:
             self._places[key].put(sent)
 
     def take(self, names: Container[str]) -> dict[Key, Residual]:
-        """Hand over what is owed of these parameters: here it is not known any more."""
+        """Remove the residuals of these parameters from the store, and return them."""
         taken = {key: kept for key, kept in self.every().items() if key[0] in names}
         for key in taken:
             self._places.pop(key, None)
@@ -424,12 +417,11 @@ class ResidualStore:
         return taken
 
     def bring(self, residuals: Mapping[Key, Residual]) -> None:
-        """Owe this too, of pieces that are not known; it waits for a message that brings them."""
+        """Add residuals of unknown pieces; they wait for a message that attaches them."""
         self._loaded |= residuals
 
     def add(self, key: Key, first: int, more: torch.Tensor, numel: int, width: int) -> None:
-        """Add to what was sent of a piece, from element ``first`` on; it may not be known so
-        far."""
+        """Add to the sent residual of a piece, known or not, from element ``first`` on."""
         sent, reduced = self.of(key, numel)
         sent[first : first + more.numel()] += more.to(sent.device)
         self._written(key, sent)
@@ -437,14 +429,13 @@ class ResidualStore:
             self._loaded[key] = (sent, reduced if reduced.numel() else torch.zeros(width))
 
     def become(self, residuals: Mapping[Key, Residual]) -> None:
-        """Owe this and nothing else, of pieces that are cut anew: each waits for a message that
-        brings it."""
+        """Replace everything by residuals of pieces that are cut anew; each waits for a message."""
         self._places.clear()
         self._codes.clear()
         self._loaded = dict(residuals)
 
     def move_to(self, other: "ResidualStore") -> None:
-        """The other store owes it from now on."""
+        """Move all residuals into another store."""
         other.load({key: (sent.clone(), reduced.clone()) for key, sent, reduced in self.places()})
         self.load({})
 
@@ -454,8 +445,8 @@ class ResidualStore:
             self._check(key, self._places[key], *residuals[key])
 
     def load(self, residuals: Mapping[Key, Residual]) -> None:
-        """Replace all residuals; pieces that no message has brought yet wait for it. All or
-        nothing."""
+        """Replace all residuals, or none if one does not fit; unattached pieces wait for a
+        message."""
         self.check(residuals)
         self.settle()
         self._codes.clear()

@@ -12,7 +12,7 @@ UNSEARCHED = 1e-3  # the rate of codecs that are asked for by name
 
 @dataclass(frozen=True)
 class Contender:
-    """``lr`` is the peak of the learning rate: see ``commpress demo --search``."""
+    """``lr`` is the peak of the learning rate; ``commpress demo --lr`` tries others."""
 
     name: str
     what: str

@@ -202,7 +202,7 @@ class Racer:
 
 def warm(rank: int, size: int, lanes: list[Lane], report: Callable[[float, str], None]) -> None:
     """A few steps of each way: what is compiled and connected once is not in anybody's time."""
-    # a warning would go between the lines of the live table
+    # a warning would go between the lines of the table
     logging.getLogger("commpress").setLevel(logging.ERROR)
     for i, lane in enumerate(lanes):
         report(i / len(lanes), lane.name)
