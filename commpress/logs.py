@@ -1,6 +1,6 @@
-"""Messages about what all ranks know: the first one gives them, so that a run says each once.
+"""Messages that concern all ranks: rank 0 logs them, so that a run says each once.
 
-``rank`` is that among those who know it. Others have the message for who looks at DEBUG.
+``rank`` counts among the ranks concerned. The others log the message at level DEBUG.
 """
 
 import logging
@@ -14,5 +14,5 @@ def warn_on_first(rank: int, message: str, *args: object) -> None:
 
 
 def tell_on_first(rank: int, message: str, *args: object) -> None:
-    """Log what is as it should be, once for all ranks."""
+    """Log an expected event, once for all ranks."""
     log.log(logging.DEBUG if rank else logging.INFO, message, *args, stacklevel=2)

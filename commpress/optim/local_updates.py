@@ -1,10 +1,10 @@
-"""Local updates: every rank trains by itself for a round of steps, then all exchange what changed,
+"""Local updates: every rank trains by itself for a round of steps, then all exchange their changes
 once.
 
     Δᵢ = Θ − θᵢ       aᵢ = K·wᵢ/Σw · Δᵢ + ρ·eᵢ  Δ̄ = mean of Q(aᵢ), the same bits on every rank
     Θ ← Outer(Θ, Δ̄)   θᵢ ← α·θᵢ + (1 − α)·Θ   α = τ / (τ + H): τ steps of H were computed meanwhile
 
-θᵢ are the parameters of rank i, Θ the shared weights, w counts what a rank has trained on.
+θᵢ are the parameters of rank i, Θ the shared weights, w its steps or tokens.
 ``fragments`` of the parameters take turns within a round; with ``overlap`` a fragment's exchange
 runs while the next so many steps are computed. By default a round is as short as it can be while
 its exchange hides behind computing.
@@ -56,8 +56,9 @@ WEIGHTS = ("equal", "tokens", "steps")
 
 
 class LocalUpdates(torch.optim.Optimizer):
-    """Trains with ``inner`` on every rank by itself and exchanges changes once a round. Takes the
-    optimizer's place in a loop, and in what expects one: schedulers of learning rates, GradScaler,
+    """Train with ``inner`` on every rank by itself, and exchange changes once a round.
+
+    This takes the optimizer's place in a loop, in learning rate schedulers, GradScaler and
     Accelerate's ``prepare``.
 
     - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel
@@ -75,14 +76,12 @@ class LocalUpdates(torch.optim.Optimizer):
       round.
     - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of
       the rank's own weights when it arrives, by default overlap / (overlap + every).
-    - ``process_group``: the ranks that average. Inside it may stand another kind of parallelism,
-      such as FSDP2 or tensor parallelism over other ranks, which then leave out together what is
-      not finite in a shard of one of them. Experts that are divided among these ranks are not
-      averaged: each rank trains its own, in every step.
+    - ``process_group``: the ranks that average. Each of them may stand for other ranks under FSDP2
+      or tensor parallelism, which together leave out a change that is not finite in the shard of
+      one of them. Local experts are not averaged: each rank trains its own, in every step.
     - ``mesh``: in place of ``process_group``, the whole mesh of a model under tensor parallelism:
       ranks average over the dimensions in which no parameter is cut.
-    - ``exact_steps``: steps before the first round in which all ranks train as one: their gradients
-      are averaged exactly.
+    - ``exact_steps``: steps before the first round, in which gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``store``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore
       of this rank's own, which also has the residuals, under ``prefix``, and brings those of a
@@ -233,10 +232,10 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, *, tokens: int = 0) -> Any:
-        """A step of each inner optimizer; then, where it is time, an exchange. ``tokens``: what the
-        step was computed from.
+        """Step each inner optimizer; at the end of a round, exchange. ``tokens``: the number that
+        the step was computed from.
 
-        With a GradScaler a rank whose gradients overflowed leaves its step out, and takes part in
+        With a GradScaler a rank with overflowed gradients leaves its step out, and takes part in
         the exchange all the same.
         """
         loss = loss_of(closure)
@@ -556,11 +555,11 @@ class LocalUpdates(torch.optim.Optimizer):
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among other ranks, those of the channels by now; collective. Call the result when
-        all have come as far.
+        """Continue among the present ranks of the channels; collective. Call the result when all
+        have come as far.
 
-        An exchange that was under way counts if some rank has finished it, else what was trained
-        goes with the next. A round begins on all ranks. Who is new needs ``load_shared_state``.
+        An exchange under way counts if some rank has finished it; else its changes go with the
+        next. A round begins on all ranks. Newcomers need ``load_shared_state``.
         """
         return run(self.reforming(change))
 
@@ -579,8 +578,7 @@ class LocalUpdates(torch.optim.Optimizer):
         self._begin_round()
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Let the others take over what these ranks owe, which are about to leave; collective over
-        all, between exchanges."""
+        """Hand the residuals of leaving ranks to the others; collective, between exchanges."""
         for fragment in self.fragments:
             fragment.bring(self.exchanges)
         self.channel.run(self.handover.leaving(leaving, {"": self.exchanges.residuals}))
@@ -593,16 +591,15 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take over another rank's ``shared_state``; parameters are Θ then. What this rank's
-        compression owes stays."""
+        """Take over another rank's ``shared_state``: parameters become Θ, this rank's residuals
+        stay."""
         local_checkpoint.load_common(self, state)
 
     # ------------------------------------------------------------ the end
 
     @property
     def pending(self) -> bool:
-        """True if this rank has trained what the others do not know of, or waits for an exchange
-        under way."""
+        """True if this rank has changes that it has not exchanged, or waits for an exchange."""
         return self.flight is not None or any(fragment.steps for fragment in self.fragments)
 
     def drain(self) -> None:
@@ -657,11 +654,11 @@ class LocalUpdates(torch.optim.Optimizer):
             return (yield from local_checkpoint.exact(self))
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """This rank's part of a state for any number of ranks; collective. Load the parts of all
-        ranks, on each.
+        """Give this rank's part of a state for any number of ranks; collective. Load the parts of
+        all ranks, on each.
 
-        What is under way arrives first. What ranks have trained since their last exchange is in it
-        as its mean, with what compression owes: who loads it starts from there, on all ranks alike.
+        An exchange under way arrives first. Changes since the last exchange are in the state as
+        their mean, with the residuals: all ranks that load it start from there, alike.
         """
         return run(self.saving_elastically())
 

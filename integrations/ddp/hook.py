@@ -91,30 +91,29 @@ def compress(
     dims: Mapping[str, Any] | None = None,
     **options: Unpack[HookOptions],
 ) -> Any:
-    """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds
+    """Compress the gradients of ``ddp`` from its next backward on; return the state, which holds
     residuals and counters.
 
     ``codec="auto"`` tries no compression, ``int8``, ``int4`` and, in one level, ``powersgd-4`` for
-    a few steps each and keeps the fastest, powersgd only while it keeps back at most two gradients.
-    ``"auto+sign"`` tries that too, whatever it keeps back, and so any codec or several;
-    ``"auto:int8,sign"`` these alone. ``PerLayer`` chooses a codec for every layer again and again.
-    ``plan``: a file that ``commpress plan`` wrote, or what it holds, in place of a codec. Where
-    that is no compression, DDP gets no hook, as if this had never been called.
+    a few steps each and keeps the fastest; powersgd only while its residual is at most two
+    gradients. ``"auto+sign"`` tries ``sign`` as well, however large its residual;
+    ``"auto:int8,sign"`` tries these alone. ``PerLayer`` chooses a codec for every layer, again and
+    again. ``plan``: a file written by ``commpress plan``, or its content, in place of a codec. If
+    the plan advises no compression, DDP gets no hook.
 
-    ``topology="auto"`` adds up inside a node, exactly, and compresses what leaves it, where the
-    launcher says which ranks share one; None reduces flat. Groups whose ranks may change, exact
-    codecs and trials of low-rank codecs are flat unless ranks of nodes are named, and so is a
-    ``plan`` that does not name them.
+    ``topology="auto"`` sums exactly inside a node and compresses between nodes, if the launcher
+    says which ranks share one; None reduces flat. Groups whose ranks may change, exact codecs and
+    trials of low-rank codecs are flat unless the topology is given, and so is a ``plan`` without
+    one.
 
     Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression
     in ``exclude``, travel exactly. ``options`` are those of ``CompressedState``.
 
     ``mesh`` with ``dims={"dp": "int8", "pp": "int4"}``: the codec of each dimension of a mesh by
-    name, in place of ``codec``; what is not named, such as tensor-parallel traffic, stays exact.
-    ``ddp`` may then also be a model as it is, whose replicas are made here, one under
-    ``fully_shard``, or the stages of a pipeline or their schedule. All ranks that must stay
-    together agree. Returns the states by name (``integrations.ddp.mesh.MeshStates``). See
-    ``docs/meshes.md``.
+    name, in place of ``codec``; other traffic, such as that of tensor parallelism, stays exact.
+    ``ddp`` may then also be a bare model, a model under ``fully_shard``, or the stages of a
+    pipeline or their schedule. All ranks that must stay equal agree. Returns the states by name
+    (``integrations.ddp.mesh.MeshStates``). See ``docs/meshes.md``.
     """
     if mesh is not None or dims is not None:
         from commpress.integrations.ddp.mesh import compress_mesh  # which is built on this file
@@ -150,8 +149,7 @@ def compress(
 
 
 def _divides(codec: Any, ddp: DistributedDataParallel, options: HookOptions) -> bool:
-    """True if two levels take nothing away from what this run can do, so that "auto" may ask the
-    launcher."""
+    """Return true if this run can do everything in two levels too: "auto" may ask the launcher."""
     if (
         ddp.process_group.size() == 1
         or can_reform(ddp.process_group)
@@ -186,36 +184,35 @@ def compressed_allreduce_hook(
 
 
 class CompressedState:
-    """State of the hook between calls: residuals, counters, one worker and a process group of its
-    own.
+    """State of the hook between calls: residuals, counters, a worker and a process group.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other
-    groups: it makes a new one. Gradients that no codec knows (float64, complex, sparse) are
-    averaged by torch's own all-reduce; ``counters`` say how many.
+    groups: it makes a new one. torch's own all-reduce averages gradients that codecs do not take
+    (float64, complex, sparse); ``counters`` count them.
 
-    - ``codec``, ``min_numel``, ``exclude``: what travels how; see ``compress``.
+    - ``codec``, ``min_numel``, ``exclude``: see ``compress``.
     - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to
       match. Without it, parameters are numbered in the order in which DDP first brings them.
-    - ``error_feedback``: True keeps what compression leaves out and sends it later; False forgets,
+    - ``error_feedback``: True keeps the error of compression and sends it later; False drops it,
       which does not converge.
     - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks,
       warns and counts; "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient
       on all ranks. No residual changes.
-    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these
-      are more than the ranks of ``process_group``: with tensor parallelism the whole mesh. What is
-      not finite on one of them then makes all buckets of that step zeros on all of them, or raises
-      on all. Not the stages of a pipeline, whose backwards wait for each other.
+    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, if these are
+      more than the ranks of ``process_group``: with tensor parallelism the whole mesh. A value that
+      is not finite on one of them makes all buckets of that step zeros on all of them, or raises on
+      all. Not for stages of a pipeline, whose backwards wait for each other.
     - ``grad_scaler``: pass AMP's GradScaler. Residuals are then kept in unscaled units, a bad
       gradient reaches the scaler as infinity so that it skips the step, and residuals of a skipped
       step stay as they were.
-    - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate
-      variances).
-    - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what
-      the launcher says). Sums inside a node are then exact and only what crosses between nodes is
-      compressed; see ``docs/hierarchy.md``. The ``Links`` that ``commpress probe`` measured decide
-      whether that is faster than one level.
-    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compression seems to harm
-      the run.
+    - ``exact_steps``: the number of first steps without compression (a warm-up for optimizers that
+      estimate variances).
+    - ``topology``: the ranks of each node, as a ``Topology``, in words ("2x4") or "auto" (from the
+      launcher). Sums inside a node are then exact, and only traffic between nodes is compressed;
+      see ``docs/hierarchy.md``. ``Links`` measured by ``commpress probe`` decide whether that is
+      faster than one level.
+    - ``alarm``: an ``Alarm``, or its ``then`` alone: the reaction if compression seems to harm the
+      run.
 
     ``measure_every`` says how many steps lie between measurements of the compression error (100; 0:
     none; none with a topology), and may be set at any time.
@@ -321,13 +318,13 @@ class CompressedState:
             )
 
     def _codecs(self, numel: int) -> list[Codec]:
-        """Codecs that a tensor of so many elements may come to have."""
+        """Codecs that the choice may give to a tensor of this size."""
         if methods := methods_of(self.options["codec"]):
             return [codec_named(each) for each in methods[1:]]
         return [] if self.choice.usual is None else [self.choice.usual.choose("", numel)]
 
     def _check(self, *, named: bool, agrees: bool) -> None:
-        """Refuse what makes no sense together, the same on every rank."""
+        """Refuse options that do not go together, the same on every rank."""
         o, tries = self.options, methods_of(self.options["codec"])
         codec = o["codec"]
         if o["exclude"] and not named:
@@ -379,7 +376,7 @@ class CompressedState:
 
     @property
     def _uncompressed(self) -> bool:
-        """True if that is what was asked for."""
+        """Return true if the caller asked for no compression."""
         codec = self.options["codec"]
         return not codec.compresses if isinstance(codec, Planned) else codec in (NONE, EXACT)
 
@@ -481,16 +478,15 @@ class CompressedState:
     def _reduce_plainly(
         self, bucket: dist.GradBucket, *, last: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        """A bucket of a step that torch's own all-reduce carries; the first such step after a trial
-        carries what is owed."""
+        """Reduce a bucket of an uncompressed step by torch's own all-reduce; the first such step
+        after a trial carries the residuals."""
         self._pay(bucket, last=last)
         if last:
             self._backward, self._finished = None, self.step
         return self._plain.reduce(bucket, last=last)
 
     def _pay(self, bucket: dist.GradBucket, *, last: bool) -> None:
-        """Add what is owed to the gradients, where it is due: their mean, or they themselves, will
-        be exact."""
+        """Add the residuals to the gradients once these, or their mean, travel exactly."""
         if self._owing and self._plain.compressible(bucket):
             scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -559,8 +555,8 @@ class CompressedState:
     def _averaged(
         self, bucket: torch.Tensor, begin: Callable[[], Work], round: Round
     ) -> Steps[None]:
-        """A bucket that torch's own all-reduce carries; what is not finite in a step without
-        compression is left as it is.
+        """Average a bucket by torch's own all-reduce; values that are not finite stay in an
+        uncompressed step.
 
         Note: the thread. A call that begins on autograd's ends the backward when it fails, before
         DDP has finished it.
@@ -635,12 +631,11 @@ class CompressedState:
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among other ranks, those of the channel by now; collective. Call the result when
-        all have come as far.
+        """Continue among the present ranks of the channel; collective. Call the result when all
+        have come as far.
 
-        The step that was under way counts if it did so for others, or is left out. Every rank then
-        knows what all have in common: steps, codecs, bases. A trial of codecs that was under way
-        begins anew.
+        The step under way counts if it counts for others, else it is left out. Afterwards all ranks
+        share steps, codecs and bases. A trial of codecs under way begins anew.
         """
         for option, names in self._names_ranks.items():
             if names:
@@ -680,8 +675,7 @@ class CompressedState:
         self._owing = self.channel.size == 1 or self._now.policy is None
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Let the others take over what these ranks owe, which are about to leave; collective over
-        all, between steps."""
+        """Hand the residuals of leaving ranks to the others; collective, between steps."""
         self.channel.run(self.handover.leaving(leaving, {"": self.residuals}))
 
     # ------------------------------------------------------------ checkpoints
@@ -695,10 +689,10 @@ class CompressedState:
         return state | self.exchanges.choices() | self.choice.saved()
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint that fits any world size if the parts of all ranks are
-        loaded; collective.
+        """Give this rank's part of a checkpoint; the parts of all ranks together fit any world
+        size. Collective.
 
-        In two levels it holds both forms: what a rank keeps there belongs to its node, so the exact
+        In two levels it holds both forms: a rank's residuals there belong to its node, so the exact
         form alone would not do.
         """
         own = self.state_dict()
@@ -768,8 +762,8 @@ class CompressedState:
 
 
 class Plain:
-    """torch's own all-reduce behind the hook: for steps that a choice leaves uncompressed, and for
-    what no codec knows."""
+    """torch's own all-reduce behind the hook, for uncompressed steps and for dtypes without a
+    codec."""
 
     def __init__(self, group: dist.ProcessGroup, counters: Counters) -> None:
         self.group, self.counters = group, counters

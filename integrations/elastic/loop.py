@@ -4,10 +4,10 @@
     epochs=3):
         ...
 
-A step that fails because a rank has died, left or come is repeated by those who are there then, or,
-where somebody has committed it, taken over from there. Nobody votes on a step: who begins the
-exchange of the next one has committed this one, so ranks are at most one step apart. Newcomers and
-ranks behind are healed by those who are not, over the loop's own channel.
+If a step fails because a rank has died, left or joined, the present ranks repeat it, or take it
+over from a rank that has committed it. Nobody votes on a step: a rank that begins the exchange of
+the next one has committed this one, so ranks are at most one step apart. The other ranks heal
+newcomers and ranks that are behind, over the loop's own channel.
 """
 
 import logging
@@ -115,33 +115,32 @@ def elastic(
 
 
 class Elastic:
-    """Steps of a run over the default group, of backend "commpress", that go on whoever dies,
-    leaves or joins.
+    """Iterate over the steps of a run in the default group (backend "commpress") while ranks die,
+    leave or join.
 
-    - ``train_step``: takes the batch and does one step: forward, backward, ``optimizer.step()``
-      once, what follows it. It is called again where it failed. Collectives of your own belong
-      before ``optimizer.step()``.
-    - ``state``: what has to be the same on all ranks, by name: the model, optimizers, schedulers, a
-      GradScaler. The position in the data and what ``compress`` keeps need not be named.
+    - ``train_step``: takes a batch and does one step: forward, backward, one ``optimizer.step()``.
+      A failed step is called again. Collectives of your own belong before ``optimizer.step()``.
+    - ``state``: objects that must be the same on all ranks, by name: the model, optimizers,
+      schedulers, a GradScaler. The position in the data and residuals need not be named.
     - ``data``: a DataLoader with an ``ElasticSampler``; None: ``train_step`` takes nothing. Where
       the sampler's ``batch_size`` is k times the loader's, a step takes a list of k batches
       (gradient accumulation).
     - ``epochs``, ``steps``: the end, whichever comes first.
     - ``build``: for models and optimizers that are divided among the ranks, in place of
-      ``train_step`` and ``state``: makes both for the ranks that there are. Called again after
+      ``train_step`` and ``state``: constructs both for the present ranks. It is called again after
       every change; then the last snapshot is loaded.
     - ``snapshots``: a folder, or ``Snapshots``.
     - ``minimum``: ranks below which no step is taken; the others wait ``patience`` seconds for
       newcomers.
-    - ``join``: where the others are, as ``group.contact`` says it, or a store's "host:port"; by
-      default COMMPRESS_JOIN. Who joins starts as a group of one (``init_process_group("commpress",
-      rank=0, world_size=1, ...)``).
-    - ``timeout``: of each agreement on who is there; None: that of the group.
+    - ``join``: the address of the others: ``group.contact`` of one of them, or "host:port" of a
+      store; by default COMMPRESS_JOIN. A newcomer starts as a group of one
+      (``init_process_group("commpress", rank=0, world_size=1, ...)``).
+    - ``timeout``: of each agreement on the members; None: that of the group.
     - ``hash_every``: steps between two hashes of the weights in the events; by default
       COMMPRESS_HASH_EVERY, or never. Not with ``build``.
     - ``events``: a file for them; by default COMMPRESS_EVENTS.
 
-    ``leave()``, or a first SIGTERM, has this rank hand over what it owes, and ends its loop.
+    ``leave()``, or a first SIGTERM, hands this rank's residuals over and ends its loop.
     """
 
     def __init__(
@@ -318,9 +317,11 @@ class Elastic:
         self._tell("end", **self.counters.as_dict())
 
     def leave(self) -> None:
-        """End this rank's loop soon: when the others have taken over what it owes. Of divided
-        models, after the next snapshot; with local updates, after the next exchange. Where nobody
-        stays, a last snapshot is taken."""
+        """End this rank's loop as soon as the others have taken over its residuals.
+
+        Divided models end after the next snapshot, local updates after the next exchange. If nobody
+        stays, a last snapshot is taken.
+        """
         self.attendance.leave()
 
     @property
@@ -373,8 +374,7 @@ class Elastic:
         self._save()
 
     def _count(self, seconds: float) -> None:
-        """A step in which this rank has taken part counts: who begins the exchange of the next one
-        says so."""
+        """Count the last step as committed: this rank begins the exchange of the next one."""
         share, position, place = self._sent
         counters = self.counters
         self._counted = self.step
@@ -400,8 +400,8 @@ class Elastic:
         )
 
     def _all_have_ended(self) -> bool:
-        """All ranks have; if not, some are behind or new, and those who are not repeat what they
-        have not committed."""
+        """Return true if all ranks have ended; else some are behind or new, and the others repeat
+        steps that these have not committed."""
         if not self._vote(False, "end"):
             return True
         try:
@@ -458,7 +458,7 @@ class Elastic:
     # ------------------------------------------------------------ faults
 
     def _recover(self, fault: CommunicationError, error: Exception) -> None:
-        """The step has failed: put back what it has changed, and go on with who is left."""
+        """Undo the failed step, and go on with the ranks that are left."""
         self._note(fault)
         log.warning("step %d was interrupted: %s", self.step, fault)
         self._failures += not self._others_reform()
@@ -482,8 +482,8 @@ class Elastic:
         self._reform()
 
     def _reform(self, *, between: bool = False) -> None:
-        """Agree on who is there, until somebody is and all of them are alike. ``between``: all are
-        at the end of a round."""
+        """Agree on the members until they are enough and all alike. ``between``: all are at the end
+        of a round."""
         begun, failed = monotonic(), 0
         self.counters.reforms += 1
         while True:
@@ -534,8 +534,7 @@ class Elastic:
         self._tell("reform", pause=pause, lost=list(change.lost), new=list(change.new))
 
     def _goes(self, change: Change, leavers: Sequence[int]) -> bool:
-        """Have those who stay take over what the leavers owe; True if this rank is one of them, and
-        has gone."""
+        """Hand the residuals of leaving ranks to the others; return true if this rank has left."""
         stay = [rank for rank in range(change.size) if rank not in leavers]
         if stay:
             self.group.hand_over(leavers)
@@ -556,7 +555,7 @@ class Elastic:
 
     @property
     def _knocks(self) -> bool:
-        """A newcomer is at the door of this rank, and it is not one of those who never get in."""
+        """Return true if a newcomer that may still get in waits at this rank's door."""
         waiting = bool(self.group.waiting)  # sends away who is unlike the others
         return (
             waiting
@@ -597,8 +596,8 @@ class Elastic:
         return change
 
     def _settle(self, change: Change) -> None:
-        """Make all ranks alike: those who are new, behind, or halfway through a step that others
-        have finished."""
+        """Make all ranks alike: newcomers, ranks behind, and ranks halfway through a step that
+        others have finished."""
         if self.batches.sampler is not None:
             self.batches.sampler.reform(change)
         if self.build is not None:
@@ -756,8 +755,7 @@ class Elastic:
     # ------------------------------------------------------------ snapshots
 
     def _save(self) -> None:
-        """Keep this step, where that is due, once all have agreed to it. Divided models let go who
-        wants to leave after it."""
+        """Take a snapshot if it is due and all agree; divided models let ranks go after it."""
         if self.snapshots is None or self.step % self.snapshots.every:
             return
         leaves = False
@@ -802,7 +800,7 @@ class Elastic:
     # ------------------------------------------------------------ divided models
 
     def _let_go(self) -> None:
-        """Of what belongs to the ranks that there were."""
+        """Let go of objects that belong to the former ranks."""
         self._mark.close()
         assert self.build is not None
         objects = self.state.objects
@@ -810,8 +808,8 @@ class Elastic:
         self.build.let_go(objects)
 
     def _rebuild(self, *, built: bool = False, of: Sequence[int] = ()) -> None:
-        """Construct what is divided for the ranks that there are, as the newest snapshot ``of``
-        some has it, or as it began."""
+        """Construct divided objects for the present ranks, from the newest snapshot ``of`` some of
+        them, or as at the beginning."""
         assert self.build is not None
         assert self.snapshots is not None
         if not built:
