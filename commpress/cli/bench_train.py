@@ -39,7 +39,8 @@ def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Traine
     size = training.ONE_BUCKET if name.startswith("powersgd") else bucket_mb
     ddp = DistributedDataParallel(load.model(), gradient_as_bucket_view=True, bucket_cap_mb=size)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True)
-    training.attach(ddp, name, measure_every=0)
+    if (state := training.attach(ddp, name)) is not None:
+        state.measure_every = 0
     return training.Trainee(name, ddp, optimizer, load)
 
 

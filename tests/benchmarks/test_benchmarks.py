@@ -299,7 +299,8 @@ def test_every_command_that_a_page_shows_is_one(page, monkeypatch, tmp_path):
         for word in arguments:
             if word.endswith((".json", ".pt")) and "/" not in word:
                 Path(word).write_text('{"model_type": "gpt2"}')
-        (cli.parser() if program == "commpress" else parser()).parse_args(arguments)
+        own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        (cli.parser() if program == "commpress" else parser()).parse_args(own)
 
 
 def test_commands_are_found_in_blocks_and_between_words():

@@ -1,4 +1,4 @@
-"""What ``make release`` refuses to tag."""
+"""Refusals of ``make release``."""
 
 import sys
 import tarfile
