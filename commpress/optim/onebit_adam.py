@@ -103,8 +103,8 @@ class FreezingOptimizer(CompressedOptimizer):
         return float((yield from self.gathered([total])).sum()) if self.divided else total
 
     def ends_warmup(self) -> Steps[bool]:
-        """End of the warm-up, if it comes with the step that was taken; then what is owed of
-        gradients is owed of momentum."""
+        """End the warm-up if the last step was its last; residuals of gradients become residuals of
+        momentum."""
         step = self.steps_done
         self.tensors.record(step, self._variances)
         if self.freeze.probes(step):
@@ -126,7 +126,7 @@ class FreezingOptimizer(CompressedOptimizer):
         )
 
     def ready(self) -> Steps[list[int]]:
-        """Live tensors that have been so for long enough and whose variance may stand still."""
+        """Tensors that have been live for long enough and whose variance may freeze."""
         live, _ = self.tensors.part(self.numbers)
         woken = self.tensors.thawed_at.tolist()
         rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
@@ -173,8 +173,7 @@ class FreezingOptimizer(CompressedOptimizer):
             self.quantized.residuals.scale(self._flat.names[i], share, self.channel.rank)
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """One exact message brings what is owed into momentum; then these are live, and nothing is
-        owed."""
+        """Add the residuals to momentum by one exact message, and make these tensors live."""
         warn_on_first(
             self.channel.rank,
             "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact "
@@ -192,7 +191,7 @@ class FreezingOptimizer(CompressedOptimizer):
         self._let_wake(indices)
 
     def _take_owed(self, indices: Sequence[int]) -> None:
-        """m := m + s·what is owed, which is in ``work``, within Adam's own bound."""
+        """m := m + s·residual (in ``work``), within Adam's own bound."""
         for i in indices:
             owed = self.own(self._flat.view(self.work, i), i)
             self._momenta[i].addcmul_(owed, self.unit(i))
@@ -211,19 +210,18 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     groups: it makes a new one. Under DistributedDataParallel also call ``commpress.overlap(ddp,
     optimizer)``: gradients are then not reduced twice.
 
-    - ``exact_steps``: so many exact steps (15 to 25 % of a run is usual), "auto" (default) ends
-      them when the variance is stable, or a ``schedules.Freeze``.
-    - ``codec``, ``min_numel``: how momentum travels; smaller tensors travel exactly.
+    - ``exact_steps``: the number of exact steps (15 to 25 % of a run is usual), "auto" (default):
+      until the variance is stable, or a ``schedules.Freeze``.
+    - ``codec``, ``min_numel``: the codec of momentum; smaller tensors travel exactly.
     - ``spiky_codec``: for gradients of tensors whose variance does not freeze, because it is
       concentrated in few elements or zero somewhere (embeddings, output layers); "bits4" sends half
       as much, and moves elements of small gradients later. None: only zeros keep one from freezing,
       and it travels by ``exact_codec``.
-    - ``exact_codec``: how gradients travel in exact steps: "none" (default), "bf16", "int8" on slow
-      links, or "log3" on the slowest, which costs final loss
+    - ``exact_codec``: the codec of gradients in exact steps: "none" (default), "bf16", "int8" on
+      slow links, or "log3" on the slowest, which costs final loss.
     - ``variance_floor``: no element's frozen variance is taken as less than this share of its
       tensor's mean.
-    - ``error_feedback``: False forgets what compression leaves behind, which does not converge; to
-      show just that.
+    - ``error_feedback``: False drops the residuals, which does not converge; to show just that.
     - ``max_grad_norm``: clips by one factor that all ranks agree on. Do not use
       ``clip_grad_norm_``: gradients are local.
     - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing is changed either
@@ -235,7 +233,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
       group or DeviceMesh of all ranks that must stay equal, where these are more, as in pipelines.
       No ``max_grad_norm`` then, unless parameters are DTensors.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
-    - ``grad_scaler``: AMP's GradScaler, if there is one: it is told what all ranks agreed on.
+    - ``grad_scaler``: AMP's GradScaler, which then follows the verdict of all ranks.
 
     On one rank it is Adam, in every bit.
     """
@@ -323,7 +321,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take it over; of tensors that froze meanwhile momentum is owed here, no gradients."""
+        """Take it over; residuals of tensors that froze meanwhile become those of momentum."""
         warmed_up, before = self.frozen, self.tensors.frozen.tolist()
         super().load_shared_state(state)
         if self.frozen and not warmed_up:
@@ -349,7 +347,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         return {"frozen_at": self.frozen_at, "trips": self.tensors.trips.tolist()}
 
     def resume(self, schedule: dict[str, Any] | None) -> None:
-        """Without a schedule, what the state says of the tensors is all there is."""
+        """Continue from a schedule, or from the states of tensors alone if there is none."""
         if schedule is None:
             _, frozen = self.tensors.part(self.numbers)
             self.frozen_at = min((int(self.tensors.frozen_at[i]) for i in frozen), default=None)
@@ -360,8 +358,8 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
 
 class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
-    """AdamW: per parameter 12/P bytes of state, 2 of what all know of the variance and 4 of
-    residual on each rank.
+    """AdamW with 12/P bytes of state a parameter, 2 for the variance that all ranks know and 4 for
+    the residual, on each rank.
 
     Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step.
     Gradients must be local: under DistributedDataParallel call ``commpress.overlap(ddp,
@@ -391,7 +389,7 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
         self.unknown |= self.due() if self.frozen else (yield from self.ends_warmup())
 
     def sort(self) -> Steps[None]:
-        """Live tensors whose variance may stand still freeze. What is owed of them is owed in units
+        """Freeze live tensors whose variance may stand still, and convert their residuals to units
         of p."""
         for i in self.tensors.part(self.numbers)[1]:
             self.tensors.divide(i)

@@ -104,13 +104,14 @@ class OptimizerOptions(TypedDict, total=False):
 
 
 class CompressedOptimizer(torch.optim.Optimizer, ABC):
-    """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with
-    the answer.
+    """Base of the optimizers; ``OneBitAdam`` explains the options.
 
-    Note: one verdict for all GradScalers. A scaler looks at the gradients of its own rank. So it
-    must call ``step`` in any case, which it does for who supports scaling, and is told afterwards
-    what all ranks agreed on, in the tensors that its ``update`` reads: all halve their scale, or
-    none does. In a step without communication nobody is asked, and none does.
+    Subclasses define the messages of a round and the use of their mean.
+
+    Note: one verdict for all GradScalers. A scaler looks at the gradients of its own rank only. It
+    calls ``step`` in any case, as of optimizers that support scaling, and the verdict of all ranks
+    is then written into the tensors that its ``update`` reads: all halve their scale, or none does.
+    In a step without communication none does.
     """
 
     averages_gradients = True  # of all ranks, in ``step``: nobody else may
@@ -242,10 +243,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         values. It sends nothing itself; the next ``step`` first compares the groups and weights of
         all ranks, and ends an open window of 0/1 Adam.
 
-        What the others have stays theirs in every bit. New ones begin as those of AdamW do, with a
-        count of steps of their own (since ``added_at``, which the group holds), in 1-bit Adam and
-        LAMB live until they have been so for as long as the warm-up took, in 0/1 Adam with as many
-        exact steps of all parameters as a run begins with.
+        State of the other parameters stays the same in every bit. New ones begin as in AdamW, with
+        a count of their own steps (since ``added_at`` in the group). In 1-bit Adam and LAMB they
+        are live for as long as the warm-up took; in 0/1 Adam all parameters take as many exact
+        steps as at the beginning of a run.
         """
         count = len(self.param_groups)
         super().add_param_group(param_group)
@@ -295,7 +296,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._place_experts()
 
     def named_parameters(self) -> tuple[list[torch.Tensor], list[str]]:
-        """Those that all ranks hold, group by group, and what they are called."""
+        """List the parameters that all ranks hold, group by group, and their names."""
         parameters, names = named_parameters(self.param_groups)
         shared = [i for i, p in enumerate(parameters) if not is_held(names[i], p, self._ranks)]
         if parameters and not shared:
@@ -316,7 +317,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         ]
 
     def _place_experts(self) -> None:
-        """Make the state of what not all ranks hold; what earlier ones have stays theirs."""
+        """Make the state of local experts; earlier ones keep theirs."""
         names, known = named_parameters(self.param_groups)[1], self._flat.index
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         own = [
@@ -360,8 +361,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return [i for _, at in self.groups() for i in at]
 
     def is_trained(self, i: int) -> bool:
-        """Like torch's, an optimizer leaves alone what needs no gradient and has none. One that is
-        missing here is zero."""
+        """Return false for parameters that need no gradient and have none, as torch's optimizers
+        do. A gradient that is missing on this rank alone counts as zero."""
         p = self._flat.parameters[i]
         return p.requires_grad or p.grad is not None
 
@@ -370,14 +371,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return [Span(flat.names[i], *flat.places[i]) for i in indices]
 
     def _place(self, flat: Flat) -> None:
-        """Make the buffers of these parameters; what earlier ones had, which are the first of them,
-        stays theirs."""
+        """Make the buffers of these parameters; the first of them, which are known, keep theirs."""
         self.flat = flat
         self.kernels = adam_arithmetic(flat.device)
         self.work = flat.new()
 
     def _lay_out(self, variance: torch.Tensor) -> None:
-        """Tell ``tensors`` of the parameters; ``variance`` is what all ranks know of theirs."""
+        """Describe the parameters to ``tensors``; ``variance`` is the one that all ranks know."""
         flat = self._flat
         every = [
             group for group in self.param_groups for p in group["params"] if id(p) in flat.index
@@ -413,11 +413,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def exchanged(self, kind: RoundKind) -> Steps[bool]:
-        """One round with the other ranks, and what it leads to; whether it was taken, the same on
+        """Take part in one round and apply its outcome; return whether it was taken, the same on
         every rank."""
 
     def local(self, gain: float) -> None:
-        """A step without communication, for those whose ``round`` may say LOCAL."""
+        """Step without communication, in optimizers whose ``round`` may be LOCAL."""
         raise TypeError(
             f"{type(self).__name__}.round() said LOCAL: the class must have local(gain), a step "
             "that sends nothing"
@@ -437,7 +437,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return True
 
     def before(self, kind: RoundKind) -> Steps[None]:
-        """Fetch what a round of this kind needs to know."""
+        """Fetch the values that a round of this kind needs."""
         yield from ()
 
     def after(self, kind: RoundKind) -> Steps[None]:
@@ -445,7 +445,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         yield from ()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """Some rank saw that these tensors are no longer those whose variance was frozen (see
+        """Wake tensors whose gradients no longer fit their frozen variance (see
         ``tensor_states``)."""
         yield from ()
 
@@ -456,8 +456,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     # ------------------------------------------------------------ the own part of every tensor
 
     def _show(self) -> None:
-        """Views of the own part of every tensor, by number: weights, momentum, variance, and the
-        mean of what was sent."""
+        """View the own part of every tensor, by number: weights, momentum, variance and the mean of
+        the messages."""
 
         def views(buffer: torch.Tensor) -> list[torch.Tensor]:
             return [self.part_of(buffer, i) for i in self.numbers]
@@ -552,8 +552,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return taken
 
     def _agree_on_experts(self, kind: RoundKind) -> Steps[None]:
-        """Σ squares, over all ranks, of the gradients of what not all of them hold. In a step that
-        sends nothing those of others are taken to be like the own."""
+        """Sum the squares of gradients of local experts over all ranks. In a step without
+        communication those of other ranks are estimated by the own."""
         if self.experts is None:
             return
         squares = inf if self.overflowed else self.experts.squares(self.gain())
@@ -577,7 +577,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.experts.step(self.gain() * self.clipping.last)
 
     def _key(self) -> int:
-        """Seed of what is drawn in this step."""
+        """Seed of the random numbers of this step."""
         return self.seed * 1_000_003 + self.steps_done
 
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
@@ -645,8 +645,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def squares_of_mesh(
         self, tensors: Sequence[torch.Tensor | None], gain: float = 1.0
     ) -> Steps[float]:
-        """‖gain·g‖² of whole gradients, of which this rank has these shards; the mean over the
-        ranks that have the same."""
+        """‖gain·g‖² of whole gradients from the shards of all ranks; the mean over replicas."""
         assert self.columns is not None
         assert self.consensus is not None
         own = sum(
@@ -659,7 +658,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def patience(self) -> int:
-        """Steps that a variance takes to forget what it was."""
+        """Steps after which a variance has forgotten its earlier values."""
         return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
 
     def agree_on_floor(self) -> Steps[None]:
@@ -675,12 +674,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return bool(self.tensors.waking().any())
 
     def _agree_who_wakes(self, waking: np.ndarray) -> Steps[None]:
-        """Wake the tensors that some rank meant when it asked for it in a header: not those that it
-        means by now, for what others ask for would decide then when these wake up, and
-        tensor-parallel columns would part.
+        """Wake the tensors that ranks meant when they asked in a header.
 
-        The step before it stands whatever becomes of this: where a peer fails, the next one
-        raises."""
+        Later findings wait for the next request: else the requests of other ranks would decide when
+        tensors wake, and ranks of tensor parallelism would differ. The step before this stays valid
+        even if a peer fails here; the next step raises."""
         if not self._asked:
             return
         self._asked = False
@@ -850,7 +848,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """Continue from a ``schedule_state``; None: from torch's Adam."""
 
     def waiting(self) -> dict[str, torch.Tensor]:
-        """Flat buffers that differ between ranks; what counts for the run is their mean."""
+        """Give the flat buffers that differ between ranks and count by their mean."""
         return {}
 
     @torch.no_grad()
@@ -875,16 +873,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     # ------------------------------------------------------------ what compression leaves behind
 
     def owed(self) -> float:
-        """‖what this rank's compression owes‖ / ‖momentum‖, both as steps are made of them: divided
-        by s."""
+        """‖residual of this rank‖ / ‖momentum‖, both divided by s as in a step."""
         numbers, left = {name: i for i, name in enumerate(self._flat.names)}, 0.0
         for (name, offset), sent, _ in self.quantized.residuals.places():
             left += float(self.as_momentum(numbers[name], offset, sent).square().sum())
         return (left / self.momentum_squares()) ** 0.5 if left else 0.0
 
     def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
-        """The residual of a piece of a parameter as a part of m/s: of live tensors gradients are
-        owed."""
+        """Convert a piece's residual into units of m/s; those of live tensors are gradients."""
         if self.tensors.frozen[i]:
             return owed
         return (

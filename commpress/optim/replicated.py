@@ -22,8 +22,7 @@ from commpress.work import Steps
 
 
 class ReplicatedOptimizer(CompressedOptimizer):
-    """Rounds in which every rank reduces what it would send and takes the same step from the
-    mean."""
+    """Optimizer whose ranks average their messages and take the same step from the mean."""
 
     full: Exchanges
     quantized: Exchanges
@@ -39,21 +38,20 @@ class ReplicatedOptimizer(CompressedOptimizer):
         gradients: dict[int, torch.Tensor] | None,
         gain: float,
     ) -> None:
-        """Write into ``work`` what a compressed round sends of these parameters; change nothing
-        else."""
+        """Write the messages of a compressed round into ``work``, and change nothing else."""
 
     @abstractmethod
     def apply(self, kind: RoundKind) -> None:
         """Take the mean, which is in ``work``, over into momentum and parameters."""
 
     def allocate(self, had: int) -> None:
-        """Make the buffers that ``_place`` does not know of; the first ``had`` parameters keep what
-        they have in them."""
+        """Make the buffers beyond those of ``_place``; the first ``had`` parameters keep their
+        values."""
 
     # ------------------------------------------------------------ one step
 
     def before(self, kind: RoundKind) -> Steps[None]:
-        """Wait for what backward has started, before anybody else sends."""
+        """Wait for messages that backward has started before sending others."""
         if self.bucket_rounds is not None:
             yield from self.bucket_rounds.wait()
         trained = set(self.trained)
@@ -96,8 +94,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         return self.clipping.clip(self, self.work, norm)
 
     def measure(self, kind: RoundKind) -> Steps[None]:
-        """Ask the ranks with other shards for what ``apply`` and ``exact`` must know of whole
-        tensors."""
+        """Collect the norms of whole tensors for ``apply`` and ``exact`` from other shards."""
         yield from ()
 
     def _together(self, kind: RoundKind) -> Steps[bool]:
@@ -130,8 +127,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
         gain: float,
         gradients: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        """Write what a round sends of ``indices``, all of one group, into ``work``; ``gradients``
-        if not those in ``grad``."""
+        """Write the messages of ``indices``, all of one group, into ``work``; ``gradients`` replace
+        those in ``grad``."""
         if kind is RoundKind.EXACT:
             self.take_gradients(indices, gradients, gain)
         else:
@@ -144,9 +141,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
         self.kernels.scaled(self._flat.segments(indices, gradients), self.work, gain=gain)
 
     def add_known(self, indices: Sequence[int], factor: float) -> None:
-        """work := work + factor·m/s, of tensors that travel whole. All ranks know m, and need not
-        be told what follows from it: a product of low rank, or few elements, have room for what is
-        new alone."""
+        """work := work + factor·m/s, for tensors that travel whole. All ranks know m, so only the
+        new part is sent: a product of low rank or few elements have no room for more."""
         for i in indices:
             if self.tensors.travels_whole(i):
                 self._works[i].addcdiv_(self._momenta[i], self.tensors.divisor(i), value=factor)
@@ -216,8 +212,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         self.allocate(had)
 
     def _expose_state(self) -> None:
-        """``state`` as torch's Adam has it, and whether it is frozen; views of what is kept side by
-        side."""
+        """Give ``state`` the entries of torch's Adam, and whether tensors are frozen, as views."""
         for i, (p, step) in enumerate(zip(self._flat.parameters, self._taken, strict=True)):
             moments = {"exp_avg": self._momenta[i], "exp_avg_sq": self._variances[i]}
             if i in self._flat.shadowed:
@@ -228,11 +223,11 @@ class ReplicatedOptimizer(CompressedOptimizer):
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among other ranks, those of the channel by now; collective. Call the result when
-        all have come as far.
+        """Continue among the present ranks of the channel; collective. Call the result when all
+        have come as far.
 
-        A step that was under way counts if it did so for others, or is left out. Who is new, or
-        behind, then needs the weights of one who is not, and ``load_shared_state``: the next step
+        A step under way counts if it counts for others, else it is left out. Newcomers and ranks
+        behind then need the weights of another rank and ``load_shared_state``: the next step
         compares.
         """
         if self.consensus is not None:
@@ -281,7 +276,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         return {"woken": self._woken}
 
     def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
-        """Make equal what ranks hold apart from each other: the result does, once all have come as
+        """Return a function that makes state equal in which ranks differ, for when all have come as
         far."""
         yield from ()
         return lambda: None
@@ -290,8 +285,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """Tensors woke up elsewhere in the round that this rank could not finish."""
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Let the others take over what these ranks owe, which are about to leave; collective over
-        all, between steps."""
+        """Hand the residuals of leaving ranks to the others; collective, between steps."""
         self.channel.run(self.handover.leaving(leaving, self.stores()))
 
     def stores(self) -> dict[str, ResidualStore]:
@@ -305,12 +299,11 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take over another rank's ``shared_state``, with its weights; what this rank's compression
-        owes stays as it is."""
+        """Take over another rank's ``shared_state``, with its weights; residuals stay."""
         checkpoint.load_common(self, state)
 
     # ------------------------------------------------------------ checkpoints
 
     def forget(self) -> None:
-        """Reset what a state that is about to be loaded may say nothing of."""
+        """Reset entries that a state about to be loaded may lack."""
         self.tensors.begin()
