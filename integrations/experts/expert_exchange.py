@@ -1,5 +1,5 @@
-"""Tokens to the experts that gates chose, on whatever rank they are, and the sums of what these
-make of them back."""
+"""Dispatch of tokens to the experts that gates chose, on any rank, and the sums of their results
+back."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -77,28 +77,25 @@ class ExpertExchange(Divided, TokenSwitch):
     groups: it makes a new one. All ranks make the same calls in the same order, also one that has
     no tokens. A ``TokenSwitch`` where torch has that class.
 
-    - ``num_experts``: of all ranks together; neighbours lie side by side. ``placement``: instead
-      the rank of each.
+    - ``num_experts``: of all ranks together, in contiguous blocks. ``placement``: the rank of each
+      expert instead.
     - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out, or a pair: for
-      them and for what comes back. ``gradient_codec``: for gradients likewise (default: the same as
-      for tokens). By name, 128 elements of one token share a scale; tokens never do. "auto", for
-      one or both: the first batch goes in float32, bf16 and int8 a few times, and all ranks take
-      the one that is fastest there, but exact numbers unless another saves 5 %
-      (``exchange.measurement``).
-    - ``topology``: nodes as ``Topology`` takes them, or "auto"; then a token crosses to a node
-      once, and its results are added inside the node before they come back.
-    - ``capacity``: no expert takes more than its even share of a rank's choices times this; what is
-      beyond is dropped.
+      tokens and for results. ``gradient_codec``: for gradients likewise (default: the same as for
+      tokens). By name, 128 elements of one token share a scale; tokens never do. "auto", for one or
+      both: the first batch travels in float32, bf16 and int8 a few times, and all ranks take the
+      fastest; exact numbers unless another saves 5 % (``exchange.measurement``).
+    - ``topology``: nodes as ``Topology`` takes them, or "auto": a token crosses to a node once, and
+      its results are added inside the node before they come back.
+    - ``capacity``: the most rows of an expert, as a multiple of its even share of a rank's choices;
+      others are dropped.
     - ``copies``: ``{expert: n}``, experts that lie on n ranks; see ``ExpertCopies``. ``experts``
-      get rows of copies behind those of their own, and see to it that copies are the same:
-      ``commpress.moe.Experts`` does.
+      get rows of copies behind their own, and must keep copies equal, as ``commpress.moe.Experts``
+      does.
     - ``pad``: rows of each expert are filled up with zeros to a multiple of it ("expert_major").
     - ``tensor_group``: ranks that have the same tokens, as under tensor parallelism. Each sends its
-      share of them, and what comes back is gathered among them: every token travels once, and not
-      once for each of these ranks.
-    - ``on_lost``: what becomes of the experts of a rank that died, when the group reforms.
-      "refuse": the exchange goes no further. "mask": they are gone, and tokens go to those of their
-      choices that are left, whose gates grow to the same sum.
+      share of them, and results are gathered among them, so every token travels once.
+    - ``on_lost``: the fate of a dead rank's experts when the group reforms. "refuse": the exchange
+      ends. "mask": tokens go to their remaining choices, whose gates grow to the same sum.
     - ``process_group``, ``tensor_group``: a transport will do as well, such as an
       ``MpiTransport``.
 
@@ -188,15 +185,15 @@ class ExpertExchange(Divided, TokenSwitch):
         chunks: int = 1,
         routed: Callable[[list[int]], None] | None = None,
     ) -> torch.Tensor:
-        """The whole layer: Σ gates · expert(token) over each token's choices, [tokens, width], in
-        the type of the tokens.
+        """Compute the whole layer: Σ gates · expert(token) over each token's choices, [tokens,
+        width], in the dtype of the tokens.
 
-        ``experts(rows, counts)``: what this rank's experts make of ``rows``, which lie by expert,
-        ``counts`` (int64) of each, zeros of ``pad`` included; it must use the rows also when there
-        are none, so that backward comes by on every rank. ``chunks``: tokens go in
-        so many parts, the same number on every rank; some travel while experts work on another.
-        ``routed`` is told, without chunks, how many rows each expert here will have, before they
-        are on their way.
+        ``experts(rows, counts)`` computes the results of this rank's experts for ``rows``, which
+        lie by expert, ``counts`` (int64) of each, zeros of ``pad`` included; it must use the rows
+        even if there are none, so that backward reaches every rank. ``chunks``: tokens travel in
+        this number of parts, the same on every rank; some travel while experts work on another.
+        ``routed`` is called, without chunks, with the number of rows of each expert here before
+        they travel.
         """
         if chunks < 1:
             raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
@@ -278,13 +275,13 @@ class ExpertExchange(Divided, TokenSwitch):
         *,
         out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(rows for the experts here, gates, expert numbers): flat [r, width], [r, k], [r, k]; by
-        expert [r, width], [r], None.
+        """Send tokens to their experts; return (rows for the experts here, gates, expert numbers):
+        flat [r, width], [r, k], [r, k]; by expert [r, width], [r], None.
 
         Expert numbers count those of this rank; choices of other ranks have -1 and a gate of 0.
-        Tokens and gates get gradients. ``max_recv_tokens``: as many rows, with zeros behind those
-        that came; without it just those. All ranks give it, or none: they agree on whether it is
-        enough, and raise together. ``out``: written to, without autograd; so many rows likewise.
+        Tokens and gates get gradients. ``max_recv_tokens``: the number of rows returned, with zeros
+        behind those that arrived. All ranks give it, or none: they agree on whether it is enough,
+        and raise together. ``out``: written to, without autograd; its rows count likewise.
         """
         plan = self._plan(routing, tokens, topk_weights)
         if self._measures:
@@ -340,8 +337,8 @@ class ExpertExchange(Divided, TokenSwitch):
         note: str = "",
         sequence: int | None = None,
     ) -> Steps[Any]:
-        """``create_routing`` as steps. ``note``: what ranks must have alike; ``sequence``: numbers
-        taken before."""
+        """``create_routing`` as steps. ``note``: values that must be equal on all ranks;
+        ``sequence``: numbers taken before."""
         if topk_idx.dim() != 2 or topk_idx.is_floating_point() or not topk_idx.shape[1]:
             raise InvalidArgument(
                 f"topk_idx is {topk_idx.dtype} {tuple(topk_idx.shape)}, expected integers "
@@ -399,7 +396,7 @@ class ExpertExchange(Divided, TokenSwitch):
         codec: Codec,
         sequence: int,
     ) -> Steps[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Rows and gates at the experts; a gradient of what is combined goes this way too."""
+        """Send rows and gates to the experts, or gradients of combined tokens."""
         form = PacketForm(codec, tokens.shape[1], tokens.dtype, 0 if gates is None else plan.k)
         pool = self.carrier.rows(
             plan.routes.count + plan.routes.relayed, form.row_bytes, tokens.device
@@ -424,8 +421,7 @@ class ExpertExchange(Divided, TokenSwitch):
         codec: Codec,
         sequence: int,
     ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-        """Sums for each token; gradients of what is dispatched come this way too, with those of
-        gates."""
+        """Bring back the sums for each token, or gradients of dispatched tokens and gates."""
         form = PacketForm(codec, rows.shape[1], rows.dtype, 0 if gates is None else plan.k)
         packets = self.carrier.rows(plan.routes.received, form.row_bytes, rows.device)
         held = [packets]
@@ -475,7 +471,7 @@ class ExpertExchange(Divided, TokenSwitch):
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among those who are left, without the experts of those who are not: for
+        """Continue among the ranks that are left, without the experts of the others: for
         ``group.reform``, on all ranks."""
         if self.on_lost == "refuse":
             return super().reform(change)
@@ -499,8 +495,7 @@ class ExpertExchange(Divided, TokenSwitch):
 
     @property
     def lost_experts(self) -> list[int]:
-        """Experts that died with their ranks: a gate that leaves them out finds each token as many
-        others."""
+        """Experts that died with their ranks; a gate may leave them out."""
         found: list[int] = np.flatnonzero(self.placement.masked).tolist()
         return found
 
@@ -517,7 +512,7 @@ class ExpertExchange(Divided, TokenSwitch):
         return lost
 
     def _label(self) -> int:
-        """A digest of what ranks must have alike."""
+        """Digest of the options that must be equal on all ranks."""
         options = (
             self.placement.owner.tolist(),
             self.carrier.nodes.members,

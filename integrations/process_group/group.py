@@ -1,8 +1,8 @@
-"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, and collectives compressed
-where asked for.
+"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, with compressed collectives
+on request.
 
-Every call is described to all peers first (``guard``); what it then does is torch's own, or
-``mpi_group``'s. Calls over NCCL are issued at once, because NCCL neither ends the process nor
+Every call is described to all peers first (``guard``) and then carried out by torch's own group, or
+by ``mpi_group``. Calls over NCCL are issued at once, because NCCL neither ends the process nor
 blocks the host; the guard checks them meanwhile.
 """
 
@@ -71,9 +71,9 @@ class ProcessGroup(dist.ProcessGroup):
     ``ProcessGroupGloo``.
 
     ``pg_options``: the calls that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``,
-    without which all are exact. ``name``: what it answers for its backend; as a stand-in for Gloo,
-    Gloo's. ``inner``: what carries the data: torch's own Gloo and NCCL, or MPI. ``formed``: False
-    for a group that has no members, and no calls, before ``reconfigure`` names them.
+    without which all are exact. ``name``: the name of its backend; Gloo's where it stands in for
+    Gloo. ``inner``: the carrier of data: torch's Gloo and NCCL, or MPI. ``formed``: False for a
+    group without members, and without calls, until ``reconfigure`` names them.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def counters(self) -> Any:
-        """Counters of what this group compressed and what it left alone."""
+        """Counters of this group's compressed and exact calls."""
         return self.reducer.counters
 
     # ------------------------------------------------------------ collectives
@@ -316,7 +316,7 @@ class ProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Gloo's own, which names who is missing by itself; over MPI the guard does."""
+        """Gloo's own, which names missing ranks itself; over MPI the guard names them."""
         self._check_formed()
         if self.communicator is None:
             self._inner.monitored_barrier(timeout, wait_all_ranks)
@@ -471,8 +471,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _left_to_guard(self, work: GroupWork) -> GroupWork:
         """Let the guard's thread issue the call when all agree.
 
-        A profiler sees only what the profiled thread issues: while one runs, it is issued by
-        whoever waits for it.
+        A profiler sees only calls of the profiled thread: while one runs, the thread that waits for
+        a call issues it.
         """
         if self.guard is not None and not work.settled and not profiling():
             self.guard.nudge()
@@ -493,7 +493,7 @@ class ProcessGroup(dist.ProcessGroup):
             )
 
     def _queue_for_autograd(self, work: GroupWork) -> None:
-        """Inside a backward: have it wait for this call, so that an error comes out as what it is.
+        """Let the running backward wait for this call, so that its error keeps its type.
 
         DDP looks at futures only, and makes "RuntimeError: Unable to cast" of an exception in one.
         """
@@ -588,22 +588,20 @@ class ProcessGroup(dist.ProcessGroup):
         minimum: int = 1,
         admit: bool = True,
     ) -> Change:
-        """Go on with those who are left and with newcomers, in this process, with this object;
-        collective over all of them.
+        """Continue with the surviving ranks and with newcomers, in this process and with this
+        object; collective over all of them.
 
         Returns the same change on each, or raises one named error on each within ``timeout``, by
-        default the group's. Afterwards ranks are numbered anew, and so do all collectives of torch
-        and all channels work among them. What was under way has failed. Groups of some ranks
+        default the group's. Afterwards ranks are numbered anew, and all collectives of torch and
+        all channels work among them. Calls under way have failed. Groups of some ranks
         (``new_group``, ``split_group``, meshes) are destroyed: make them anew.
 
-        - ``say``: bytes that all get to know.
-        - ``age``: steps trained so far. Where two groups meet the members go on, the ranks of the
-          other are newcomers; one that is older is refused.
-        - ``join``: a member's ``contact`` or a store that the members use, on those who want to
-          become members.
-        - ``minimum``: members without which nobody goes on.
-        - ``admit``: False on the first of those who are left: newcomers wait at its door for a
-          later reform.
+        - ``say``: bytes for all ranks.
+        - ``age``: steps trained so far. If two groups meet, the members go on and the ranks of the
+          other are newcomers; an older one is refused.
+        - ``join``: on newcomers, a member's ``contact`` or a store that the members use.
+        - ``minimum``: the least number of members that goes on.
+        - ``admit``: False on the first survivor: newcomers wait at its door for a later reform.
         """
         limit = check_reform(self, timeout, say, age, minimum, join, admit)
         terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit)
@@ -641,8 +639,8 @@ class ProcessGroup(dist.ProcessGroup):
             self.guard.check()
 
     def announce(self, store: dist.Store) -> None:
-        """Tell ``store`` too, now and after each change, who the members are: one whose host may
-        outlive the first one's."""
+        """Publish the members in another ``store``, now and after each change: one whose host may
+        outlive that of the first."""
         self.stores.append(store)
         announce(self)
 
@@ -651,17 +649,16 @@ class ProcessGroup(dist.ProcessGroup):
         self.registry.enroll(channel)
 
     def on_reform(self, owner: Any) -> None:
-        """Have ``owner.reform(change)`` called when the ranks have changed and channels are
-        connected; weakly.
+        """Call ``owner.reform(change)`` once the ranks have changed and channels are connected; the
+        reference is weak.
 
-        It may communicate; what it changes, it leaves to a function that it returns, which is
+        It may communicate. It changes nothing itself but returns a function that does, which is
         called when all have come as far.
         """
         self.registry.on_reform(owner)
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Have the others take over what these ranks owe, which are about to ``leave``; collective
-        over all of them."""
+        """Hand the residuals of ranks that are about to ``leave`` to the others; collective."""
         for owner in self.registry.owners:
             if hasattr(owner, "hand_over"):
                 owner.hand_over(leaving)
@@ -696,7 +693,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._connect(connections)
 
     def abort_inner(self) -> None:
-        """End what Gloo has under way."""
+        """End Gloo's pending calls."""
         self._abort()
 
     @property
@@ -711,10 +708,10 @@ class ProcessGroup(dist.ProcessGroup):
         return self.contact
 
     def reconfigure(self, options: Any) -> GroupWork:
-        """Form the group of exactly the members that torch's ``ReconfigureOptions`` name, by the
-        way of ``reform``.
+        """Form the group of exactly the members that torch's ``ReconfigureOptions`` name, as
+        ``reform`` does.
 
-        It is done, or has failed with an error that names who is missing, when this returns.
+        When this returns the group is formed; an error names missing members.
         """
         check_reconfigures(self)
         limit = check_reform(self, options.timeout, b"", 0, 1, None)
@@ -780,8 +777,8 @@ def _check_peers(group: "weakref.ref[ProcessGroup]") -> None:
 
 
 def _wait_all(works: list[GroupWork]) -> None:
-    """At the end of a backward: raise what DDP would find in a future. For other works it waits
-    itself, once it has ended."""
+    """Raise the error at the end of a backward that DDP would find in a future. DDP waits for other
+    works itself."""
     for work in works:
         if work.has_future:
             work.wait()

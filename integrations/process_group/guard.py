@@ -4,12 +4,12 @@ Each call sends one record per peer (``records``) over the control connections a
 Only then does Gloo see it: Gloo ends the process when a message is longer than the buffer that
 waits for it, so a disagreement must not reach it.
 
-Note: who reads the connections. Whoever waits for a call reads for all (the leader); others wait
-for the leader. When calls are pending that nobody waits for, the guard's own thread leads. It also
-watches for connections that close, and aborts the transport when a peer is gone.
+Note: one reader. The first thread that waits for a call reads for all (the leader); others wait for
+it. If nobody waits for pending calls, the guard's own thread leads. It also watches for connections
+that close, and aborts the transport when a peer is gone.
 
-Note: after a failure the ranks are out of step, and this guard is of no more use. ``reform`` makes
-another, or whoever destroys the group and builds a new one.
+Note: after a failure the ranks are out of step and this guard ends. ``reform``, or a new group,
+makes another.
 """
 
 import threading
@@ -47,7 +47,7 @@ LINGER = 0.5  # seconds that data under way may still take after a peer was foun
 
 
 class Guard:
-    """Decides when the calls of one rank may be issued, and what it means when one fails."""
+    """Decide when the calls of one rank may be issued, and explain their failures."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Guard:
         name: Callable[[int], str],
         reforms: Callable[[CommunicationError], object] = lambda error: None,
     ) -> None:
-        """``reforms`` is told when a peer wants to agree on who goes on."""
+        """``reforms`` is called when a peer wants to agree on new members."""
         self.rank, self.seconds, self.grace = (
             connections.rank,
             timeout.total_seconds(),
@@ -119,7 +119,7 @@ class Guard:
             self._advance()
 
     def any_source(self, record: Record, work: GroupWork) -> None:
-        """A receive whose source is the first peer that sends with this tag."""
+        """Receive from the first peer that sends with this tag."""
         with self._changed:
             self._check()
             work.record = record
@@ -146,11 +146,11 @@ class Guard:
                 self.nudge()
 
     def nudge(self) -> None:
-        """Have the guard's thread look after what is under way."""
+        """Let the guard's thread look after pending calls."""
         self._polls.nudge()
 
     def look(self) -> bool:
-        """Read what has come, because data is late; false if the group has failed, here or at a
+        """Read messages because data is late; return false if the group has failed, here or at a
         peer."""
         with self._changed:
             self._receive(list(self._polls.peers.values()))
@@ -160,8 +160,7 @@ class Guard:
             return self.failure is None
 
     def check(self) -> None:
-        """Raise if the group has failed or a peer has died: for who waits for peers otherwise than
-        in a call."""
+        """Raise if the group has failed or a peer has died: for waits outside of calls."""
         self.look()
         if self.failure is not None:
             raise again(self.failure)
@@ -286,7 +285,7 @@ class Guard:
         self._fail(self._blame.lost(work, gone, left=any(self._peers[peer].left for peer in gone)))
 
     def _expire(self, work: GroupWork) -> None:
-        """``work`` has waited too long: for whom, and what do they do instead?"""
+        """Fail a ``work`` that has waited too long, naming the ranks at fault and their calls."""
         if work.expected:
             late = self._collectives.late(work)
         else:
@@ -302,7 +301,7 @@ class Guard:
         self._fail(self._blame.expired(work, self.seconds, silent, others))
 
     def _reform(self, peer: int | None, record: Record | None) -> None:
-        """Stop, because a peer wants to agree on who goes on."""
+        """Stop, because a peer wants to agree on new members."""
         if peer is not None:
             self.reforming.add(peer)
         if self.failure is None and not self._closed:
@@ -340,8 +339,8 @@ class Guard:
     # ------------------------------------------------------------ when the transport fails
 
     def explain(self, error: Exception, work: GroupWork) -> Exception:
-        """The typed error for one that the transport raised: who died, stopped or gave up;
-        ``error`` itself if nobody."""
+        """Return the typed error for one of the transport, naming ranks that died, stopped or gave
+        up; ``error`` itself if there are none."""
         text = str(error)
         if self.failure is None and not self._dead and not speaks_of_a_peer(text):
             return error
@@ -392,8 +391,8 @@ class Guard:
                 self._abort()
 
     def _look(self, events: Events) -> bool:
-        """Act on news, expire what has waited too long; whether the transport is to be aborted now.
-        Under the lock."""
+        """Act on messages and expire late calls, under the lock; return whether to abort the
+        transport now."""
         self._polls.clear(events)
         for connection in self._peers.values():
             if connection.unsent:
@@ -429,8 +428,7 @@ class Guard:
         return [self._polls.peers[fd] for fd in events if fd in self._polls.peers]
 
     def stop(self, error: CommunicationError, *, reforms: bool = False) -> None:
-        """Fail what is under way with ``error``, or what was said before, and all that comes; the
-        thread stays.
+        """Fail pending and later calls with ``error``, or with an earlier one; the thread stays.
 
         ``reforms``: this rank goes to agree on who is in the group. The peers are told, the thread
         ends.
@@ -510,7 +508,7 @@ class PendingCollectives:
         return self._works[0]
 
     def wrong(self) -> list[tuple[int, Record]]:
-        """The peers that call something else than the oldest call, and what."""
+        """Map peers whose call differs from the oldest pending one to that call."""
         expected = self._works[0].expected
         return [
             (peer, records[0])
