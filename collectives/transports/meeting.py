@@ -567,7 +567,7 @@ class Heartbeat:
         now = time.monotonic()
         # this process was busy: the other one may have answered, and nobody looked
         if now > self._looked + UNATTENDED:
-            self.answered = max(self.answered, now - UNATTENDED)
+            self.answered = now
         self._looked = now
         if self._socket is None:
             if now < self._began + AGAIN:
