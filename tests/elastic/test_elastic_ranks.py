@@ -29,7 +29,7 @@ def train(folder: str, kind: str, options: dict) -> tuple[int, list[int]]:
     torch.manual_seed(rank)
     within = timedelta(seconds=30)
     if rank == 3:
-        wait_for(lambda: file.exists() and len(commits(Path(folder, "events-0"))) >= JOINS)
+        wait_for(lambda: file.exists() and last_step(Path(folder, "events-0")) >= JOINS)
         dist.init_process_group(
             "commpress", store=dist.HashStore(), rank=0, world_size=1, timeout=within
         )
@@ -65,7 +65,8 @@ def before(rank: int, step: int, folder: str) -> None:
     if rank == 1 and step == DIES:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0 and step == JOINS + 2 and not Path(folder, "knocked").exists():
-        wait_for(lambda: dist.group.WORLD.waiting)
+        # it may be in by now
+        wait_for(lambda: dist.group.WORLD.waiting or dist.get_world_size() > 2)
         Path(folder, "knocked").touch()  # once: a divided model takes this step again
 
 
@@ -82,6 +83,10 @@ def lines(file: Path) -> list[dict]:
 
 def commits(file: Path) -> list[dict]:
     return [line for line in lines(file) if line["kind"] == "commit"]
+
+
+def last_step(file: Path) -> int:
+    return max((line["step"] for line in commits(file)), default=0)
 
 
 def check_accounts(folder: Path, batch: int, *, hashes: bool) -> None:
