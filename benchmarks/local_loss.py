@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         return kept.of(runs, train, options.processes, tell)
 
     def best_of(run: Run, **tried: Sequence[float]) -> Run:
-        """With the value of one setting that ends lowest."""
+        """Return the run whose value of one setting ends lowest."""
         ((name, values),) = tried.items()
         settings: list[dict[str, Any]] = [{name: value} for value in values]
         ends = finished([replace(run, **setting) for setting in settings])

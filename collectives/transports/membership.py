@@ -284,8 +284,11 @@ class Roster:
     def merged(
         cls, base: Epoch, adopt: int, members: Sequence[Message], joining: Sequence[Message]
     ) -> "tuple[Roster, list[tuple[str, str]]]":
-        """Of ``base`` and of groups that want to join, whose ranks follow as newcomers. With it the
-        doors of those who must not, because they have trained as long or longer, and why."""
+        """Merge ``base`` with groups that want to join, whose ranks follow as newcomers.
+
+        Return with it the doors of refused ranks, which have trained as long or longer, and the
+        reasons.
+        """
         here = {report["place"] for report in members}
         others: dict[int, list[Message]] = {}
         for report in joining:
@@ -314,8 +317,8 @@ class Roster:
 
     @classmethod
     def appointed(cls, reports: Mapping[str, Message], *, ordered: bool) -> "Roster":
-        """Of the members whom somebody else has chosen, by their doors: from the epoch of which
-        most keep their order."""
+        """Make the roster of appointed members, by their doors, on the epoch of which most keep
+        their order."""
         found: list[tuple[int, int, int, Roster]] = []
         for base in (Epoch.of(report["epoch"]) for report in reports.values()):
             rank = {
@@ -367,7 +370,7 @@ def may_go_on(
 
 
 def keys_of(report: Message) -> tuple[int, int]:
-    """Of the epoch that a member is of, and of the one that it may be of by now."""
+    """Keys of a member's epoch, and of the one that it may have entered since."""
     return report["epoch"]["key"], (report["ready"] or {}).get("key", 0)
 
 

@@ -185,7 +185,7 @@ def _last(losses: list[float]) -> float:
 
 
 def grouped(finishes: list[Finish]) -> Groups:
-    """By way, the lowest loss first."""
+    """Group runs by method, the lowest loss first."""
     groups: Groups = {}
     for finish in finishes:
         groups.setdefault(finish.name, []).append(finish)

@@ -260,7 +260,7 @@ def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor:
 
 
 def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """From the smallest to the largest by a factor."""
+    """Return the sizes, each ``factor`` times the one before it."""
     if not 4 <= options.min_bytes <= options.max_bytes:
         raise InvalidArgument(
             f"expected 4 <= --min-bytes <= --max-bytes, got {options.min_bytes} and "
