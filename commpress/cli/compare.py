@@ -64,7 +64,12 @@ def run(options: argparse.Namespace) -> int:
         print(terminal.wrapped(headline(options, methods)), flush=True)
         for seed in seeds:
             for method in methods if seed % 2 == 0 else reversed(methods):
-                one = trained(options.command, method, seed, reader, hosts)
+                asked = (options.command, method, seed, reader, hosts)
+                try:
+                    one = trained(*asked)
+                except CommpressError:  # torch's own threads abort some processes as they end
+                    print(f"{method}, seed {seed}: failed, runs once more", flush=True)
+                    one = trained(*asked)
                 runs.append(one)
                 said = f"{method}, seed {seed}: {len(one.losses)} losses, final {one.final:.4g}"
                 print(f"{said}, {one.seconds:.1f} s", flush=True)

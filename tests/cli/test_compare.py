@@ -169,6 +169,17 @@ def test_a_command_that_fails_ends_with_its_last_words(tmp_path, capsys):
     assert "printed fewer than two losses; --pattern says" in capsys.readouterr().err
 
 
+def test_a_run_that_fails_once_is_done_again(tmp_path, capsys):
+    mark = tmp_path / "failed"
+    code = f"import pathlib; m = pathlib.Path({str(mark)!r}); b = m.exists(); m.touch(); "
+    code += "print('loss 2'); print('loss 1'); raise SystemExit(0 if b else 134)"
+    asked = ["compare", "--out", str(tmp_path / "c.svg"), "--", "env", "A={method}", sys.executable]
+    assert main([*asked, "-c", code]) == 1  # both methods are the same
+    said = capsys.readouterr().out
+    assert said.count("none, seed 0: failed, runs once more") == 1
+    assert said.count("2 losses, final 1") == 2
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
