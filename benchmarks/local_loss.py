@@ -3,13 +3,17 @@ and codec
 
 A GPT of 1.1 M parameters on the source of Python's standard library, its ranks simulated in one
 process, production code without a network, 2,000 steps of AdamW, the first tenth of them
-synchronous and shared by all ways (their tokens and bytes count). First the learning rate of
+synchronous and shared by all methods (their tokens and bytes count). First the learning rate of
 synchronous training is searched, then, from the same rates, the inner rate of local updates at each
 number of steps a round, and their outer rate at 30; then comes the table. The --json file is
 written after each run, and a run that it has is not done again: the command can be stopped at any
-time and continued. --hidden K K: also rounds of so many steps that are overlapped as a whole by
-their exchange, as every="auto" makes them: means of weights, half of a rank's own stays when one
-arrives. Their rate is searched for each.
+time and continued.
+  --hidden K K    also rounds of so many steps that are overlapped as a whole by their exchange, as
+           every="auto" makes them: means of weights, of which a rank keeps --alpha of its own
+           (default half) when one arrives; --outer and --momentum of Nesterov in place of the plain
+           mean. The inner rate is searched for each
+  --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them
+Columns of the table:
   gap      held-out loss against synchronous training at its best rate, mean over the seeds that
            both have
   bytes    of one rank against float32 all-reduces at every step
@@ -22,6 +26,7 @@ import argparse
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import cos, pi
 from statistics import mean
 from typing import Any
@@ -31,12 +36,18 @@ import torch
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
+from commpress.codecs import policy_of
+from commpress.collectives.allreduce import settle
+from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchanges
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim.local_updates import LocalUpdates
-from commpress.optim.outer import Average, Nesterov
+from commpress.optim.outer import Average, Nesterov, Outer
 from kept import Runs
 
-WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5  # windows of all ranks in a step
+# windows of all ranks in a step
+WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5
 RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3, 8e-3), (0.5, 0.7, 0.9)
 STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
 # cells of several seeds
@@ -56,6 +67,14 @@ class Run:
     steps: int = STEPS
     ranks: int = 4
     hidden: bool = False  # a whole round of overlap, and means of weights
+    alpha: float | None = None  # of hidden rounds: what is kept of a rank's own weights
+    momentum: float = 0.0  # of their outer step
+    windows: int = WINDOWS
+
+    @property
+    def exact(self) -> bool:
+        """Synchronous, in float32: what everything is compared with."""
+        return not self.every and self.codec == "none"
 
 
 @dataclass
@@ -79,6 +98,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="rounds that hide (default none)",
     )
     parser.add_argument(
+        "--hooks", nargs="+", default=[], metavar="NAME", help="of gradients (default none)"
+    )
+    parser.add_argument("--alpha", nargs="+", type=float, default=[None], metavar="X")
+    parser.add_argument("--momentum", nargs="+", type=float, default=[0.0], metavar="X")
+    parser.add_argument("--outer", nargs="+", type=float, default=[1.0], metavar="LR")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), metavar="LR")
+    parser.add_argument(
         "--codecs",
         nargs="+",
         default=list(CODECS),
@@ -87,7 +113,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     says = "of cells with a bar (default 1 2 3)"
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help=says)
-    option(parser, "--ranks N", int, 4, "which share 32 windows a step")
+    option(parser, "--ranks N", int, 4, "which share the windows of a step")
+    option(parser, "--windows N", int, WINDOWS, f"of {LENGTH} bytes in a step (default {WINDOWS})")
     option(parser, "--steps N", int, STEPS, f"default {STEPS}")
     option(parser, "--decay X", float, 0.95, "of residuals")
     option(parser, "--processes N", int, 1, "runs at a time")
@@ -112,15 +139,29 @@ def run(options: argparse.Namespace) -> int:
         ends = finished([replace(run, **setting) for setting in settings])
         return min(ends, key=lambda f: f.loss).run
 
-    plain = Run(0, steps=options.steps, decay=options.decay, ranks=options.ranks)
-    best = best_of(plain, rate=RATES).rate
-    outer = best_of(best_of(replace(plain, every=30), rate=RATES), outer_rate=OUTER_RATES)
-    tuned = {every: best_of(replace(outer, every=every), rate=RATES) for every in options.every}
+    plain = Run(
+        0,
+        steps=options.steps,
+        decay=options.decay,
+        ranks=options.ranks,
+        windows=options.windows,
+    )
+    rates = options.rates
+    best = best_of(plain, rate=rates).rate
+    tuned: dict[int, Run] = {}
+    if options.every:
+        outer = best_of(best_of(replace(plain, every=30), rate=rates), outer_rate=OUTER_RATES)
+        tuned = {every: best_of(replace(outer, every=every), rate=rates) for every in options.every}
     cells = [(every, codec) for every in options.every for codec in options.codecs]
     runs = [replace(plain, rate=best, seed=seed) for seed in options.seeds]
-    for steps in options.hidden:
+    for codec in options.hooks:
+        hook = best_of(replace(plain, codec=codec), rate=rates)
+        runs += [replace(hook, seed=seed) for seed in options.seeds]
+    searched = product(options.hidden, options.alpha, options.momentum, options.outer)
+    for steps, alpha, momentum, outer_rate in searched:
         hidden = replace(plain, every=steps, hidden=True, codec=options.codecs[0])
-        hidden = best_of(hidden, rate=RATES)
+        hidden = replace(hidden, alpha=alpha, momentum=momentum, outer_rate=outer_rate)
+        hidden = best_of(hidden, rate=rates)
         runs += [
             replace(hidden, codec=codec, seed=seed)
             for codec in options.codecs
@@ -139,30 +180,33 @@ def run(options: argparse.Namespace) -> int:
 
 def _gap(cell: list[Finished], runs: list[Finished]) -> float:
     """Per cent above synchronous training, over the seeds of the cell."""
-    plain = {f.run.seed: f.loss for f in runs if not f.run.every}
+    plain = {f.run.seed: f.loss for f in runs if f.run.exact}
     return 100 * (mean(f.loss for f in cell) / mean(plain[f.run.seed] for f in cell) - 1)
 
 
-def _cells(runs: list[Finished]) -> dict[tuple[int, str, bool], list[Finished]]:
-    cells: dict[tuple[int, str, bool], list[Finished]] = {}
+def _cells(runs: list[Finished]) -> dict[Run, list[Finished]]:
+    """Runs that differ in nothing but their seed."""
+    cells: dict[Run, list[Finished]] = {}
     for each in runs:
-        cells.setdefault((each.run.every, each.run.codec, each.run.hidden), []).append(each)
+        cells.setdefault(replace(each.run, seed=0), []).append(each)
     return cells
 
 
 def cells_of(runs: list[Finished]) -> list[dict[str, str]]:
     """A row for each cell of the table."""
     rows = []
-    plain = mean(f.sent for f in runs if not f.run.every)
-    for (every, codec, hidden), cell in _cells(runs).items():
-        one = cell[0].run
+    plain = mean(f.sent for f in runs if f.run.exact)
+    for one, cell in _cells(runs).items():
+        every, hidden = one.every, one.hidden
         rows.append(
             {
-                "way": "hidden" if hidden else "local" if every else "synchronous",
+                "method": "hidden" if hidden else "local" if every else "synchronous",
                 "H": str(every or 1),
-                "codec": codec,
+                "codec": one.codec,
                 "rate": f"{one.rate:g}",
-                "outer rate": f"{one.outer_rate:g}" if every and not hidden else "-",
+                "outer rate": f"{one.outer_rate:g}" if every else "-",
+                "alpha": "-" if one.alpha is None else f"{one.alpha:g}",
+                "momentum": f"{one.momentum:g}" if hidden else "-",
                 "held-out loss": f"{mean(f.loss for f in cell):.4f}",
                 "seeds": str(len(cell)),
                 "gap": f"{_gap(cell, runs):+.2f} %",
@@ -174,8 +218,9 @@ def cells_of(runs: list[Finished]) -> list[dict[str, str]]:
 
 def judge(runs: list[Finished]) -> list[tuple[str, bool]]:
     bars = []
-    for (every, codec, hidden), cell in _cells(runs).items():
-        if (every, codec) in BARS and not hidden:
+    for one, cell in _cells(runs).items():
+        every, codec = one.every, one.codec
+        if (every, codec) in BARS and not one.hidden:
             gap, bar = _gap(cell, runs), BARS[every, codec]
             says = (
                 f"H = {every}, {codec}: {gap:+.2f} % above synchronous training (bar {bar:+.1f} %)"
@@ -206,32 +251,37 @@ def train(run: Run) -> Finished:
     model = GPT(width=WIDTH, layers=LAYERS, length=LENGTH)
     optimizer = _adamw(model, run)
     rows, numel, sent, training = (
-        WINDOWS // run.ranks,
+        run.windows // run.ranks,
         sum(p.numel() for p in model.parameters()),
         0.0,
         [],
     )
+    hook = Hook(model, run) if not run.every and not run.exact else None
     together = run.steps if not run.every else run.steps // 10
     for step in range(together):
-        parts = [batch(text, rows, LENGTH, d) for d in draws]
-        loss = _step(
-            model, optimizer, run, step, *(torch.cat(each) for each in zip(*parts, strict=True))
-        )
+        parts: list[tuple[torch.Tensor, ...]] = [batch(text, rows, LENGTH, d) for d in draws]
+        if hook is None:
+            parts = [tuple(torch.cat(each) for each in zip(*parts, strict=True))]
+            sent += 8 * numel * (run.ranks - 1) / run.ranks
+        loss = _step(model, optimizer, run, step, parts, hook)
         optimizer.step()
-        sent += 8 * numel * (run.ranks - 1) / run.ranks
         training += [round(loss, 4)] if step % 50 == 0 else []
     if run.every:
         models = [copy.deepcopy(model) for _ in range(run.ranks)]
         optimizers = [_adamw(each, run) for each in models]
         for each in optimizers:
             each.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        outer = Average() if run.hidden else Nesterov(run.outer_rate, 0.9)
+        outer: Outer = Nesterov(run.outer_rate, 0.9)
+        if run.hidden:
+            plain = run.momentum == 0 and run.outer_rate == 1
+            outer = Average() if plain else Nesterov(run.outer_rate, run.momentum)
         local = [
             LocalUpdates(
                 each,
                 every=run.every,
                 outer=outer,
                 overlap=run.every if run.hidden else 0,
+                alpha=run.alpha if run.hidden else None,
                 codec=None if run.codec == "none" else run.codec,
                 feedback_decay=run.decay,
                 transport=transport,
@@ -241,12 +291,14 @@ def train(run: Run) -> Finished:
         for step in range(together, run.steps):
             losses = []
             for replica, inner, d in zip(models, optimizers, draws, strict=True):
-                losses.append(_step(replica, inner, run, step, *batch(text, rows, LENGTH, d)))
+                losses.append(_step(replica, inner, run, step, [batch(text, rows, LENGTH, d)]))
                 inner.step()
             simulate([each.steps() for each in local])
             training += [round(mean(losses), 4)] if step % 50 == 0 else []
         simulate([each.draining() for each in local])
         model, sent = models[0], sent + local[0].counters.sent_bytes
+    if hook is not None:
+        sent = float(hook.sent_bytes())
     return Finished(run, round(_held_out_loss(model, held_out), 5), training, sent / 1e6)
 
 
@@ -256,21 +308,73 @@ def _adamw(model: torch.nn.Module, run: Run) -> torch.optim.AdamW:
     )
 
 
+class Hook:
+    """Gradients of all ranks on their way to their mean, in one bucket."""
+
+    def __init__(self, model: torch.nn.Module, run: Run) -> None:
+        self.parameters = list(model.parameters())
+        self.spans, at = [], 0
+        for name, parameter in model.named_parameters():
+            self.spans.append(Span(name, at, parameter.numel()))
+            at += parameter.numel()
+        self.ranks = [
+            (
+                channel,
+                Exchanges(policy_of(run.codec), run.ranks, channel.workspace),
+                torch.empty(at),
+            )
+            for channel in map(Channel, Loopback(run.ranks).transports())
+        ]
+
+    def keep(self, rank: int) -> None:
+        """The gradients that lie in the parameters are this rank's."""
+        buffer = self.ranks[rank][2]
+        for span, parameter in zip(self.spans, self.parameters, strict=True):
+            assert parameter.grad is not None
+            buffer[span.source :][: span.numel] = parameter.grad.flatten()
+            parameter.grad = None
+
+    def reduce(self, step: int) -> None:
+        """Put the mean of all ranks' gradients into the parameters."""
+        shapes = [parameter.shape for parameter in self.parameters]
+        jobs = []
+        for channel, exchanges, buffer in self.ranks:
+            exchange = exchanges.of((), lambda: (self.spans, shapes), buffer.device)
+            number = channel.take(exchange.sequences)
+            jobs.append(exchange.steps(channel, buffer, sequence=number, key=step))
+        for outcomes in simulate(jobs):
+            settle(outcomes, taken=True)
+        for span, parameter in zip(self.spans, self.parameters, strict=True):
+            mean_gradient = self.ranks[0][2][span.source :][: span.numel]
+            parameter.grad = mean_gradient.view_as(parameter).clone()
+
+    def sent_bytes(self) -> int:
+        return self.ranks[0][0].sent_bytes
+
+
 def _step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Run,
     step: int,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    batches: Sequence[tuple[torch.Tensor, ...]],
+    hook: Hook | None = None,
 ) -> float:
+    """Gradients of one batch, or through ``hook`` of every rank's; clipped."""
     optimizer.zero_grad()
-    loss = model(x, y)
-    loss.backward()
+    losses = []
+    for rank, (x, y) in enumerate(batches):
+        loss = model(x, y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if hook is not None:
+            hook.keep(rank)
+    if hook is not None:
+        hook.reduce(step)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = run.rate * factor(step, run.steps)
-    return float(loss.detach())
+    return mean(losses)
 
 
 @torch.no_grad()
