@@ -38,7 +38,7 @@ from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import own_row
 from commpress.timeline import Timeline
-from commpress.work import Steps, Work, overlapped
+from commpress.work import Idle, Steps, Work, overlapped
 
 WIRE = {ALL_TO_ALL: "wire: all-to-all", ALL_GATHER: "wire: all-gather"}
 # messages of one bucket under way at once: one on the wire while another is encoded or decoded
@@ -51,7 +51,8 @@ class Workspace:
 
     Rows and residuals are for one thread at a time. Any thread may ``borrow`` and ``give_back`` a
     buffer of its very length, or be lent the beginning of one as long as the longest (``lend``,
-    ``take_back``; with ``pooled`` rows too).
+    ``take_back``; with ``pooled`` rows too). What comes back may still be written by the stream of
+    whoever gave it: whoever gets it next has its own stream wait for that (``Idle``).
     """
 
     checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
@@ -61,11 +62,13 @@ class Workspace:
     # rows too are lent from flat buffers: of many lengths there are then few, each as long as the
     # longest
     pooled: bool = False
-    _free: dict[tuple[object, ...], list[object]] = field(default_factory=lambda: defaultdict(list))
+    _free: dict[tuple[object, ...], list[Idle[Any]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     # by identity
     _proposed: dict[int, tuple[Message, ErrorFeedback, ErrorFeedback]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of what is lent
-    _idle: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = field(
+    _idle: dict[tuple[torch.dtype, torch.device], list[Idle[torch.Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     _lent: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
@@ -92,29 +95,29 @@ class Workspace:
             return self.lend(rows * size, torch.uint8, device).view(rows, size)
         free = self._free[rows, size, device]
         if free:
-            return free.pop()  # type: ignore[return-value]
+            return free.pop().take()
         return torch.zeros(rows, size, dtype=torch.uint8, device=device)
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat buffer until it is given back, which another thread may do."""
         try:
-            return self._free[numel, dtype, device].pop()  # type: ignore[return-value]
+            return self._free[numel, dtype, device].pop().take()
         except IndexError:
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def give_back(self, *buffers: torch.Tensor) -> None:
         for buffer in buffers:
-            self._free[buffer.numel(), buffer.dtype, buffer.device].append(buffer)
+            idle = Idle(buffer, buffer.device)
+            self._free[buffer.numel(), buffer.dtype, buffer.device].append(idle)
 
     def residual(
         self, message: Message, device: torch.device, like: ErrorFeedback | None = None
     ) -> ErrorFeedback:
         """Messages laid out alike, such as those of a model's equal blocks, share what lies
         ready."""
+        layout = message.pieces.residual_layout, device, like.layout if like else ""
         try:  # another thread may settle what was proposed
-            return self._free[
-                message.pieces.residual_layout, device, like.layout if like else ""
-            ].pop()  # type: ignore[return-value]
+            return self._free[layout].pop().take()
         except IndexError:
             return (
                 ErrorFeedback.zeros(message.pieces, device)
@@ -154,13 +157,13 @@ class Workspace:
         if self.pooled:
             return self.take_back(*lent)
         for rows in lent:
-            self._free[rows.shape[0], rows.shape[1], rows.device].append(rows)
+            idle = Idle(rows, rows.device)
+            self._free[rows.shape[0], rows.shape[1], rows.device].append(idle)
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
         self._proposed.pop(id(residual), None)
-        self._free[message.pieces.residual_layout, residual.device, residual.layout].append(
-            residual
-        )
+        idle = Idle(residual, residual.device)
+        self._free[message.pieces.residual_layout, residual.device, residual.layout].append(idle)
 
     def forget(self, message: Message) -> None:
         """Let go of what was kept for a message that will not come again."""
@@ -174,7 +177,7 @@ class Workspace:
         with self._lock:
             self._longest[dtype] = max(self._longest[dtype], numel)
             idle = self._idle[dtype, device]
-            flat = idle.pop() if idle else None
+            flat = idle.pop().take() if idle else None
             if flat is None or flat.numel() < numel:
                 flat = torch.zeros(self._longest[dtype], dtype=dtype, device=device)
             self._lent[flat.data_ptr()] = flat
@@ -184,15 +187,14 @@ class Workspace:
         with self._lock:
             for buffer in buffers:
                 flat = self._lent.pop(buffer.data_ptr())
-                self._idle[flat.dtype, flat.device].append(flat)
+                self._idle[flat.dtype, flat.device].append(Idle(flat, flat.device))
 
     @property
     def lent_bytes(self) -> int:
         """Of all flat buffers, whether they are lent now or lie ready."""
         with self._lock:
-            return sum(
-                flat.nbytes for idle in (*self._idle.values(), self._lent.values()) for flat in idle
-            )
+            idle = [each.what for every in self._idle.values() for each in every]
+            return sum(flat.nbytes for flat in (*idle, *self._lent.values()))
 
 
 @dataclass

@@ -268,6 +268,27 @@ def forget_found(scaler: Any) -> None:
 # ---------------------------------------------------------------- DDP
 
 
+class LossScale:
+    """The scale of a GradScaler, which is read again only after it was written: reading waits for a
+    GPU."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Any, int, float] = None, 0, 1.0
+
+    def of(self, scaler: torch.amp.GradScaler | None) -> float:
+        """The scale as it is now, 1 without a scaler."""
+        if scaler is None:
+            return 1.0
+        scale = scaler._scale
+        if scale is None:  # before the first loss
+            return scaler.get_scale()
+        tensor, version, value = self._seen
+        if scale is not tensor or scale._version != version:
+            version, value = scale._version, scaler.get_scale()
+            self._seen = scale, version, value
+        return value
+
+
 def leave_to_themselves(model: torch.nn.Module, names: list[str]) -> None:
     """Let DDP around ``model``, which is made after this, neither average nor broadcast these
     parameters."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from traceback import clear_frames
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -110,6 +110,33 @@ class SideStream:
     def mark(self) -> torch.cuda.Event:
         """Event of all that has been queued here."""
         return self._stream.record_event()
+
+
+def stream_of(device: torch.device) -> "torch.cuda.Stream | None":
+    """The stream that this thread's kernels on ``device`` go to; None where there are no
+    streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+class Idle(Generic[T]):
+    """Memory that was given back, and how far the stream of whoever gave it had come with it.
+
+    A worker gives back what its side stream will still write; the host does not wait for that.
+    """
+
+    def __init__(self, what: T, device: torch.device) -> None:
+        stream = stream_of(device)
+        self.what, self._device = what, device
+        self._event = None if stream is None else stream.record_event()
+
+    def take(self) -> T:
+        """The memory, of which this thread's stream may write from here on."""
+        stream = stream_of(self._device)
+        if stream is not None and self._event is not None:
+            stream.wait_event(self._event)
+            if isinstance(self.what, torch.Tensor):
+                self.what.record_stream(stream)
+        return self.what
 
 
 class JobFuture(torch.futures.Future[T]):

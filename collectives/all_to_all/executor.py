@@ -13,7 +13,7 @@ from commpress.collectives.all_to_all.routes import ByteRange, Copy, FrameConten
 from commpress.collectives.frame import Frame, pack_rows, stamp_rows, verify_rows
 from commpress.collectives.transports.rows import Rows
 from commpress.collectives.transports.transport import Transport
-from commpress.work import Steps
+from commpress.work import Idle, Steps
 
 _SMALL = 64 << 10  # bytes: below, a call of torch takes longer than the copy
 
@@ -25,7 +25,7 @@ class Scratch:
     """Bytes that outlive a call: a fresh allocation costs ten times a copy."""
 
     def __init__(self) -> None:
-        self._free: dict[torch.device, list[torch.Tensor]] = {}
+        self._free: dict[torch.device, list[Idle[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
@@ -33,22 +33,22 @@ class Scratch:
         with self._lock:
             free = self._free.setdefault(device, [])
             for i, buffer in enumerate(free):
-                if buffer.numel() >= numel:
-                    return free.pop(i)[:numel]
+                if buffer.what.numel() >= numel:
+                    return free.pop(i).take()[:numel]
         length = 1 << max(numel - 1, 4095).bit_length()
         if device.type == "cpu":  # NumPy asks for huge pages, torch does not
             return torch.from_numpy(np.empty(length, np.uint8))[:numel]
         return torch.empty(length, dtype=torch.uint8, device=device)[:numel]
 
     def give(self, *buffers: torch.Tensor) -> None:
-        """Back, once nothing reads or writes them; a buffer of an operation that failed is never
-        given."""
+        """Back, once this thread and its stream are all that read or write them; a buffer of an
+        operation that failed is never given."""
         for buffer in buffers:
             whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
             with self._lock:
                 free = self._free.setdefault(buffer.device, [])
-                free.append(whole)
-                free.sort(key=torch.Tensor.numel)
+                free.append(Idle(whole, whole.device))
+                free.sort(key=lambda each: each.what.numel())
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.observe.counters import Counters, relative_errors
 from commpress.logs import warn_on_first
-from commpress.torch_private import check_unhooked, check_wrapped
+from commpress.torch_private import LossScale, check_unhooked, check_wrapped
 from commpress.work import Done, Steps, Work
 
 log = logging.getLogger("commpress")
@@ -275,7 +275,7 @@ class CompressedState:
         self.grad_scaler = (
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
-        self.step = 0
+        self.step, self._scale = 0, LossScale()
         self.counters = Counters(
             choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else ""
         )
@@ -488,7 +488,7 @@ class CompressedState:
     def _pay(self, bucket: dist.GradBucket, *, last: bool) -> None:
         """Add the residuals to the gradients once these, or their mean, travel exactly."""
         if self._owing and self._plain.compressible(bucket):
-            scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+            scale = self._scale.of(self.grad_scaler)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if (name := self.names.known(parameter)) is not None:
                     owed = torch.zeros(gradient.numel(), device=gradient.device)
@@ -525,7 +525,7 @@ class CompressedState:
         workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
-        gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+        gain = 1.0 / self._scale.of(self.grad_scaler)
         first = not (self._told or self._now.exact)  # compressed step
         measure = self.measure_every and (first or round.number % self.measure_every == 0)
         looks, own, before = self.choice.looks(round.number), None, None

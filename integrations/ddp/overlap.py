@@ -22,7 +22,7 @@ from commpress.integrations.ddp.local import own_gradients
 from commpress.integrations.ddp.names import averaged_parameters
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
-from commpress.torch_private import check_unhooked, check_wrapped
+from commpress.torch_private import LossScale, check_unhooked, check_wrapped
 from commpress.work import Steps
 
 
@@ -105,6 +105,7 @@ class BucketRounds:
         self.optimizer = optimizer
         self._futures: dict[tuple[int, ...], torch.futures.Future[list[Outcome]]] = {}
         self._kind: RoundKind | None = None
+        self._scale = LossScale()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the optimizer out of a saved DDP model: call ``overlap`` again with that of the
@@ -128,7 +129,7 @@ class BucketRounds:
             if not indices:
                 return
             self._take_back(indices)
-            gain = 1.0 if o.grad_scaler is None else 1.0 / o.grad_scaler.get_scale()
+            gain = 1.0 / self._scale.of(o.grad_scaler)
             for group, at in o.groups():
                 members = set(at)
                 mine = [i for i in indices if i in members]

@@ -47,7 +47,7 @@ from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Diffe
 from commpress.integrations.observe.counters import Counters
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.optim.layout import local
-from commpress.torch_private import fsdp_groups
+from commpress.torch_private import LossScale, fsdp_groups
 from commpress.work import run
 
 log = logging.getLogger("commpress")
@@ -134,6 +134,7 @@ class ShardedState(Divided):
         self.grad_scaler = (
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
+        self._scale = LossScale()
         if self.grad_scaler is not None:
             self.bad.value = float("nan")  # so that it skips the step
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
@@ -412,7 +413,7 @@ class ShardedState(Divided):
         return self.seed * 1_000_003 + self.step
 
     def gain(self) -> float:
-        return 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+        return 1.0 / self._scale.of(self.grad_scaler)
 
     def settle_by_steps(self) -> None:
         """From now on all reductions of a step share one fate, and ``settle`` after the last of

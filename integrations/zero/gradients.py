@@ -21,6 +21,7 @@ from commpress.collectives.reduce_scatter import reduce_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import FlatGroup, Reduction
 from commpress.optim.layout import alike, is_cut, local, settle_gradient
+from commpress.torch_private import LossScale
 from commpress.work import Steps, run
 
 AHEAD = 2  # reductions that a backward may leave behind it before it waits
@@ -47,7 +48,7 @@ class Gradients:
     ) -> None:
         self._sink, self._consensus = sink, consensus
         self.buckets, self._channel = buckets, channel
-        self._stage, self._scaler = stage, scaler
+        self._stage, self._scaler, self._scale = stage, scaler, LossScale()
         self.syncing = True
         self.step = 0  # number of the step under way: noise of stochastic codecs
         self._next, self._local = 0, False
@@ -255,7 +256,7 @@ class Gradients:
             self._marker.grad = None
 
     def _gain(self) -> float:
-        return 1.0 / self._scaler.get_scale() if self._scaler is not None else 1.0
+        return 1.0 / self._scale.of(self._scaler)
 
     def agreed(self) -> bool:
         """True if all ranks' gradients are finite: each message carries the flags of all senders,

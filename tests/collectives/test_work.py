@@ -12,6 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commpress.codecs import codec_named
+from commpress.collectives.all_to_all.executor import Scratch
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import one_message
 from commpress.errors import InvalidArgument
 from commpress.work import Done, Worker, overlapped, run
 
@@ -374,3 +378,60 @@ def test_each_card_has_a_stream_of_its_own_and_the_processor_none(card, worker):
     card.captures = True
     with pytest.raises(InvalidArgument, match="CUDA graph"):
         worker.submit(counting([], "a", 0), OnCard(card))
+
+
+MESSAGE = one_message(100, codec_named("sign"), 2)
+POOLS = {
+    "borrow": (
+        lambda w: w.borrow(10, torch.float32, torch.device("cpu")),
+        lambda w, got: w.give_back(got),
+    ),
+    "lend": (
+        lambda w: w.lend(10, torch.float32, torch.device("cpu")),
+        lambda w, got: w.take_back(got),
+    ),
+    "rows": (lambda w: w.rows(80, 2, torch.device("cpu")), lambda w, got: w.give_rows(got)),
+    "residual": (
+        lambda w: w.residual(MESSAGE, torch.device("cpu")),
+        lambda w, got: w.give_residual(MESSAGE, got),
+    ),
+    "scratch": (lambda w: w.take(80, torch.device("cpu")), lambda w, got: w.give(got)),
+}
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_who_gets_a_buffer_waits_for_the_stream_of_who_gave_it_back(monkeypatch, kind):
+    """A worker gives back what its side stream still writes; another thread gets it at once."""
+    log: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self) -> None:
+            self.name = threading.current_thread().name
+
+        def record_event(self):
+            return self.name
+
+        def wait_event(self, event):
+            log.append((self.name, event))
+
+    monkeypatch.setattr("commpress.work.stream_of", lambda device: Stream())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    take, give = POOLS[kind]
+    pool = Scratch() if kind == "scratch" else Workspace()
+
+    def there_and_back(name):
+        def go():
+            got = take(pool)
+            seen.append(id(got) if kind == "residual" else got.data_ptr())
+            give(pool, got)
+
+        thread = threading.Thread(target=go, name=name)
+        thread.start()
+        thread.join()
+
+    seen: list[int] = []
+    there_and_back("worker")
+    assert log == [], "a new one is nobody's"
+    there_and_back("autograd")
+    assert seen[0] == seen[1]
+    assert log == [("autograd", "worker")]

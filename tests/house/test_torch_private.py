@@ -56,6 +56,31 @@ def test_adam_steps_as_the_optimizers_of_torch(decoupled):
     assert torch.equal(ours, twin.detach())
 
 
+def test_a_loss_scale_is_read_again_whenever_it_was_written():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    reads, scale = [], torch_private.LossScale()
+    asked = scaler.get_scale
+    scaler.get_scale = lambda: reads.append(0) or asked()
+    assert scale.of(None) == 1.0
+    assert scale.of(scaler) == 8.0, "before the first loss"
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    found = []
+    for factor in (1.0, 1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        reads.clear()
+        found.append([scale.of(scaler) for _ in range(3)])
+        assert len(reads) <= 1
+        scaler.step(optimizer)
+        scaler.update()
+    assert found == [[8.0] * 3, [8.0] * 3, [16.0] * 3, [8.0] * 3]
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 4.0})
+    assert scale.of(scaler) == 4.0
+    scaler.update(2.0)
+    assert scale.of(scaler) == 2.0
+
+
 def test_single_collectives_have_their_names(pool):
     assert pool.run(_gather_and_scatter, size=2) == [([0.0, 0.0, 1.0, 1.0], [4.0])] * 2
 
