@@ -32,7 +32,7 @@ from commpress.collectives.frame import (
     stamp,
     verify,
 )
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.transports.transport import Transport, on_device
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
@@ -476,6 +476,9 @@ def exchange(
     frame = frame._replace(checked=transport.checks or workspace.checksum)
     packed = frame.pack()
     stamp(inp, packed, flag)
+    moves = on_device(transport)
+    if frame.operation == ALL_TO_ALL and moves is not None and moves.takes(inp):
+        moves.announce(packed, inp.shape[1])
     start = perf_counter() if workspace.timeline is not None else 0.0
     yield call(out, inp, 2 * frame.sequence + (frame.operation == ALL_GATHER))
     if workspace.timeline is not None and start:

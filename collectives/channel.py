@@ -69,23 +69,25 @@ class Channel:
         self.name, self._numbers = name, Numbers() if numbers is None else numbers
         self._worker: Worker | None = None
         self._timeout: timedelta | None = None
+        self._device: torch.device | None = None
         self._usual_at_once = at_once
         self._beside: list[weakref.ref[Channel]] = []
 
     @classmethod
     def among(
-        cls, process_group: Any = None, *, timeout: timedelta | None = None, **options: Any
+        cls,
+        process_group: Any = None,
+        *,
+        timeout: timedelta | None = None,
+        device: torch.device | None = None,
+        **options: Any,
     ) -> "Channel":
         """Over a transport of its own among the ranks of ``process_group``, collective; alone
-        without torch.distributed."""
-        channel = cls(
-            own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options
-        )
-        channel.group, channel.members, channel._timeout = (
-            process_group,
-            ranks_of(process_group),
-            timeout,
-        )
+        without torch.distributed. ``device``: of the tensors, where it is known."""
+        transport = own_transport(process_group, timeout=timeout, device=device)
+        channel = cls(transport or Loopback(1).transport(0), **options)
+        channel.group, channel.members = process_group, ranks_of(process_group)
+        channel._timeout, channel._device = timeout, device
         enroll(channel, process_group)
         return channel
 
@@ -131,11 +133,9 @@ class Channel:
         """The first of ``count`` sequence numbers."""
         return self._numbers.take(count)
 
-    def gathered(
-        self, values: Sequence[float], device: torch.device | str = "cpu"
-    ) -> Steps[np.ndarray]:
+    def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
         """These numbers of every rank: float64[ranks, len(values)]."""
-        return gathered(values, transport=self.transport, sequence=self.take(), device=device)
+        return gathered(values, transport=self.transport, sequence=self.take())
 
     # ------------------------------------------------------------ work
 
@@ -175,7 +175,7 @@ class Channel:
         """
         transport = (
             transport
-            or own_transport(self.group, timeout=self._timeout)
+            or own_transport(self.group, timeout=self._timeout, device=self._device)
             or Loopback(1).transport(0)
         )
         for channel in self._same_transport():

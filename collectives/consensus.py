@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,19 +35,15 @@ class Consensus:
         self._votes += 1
         return self._votes - 1
 
-    def agreed(
-        self, finite: bool, device: torch.device, *, number: int | None = None
-    ) -> Steps[bool]:
+    def agreed(self, finite: bool, *, number: int | None = None) -> Steps[bool]:
         """True on every rank if all ranks say so; ``number`` if it was reserved before."""
-        every = yield from self.gathered([float(finite)], device, number=number)
+        every = yield from self.gathered([float(finite)], number=number)
         return bool(every.all())
 
-    def gathered(
-        self, values: Sequence[float], device: torch.device, *, number: int | None = None
-    ) -> Steps[np.ndarray]:
+    def gathered(self, values: Sequence[float], *, number: int | None = None) -> Steps[np.ndarray]:
         """These numbers of every rank: float64[ranks, len(values)]."""
         sequence = self.reserve() if number is None else number
-        return gathered(values, transport=self.transport, sequence=sequence, device=device)
+        return gathered(values, transport=self.transport, sequence=sequence)
 
 
 def consensus_over(
@@ -81,7 +76,7 @@ def consensus_over(
             "too: pass a group or mesh of all ranks that must stay equal, such as the whole mesh "
             "of data and tensor parallelism"
         )
-    return Consensus(own_transport(group_of(agree_over), timeout=timeout))
+    return Consensus(own_transport(group_of(agree_over), timeout=timeout, votes=True))
 
 
 def _ranks(agree_over: AgreeOver) -> list[int]:

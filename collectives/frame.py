@@ -30,7 +30,9 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.collectives.transports.rows import HEADER, memory_of, rows_in
+from commpress.collectives.transports.transport import on_device
 from commpress.errors import CommunicationError, Corrupted, Mismatch
+from commpress.work import stream_of
 
 AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
 FLAGS = 4
@@ -210,11 +212,13 @@ class LateHeaders:
 
     def __init__(self, transport: Receiver) -> None:
         self._transport = transport
+        self._device: torch.device | None = None
         self._coming: list[tuple[torch.Tensor, Frame, torch.Tensor]] = []
 
     def see(self, received: torch.Tensor, frame: Frame, packed: torch.Tensor) -> None:
         """Begin to bring the headers before these rows to the host."""
         on_gpu = received.device.type == "cuda"
+        self._device = received.device
         host = torch.empty(len(received), HEADER, dtype=torch.uint8, pin_memory=on_gpu)
         self._coming.append((host.copy_(received[:, :HEADER], non_blocking=True), frame, packed))
 
@@ -230,16 +234,29 @@ class LateHeaders:
     def read(self) -> int:
         """Wait, and ``verify`` them all; the flags before the rows that were seen last."""
         found = 0
-        for i, (host, frame, packed) in enumerate(self._coming):
-            if i == 0 and host.is_pinned():
-                torch.cuda.current_stream().synchronize()
+        if self._device is not None:
+            wait_for(self._device, self._transport)
+        for host, frame, packed in self._coming:
             found = verify(host, frame, packed, self._transport)
         return found
+
+
+def wait_for(device: torch.device, transport: Receiver) -> None:
+    """Have the host wait for this thread's stream on ``device``, but not for peers that are
+    gone."""
+    stream = stream_of(device)
+    if stream is None:
+        return
+    if (moves := on_device(transport)) is None:
+        stream.synchronize()
+    else:
+        moves.until(stream.record_event().query)
 
 
 def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> int:
     """Flags that some rank has set. Raise ``Mismatch`` naming every rank whose message is not the
     expected one, ``Corrupted`` if one changed on the way."""
+    wait_for(received.device, transport)
     host = (received if frame.checked else received[:, :HEADER]).cpu()
     rows, mine = rows_in(host), packed.numpy().tobytes()
     wrong = {r: frame for r, row in enumerate(rows) if not same(mine, bytes(row[:HEADER]))}

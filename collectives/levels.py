@@ -16,7 +16,6 @@ from commpress.collectives.buckets import PIECE, Span
 from commpress.collectives.links import Links, choose
 from commpress.collectives.residual_state import Residuals
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Counted, Transport
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, routes
 from commpress.feedback import Key, ResidualStore
@@ -132,9 +131,6 @@ def levels_of(
 ) -> Levels | None:
     """Collective; "auto" asks every rank's launcher, ``Links`` decide. None where one level is all
     there is, or faster."""
-    # all others take what lies on the host
-    on_card = isinstance(transport, TorchTransport) and torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_card else "cpu"
     given = (
         Topology.parse(topology) if isinstance(topology, str) and topology != "auto" else topology
     )
@@ -148,9 +144,7 @@ def levels_of(
             note,
         )
         given = given.topology
-    agreed = run(
-        agree(transport, given if isinstance(given, Topology) else None, note=note, device=device)
-    )
+    agreed = run(agree(transport, given if isinstance(given, Topology) else None, note=note))
     if not agreed.layered:
         level = logging.DEBUG if topology == "auto" else logging.WARNING
         log.log(

@@ -73,7 +73,7 @@ class Round:
             if self._failed or self._open or not self._complete:
                 return False
         if self.consensus is not None:
-            self.finite = yield from self.consensus.agreed(self.finite, buffer.device)
+            self.finite = yield from self.consensus.agreed(self.finite)
         settle(self._outcomes, taken=self.finite)
         self._outcomes.clear()
         return True

@@ -17,23 +17,20 @@ def gathered(
     *,
     transport: Transport,
     sequence: int,
-    device: torch.device | str = "cpu",
 ) -> Steps[np.ndarray]:
-    """float64[ranks, len(values)], the same on every rank.
+    """float64[ranks, len(values)], the same on every rank. They travel by way of the host.
 
     It is an all-to-all, as rounds begin with one: a rank that begins a round meanwhile is named,
     and not waited for.
     """
     outbox, every = (
-        torch.zeros(transport.size, HEADER + 8 * len(values), dtype=torch.uint8, device=device)
-        for _ in range(2)
+        torch.zeros(transport.size, HEADER + 8 * len(values), dtype=torch.uint8) for _ in range(2)
     )
-    payload = torch.tensor(list(values), dtype=torch.float64).view(torch.uint8)
-    outbox[:, HEADER:] = payload.to(device)
+    outbox[:, HEADER:] = torch.tensor(list(values), dtype=torch.float64).view(torch.uint8)
     frame = Frame(ALL_TO_ALL, transport.size, "scalars", len(values), sequence)
-    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+    flag = torch.zeros(1, dtype=torch.uint8)
     yield from exchange(transport.all_to_all, every, outbox, frame, flag, transport, Workspace())
-    return every[:, HEADER:].cpu().contiguous().view(torch.float64).numpy().copy()
+    return every[:, HEADER:].contiguous().view(torch.float64).numpy().copy()
 
 
 def square_sum(x: torch.Tensor) -> float:

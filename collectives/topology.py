@@ -120,7 +120,6 @@ def agree(
     *,
     note: str = "",
     environment: Mapping[str, str] = os.environ,
-    device: torch.device | str = "cpu",
     sequence: int = 0,
 ) -> Steps[Topology]:
     """The topology of all ranks of ``transport``: ``topology`` if given, else from their
@@ -137,14 +136,14 @@ def agree(
     mine = (
         Place(GIVEN, f"{topology} {note}".strip()) if topology is not None else place(environment)
     )
-    rows = torch.zeros(size, HEADER + PLACE, dtype=torch.uint8, device=device)
-    rows[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(device)
+    rows = torch.zeros(size, HEADER + PLACE, dtype=torch.uint8)
+    rows[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     frame, out = Frame(ALL_TO_ALL, size, "topology", 0, sequence), torch.zeros_like(rows)
-    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+    flag = torch.zeros(1, dtype=torch.uint8)
     yield from exchange(
         transport.all_to_all, out, rows, frame, flag, transport, Workspace(checksum=True)
     )
-    places = [Place.unpack(row.tobytes()) for row in out[:, HEADER:].cpu().numpy()]
+    places = [Place.unpack(row.tobytes()) for row in out[:, HEADER:].numpy()]
     return topology_of(places, topology)
 
 

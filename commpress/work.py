@@ -129,8 +129,14 @@ class Idle(Generic[T]):
         self.what, self._device = what, device
         self._event = None if stream is None else stream.record_event()
 
+    def reclaim(self) -> T:
+        """The memory, which the host may write: it waits."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self.what
+
     def take(self) -> T:
-        """The memory, of which this thread's stream may write from here on."""
+        """The memory, which this thread's stream may write from here on."""
         stream = stream_of(self._device)
         if stream is not None and self._event is not None:
             stream.wait_event(self._event)

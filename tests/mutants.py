@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "the loss scale stays in residuals",
         "integrations/ddp/hook.py",
-        "gain = 1.0 / self._scale.of(self.grad_scaler)",
+        "gain = 1.0 / self._scale.of(self.grad_scaler) if self.grad_scaler else 1.0",
         "gain = 1.0",
         "tests/collectives/test_finite.py",
     ),

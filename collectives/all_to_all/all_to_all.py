@@ -18,7 +18,7 @@ import torch
 from commpress.codecs.codec import Codec
 from commpress.codecs.registry import codec_named
 from commpress.collectives.all_to_all.codecs_taken import check_codec as check_codec
-from commpress.collectives.all_to_all.executor import Executor, Scratch
+from commpress.collectives.all_to_all.executor import Executor
 from commpress.collectives.all_to_all.routes import (
     Lengths,
     Nodes,
@@ -30,6 +30,7 @@ from commpress.collectives.all_to_all.routes import (
 )
 from commpress.collectives.frame import FLAT, Frame
 from commpress.collectives.transports.rows import LONGEST
+from commpress.collectives.transports.scratch import Scratch
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic

@@ -1,54 +1,23 @@
 """Walks a plan of an all-to-all: copies, sends, receives, and checks what came."""
 
 import ctypes
-import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from commpress.collectives.all_to_all.routes import ByteRange, Copy, FrameContent, RoutePlan, Stage
 from commpress.collectives.frame import Frame, pack_rows, stamp_rows, verify_rows
 from commpress.collectives.transports.rows import Rows
+from commpress.collectives.transports.scratch import Scratch
 from commpress.collectives.transports.transport import Transport
-from commpress.work import Idle, Steps
+from commpress.work import Steps
 
 _SMALL = 64 << 10  # bytes: below, a call of torch takes longer than the copy
 
 # uint8[n], contiguous: what goes, what comes, scratch
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class Scratch:
-    """Bytes that outlive a call: a fresh allocation costs ten times a copy."""
-
-    def __init__(self) -> None:
-        self._free: dict[torch.device, list[Idle[torch.Tensor]]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, numel: int, device: torch.device) -> torch.Tensor:
-        """uint8[numel], aligned to 64 bytes or so, its content whatever was there before."""
-        with self._lock:
-            free = self._free.setdefault(device, [])
-            for i, buffer in enumerate(free):
-                if buffer.what.numel() >= numel:
-                    return free.pop(i).take()[:numel]
-        length = 1 << max(numel - 1, 4095).bit_length()
-        if device.type == "cpu":  # NumPy asks for huge pages, torch does not
-            return torch.from_numpy(np.empty(length, np.uint8))[:numel]
-        return torch.empty(length, dtype=torch.uint8, device=device)[:numel]
-
-    def give(self, *buffers: torch.Tensor) -> None:
-        """Back, once this thread and its stream are all that read or write them; a buffer of an
-        operation that failed is never given."""
-        for buffer in buffers:
-            whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
-            with self._lock:
-                free = self._free.setdefault(buffer.device, [])
-                free.append(Idle(whole, whole.device))
-                free.sort(key=lambda each: each.what.numel())
 
 
 @dataclass(frozen=True)
@@ -70,7 +39,7 @@ class Executor:
         _copy(hop.before, buffers)
         outgoing = {r: _part(buffers, span) for r, span in hop.sent.items()}
         incoming = {r: _part(buffers, span) for r, span in hop.received.items()}
-        device, size = buffers[0].device, self.transport.size
+        size = self.transport.size
         frames: dict[FrameContent, Frame] = {}  # one for all messages that are alike
         wanted = self._frames(hop.due, hop.operation, frames)
         expected = pack_rows(wanted, size)
@@ -79,13 +48,13 @@ class Executor:
             expected.clone()
             if same
             else pack_rows(self._frames(hop.said, hop.operation, frames), size)
-        ).to(device)
+        )
         if self.transport.checks:
             stamp_rows(headers, outgoing)
         answers = torch.zeros_like(headers)
         tag = 2 * self.what.sequence + hop.parity
         yield self.transport.exchange(
-            Rows(answers, incoming), Rows(headers, outgoing), expected.to(device), tag
+            Rows(answers, incoming), Rows(headers, outgoing), expected, tag
         )
         verify_rows(answers, incoming, wanted, expected, self.transport)
         _copy(hop.after, buffers)

@@ -29,10 +29,11 @@ from torch.nn import functional
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.collectives.all_to_all.all_to_all import CASTS, FLOATS
-from commpress.collectives.all_to_all.executor import Executor, Scratch
+from commpress.collectives.all_to_all.executor import Executor
 from commpress.collectives.all_to_all.routes import Lengths, Nodes, direct, to_everybody
 from commpress.collectives.frame import BETWEEN, FLAT, HEADER, INSIDE, LENGTHS, Frame
 from commpress.collectives.transports.rows import LONGEST
+from commpress.collectives.transports.scratch import Scratch
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic
@@ -239,8 +240,6 @@ class Carrier:
     transport: Transport
     nodes: Nodes
     scratch: Scratch = field(default_factory=Scratch)
-    # of messages that belong to no tensor
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     label: int = 0  # digest of options on which ranks must agree
     inside_bytes: int = 0  # sent, headers included
     between_bytes: int = 0
@@ -568,10 +567,10 @@ def _told(
         LENGTHS, parity, torch.arange(len(peers)), lines, lines, tuple(peers), tuple(peers)
     )
     given = torch.from_numpy(numbers[list(peers)].astype(np.int64).view(np.uint8))
-    inbox = torch.zeros_like(given, device=carrier.device)
-    yield from carrier.carry(inbox, given.to(carrier.device), hop, "counts", what, sequence)
+    inbox = torch.zeros_like(given)
+    yield from carrier.carry(inbox, given, hop, "counts", what, sequence)
     told = np.zeros_like(numbers, np.int64)
-    told[list(peers)] = inbox.cpu().numpy().view(np.int64)
+    told[list(peers)] = inbox.numpy().view(np.int64)
     return told
 
 
@@ -591,11 +590,9 @@ def _plausible(rows: np.ndarray, origins: Sequence[int], carrier: Carrier) -> np
 def _listed(pool: np.ndarray, hop: TokenHop, carrier: Carrier, sequence: int) -> Steps[np.ndarray]:
     """int32[received, 2 + k]: source, token and experts of what this hop brings."""
     given = torch.from_numpy(pool[hop.pick.numpy()].view(np.uint8))
-    inbox = torch.empty(sum(hop.received), given.shape[1], dtype=torch.uint8, device=carrier.device)
-    yield from carrier.carry(
-        inbox, given.to(carrier.device), hop, "experts", f"top {pool.shape[1] - 2}", sequence
-    )
-    return inbox.cpu().numpy().view(np.int32)
+    inbox = torch.empty(sum(hop.received), given.shape[1], dtype=torch.uint8)
+    yield from carrier.carry(inbox, given, hop, "experts", f"top {pool.shape[1] - 2}", sequence)
+    return inbox.numpy().view(np.int32)
 
 
 def _check_came(

@@ -3,6 +3,8 @@ when ranks meet."""
 
 import contextlib
 import select
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,21 +22,29 @@ from commpress.collectives.transports.torch import TorchTransport, plain_backend
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.cpu.digest import digest
+from commpress.torch_private import default_store
 from commpress.work import run
 
 _DIGITS = 12  # of the digest, hexadecimal: as a number it is exact in float64
+_ASKED = 0.005  # seconds between two questions to a store
 _SEQUENCE = 0x1FFF  # far from the first messages, which may follow at once
 
 
 def own_transport(
-    process_group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    timeout: timedelta | None = None,
+    device: torch.device | None = None,
+    votes: bool = False,
 ) -> Any:
     """A transport among the ranks of ``process_group``, so that its messages meet no others: over
     MPI if the group is.
 
-    Else over a new group, of Gloo or NCCL below "commpress", which would check every message.
-    Collective over those ranks. None where torch.distributed is not initialised: there is nobody to
-    talk to. ``timeout``: of every wait; None: that of the group.
+    Else over a new group, of Gloo or NCCL below "commpress", which would check every message; with
+    NCCL also over connections of the hosts. Collective over those ranks. None where
+    torch.distributed is not initialised: there is nobody to talk to. ``timeout``: of every wait;
+    None: that of the group. ``device``: of the tensors, for NCCL; None: the group's, or the current
+    one. ``votes``: for numbers of the host alone.
     """
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
         raise InvalidArgument(
@@ -62,10 +72,23 @@ def own_transport(
         dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True
     )
     group, connections = connections_of(partial(yielding, make), len(ranks) - 1)
-    transport = TorchTransport(group, timeout=patience, connections=connections)
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
-    require_same_kernels(transport, device)
-    return transport
+    config = str(dist.get_backend_config(group))  # such as cpu:gloo,cuda:nccl
+    if "nccl" not in config:
+        transport = TorchTransport(group, timeout=patience, connections=connections)
+        require_same_kernels(transport)
+        return transport
+    store = dist.PrefixStore(f"commpress/{group.group_name}", default_store())
+    control = host_transport(store, group.rank(), ranks, patience)
+    require_same_kernels(control)
+    if votes:
+        return control
+    if "cpu:" not in config and (device is None or device.type != "cuda"):
+        bound = getattr(process_group or dist.group.WORLD, "bound_device_id", None)
+        device = bound or torch.device("cuda", torch.cuda.current_device())
+    if device is not None and device.type == "cuda":
+        # NCCL's communicator is made here, in the thread and order that all ranks have in common
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return TorchTransport(group, timeout=patience, connections=connections, control=control)
 
 
 def initialized() -> bool:
@@ -149,16 +172,41 @@ def socket_transport(
     return SocketTransport(Mesh(dist.get_rank(group), ranks, tell, timeout, check), timeout=timeout)
 
 
+def host_transport(
+    store: dist.Store,
+    rank: int,
+    world: Sequence[int],
+    timeout: timedelta,
+    check: Callable[[], object] = nothing,
+) -> SocketTransport:
+    """Over connections of our own, whose places the ranks tell each other by way of ``store``.
+
+    ``world``: their global numbers. ``check`` is called while ranks are awaited, and raises if one
+    of them is gone.
+    """
+
+    def share(here: bytes) -> list[bytes]:
+        store.set(f"place/{rank}", here.decode())
+        keys = [f"place/{peer}" for peer in range(len(world))]
+        until = time.monotonic() + timeout.total_seconds()
+        while not store.check(keys) and time.monotonic() < until:
+            check()
+            time.sleep(_ASKED)
+        return [store.get(key) for key in keys]
+
+    return SocketTransport(Mesh(rank, world, share, timeout, check), timeout=timeout)
+
+
 # ---------------------------------------------------------------- kernels
 
 
-def require_same_kernels(transport: Transport, device: torch.device | str = "cpu") -> None:
+def require_same_kernels(transport: Transport) -> None:
     """One small collective; raises ``Mismatch`` on every rank if the digests of kernel sources
     differ."""
     if transport.size == 1:
         return
     mine = float(int(digest()[:_DIGITS], 16))
-    every = run(gathered([mine], transport=transport, sequence=_SEQUENCE, device=device))[:, 0]
+    every = run(gathered([mine], transport=transport, sequence=_SEQUENCE))[:, 0]
     ranks = {
         number: [r for r, each in enumerate(every) if each == number] for number in every.tolist()
     }

@@ -19,7 +19,8 @@ import torch
 from commpress.collectives.frame import AGREED, HEADER, same
 from commpress.collectives.transports.mpi_job import ending, failed_of, mpi, within
 from commpress.collectives.transports.rows import Rows, rows_of
-from commpress.collectives.transports.staged import HostBuffers, Staged
+from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.transports.staged import Staged
 from commpress.errors import CommunicationError, InvalidArgument, PeerFailure
 from commpress.work import Work
 
@@ -76,14 +77,14 @@ class MpiTransport:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.failure: str | None = None
         self._stopped = ""  # by whichever thread, with this reason
-        self._cuda_aware, self._free = cuda_aware, HostBuffers()
+        self._cuda_aware, self._scratch = cuda_aware, Scratch(pinned=True)
         # far more than _PLAIN in every MPI
         self._tags = self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB) - _PLAIN
         self._kept: list[Any] = []  # requests and buffers of operations that did not end
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp):
-            return Staged(self, self._free).all_to_all(out, inp, tag)
+            return Staged(self, self._scratch).all_to_all(out, inp, tag)
         self._usable()
         return _MpiTransfer(
             self, rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag
@@ -91,14 +92,14 @@ class MpiTransport:
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp):
-            return Staged(self, self._free).all_gather(out, inp, tag)
+            return Staged(self, self._scratch).all_gather(out, inp, tag)
         self._usable()
         rows = dict.fromkeys(range(self.size), inp[0])
         return _MpiTransfer(self, Rows(out, dict(enumerate(out))), Rows(inp, rows), None, tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        if self._host_only(inp.headers):
-            return Staged(self, self._free).exchange(out, inp, wanted, tag)
+        if any(map(self._host_only, (*out.payloads.values(), *inp.payloads.values()))):
+            return Staged(self, self._scratch).exchange(out, inp, wanted, tag)
         self._usable()
         return _MpiTransfer(self, out, inp, wanted, tag)
 

@@ -21,7 +21,8 @@ from commpress.collectives.transports.engine import SocketEngine
 from commpress.collectives.transports.meeting import Meeting, nothing
 from commpress.collectives.transports.messages import Parts, SocketTransfer
 from commpress.collectives.transports.rows import Rows, memory_of, rows_in
-from commpress.collectives.transports.staged import HostBuffers, Staged
+from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.transports.staged import Staged
 from commpress.errors import CommunicationError
 from commpress.work import Work
 
@@ -38,11 +39,11 @@ class SocketTransport:
         self.members = tuple(members or range(len(mesh.world)))
         self.rank, self.size = self.members.index(mesh.rank), len(self.members)
         self.failure: str | None = None
-        self._free = HostBuffers()
+        self._scratch = Scratch(pinned=True)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if inp.device.type == "cuda":
-            return Staged(self, self._free).all_to_all(out, inp, tag)
+            return Staged(self, self._scratch).all_to_all(out, inp, tag)
         wanted = dict.fromkeys(range(self.size), bytes(rows_in(inp)[self.rank][:HEADER]))
         theirs, ours = _parts(out), _parts(inp)
         out[self.rank] = inp[self.rank]
@@ -50,14 +51,14 @@ class SocketTransport:
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if inp.device.type == "cuda":
-            return Staged(self, self._free).all_gather(out, inp, tag)
+            return Staged(self, self._scratch).all_gather(out, inp, tag)
         ours = _parts(inp)[0]
         out[self.rank] = inp[0]
         return self._post(_parts(out), dict.fromkeys(range(self.size), ours), None, tag, (out, inp))
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        if inp.headers.device.type == "cuda":
-            return Staged(self, self._free).exchange(out, inp, wanted, tag)
+        if any(p.device.type == "cuda" for p in (*out.payloads.values(), *inp.payloads.values())):
+            return Staged(self, self._scratch).exchange(out, inp, wanted, tag)
         rows = rows_in(wanted)
         expected = {r: bytes(rows[r]) for r in out.payloads}
         if self.rank in inp.payloads:
@@ -79,6 +80,11 @@ class SocketTransport:
         """The name of a rank in messages: its number here, and globally where that differs."""
         world = self.mesh.world[self.members[rank]]
         return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
+
+    def lost(self) -> dict[int, str]:
+        """Ranks that are gone, as far as their connections say by now, and how."""
+        gone = self.mesh.engine.look()
+        return {r: gone[member] for r, member in enumerate(self.members) if member in gone}
 
     def drive(self, transfer: SocketTransfer) -> None:
         self.mesh.engine.drive(transfer, time.monotonic() + self.timeout.total_seconds())

@@ -1,6 +1,7 @@
 """Rows moved by torch's own collectives, as over NCCL, whose headers are compared beforehand."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,9 +12,14 @@ import torch.distributed as dist
 from commpress.collectives.frame import alike, same, unpack
 from commpress.collectives.transports.gloo import Connections
 from commpress.collectives.transports.rows import HEADER, Rows
+from commpress.collectives.transports.sockets import SocketTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
-from commpress.torch_private import all_gather_single
+from commpress.torch_private import abort, all_gather_single
 from commpress.work import Work
+
+LOOK = 0.05  # seconds between two looks at the peers while a device is waited for
+GRACE = 5.0  # seconds that a device has to end what a peer that is gone had sent all of
+_AGREEMENT = 1 << 62  # tags of headers that travel alone
 
 
 class TorchTransport:
@@ -22,6 +28,10 @@ class TorchTransport:
     Note: torch's all-to-all hangs, or ends the process, where rows differ in size. So ranks compare
     their headers and sizes before it. An all-gather follows an all-to-all that agreed and needs
     none.
+
+    ``control``: connections of the hosts. Headers then travel there, so that nobody waits for a
+    device to know them, with all that lies on the host; and they say who is gone, which NCCL does
+    not: it waits, and ends the process when its own time is over.
     """
 
     ordered = True
@@ -32,26 +42,70 @@ class TorchTransport:
         *,
         timeout: timedelta,
         connections: Connections | None = None,
+        control: SocketTransport | None = None,
     ) -> None:
         """``connections``: those that the group has over Gloo, to be cut when it is of no more
         use."""
-        self.group, self.timeout = group, timeout
+        self.group, self.timeout, self.control = group, timeout, control
+        self._agreements = 0
         self.rank, self.size = group.rank(), group.size()
         self.checks, self.failure = checks_asked(), ""
         self._connections = connections
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
-        self._agree(inp)
+        if control := self._by_host(inp):
+            return control.all_to_all(out, inp, tag)
+        if self.control is None:
+            self._agree(inp[0, :HEADER], inp.shape[1])
         return _Checked(self, dist.all_to_all_single(out, inp, group=self.group, async_op=True))
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
+        if control := self._by_host(inp):
+            return control.all_gather(out, inp, tag)
         return _Checked(self, all_gather_single(out, inp, group=self.group, async_op=True))
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         self._usable()
+        payloads = (*out.payloads.values(), *inp.payloads.values())
+        if self.control is not None and all(map(self._by_host, payloads)):
+            return self.control.exchange(out, inp, wanted, tag)
         return _BatchedTransfer(self, out, inp, wanted, tag)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu"
+
+    def announce(self, header: torch.Tensor, length: int) -> None:
+        self._usable()
+        if self.control is not None:
+            self._agree(header, length)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Note: the host sleeps in between, since NCCL's own wait is the stream's, and a copy from
+        the device that waits for it cannot be ended."""
+        begin = look = time.monotonic()
+        missed: float | None = None  # since when a peer is gone
+        while not done():
+            now = time.monotonic()
+            if now >= look:
+                lost = {} if self.control is None else self.control.lost()
+                missed, look = (missed or now) if lost else None, now + LOOK
+                late = now - begin > self.timeout.total_seconds()
+                if late or (missed is not None and now - missed > GRACE):
+                    raise self._gone(lost, now - begin)
+            time.sleep(1e-4 if now - begin < LOOK else 1e-3)
+
+    def _gone(self, lost: Mapping[int, str], seconds: float) -> PeerFailure:
+        abort(self.group)
+        who = [f"{self.peer(r)} {how}" for r, how in sorted(lost.items())]
+        who = who or [f"a collective on a device did not end within {seconds:.1f} s"]
+        self.failure = f"rank {self.rank}: " + "; ".join(who) + "."
+        return PeerFailure(self.failure, ranks=tuple(sorted(lost)))
+
+    def _by_host(self, tensor: torch.Tensor) -> SocketTransport | None:
+        """The connections that carry ``tensor``, where the group itself has none for it."""
+        return None if self.takes(tensor) else self.control
 
     def subset(self, ranks: Sequence[int]) -> "TorchTransport | None":
         """Over a process group of its own.
@@ -68,7 +122,8 @@ class TorchTransport:
             backend=dist.get_backend(self.group),
             use_local_synchronization=True,
         )
-        return TorchTransport(group, timeout=self.timeout) if among else None
+        control = self.control.subset(ranks) if self.control is not None else None
+        return TorchTransport(group, timeout=self.timeout, control=control) if among else None
 
     def peer(self, rank: int) -> str:
         """The name of a rank in messages: its number here, and globally where that differs."""
@@ -76,11 +131,14 @@ class TorchTransport:
         return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
 
     def abandon(self, reason: str) -> None:
-        """Note: Gloo's connections are cut, so that peers know at once; NCCL's ranks know when
-        their time is over."""
+        """Note: Gloo's connections are cut, so that peers know at once; NCCL's ranks are told by
+        way of the host."""
         self.failure = reason
         if self._connections is not None:
             self._connections.cut()
+        if self.control is not None:
+            self.control.abandon(reason)
+            abort(self.group)
 
     def _usable(self) -> None:
         if self.failure:
@@ -89,21 +147,23 @@ class TorchTransport:
                 "build a new one."
             )
 
-    def _agree(self, inp: torch.Tensor) -> None:
+    def _agree(self, header: torch.Tensor, length: int) -> None:
         """Compare headers before torch's all-to-all, which hangs or ends the process where rows
         differ in size.
 
-        One small collective and one host synchronisation. Not only for sizes never seen: a rank
-        that has seen its size would enter the all-to-all while another is still here.
+        One small collective. Not only for sizes never seen: a rank that has seen its size would
+        enter the all-to-all while another is still here.
         """
-        mine = torch.zeros(1, HEADER + 8, dtype=torch.uint8, device=inp.device)
-        mine[0, :HEADER] = inp[0, :HEADER]
-        mine[0, HEADER:] = (
-            torch.tensor([inp.shape[1]], dtype=torch.int64).view(torch.uint8).to(inp.device)
-        )
+        mine = torch.zeros(1, HEADER + 8, dtype=torch.uint8)
+        mine[0, :HEADER] = header
+        mine[0, HEADER:] = torch.tensor([length], dtype=torch.int64).view(torch.uint8)
         every = mine.new_empty(self.size, HEADER + 8)
-        _Checked(self, all_gather_single(every, mine, group=self.group, async_op=True)).wait()
-        rows = every.cpu().numpy()
+        if self.control is not None:
+            self._agreements += 1
+            self.control.all_gather(every, mine, _AGREEMENT + self._agreements).wait()
+        else:
+            _Checked(self, all_gather_single(every, mine, group=self.group, async_op=True)).wait()
+        rows = every.numpy()
         different = tuple(
             r
             for r, row in enumerate(rows)
@@ -171,15 +231,20 @@ class _BatchedTransfer:
         self.transport, self.out, self.inp, self.wanted, self.tag = transport, out, inp, wanted, tag
         self.froms = [r for r in out.payloads if r != transport.rank]
         self.tos = [r for r in inp.payloads if r != transport.rank]
-        headers = {r: out.headers[r] for r in self.froms}, {r: inp.headers[r] for r in self.tos}
-        self.headers = self._post(*headers, tag % 0x4000)
+        self.headers: list[Work]
+        if control := transport.control:  # headers are on the host
+            heads = Rows(out.headers, _empty(self.froms)), Rows(inp.headers, _empty(self.tos))
+            self.headers = [control.exchange(*heads, wanted, tag)]
+        else:
+            theirs = {r: out.headers[r] for r in self.froms}
+            self.headers = self._post(theirs, {r: inp.headers[r] for r in self.tos}, tag % 0x4000)
         if transport.rank in inp.payloads:
             out.payloads[transport.rank].copy_(inp.payloads[transport.rank])
             out.headers[transport.rank] = inp.headers[transport.rank]
 
     def _post(
         self, out: Mapping[int, torch.Tensor], inp: Mapping[int, torch.Tensor], tag: int
-    ) -> list[dist.Work]:
+    ) -> list[Work]:
         group = self.transport.group
         operations: list[dist.P2POp] = [
             _Post(call, tensor, group, tag, r)
@@ -187,7 +252,8 @@ class _BatchedTransfer:
             for r, tensor in rows.items()
             if tensor.numel()
         ]
-        return dist.batch_isend_irecv(operations) if operations else []
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return [_Checked(self.transport, work) for work in works]
 
     def wait(self) -> None:
         self._wait_all(self.headers)
@@ -201,9 +267,13 @@ class _BatchedTransfer:
         )
         self._wait_all(self._post(*payloads, self.tag % 0x4000 | 0x4000))
 
-    def _wait_all(self, works: list[dist.Work]) -> None:
+    def _wait_all(self, works: list[Work]) -> None:
         for work in works:
-            _Checked(self.transport, work).wait()
+            work.wait()
+
+
+def _empty(ranks: Sequence[int]) -> dict[int, torch.Tensor]:
+    return {r: torch.empty(0, dtype=torch.uint8) for r in ranks}
 
 
 def plainly_gloo(group: dist.ProcessGroup | None) -> bool:

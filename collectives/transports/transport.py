@@ -8,7 +8,7 @@ under way at once must not share one.
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -40,6 +40,30 @@ class Transport(Protocol):
         A header always arrives, its payload only if the header is ``wanted[r]``: ``verify_rows``
         says what differs.
         """
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A transport that moves rows where they lie, and takes the host's own messages another way:
+    who uses it need not wait for a device."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor of a device, False for the host's."""
+
+    def announce(self, header: torch.Tensor, length: int) -> None:
+        """Compare the header of the next all-to-all of a device, and the bytes of its rows, with
+        those of the peers: it would hang where they differ."""
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Wait for a device. A peer that is gone, and time that is over, end what is under way
+        there, with an error."""
+
+
+def on_device(transport: object) -> OnDevice | None:
+    """``transport`` as one that moves rows where they lie, if it does."""
+    while isinstance(transport, Counted):
+        transport = transport.inner
+    return transport if isinstance(transport, OnDevice) else None
 
 
 class Divisible(Transport, Protocol):

@@ -177,7 +177,7 @@ class Columns(Consensus):
     where there are no DTensors."""
 
     def __init__(self, mesh: Any, *, timeout: timedelta | None) -> None:
-        super().__init__(own_transport(group_of(mesh), timeout=timeout))
+        super().__init__(own_transport(group_of(mesh), timeout=timeout, votes=True))
         self.mesh = mesh
 
     def share(self, parameter: Any) -> float:
@@ -185,11 +185,11 @@ class Columns(Consensus):
         it."""
         return shards_of(parameter) / self.mesh.size()
 
-    def all_of(self, indices: Sequence[int], count: int, device: torch.device) -> Steps[list[int]]:
+    def all_of(self, indices: Sequence[int], count: int) -> Steps[list[int]]:
         """Those that every rank names, out of so many."""
         named = np.zeros(count)
         named[list(indices)] = 1
-        every = yield from self.gathered(named.tolist(), device)
+        every = yield from self.gathered(named.tolist())
         result: list[int] = np.flatnonzero(every.all(axis=0)).tolist()
         return result
 

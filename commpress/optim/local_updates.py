@@ -173,10 +173,9 @@ class LocalUpdates(torch.optim.Optimizer):
             )
         self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
         if transport is None:
-            self.channel = Channel.among(process_group, timeout=timeout, name="commpress-local")
-            self.control = Channel.among(
-                process_group, timeout=timeout, name="commpress-local-control"
-            )
+            over = dict[str, Any](timeout=timeout, device=self.fragments[0].device)
+            self.channel = Channel.among(process_group, name="commpress-local", **over)
+            self.control = Channel.among(process_group, name="commpress-local-control", **over)
         else:
             self.channel = Channel(transport, name="commpress-local")
             self.control = self.channel.beside("commpress-local-control")
@@ -428,9 +427,7 @@ class LocalUpdates(torch.optim.Optimizer):
         """
         sent_before = self._sent_bytes()
         if self.columns is not None:
-            column = yield from self.columns.gathered(
-                [float(header.finite), *header.pace], fragment.device
-            )
+            column = yield from self.columns.gathered([float(header.finite), *header.pace])
             header = replace(
                 header, pace=slowest([Pace(*row) for row in column[:, 1:].tolist()]) or UNKNOWN
             )
@@ -466,7 +463,7 @@ class LocalUpdates(torch.optim.Optimizer):
         taken = all(outcome.finite for outcome in outcomes)
         self.meter.exchanged(monotonic() - start)
         if self.columns is not None:
-            taken = yield from self.columns.agreed(taken, fragment.device)
+            taken = yield from self.columns.agreed(taken)
         settle(outcomes, taken=taken)
         squares = [each.square if each.finite else 0.0 for each in headers]
         self.counters.rounds += fragment.number == len(self.fragments) - 1

@@ -135,7 +135,7 @@ class FreezingOptimizer(CompressedOptimizer):
             self._warn_of_unstable(ready)
         if self.columns is not None:  # shards of a tensor are frozen or live together
             count = len(self._variances)
-            ready = yield from self.columns.all_of(ready, count, self._flat.device)
+            ready = yield from self.columns.all_of(ready, count)
         return ready
 
     def _warmed_up(self, i: int) -> bool:

@@ -185,9 +185,7 @@ class OneBitLamb(OneBitAdam):
                     self._flat.placed(frozen), self.work, self.course, rule
                 )
         own *= np.repeat([self.columns.share(p) for p in self._flat.parameters], 2)
-        self._squares = (yield from self.columns.gathered(own.tolist(), self._flat.device)).sum(
-            axis=0
-        )
+        self._squares = (yield from self.columns.gathered(own.tolist())).sum(axis=0)
 
     def _known(self, at: Sequence[int]) -> tuple[np.ndarray, ...]:
         """Squares of the norms of these layers, where they are not those of what this rank has."""

@@ -33,7 +33,6 @@ from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.round import check_on_nonfinite
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import (
@@ -208,7 +207,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._laid_out = list(self.param_groups)
         name = "commpress-optimizer"
         self.channel = (
-            Channel.among(process_group, timeout=timeout, name=name)
+            Channel.among(process_group, timeout=timeout, name=name, device=flat.device)
             if transport is None
             else Channel(transport, name=name)
         )
@@ -429,7 +428,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         # nobody else asks
         if self.consensus is not None and (kind is RoundKind.LOCAL or alone):
             finite = isfinite(self.squares()) and isfinite(self.expert_squares)
-            if not (yield from self.consensus.agreed(finite, self._flat.device)):
+            if not (yield from self.consensus.agreed(finite)):
                 return False
         if kind is not RoundKind.LOCAL:
             return (yield from self.exchanged(kind))
@@ -582,12 +581,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
         """These numbers of every rank: float64[ranks, len(values)]."""
-        return gathered(
-            values,
-            transport=self.channel.transport,
-            sequence=self.channel.take(),
-            device=self._flat.device,
-        )
+        return self.channel.gathered(values)
 
     def exact_mean(self, indices: Sequence[int]) -> Steps[bool]:
         """``work`` of these parameters := its exact mean; whether it is finite."""
@@ -630,9 +624,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         )
         asked = any(outcome.asks for outcome in outcomes)
         if self.consensus is not None:
-            every = yield from self.consensus.gathered(
-                [float(finite), float(asked)], self._flat.device
-            )
+            every = yield from self.consensus.gathered([float(finite), float(asked)])
             finite = bool(every[:, 0].all())
             if self.columns is not None:
                 asked = bool(every[:, 1].any())
@@ -653,7 +645,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             for p, g in zip(self._flat.parameters, tensors, strict=True)
             if g is not None
         )
-        every = yield from self.consensus.gathered([own * gain * gain], self._flat.device)
+        every = yield from self.consensus.gathered([own * gain * gain])
         return float(every.sum()) / self.channel.size
 
     @property
@@ -665,7 +657,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """The floor of tensors without any variance is that of all others: with ``agree_over`` of
         those of all its ranks, for each tensor-parallel column has others."""
         if self.consensus is not None:
-            squares = yield from self.consensus.gathered(self.tensors.squares(), self._flat.device)
+            squares = yield from self.consensus.gathered(self.tensors.squares())
             total, numel = squares.sum(axis=0)
             self.tensors.common = float(np.sqrt(total / max(numel, 1)))
 
@@ -686,7 +678,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             every = yield from self.gathered(waking.tolist())
             if self.columns is not None:  # shards of a tensor are frozen or live together
                 asked: list[float] = np.atleast_1d(every.any(axis=0)).astype(float).tolist()
-                every = yield from self.columns.gathered(asked, self._flat.device)
+                every = yield from self.columns.gathered(asked)
             indices = np.flatnonzero(every.any(axis=0)).tolist()
             if indices:
                 yield from self.wake(indices)

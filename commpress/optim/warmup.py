@@ -55,7 +55,7 @@ class SharedWarmup:
         present = [float(p.grad is not None) for p in every]
         finite = all(bool(torch.isfinite(local(p.grad)).all()) for p in every if p.grad is not None)
         if self._columns is not None:
-            finite = yield from self._columns.agreed(finite, self.fragments[0].device)
+            finite = yield from self._columns.agreed(finite)
         head = [float(step), float(finite), *self._digests(), *present]
         heads = yield from gathered(
             head, transport=self._control.transport, sequence=self._control.take()

@@ -279,7 +279,7 @@ class CompressedState:
         self.counters = Counters(
             choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else ""
         )
-        self.channel = Channel.among(process_group, timeout=timeout)
+        self.channel = Channel.among(process_group, timeout=timeout, device=self.names.device)
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         if topology is not None:
             usual = min(numel, BUCKET)
@@ -525,7 +525,7 @@ class CompressedState:
         workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
-        gain = 1.0 / self._scale.of(self.grad_scaler)
+        gain = 1.0 / self._scale.of(self.grad_scaler) if self.grad_scaler else 1.0
         first = not (self._told or self._now.exact)  # compressed step
         measure = self.measure_every and (first or round.number % self.measure_every == 0)
         looks, own, before = self.choice.looks(round.number), None, None

@@ -58,7 +58,7 @@ class MeshStates:
             for model in models
             for p in model.parameters()
         ]
-        self._consensus = Consensus(own_transport(group_of(mesh), timeout=None))
+        self._consensus = Consensus(own_transport(group_of(mesh), timeout=None, votes=True))
 
     def __getitem__(self, name: str) -> Any:
         return self.by_name[name]
@@ -82,7 +82,7 @@ class MeshStates:
         """
         if self.replicas is None and self.sharded:
             finite = all(state.finite for state in self.sharded)
-            finite = run(self._consensus.agreed(finite, self.sharded[0].device))
+            finite = run(self._consensus.agreed(finite))
             errors = [state.settle(finite) for state in self.sharded]
             if errors[0] is not None:
                 raise errors[0]
@@ -106,12 +106,11 @@ class MeshStates:
         """
         if not max_norm > 0:
             raise InvalidArgument(f"max_norm is {max_norm!r}, expected a positive number")
-        own, device = 0.0, torch.device("cpu")
+        own = 0.0
         for p, shards in self._held:
             if p.grad is not None:
-                device = p.device
                 own += shards / self._copies * float(local(p.grad).double().square().sum())
-        every = run(self._consensus.gathered([own], device))
+        every = run(self._consensus.gathered([own]))
         norm = torch.tensor((float(every.sum()) / self._replicas) ** 0.5)
         factor = min(1.0, max_norm / (float(norm) + 1e-6))
         for p, _ in self._held if torch.isfinite(norm) else ():

@@ -37,6 +37,7 @@ class ParameterNames:
     def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] = ()) -> None:
         parameters = dict(named_parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.device = next((each.device for each in parameters.values()), None)
         # of those known beforehand
         self.numels = {name: parameter.numel() for name, parameter in parameters.items()}
         # name → elements, in the order in which DDP first brought them

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec
-from commpress.collectives.scalars import gathered
 from commpress.work import Steps
 
 if TYPE_CHECKING:
@@ -45,13 +44,8 @@ class CodecMeasurement:
     ) -> Steps[bool]:
         """Measure with this batch, unless no rank has a token: then False. Every rank calls it with
         the same batch's plan."""
-        channel, device = exchange.channel, exchange.carrier.device
-        counts = yield from gathered(
-            [float(len(tokens))],
-            transport=channel.transport,
-            sequence=channel.take(),
-            device=device,
-        )
+        channel = exchange.channel
+        counts = yield from channel.gathered([float(len(tokens))])
         if not counts.any():
             return False
         names = [
@@ -60,9 +54,7 @@ class CodecMeasurement:
         took: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(ROUNDS):
             for name in names if turn % 2 == 0 else reversed(names):
-                yield from gathered(
-                    [0.0], transport=channel.transport, sequence=channel.take(), device=device
-                )
+                yield from channel.gathered([0.0])
                 start, count = perf_counter(), plan.rows.count
                 rows, _ = yield from exchange.out_steps(
                     plan, tokens, gates, count, self.out[name], channel.take()
@@ -72,9 +64,7 @@ class CodecMeasurement:
                     torch.cuda.synchronize(rows.device)
                 took[name].append(perf_counter() - start)
         own = [seconds for name in names for seconds in took[name][1:]]
-        every = yield from gathered(
-            own, transport=channel.transport, sequence=channel.take(), device=device
-        )
+        every = yield from channel.gathered(own)
         slowest = every.max(0).reshape(len(names), ROUNDS - 1)
         self.seconds = dict(zip(names, np.median(slowest, 1).tolist(), strict=True))
         self.chosen = fastest(self.seconds)

@@ -17,7 +17,6 @@ from commpress.collectives.all_to_all.all_to_all import (
 )
 from commpress.collectives.channel import Channel
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 
@@ -74,8 +73,7 @@ class AllToAll:
     def counts(self, in_splits: Sequence[int]) -> list[int]:
         """Numbers of rows that each rank will send here, when each says how many it sends to
         whom."""
-        device = device_of(self.channel.inner)
-        sent = torch.tensor([int(n) for n in in_splits], dtype=torch.int64, device=device)
+        sent = torch.tensor([int(n) for n in in_splits], dtype=torch.int64)
         received = torch.empty_like(sent)
         self.channel.run(
             all_to_all(
@@ -149,10 +147,3 @@ def channel_over(
             f"torch.distributed is not initialised: call init_process_group before {owner}"
         )
     return Channel.among(group, timeout=timeout)
-
-
-def device_of(transport: Transport) -> torch.device:
-    """The device on which messages lie that belong to no tensor."""
-    if isinstance(transport, TorchTransport) and dist.get_backend(transport.group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -26,14 +26,13 @@ from commpress.collectives.all_to_all.tokens import (
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.handover import Divided, cannot_follow
-from commpress.collectives.scalars import gathered
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.factory import can_reform, on_reform
 from commpress.collectives.transports.loopback import Loopback
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
 from commpress.integrations.experts.codec_measurement import AUTO, CANDIDATES, CodecMeasurement
-from commpress.integrations.experts.dispatch import channel_over, device_of
+from commpress.integrations.experts.dispatch import channel_over
 from commpress.integrations.experts.expert_copies import ExpertCopies
 from commpress.integrations.experts.expert_counters import ExpertCounters
 from commpress.integrations.experts.expert_rows import ExpertRows, within_capacity
@@ -154,15 +153,10 @@ class ExpertExchange(Divided, TokenSwitch):
         self.home = (
             Placement.even(num_experts, size) if placement is None else Placement(placement, size)
         )
-        device = device_of(self.channel.inner)
-        nodes = self._nodes(topology, device)
+        nodes = self._nodes(topology)
         self.copies = ExpertCopies(self.home, nodes, self.channel.rank, copies)
         self.placement = self.copies.placement
-        self.carrier = Carrier(
-            self.channel.transport,
-            nodes,
-            device=device,
-        )
+        self.carrier = Carrier(self.channel.transport, nodes)
         self.counters = ExpertCounters(self.copies.expert[self.placement.on(self.channel.rank)])
         self._tensor = (
             Channel(Loopback(1).transport(0))
@@ -296,7 +290,7 @@ class ExpertExchange(Divided, TokenSwitch):
             return out
         count = plan.rows.count if max_recv_tokens is None else max_recv_tokens
         if max_recv_tokens is not None:
-            self._check_room(count, plan.rows.count, tokens.device)
+            self._check_room(count, plan.rows.count)
         trip = Trip(self, plan, self.channel.take(2), out=True, count=count)
         rows, gates = trip.of(tokens, topk_weights)
         if plan.rows.layout != "flat":
@@ -460,13 +454,8 @@ class ExpertExchange(Divided, TokenSwitch):
             .astype(int)
             .tolist()
         )
-        steps = gathered(
-            mine,
-            transport=self.channel.transport,
-            sequence=self.channel.take(),
-            device=self.carrier.device,
-        )
-        return [int(sum(each)) for each in zip(*self.finish(steps), strict=True)]
+        every = self.finish(self.channel.gathered(mine))
+        return [int(sum(each)) for each in zip(*every, strict=True)]
 
     # ------------------------------------------------------------ other ranks
 
@@ -562,16 +551,9 @@ class ExpertExchange(Divided, TokenSwitch):
 
     # ------------------------------------------------------------ checks
 
-    def _check_room(self, room: int, coming: int, device: torch.device) -> None:
+    def _check_room(self, room: int, coming: int) -> None:
         """Raise on all ranks if on one of them more rows come than it has room for; collective."""
-        every = self.finish(
-            gathered(
-                [room, coming],
-                transport=self.channel.transport,
-                sequence=self.channel.take(),
-                device=device,
-            )
-        )
+        every = self.finish(self.channel.gathered([room, coming]))
         short = [
             (rank, int(rows), int(more)) for rank, (rows, more) in enumerate(every) if rows < more
         ]
@@ -598,16 +580,14 @@ class ExpertExchange(Divided, TokenSwitch):
         if gates is not None and gates.shape != tuple(shape):
             raise InvalidArgument(f"topk_weights are {tuple(gates.shape)}, expected {tuple(shape)}")
 
-    def _nodes(self, topology: Topology | str | None, device: torch.device) -> Nodes:
+    def _nodes(self, topology: Topology | str | None) -> Nodes:
         """All ranks are one node where nobody says otherwise. "auto" asks every rank's launcher;
         collective."""
         size = self.channel.size
         if topology is None:
             return Nodes.of((tuple(range(size)),), size)
         if topology == "auto":
-            topology = self.channel.run(
-                agree(self.channel.transport, device=device, sequence=self.channel.take())
-            )
+            topology = self.channel.run(agree(self.channel.transport, sequence=self.channel.take()))
         return Nodes.of(
             (Topology.parse(topology) if isinstance(topology, str) else topology).nodes, size
         )

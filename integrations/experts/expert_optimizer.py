@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from commpress.collectives.channel import Channel
-from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.experts.expert_tiers import GRADIENT, WHOLE, ExpertTiers
 from commpress.integrations.zero.averaging import averaging_check
@@ -261,9 +260,7 @@ class ExpertOptimizer(Wrapper):
         """Each rank's."""
         if self._channel is None or self._channel.size == 1:
             return [value]
-        every = self._channel.run(
-            gathered([value], transport=self._channel.transport, sequence=self._channel.take(1))
-        )
+        every = self._channel.run(self._channel.gathered([value]))
         return [float(one) for one in every[:, 0]]
 
     # ------------------------------------------------------------ what outlives the process

@@ -103,7 +103,7 @@ class ReplicatedState(Divided):
         of.calls += 1
         finite = all(outcome.finite for outcome in outcomes)
         if self.consensus is not None:
-            finite = self.channel.run(self.consensus.agreed(finite, shard.device))
+            finite = self.channel.run(self.consensus.agreed(finite))
         settle(outcomes, taken=finite)
         if not finite:
             name = f"gradients of {of.param_group.name}"

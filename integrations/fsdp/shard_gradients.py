@@ -217,7 +217,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             fits = bool(torch.isfinite(out.to(dtype)).all())
             finite = not (yield from any_rank(not fits, self.channel, sequence, device))
         if self.owner.consensus is not None:
-            finite = yield from self.owner.consensus.agreed(finite, device, number=vote)
+            finite = yield from self.owner.consensus.agreed(finite, number=vote)
         if round is None:
             settle(outcomes, taken=finite)
         else:

@@ -1,6 +1,5 @@
 """Groups inside a commpress group: torch's own with Gloo and NCCL, or MPI."""
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.collectives.transports import interface
+from commpress.collectives.transports.factory import host_transport
 from commpress.collectives.transports.gloo import (
     Connections,
     connections_of,
@@ -21,7 +21,6 @@ from commpress.collectives.transports.gloo import (
 )
 from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.mpi import MpiTransport
-from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
 from commpress.integrations.process_group.mpi_group import MpiGroup
@@ -29,7 +28,6 @@ from commpress.integrations.process_group.records import grace_of
 from commpress.torch_private import abort, begin_sequence, refusing_backend, set_timeout
 
 _UNSET = timedelta(milliseconds=-1)
-_ASKED = 0.005  # seconds between two questions to a store
 Abort = Callable[[], object]  # end what is under way
 
 
@@ -162,7 +160,8 @@ class CardTransport(TorchTransport):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(card_group(store, rank, size, timeout), timeout=timeout)
+        control = host_transport(dist.PrefixStore("hosts", store), rank, range(size), timeout)
+        super().__init__(card_group(store, rank, size, timeout), timeout=timeout, control=control)
         self._store, self._parts = store, 0
 
     def peer(self, rank: int) -> str:
@@ -176,10 +175,6 @@ class CardTransport(TorchTransport):
             if self.rank in members
             else None
         )
-
-    def abandon(self, reason: str) -> None:
-        super().abandon(reason)
-        abort(self.group)
 
 
 def private_transports(
@@ -217,17 +212,7 @@ def private_transport(
     call."""
     if not isinstance(inner, dist.ProcessGroup):
         return MpiTransport(inner.communicator, timeout=timeout)
-
-    def share(here: bytes) -> list[bytes]:
-        store.set(f"place/{rank}", here.decode())
-        keys = [f"place/{peer}" for peer in range(size)]
-        until = time.monotonic() + timeout.total_seconds()
-        while not store.check(keys) and time.monotonic() < until:
-            check()
-            time.sleep(_ASKED)
-        return [store.get(key) for key in keys]
-
-    return SocketTransport(Mesh(rank, range(size), share, timeout, check), timeout=timeout)
+    return host_transport(store, rank, range(size), timeout, check)
 
 
 def options_of(

@@ -262,8 +262,4 @@ class Gradients:
         """True if all ranks' gradients are finite: each message carries the flags of all senders,
         and then columns vote."""
         finite = all(bucket.reduction.finite for bucket in self.buckets)
-        return (
-            finite
-            if self._consensus is None
-            else run(self._consensus.agreed(finite, self.buckets[0].device))
-        )
+        return finite if self._consensus is None else run(self._consensus.agreed(finite))

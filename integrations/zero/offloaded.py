@@ -290,8 +290,8 @@ class Offloaded(Wrapper):
         if self.streamed is not None:
             return self.streamed.every(value)
         values = [value]
-        for channel, device in self._channels:
-            values = of_every_rank(channel, values, device)
+        for channel in self._channels:
+            values = of_every_rank(channel, values)
         return values
 
     def _norm(self) -> torch.Tensor:
@@ -585,9 +585,9 @@ class Offloaded(Wrapper):
             self._beside.shutdown()
 
 
-def _channels_of(parameters: Iterable[Any], *, clipped: bool) -> list[tuple[Channel, str]]:
-    """Channels among the ranks over which ``parameters`` are cut already, as FSDP2 leaves them, and
-    devices; collective. For a norm all must be cut in the same way."""
+def _channels_of(parameters: Iterable[Any], *, clipped: bool) -> list[Channel]:
+    """Channels among the ranks over which ``parameters`` are cut already, as FSDP2 leaves them;
+    collective. For a norm all must be cut in the same way."""
     found = dict.fromkeys((p.device_mesh, p.placements) if is_cut(p) else None for p in parameters)
     if clipped and len(found) > 1:
         raise InvalidArgument(
@@ -595,7 +595,7 @@ def _channels_of(parameters: Iterable[Any], *, clipped: bool) -> list[tuple[Chan
             "of them: leave it out and clip with torch.nn.utils.clip_grad_norm_"
         )
     return [
-        (Channel.among(mesh.get_group(number)), mesh.device_type)
+        Channel.among(mesh.get_group(number))
         for mesh, placements in filter(None, found)
         for number, placement in enumerate(placements)
         # of FSDP2 under tensor parallelism a _StridedShard, which says it is no shard

@@ -150,7 +150,10 @@ class Partitioned(Divided, Wrapper):
         if max_grad_norm is not None:
             self._check_norm("max_grad_norm", max_grad_norm)
         self.channel = Channel.among(
-            process_group, workspace=Workspace(pooled=True), at_once=UNORDERED_LIMIT
+            process_group,
+            workspace=Workspace(pooled=True),
+            at_once=UNORDERED_LIMIT,
+            device=device,
         )
         self.transport = self.channel.transport
         reducing = policy_of(codec, min_numel=min_numel)
@@ -309,11 +312,8 @@ class Partitioned(Divided, Wrapper):
     def _every(self, value: float) -> list[float]:
         """Each rank's."""
         if self.consensus is not None:
-            return [
-                float(one)
-                for one in run(self.consensus.gathered([value], self.buckets[0].device))[:, 0]
-            ]
-        return of_every_rank(self.channel, [value], self.buckets[0].device)
+            return [float(one) for one in run(self.consensus.gathered([value]))[:, 0]]
+        return of_every_rank(self.channel, [value])
 
     def _update(self) -> None:
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -392,12 +392,7 @@ class Partitioned(Divided, Wrapper):
             for m in b.members
         )
         mine = [zlib.crc32(layout.encode()), zlib.crc32(np.array(sums, np.int64).tobytes())]
-        every = yield from gathered(
-            mine,
-            transport=self.transport,
-            sequence=self.channel.take(1),
-            device=self.buckets[0].device,
-        )
+        every = yield from gathered(mine, transport=self.transport, sequence=self.channel.take(1))
         for column, what in (
             (0, "names, shapes or order of the parameters"),
             (1, "values of the parameters"),

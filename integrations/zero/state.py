@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
-from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.moments import Moments
@@ -273,17 +272,10 @@ class PartitionedState:
                 float(bool(state)),
                 *(float(state.get(key, 0.0)) for key in self._scalars),
             ]
-        every = yield from gathered(
-            mine.reshape(-1).tolist(),
-            transport=self._channel.transport,
-            sequence=self._channel.take(),
-            device=bucket.device,
-        )
+        every = yield from self._channel.gathered(mine.reshape(-1).tolist())
         found = np.fmax.reduce(every)
         if self._columns is not None:  # those with the same shard of it may have nothing
-            found = np.fmax.reduce(
-                (yield from self._columns.gathered(found.tolist(), bucket.device))
-            )
+            found = np.fmax.reduce((yield from self._columns.gathered(found.tolist())))
         return found.reshape(mine.shape)
 
     def _gathered(self, bucket: ShardedBucket, key: str) -> Steps[torch.Tensor]:

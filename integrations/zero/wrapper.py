@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 
 from commpress.collectives.channel import Channel
-from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.zero.bucket import Numbered
 from commpress.integrations.zero.streamed_group import is_streamed
@@ -78,14 +77,11 @@ def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
-def of_every_rank(
-    channel: Channel, values: list[float], device: torch.device | str = "cpu"
-) -> list[float]:
+def of_every_rank(channel: Channel, values: list[float]) -> list[float]:
     """These numbers of all ranks, one number after the other."""
     if channel.size == 1:
         return values
-    steps = gathered(values, transport=channel.transport, sequence=channel.take(), device=device)
-    every: list[float] = channel.run(steps).T.ravel().tolist()
+    every: list[float] = channel.run(channel.gathered(values)).T.ravel().tolist()
     return every
 
 

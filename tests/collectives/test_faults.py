@@ -190,6 +190,8 @@ def lose_a_rank(how, sequence, seconds, way):
         (signal.SIGKILL, 60, "sockets", "rank 2 closed its connection", 0, 30),
         (signal.SIGSTOP, 3, "sockets", "rank 2 was silent for 3.", 2.9, 13),
         (signal.SIGKILL, 60, "collectives", "a collective failed: ", 0, 30),
+        (signal.SIGKILL, 60, "device", "rank 2 closed its connection", 0, 30),
+        (signal.SIGSTOP, 3, "device", "rank 2 was silent for 3.", 2.9, 13),
     ],
 )
 def test_a_lost_rank_is_named(mortal, how, seconds, way, says, least, most):
@@ -203,6 +205,50 @@ def test_a_lost_rank_is_named(mortal, how, seconds, way, says, least, most):
         assert least <= end - start < most
         assert type(again) is CommunicationError
         assert "failed before" in str(again)
+
+
+def wait_for_a_device(how, seconds, work):
+    """Rank 1 goes while the others wait for their device, which never ends; unless it has ``work``
+    for so many looks only."""
+    transport = transport_by("device", timedelta(seconds=seconds))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), how)
+    looks = []
+
+    def done():
+        looks.append(0)
+        return 0 < work < len(looks)
+
+    if work:
+        time.sleep(1.0)  # until rank 1 is gone
+        transport.until(done)
+        return None
+    return *caught(transport.until, done), caught(reduce, transport)[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "says", "ranks", "least", "most"),
+    [
+        (signal.SIGKILL, 60, "rank 1 closed its connection", (1,), 5, 30),
+        (signal.SIGSTOP, 2, "a collective on a device did not end within 2.", (), 2, 10),
+    ],
+)
+def test_nobody_waits_for_a_device_whose_peer_is_gone(
+    mortal, how, seconds, says, ranks, least, most
+):
+    """The wait ends, and the transport, once what the peer had sent before can no longer come."""
+    first, _, third = mortal.outcomes(wait_for_a_device, how, seconds, 0, size=3, lost=[1])
+    for error, start, end, again in (first, third):
+        assert type(error) is PeerFailure, error
+        assert error.ranks == ranks
+        assert says in str(error)
+        assert least <= end - start < most
+        assert "failed before" in str(again)
+
+
+def test_what_a_peer_had_sent_before_it_went_is_waited_for(mortal):
+    first, _, third = mortal.outcomes(wait_for_a_device, signal.SIGKILL, 60, 500, size=3, lost=[1])
+    assert first is third is None
 
 
 def lose_a_rank_in_backward(how, seconds):

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.codecs import codec_named
-from commpress.collectives.all_to_all.executor import Scratch
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import one_message
+from commpress.collectives.transports.scratch import Scratch
 from commpress.errors import InvalidArgument
 from commpress.work import Done, Worker, overlapped, run
 
@@ -404,15 +404,19 @@ def test_who_gets_a_buffer_waits_for_the_stream_of_who_gave_it_back(monkeypatch,
     """A worker gives back what its side stream still writes; another thread gets it at once."""
     log: list[tuple[str, str]] = []
 
-    class Stream:
+    class Event:
         def __init__(self) -> None:
-            self.name = threading.current_thread().name
+            self.of = threading.current_thread().name
 
+        def synchronize(self):
+            log.append((threading.current_thread().name, self.of))
+
+    class Stream:
         def record_event(self):
-            return self.name
+            return Event()
 
         def wait_event(self, event):
-            log.append((self.name, event))
+            event.synchronize()
 
     monkeypatch.setattr("commpress.work.stream_of", lambda device: Stream())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

@@ -581,6 +581,10 @@ class GlooAsNccl(inner.CardTransport):
 
     given_up: ClassVar[list[str]] = []
 
+    def takes(self, tensor):
+        """Tensors of the processor are the card's here."""
+        return True
+
     def abandon(self, reason):
         self.given_up.append(reason)
         super().abandon(reason)

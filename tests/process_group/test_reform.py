@@ -102,9 +102,7 @@ def lose_one(file):
             )
         everything_works(change.sources)
         assert (channel.rank, channel.size, channel.take()) == (dist.get_rank(), 2, 0)
-        told = channel.run(
-            gathered([float(channel.rank)], transport=channel.transport, sequence=0, device="cpu")
-        )
+        told = channel.run(gathered([float(channel.rank)], transport=channel.transport, sequence=0))
         assert told[:, 0].tolist() == [0.0, 1.0]
         model.zero_grad()
         model(torch.ones(1, 64)).sum().backward()
