@@ -125,6 +125,8 @@ class Access:
             self.read_ahead()
             if on == "host":
                 block.settle()
+            else:
+                block.follow(arena.bytes.device)
             entry, slot = block.entries[name], block.slot
             assert slot is not None
             return arena.tensor(slot, entry.start, entry.nbytes, DTYPES[entry.dtype], entry.shape)
@@ -140,9 +142,8 @@ class Access:
                 use.readers -= Counter([who])
             if not use:
                 del block.uses[name]
-            if device and block.arena is device and device.bytes.is_cuda:
-                block.event = torch.cuda.Event()
-                block.event.record(torch.cuda.current_stream(device.bytes.device))
+            if device and block.arena is device:
+                block.mark(device.bytes.device)
             self._catalog.changed.notify_all()
 
     def _ready(self, name: str, arena: Arena, write: bool, who: object) -> tuple[Block, bool]:

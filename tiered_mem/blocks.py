@@ -22,6 +22,7 @@ from commpress.tiered_mem.manifest import (
     ManifestRow,
     strides_fit,
 )
+from commpress.work import stream_of
 
 T = TypeVar("T")
 
@@ -103,7 +104,8 @@ class Block:
     prefetched: bool = False  # read ahead and not used since
     failure: BaseException | None = None  # of the last write
     damage: Damaged | None = None  # of the bytes on disk
-    event: "torch.cuda.Event | None" = None  # the device's last use of the bytes
+    # uses of the bytes on the device, in whatever streams, that may be under way
+    events: list["torch.cuda.Event"] = field(default_factory=list)
 
     @property
     def used(self) -> bool:
@@ -126,11 +128,23 @@ class Block:
     def row(self) -> ManifestRow:
         return ManifestRow(self.size, tuple(self.entries.values()), self.chunks)
 
+    def mark(self, device: torch.device) -> None:
+        """Remember that this thread's stream may still use the bytes."""
+        if (stream := stream_of(device)) is not None:
+            self.events = [event for event in self.events if not event.query()]
+            self.events.append(stream.record_event())
+
+    def follow(self, device: torch.device) -> None:
+        """Have this thread's stream wait for those that use the bytes."""
+        if (stream := stream_of(device)) is not None:
+            for event in self.events:
+                stream.wait_event(event)
+
     def settle(self) -> None:
         """Wait until the device is done with the bytes."""
-        if self.event is not None:
-            self.event.synchronize()
-            self.event = None
+        for event in self.events:
+            event.synchronize()
+        self.events.clear()
 
 
 class Catalog:

@@ -130,10 +130,14 @@ class TieredStore:
 
         ``host``, ``device`` and ``disk`` (in each directory) are budgets that are never exceeded.
         ``engine`` is measured unless named; ``direct`` goes past the page cache where that works.
-        ``pin`` registers host memory with CUDA.
+        ``pin`` registers host memory with CUDA: by default where a process uses CUDA already, or
+        its ``device`` budget does, since a process that has begun to cannot be forked.
         """
         options, layer = options or Options(), layer or FileLayer()
+        on_card = torch.device(accelerator).type == "cuda"
         host_bytes, device_bytes = parse_bytes(host), parse_bytes(device)
+        if pin is None:
+            pin = torch.cuda.is_initialized() or bool(on_card and device_bytes)
         disk_bytes = None if disk is None else parse_bytes(disk)
         per_day = None if writes_per_day is None else parse_bytes(writes_per_day)
         if host_bytes < options.pack_bytes:
@@ -439,11 +443,11 @@ def _disk(
     )
 
 
-def _host(nbytes: int, disk: Disk, pin: bool | None) -> Arena:
+def _host(nbytes: int, disk: Disk, pin: bool) -> Arena:
     arena = Arena(nbytes)
     arena.touch()
     disk.engine.register(arena.whole())
-    if pin or (pin is None and torch.cuda.is_available()):
+    if pin:
         arena.pin()
     return arena
 

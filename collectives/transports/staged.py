@@ -38,7 +38,9 @@ class Staged(InFront):
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` on the host, as far as its stream has come: waits for that."""
-        return self._like(tensor).copy_(tensor)
+        host = self._like(tensor)
+        host.copy_(tensor)
+        return host
 
 
 class _Staging:

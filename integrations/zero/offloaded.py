@@ -53,6 +53,7 @@ from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
 from commpress.torch_private import untraced
+from commpress.work import Idle
 
 FORMAT = 1.0
 AHEAD = 2  # chunks that are read while one is updated
@@ -164,7 +165,7 @@ class Offloaded(Wrapper):
                 "compute with meanwhile: expected 'parameters' or 'store'"
             )
         self._beside = ThreadPoolExecutor(1, "offloaded") if self.delayed else None
-        self._pending: Future[None] | None = None
+        self._pending: Future[list[Idle[None]]] | None = None
         self._next: dict[int, torch.Tensor] = {}  # new values that parameters do not have yet
         self._streams = gradients == "store" or self.streamed is not None
         self._versions: dict[int, int] = {}
@@ -320,7 +321,7 @@ class Offloaded(Wrapper):
             {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
         ]
         if self._beside is not None:
-            self._pending = self._beside.submit(self._measured, factor)
+            self._pending = self._beside.submit(self._step_beside, factor, self._handed())
         else:
             self._measured(factor)
             self._forget()
@@ -334,10 +335,27 @@ class Offloaded(Wrapper):
         """With ``delayed``: wait for the update under way and give parameters its values."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            for each in pending.result():
+                each.take()
             for parameter, index in self._index.items():
                 parameter.copy_(self._next[index])
             self._versions = self._now()
+
+    def _handed(self) -> list[Idle[None]]:
+        """How far this thread's streams have come with gradients and values, for another thread's
+        to wait for."""
+        devices = {parameter.device for parameter in self._index}
+        return [Idle(None, device) for device in devices]
+
+    def _step_beside(
+        self, factor: torch.Tensor | None, given: list[Idle[None]]
+    ) -> list[Idle[None]]:
+        """A step in a thread of its own, behind what ``given`` tells of; returns how far its own
+        streams have come."""
+        for each in given:
+            each.take()
+        self._measured(factor)
+        return self._handed()
 
     @torch.no_grad()
     def _measured(self, factor: torch.Tensor | None) -> None:

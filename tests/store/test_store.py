@@ -207,6 +207,51 @@ def test_the_device_tier_with_the_processor_as_device(tmp_path):
         assert all(torch.equal(read(store, name), tensor) for name, tensor in tensors.items())
 
 
+def test_who_borrows_on_a_device_waits_for_the_streams_of_all_before(tmp_path, monkeypatch):
+    """And the host for all of them, before it moves the bytes."""
+    log = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.of = threading.current_thread().name
+
+        def query(self):
+            return False
+
+        def synchronize(self):
+            log.append(("the host", self.of))
+
+    class Stream:
+        def record_event(self):
+            return Event()
+
+        def wait_event(self, event):
+            log.append((threading.current_thread().name, event.of))
+
+    monkeypatch.setattr("commpress.tiered_mem.blocks.stream_of", lambda device: Stream())
+
+    def used_by(name, *, write):
+        def use():
+            with store.borrow("x", on="device", write=write):
+                pass
+
+        thread = threading.Thread(target=use, name=name)
+        thread.start()
+        thread.join()
+
+    with open_store(tmp_path, device="512KiB", accelerator="cpu") as store:
+        store.put("x", torch.arange(1000))
+        for name in ("a", "b"):
+            used_by(name, write=False)
+        assert log == [("b", "a")]
+        log.clear()
+        used_by("c", write=True)
+        assert log == [("c", "a"), ("c", "b")]
+        log.clear()
+        store.evict("x").wait()
+        assert log == [("the host", name) for name in "abc"]
+
+
 def test_a_snapshot_is_copied_out_while_the_store_is_used(tmp_path):
     draw, stop = torch.Generator().manual_seed(2), threading.Event()
     tensors = {f"t{n}": torch.randn(n, generator=draw) for n in (0, 3, 500, 5000, 70_000, 100_001)}
