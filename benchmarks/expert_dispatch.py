@@ -33,12 +33,14 @@ import torch.distributed as dist
 
 import commpress
 from commpress.cli import harness, option_groups, refusals
+from commpress.cli.cluster_options import saved_tensors
 from commpress.errors import InvalidArgument
 
 WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "auto")
 # times faster than torch's float32 copies, with 8 experts a token
 BARS = {"nodes": 2.0, "int8": 2.5}
 EXACT = ("torch f32", "flat", "nodes")
+STATES = "what examples/moe_gpt.py --states FILE saved"
 SLOWER = 0.95  # of the speed of the fastest of these: what "auto" may at most lose
 
 
@@ -63,9 +65,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--tokens N", option_groups.natural, 1024, "of each rank")
     add("--width D", option_groups.natural, 1024, "of a token")
     add("--experts E", option_groups.natural, 16, "of all ranks")
-    saved = option_groups.readable("what examples/moe_gpt.py --states FILE saved")
     says = "tokens and a gate that examples/moe_gpt.py saved"
-    add("--states FILE", saved, None, says)
+    add("--states FILE", option_groups.saved(STATES), None, says)
     add("--rounds N", option_groups.natural, 5, "timed")
     add("--slow", says="links between nodes are slow: hold speeds to their bars, too")
     option_groups.add_ranks(parser)
@@ -82,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"--k is {max(options.k)} and --experts {options.experts}: a token has at most all"
         )
+    if options.states:
+        trained(options.states, max(options.k))
     bars, title = partial(judge, slow=options.slow), "Dispatch to experts and back"
     panels = {"milliseconds": WAYS}
     return harness.run(options, bench, cells, judge=bars, title=title, panels=panels)
@@ -92,17 +95,31 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[ExpertT
         yield _measure(rank, size, k, options)
 
 
+def trained(path: str, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and gate of a trained model, for ``k`` experts of a token at most."""
+    saved = saved_tensors("states", path, STATES)
+    tokens, gate = (saved.get(name, torch.empty(0)) for name in ("tokens", "gate"))
+    if {tokens.dim(), gate.dim()} != {2} or tokens.shape[1] != gate.shape[1] or not len(tokens):
+        shapes = {name: tuple(each.shape) for name, each in saved.items()}
+        raise InvalidArgument(
+            f"--states is {path!r}, which holds {shapes}, expected tokens [n, width] and gate "
+            f"[experts, width], {STATES}"
+        )
+    if k > len(gate):
+        raise InvalidArgument(f"--k is {k}, and the gate of --states has {len(gate)} experts")
+    return tokens, gate
+
+
 def drawn(
     rank: int, k: int, options: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, choices and gates of a rank: of a trained model, or drawn around centres."""
     generator = torch.Generator().manual_seed(rank)
     if options.states is not None:
-        saved = torch.load(options.states, weights_only=True)
-        tokens = saved["tokens"][
-            torch.randint(len(saved["tokens"]), (options.tokens,), generator=generator)
-        ].float()
-        gates, chosen = (tokens @ saved["gate"].float().T).softmax(1).topk(k)
+        tokens, gate = trained(options.states, k)
+        picked = torch.randint(len(tokens), (options.tokens,), generator=generator)
+        tokens = tokens[picked].float()
+        gates, chosen = (tokens @ gate.float().T).softmax(1).topk(k)
         return tokens, chosen, gates / gates.sum(1, keepdim=True)
     centres = torch.randn(64, options.width, generator=torch.Generator().manual_seed(0))
     near = torch.randint(64, (options.tokens,), generator=generator)

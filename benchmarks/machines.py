@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commpress.cli import harness, probe
-from commpress.collectives.links import Links
+from commpress.collectives.measured_links import Links
 from commpress.plan.cluster import Cluster, measured_cluster
 from commpress.plan.costs import BEYOND, Cost, Costs, measure_costs
 

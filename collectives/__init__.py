@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from commpress.collectives.change import Change
     from commpress.collectives.channel import Channel
     from commpress.collectives.exchange import Exchange, Exchanges, Reduce, ReduceInLevels
-    from commpress.collectives.links import Links, load_links
+    from commpress.collectives.measured_links import Links, load_links
     from commpress.collectives.reduce_scatter import Scatter
     from commpress.collectives.round import Round
     from commpress.collectives.topology import Topology

@@ -13,7 +13,7 @@ from commpress.codecs import Codec
 from commpress.collectives.allreduce import Workspace, exchange
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.levels import Levels, levels_of
-from commpress.collectives.links import Links
+from commpress.collectives.measured_links import Links
 from commpress.collectives.scalars import gathered
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import enroll, own_transport, ranks_of

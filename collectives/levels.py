@@ -13,7 +13,8 @@ import torch
 
 from commpress.codecs import Codec, policy_of
 from commpress.collectives.buckets import PIECE, Span
-from commpress.collectives.links import Links, choose
+from commpress.collectives.links import choose
+from commpress.collectives.measured_links import Links
 from commpress.collectives.residual_state import Residuals
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.transport import Counted, Transport

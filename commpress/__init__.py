@@ -68,7 +68,7 @@ _HOMES = {
     "compressed_allreduce": "commpress.collectives.allreduce",
     "GroupOptions": "commpress.integrations.process_group.group_options",
     "Topology": "commpress.collectives.topology",
-    "load_links": "commpress.collectives.links",
+    "load_links": "commpress.collectives.measured_links",
     "TieredStore": "commpress.tiered_mem",
     "Metrics": "commpress.integrations.observe.metrics",
     "MetricsEndpoint": "commpress.integrations.observe.endpoint",
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
         register_codec,
     )
     from commpress.collectives.allreduce import compressed_allreduce
-    from commpress.collectives.links import load_links
+    from commpress.collectives.measured_links import load_links
     from commpress.collectives.topology import Topology
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback

@@ -97,7 +97,7 @@ def main() -> None:
         if options.snapshots
         else None,
     )
-    if options.join is None:
+    if options.join is None and dist.get_rank() == 0:
         print(f"join with --join {run.contact}", flush=True)
     for loss in run:
         if run.rank == 0 and run.step % 100 == 0:

@@ -8,6 +8,7 @@ anybody.
 import contextlib
 import logging
 import secrets
+import select
 import selectors
 import socket
 import threading
@@ -24,6 +25,7 @@ from commpress.collectives.transports.meeting import (
     GONE_ON,
     JOIN,
     PING,
+    STRANGERS,
     WELCOME,
     Door,
     Visit,
@@ -130,6 +132,8 @@ class Membership:
         self.expected = 0  # the key of an epoch that somebody else has agreed on
         self.dead: set[str] = set()  # doors at which nobody listens any more
         self._callers: deque[Conversation] = deque()
+        # newcomers who have not reported, by file, the oldest first; the kernel tells who does
+        self._silent, self._reports = dict[int, Conversation](), select.poll()
         self._lock, self.attending = threading.RLock(), threading.Lock()
         self.bell, self._rope = socket.socketpair()
         self.bell.setblocking(False)
@@ -168,14 +172,33 @@ class Membership:
     @property
     def waiting(self) -> int:
         """Newcomers at the door who have reported and are like this process. Who is not is sent
-        away."""
+        away.
+
+        Asked in every step: many who have only greeted cost one question to the kernel together.
+        """
         with self._lock:
+            self._hear_reports()
             welcome = sum(self._suits(link) for link in self._callers if link.kind == JOIN)
             self._callers = deque(link for link in self._callers if link.open)
         return welcome
 
+    def _hear_reports(self) -> None:
+        """Have newcomers who report wait among the callers. They have little time for it."""
+        for file, _ in self._reports.poll(0):
+            link = self._silent[file]
+            if link.look() or not link.open:
+                self._no_more_silent(file)
+                self._callers.extend([link] * link.open)
+        late = time.monotonic() - REPORTING
+        while self._silent and self._silent[first := next(iter(self._silent))].since < late:
+            self._no_more_silent(first).close()
+
+    def _no_more_silent(self, file: int) -> Conversation:
+        self._reports.unregister(file)
+        return self._silent.pop(file)
+
     def _suits(self, link: Conversation) -> bool:
-        """True if a newcomer may become a member. It has little time to report."""
+        """True if a newcomer who has reported may become a member."""
         for report in link.look():
             text = self.unlike(report)
             if text:
@@ -183,8 +206,6 @@ class Membership:
                 link.tell("refused", kind="InvalidArgument", text=text, ranks=[])
                 link.close()
             return link.open and not text
-        if time.monotonic() > link.since + REPORTING:
-            link.close()
         return False
 
     def unlike(self, report: Message) -> str:
@@ -208,7 +229,7 @@ class Membership:
         known = any(key in self.keys for key in visit.epochs if key)
         if visit.kind in (ENLIST, JOIN) and (known or visit.kind == JOIN) and visit.reply():
             with self._lock:
-                self._callers.append(Conversation(visit.connection, kind=visit.kind))
+                self.give_back([Conversation(visit.connection, kind=visit.kind)])
             return visit.kind == ENLIST
         with visit.connection:
             if visit.kind in (PING, ENLIST):
@@ -237,13 +258,23 @@ class Membership:
     def callers(self) -> list[Conversation]:
         """Take those who have come."""
         with self._lock:
-            found, self._callers = list(self._callers), deque()
+            found = [*self._callers, *map(self._no_more_silent, list(self._silent))]
+            self._callers.clear()
         return found
 
     def give_back(self, links: Iterable[Conversation]) -> None:
-        """Have callers wait at the door again."""
+        """Have callers wait at the door, again."""
         with self._lock:
-            self._callers.extendleft(links)
+            for link in links:
+                if link.kind != JOIN or link.look():
+                    self._callers.append(link)
+                elif link.open:
+                    if len(self._silent) >= STRANGERS:
+                        self._hear_reports()
+                    if len(self._silent) >= STRANGERS:
+                        self._no_more_silent(next(iter(self._silent))).close()
+                    self._silent[link.fileno()] = link
+                    self._reports.register(link, select.POLLIN)
 
     def close(self) -> None:
         """Shut the door; whoever waits at it is told."""
@@ -259,7 +290,7 @@ class Membership:
         self._rope.close()
 
     def forked(self) -> None:
-        for link in self._callers:
+        for link in (*self._callers, *self._silent.values()):
             link.close()
 
     def complete(self) -> Change:

@@ -4,13 +4,15 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from commpress.cli import option_groups
 from commpress.cli.refusals import several
-from commpress.collectives.links import load_links
+from commpress.collectives.measured_links import load_links
 from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.hf_model import model_from_config
 from commpress.plan.cluster import Cluster, Node, measured_cluster
@@ -85,13 +87,18 @@ def costs_of(options: argparse.Namespace) -> Costs:
     return device_costs(parse_link(options.device)[0])
 
 
-def model_of(options: argparse.Namespace) -> Model:
+def model_of(options: argparse.Namespace, codecs: Callable[[argparse.Namespace], None]) -> Model:
+    """``codecs`` looks up those that the options name, once all can be registered."""
     if options.parameters:
         return transformer(parse_count(options.parameters))
-    return Model.of(made(options.model)) if options.model else configured(options.config)
+    if options.config:
+        return configured(options.config)
+    make = factory(options.model)
+    codecs(options)
+    return Model.of(made(options.model, make))
 
 
-def factory(path: str):  # type: ignore[no-untyped-def]
+def factory(path: str) -> Callable[[], Any]:
     """The function that 'module:function' names; modules are found as Python finds them, and beside
     the caller."""
     module, _, name = path.partition(":")
@@ -109,12 +116,11 @@ def factory(path: str):  # type: ignore[no-untyped-def]
         sys.path[:] = before
     if not callable(found):
         raise InvalidArgument(f"--model is {path!r}, but {module} has no function {name!r}")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
-def made(path: str) -> torch.nn.Module:
+def made(path: str, make: Callable[[], Any]) -> torch.nn.Module:
     """The model that the function makes; it must do without arguments."""
-    make = factory(path)
     try:
         model = make()
     except Exception as error:
@@ -134,6 +140,24 @@ def configured(path: str) -> Model:
     content = option_groups.read_config(path)
     with torch.device("meta"):
         return Model.of(model_from_config(content))
+
+
+def saved_tensors(option: str, path: str, expected: str) -> dict[str, torch.Tensor]:
+    """Tensors by name, as ``torch.save`` wrote them; nothing in the file is executed."""
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise InvalidArgument(
+            f"--{option} is {path!r}, which torch.load cannot read ({first}), expected {expected}"
+        ) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(each, torch.Tensor) for name, each in content.items()
+    ):
+        raise InvalidArgument(
+            f"--{option} is {path!r}, which holds no tensors by name, expected {expected}"
+        )
+    return content
 
 
 def rate_of(text: str) -> float:

@@ -16,6 +16,7 @@ from commpress.cli import option_groups
 from commpress.cli.fault_schedule import check_kinds
 from commpress.cli.hosts import MOST, parse_rate
 from commpress.cli.option_groups import (
+    GRADIENTS,
     at_least,
     byte_counts,
     checked,
@@ -27,7 +28,7 @@ from commpress.cli.option_groups import (
     natural,
     option,
     positive,
-    readable,
+    saved,
     several,
     shared_width,
     told,
@@ -247,9 +248,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     add("--memory T=SIZE,…", told(parse_memory), "", says)
     add("--host-rate RATE", checked(parse_link), "12GB/s", "between device and host")
     add("--disk-rate RATE", checked(parse_link), "2GB/s", "between host and disk")
-    saved = readable("what torch.save wrote")
     says = "measured ones, for a codec of its own for every layer"
-    add("--gradients FILE", saved, None, says)
+    add("--gradients FILE", saved(GRADIENTS), None, says)
     add("--uniform CODEC", None, "int4", "whose error bounds that choice")
     add("--calls", says="the call of every candidate, not only of the advised one")
     add("--out FILE", None, "plan.json", "where to write the plan")

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import BadZipFile, ZipFile
 
 from commpress.documents import read_json
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
@@ -16,6 +17,8 @@ from commpress.units import parse_bytes, parse_count, parse_link, parse_nodes
 
 T = TypeVar("T")
 
+# contents of files
+GRADIENTS = "{n: p.grad for n, p in model.named_parameters()} that torch.save wrote"
 PICTURES = (".png", ".svg", ".pdf")
 FILES = ("json", "plot", "out")  # options that name a file which is written at the end
 # of commpress doctor
@@ -154,6 +157,22 @@ def readable(what: str) -> Callable[[str], str]:
     def convert(text: str) -> str:
         if os.path.isdir(text) or not os.access(text, os.R_OK):
             raise argparse.ArgumentTypeError(f"{text!r} cannot be read, expected {what}")
+        return text
+
+    return convert
+
+
+def saved(what: str) -> Callable[[str], str]:
+    """The name of a file that ``torch.save`` made, which is an archive of zip."""
+
+    def convert(text: str) -> str:
+        try:
+            with ZipFile(readable(what)(text)) as file:
+                whole = any(name.endswith("/data.pkl") for name in file.namelist())
+        except BadZipFile:
+            whole = False
+        if not whole:
+            raise argparse.ArgumentTypeError(f"{text!r} is no file of torch.save, expected {what}")
         return text
 
     return convert

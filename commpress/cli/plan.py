@@ -9,9 +9,10 @@ from functools import partial
 import torch
 
 from commpress.cli import cluster_options, harness, plan_mesh, terminal
+from commpress.cli.option_groups import GRADIENTS
 from commpress.cli.refusals import planned_codecs
 from commpress.errors import InvalidArgument
-from commpress.plan.assignment import Assignment, assign
+from commpress.plan.assignment import assign
 from commpress.plan.candidates import (
     CHOSEN,
     WAYS,
@@ -40,8 +41,9 @@ def run(options: argparse.Namespace) -> int:
     allowed = [way for way in allowed if way != LOCAL]
     ways = options.ways.split(",") if options.ways else list(dict.fromkeys([*WAYS, *allowed]))
     able = [way for way in ways if options.ways or way in (*CHOSEN, *allowed)]
-    model, cluster = cluster_options.model_of(options), cluster_options.cluster_of(options)
-    planned_codecs(options)
+    gradients = gradients_of(options.gradients) if options.gradients else None
+    model = cluster_options.model_of(options, planned_codecs)
+    cluster = cluster_options.cluster_of(options)
     settings = Settings(
         1e-3 * options.compute_ms,
         options.bucket_mb,
@@ -64,10 +66,10 @@ def run(options: argparse.Namespace) -> int:
     if options.calls:
         print("\n".join(["", *(f"  {c.name}\n      {call_of(c)}" for c in found)]))
     print()
-    if options.gradients and (chosen.layered or not plan.compresses):
+    if gradients is not None and (chosen.layered or not plan.compresses):
         terminal.say(f"--gradients changes nothing: {chosen.name} has no codec for every layer")
-    elif options.gradients:
-        rules = per_layer(options.gradients, cluster.size, options.uniform)
+    elif gradients is not None:
+        rules = assign(gradients, ranks=cluster.size, uniform=options.uniform)
         print(
             f"a codec for every layer: {rules.gain:.2f} times fewer bytes than {options.uniform} "
             f"for all, at {rules.error / max(rules.uniform_error, 1e-300):.2f} of its error"
@@ -89,17 +91,14 @@ def run(options: argparse.Namespace) -> int:
     )
 
 
-def per_layer(path: str, ranks: int, uniform: str) -> Assignment:
-    gradients = torch.load(path, weights_only=True, map_location="cpu")
-    if not isinstance(gradients, dict) or not all(
-        isinstance(k, str) and isinstance(v, torch.Tensor) and v.is_floating_point()
-        for k, v in gradients.items()
-    ):
+def gradients_of(path: str) -> dict[str, torch.Tensor]:
+    saved = cluster_options.saved_tensors("gradients", path, GRADIENTS)
+    if odd := [name for name, each in saved.items() if not each.is_floating_point()]:
         raise InvalidArgument(
-            f"{path} holds no {{parameter name: gradient}}: save {{n: p.grad for n, p in "
-            f"model.named_parameters()}}"
+            f"--gradients is {path!r}, whose {odd[0]!r} is {saved[odd[0]].dtype}, expected "
+            f"{GRADIENTS}"
         )
-    return assign(gradients, ranks=ranks, uniform=uniform)
+    return saved
 
 
 def effect(c: Candidate) -> str:

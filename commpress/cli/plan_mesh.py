@@ -39,12 +39,11 @@ SAYS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    model = cluster_options.model_of(options)
+    model = cluster_options.model_of(options, planned_codecs)
     if options.pairs:
         links = load_pairs(options.pairs)
     else:
         links = PairLinks.of_cluster(cluster_options.cluster_of(options))
-    planned_codecs(options)
     fixed, speeds = dims_of(options.dims), speeds_of(options.speeds, links.size)
     work = cluster_options.work_of(options, model, links.size)
     if options.experts and not work.has_experts:

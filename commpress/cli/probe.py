@@ -26,7 +26,7 @@ from commpress.codecs import codec_named
 from commpress.collectives.buckets import one_message
 from commpress.collectives.channel import Channel
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.links import FIRST, BufferTrial, Link, Links, Stack
+from commpress.collectives.measured_links import FIRST, BufferTrial, Link, Links, Stack
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.transport import Transport, part_of
 from commpress.collectives.two_level import Hierarchy, hierarchy_of

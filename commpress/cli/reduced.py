@@ -12,7 +12,7 @@ from commpress.codecs import policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel
-from commpress.collectives.links import BufferTrial
+from commpress.collectives.measured_links import BufferTrial
 from commpress.collectives.transports.loopback import Recorded
 from commpress.collectives.two_level import Hierarchy, reduce_routes, routes
 from commpress.feedback import ErrorFeedback

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection
+from importlib.util import find_spec
 from typing import NoReturn, TypeVar
 
 from commpress.cli import fault_schedule, launchers
@@ -19,12 +20,14 @@ from commpress.cli.hosts import MOST
 from commpress.cli.option_groups import check_picture, meant, sizes_of
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import NAMES, SignCodec
-from commpress.codecs.registry import codec_named
+from commpress.codecs.registry import codec_named, may_register
 from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
+from commpress.collectives.measured_links import load_links
 from commpress.collectives.nodes import Topology
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.trainers.launcher import place
 from commpress.plan.grid import Grid, MeshDims, dims_of, grid_of, speeds_of
+from commpress.plan.pair_links import load_pairs
 from commpress.plan.way_names import PREFIX, RINGS, local_way
 from commpress.tiered_mem.engines import NAMES as ENGINES
 from commpress.units import parse_bytes, parse_nodes
@@ -273,12 +276,12 @@ def plan(options: argparse.Namespace) -> None:
         no_experts(options)
     if options.mesh and options.pairs:
         _not_with("--pairs", options, links=None, **OF_LINKS, **OF_RACKS)
+        size = _found("pairs", options.pairs, load_pairs).size
     else:
-        size = _cluster(options)
-        if options.mesh and size:
-            speeds_of(options.speeds, size)
-    if not options.model:
-        planned_codecs(options)
+        size = _cluster(options).size
+    if options.mesh:
+        speeds_of(options.speeds, size)
+    planned_codecs(options)
 
 
 # options of one kind of prediction, and their values where they are not given
@@ -315,14 +318,22 @@ def no_experts(options: argparse.Namespace) -> NoReturn:
 
 
 def planned_codecs(options: argparse.Namespace) -> None:
-    """The codecs that a plan is to choose from; with --model asked once its module, which may
-    register some, is imported."""
+    """The codecs that a plan is to choose from."""
     for option in ("ways", "allow", "uniform"):
         for way in (word.strip() for word in (getattr(options, option) or "").split(",")):
             local = (option, way) == ("allow", "local") and not options.mesh
-            if way and way not in RINGS and not local:
+            if way and way not in RINGS and not local and not _comes(way, options):
                 _found(option, way, codec_named)
-    _found("dims", options.dims, lambda text: MeshDims(**dims_of(text)))
+    dims = _found("dims", options.dims, dims_of)
+    if not any(_comes(name, options) for name in dims.values()):
+        _found("dims", options.dims, lambda text: MeshDims(**dims))
+
+
+def _comes(name: str, options: argparse.Namespace) -> bool:
+    """True for a codec that the module of --model may register: it is looked up when that is
+    imported."""
+    module = (options.model or "").partition(":")[0]
+    return bool(module) and module not in sys.modules and may_register(name)
 
 
 def _found(option: str, text: str, parse: Callable[[str], T]) -> T:
@@ -334,15 +345,15 @@ def _found(option: str, text: str, parse: Callable[[str], T]) -> T:
 
 def simulate(options: argparse.Namespace) -> None:
     trained = bool(options.parameters or options.model or options.config)
-    size = _cluster(options)
-    if size and all(ranks == 1 for _, ranks in parse_nodes(options.nodes)):
+    cluster = _cluster(options)
+    if len(cluster.nodes) == cluster.size:
         _not_with("nodes of one rank", options, layered=False)
     if options.plot and not options.scaling:
         raise InvalidArgument("--plot draws times against ranks: give --scaling, too")
     if options.grid:
         _model(options)
         _not_with("a simulation with --grid", options, scaling=None, layered=False)
-        as_many(grid_of(options.grid), size)
+        as_many(grid_of(options.grid), cluster.size)
         if not options.compute_ms:
             raise InvalidArgument(
                 "a step on a grid needs --compute-ms: what a rank takes for its share of it, alone"
@@ -362,17 +373,16 @@ def simulate(options: argparse.Namespace) -> None:
             )
     if parse_bytes(options.bytes) < 4:
         raise InvalidArgument(f"--bytes is {options.bytes!r}, expected at least 4: one float32")
-    if not options.model:
-        simulated_ways(options)
+    simulated_ways(options)
 
 
 def simulated_ways(options: argparse.Namespace) -> None:
-    """Ways that can be simulated; with --model asked once its module, which may register codecs, is
-    imported."""
+    """Ways that can be simulated."""
     trained = bool(options.parameters or options.model or options.config)
     for way in options.ways.split(","):
-        local = _found("ways", way, local_way) if way.startswith(PREFIX) else None
-        found = None if local or way in RINGS else _found("ways", way, codec_named)
+        local, found = way.startswith(PREFIX), None
+        if way not in RINGS and not _comes(way.removeprefix(PREFIX).partition(":")[0], options):
+            found = _found("ways", way, local_way if local else codec_named)
         if options.grid and (local or isinstance(found, WholeTensorCodec)):
             raise InvalidArgument(
                 f"--ways has {way}, not simulated on a grid: name rings, or codecs of rows such "
@@ -387,7 +397,7 @@ def simulated_ways(options: argparse.Namespace) -> None:
 
 
 def as_many(grid: Grid, ranks: int) -> None:
-    if ranks and grid.size != ranks:
+    if grid.size != ranks:
         raise InvalidArgument(
             f"--grid {grid} has {grid.size} ranks and the nodes have {ranks}: they must be as many"
         )
@@ -398,25 +408,29 @@ def _model(options: argparse.Namespace) -> None:
         raise InvalidArgument(
             "expected one of --parameters, --model and --config: what is to be trained?"
         )
+    if options.config and find_spec("transformers") is None:
+        raise MissingPackage("--config needs transformers: pip install 'commpress[hf]'")
 
 
-def _cluster(options: argparse.Namespace) -> int:
-    """Ranks that the nodes have; 0 where a file says it, which is read later."""
+def _cluster(options: argparse.Namespace) -> Topology:
+    """The nodes, as they are described or were measured."""
     if options.links:
         _not_with("--links", options, **OF_LINKS)
-        return 0
-    kinds = parse_nodes(options.nodes)
-    if len(kinds) == 1:
-        _not_with("nodes of one kind", options, foreign=None)
-        if not options.rack:
-            _not_with("a cluster without --rack", options, oversubscription=1.0)
-    if len(options.link or [""]) not in (1, len(kinds)):
-        raise InvalidArgument(
-            f"--link is given {len(options.link)} times, expected once, or once for each of "
-            f"{len(kinds)} kinds"
-        )
-    several(size := sum(count * ranks for count, ranks in kinds))
-    return size
+        found = _found("links", options.links, load_links).topology
+    else:
+        kinds = parse_nodes(options.nodes)
+        if len(kinds) == 1:
+            _not_with("nodes of one kind", options, foreign=None)
+            if not options.rack:
+                _not_with("a cluster without --rack", options, oversubscription=1.0)
+        if len(options.link or [""]) not in (1, len(kinds)):
+            raise InvalidArgument(
+                f"--link is given {len(options.link)} times, expected once, or once for each of "
+                f"{len(kinds)} kinds"
+            )
+        found = Topology.of(*(ranks for count, ranks in kinds for _ in range(count)))
+    several(found.size)
+    return found
 
 
 def several(ranks: int) -> None:

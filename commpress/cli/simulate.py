@@ -48,8 +48,7 @@ class Row:
 
 def run(options: argparse.Namespace) -> int:
     given = options.parameters or options.model or options.config
-    model = cluster_options.model_of(options) if given else None
-    simulated_ways(options)
+    model = cluster_options.model_of(options, simulated_ways) if given else None
     cluster = cluster_options.cluster_of(options)
     (first, count), *others = cluster.kinds
     clusters = [
@@ -134,7 +133,9 @@ def title(options: argparse.Namespace, model: Model | None) -> str:
     if model is not None:
         on = f" on {options.grid}" if options.grid else ""
         what = f"step of a model of {model.numel / 1e6:.4g} M parameters{on}"
-    return f"Simulated {what}, links {' and '.join(options.link or ['1gbit,100us'])}"
+    return (
+        f"Simulated {what}, links {options.links or ' and '.join(options.link or ['1gbit,100us'])}"
+    )
 
 
 def draw(path: str, rows: list[Row], *, title: str) -> None:

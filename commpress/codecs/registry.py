@@ -28,6 +28,7 @@ EXAMPLES = (  # of names that are patterns
     "powersgd-4",
 )
 REGISTERED: dict[str, Codec] = {}
+OWN = r"[a-z][a-z0-9_.-]{0,23}"
 
 
 def codec_named(codec: str | Codec) -> Codec:
@@ -105,22 +106,26 @@ def register_codec(name: str, codec: PlainCodec, *, feedback: bool = True) -> Co
     ``feedback``: what it leaves out is sent later; False for a codec whose error is noise of zero
     mean.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_.-]{0,23}", name):
+    if not isinstance(name, str) or not re.fullmatch(OWN, name):
         raise InvalidArgument(
             f"name is {name!r}, expected up to 24 small letters, digits and .-_, such as 'mine-3'"
         )
-    _refuse_known(name)
+    if not may_register(name):
+        raise InvalidArgument(
+            f"name is {name!r}, which is the name of a codec already: choose another"
+        )
     _try(name, codec)
     REGISTERED[name] = UserCodec(name, registered.add(codec), feedback)
     return REGISTERED[name]
 
 
-def _refuse_known(name: str) -> None:
+def may_register(name: str) -> bool:
+    """True for a name that is no codec's yet."""
     try:
         codec_named(name)
     except InvalidArgument:
-        return
-    raise InvalidArgument(f"name is {name!r}, which is the name of a codec already: choose another")
+        return re.fullmatch(OWN, name) is not None
+    return False
 
 
 def _try(name: str, codec: PlainCodec) -> None:

@@ -9,12 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
-from commpress.collectives.links import FIRST, Link, Links, Stack
-from commpress.collectives.topology import Topology
+from commpress.collectives.measured_links import FIRST, Link, Links, Stack
+from commpress.collectives.nodes import Topology
 from commpress.errors import InvalidArgument
-from commpress.plan.costs import CALL
 from commpress.units import UNLIMITED
 
+CALL = 2e-5  # seconds of one kernel call, whatever its size
 LEAST = 1e-5  # seconds of a latency, where measured processor time leaves less
 
 

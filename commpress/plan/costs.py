@@ -20,12 +20,12 @@ from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic, low_rank_arithmetic
 from commpress.kernels.matrices import RANK, TALL, WIDE, Matrices, Matrix, stack
 from commpress.kernels.pieces import KIND, NUMEL, WIDTH, Pieces
+from commpress.plan.cluster import CALL
 
 CODECS = (
     "none", "bf16", "fp16", "int8", "int4", "fp8", "sign", "sign-l1", "ternary", "terngrad",
     "bits4",
 )  # fmt: skip
-CALL = 2e-5
 ROWS = 4  # of a message
 _ENOUGH, _MOST = 0.05, 60  # seconds of calls, and calls
 BEYOND, _RANK = 1 << 23, 4  # longer than caches: gradients and residuals come from memory
@@ -48,7 +48,7 @@ class Costs:
     codecs: Mapping[int, Cost]
     memory: float  # seconds per byte that is read or written
     product: float  # seconds per multiply-add of a low-rank product
-    call: float = CALL  # seconds of one kernel call, whatever its size
+    call: float = CALL
 
     def of(self, kind: int) -> Cost:
         if kind in self.codecs:

@@ -30,7 +30,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
 from commpress.collectives.handover import Handover, cannot_follow
-from commpress.collectives.links import Links
+from commpress.collectives.measured_links import Links
 from commpress.collectives.residual_state import (
     Residuals,
     check_fit,

@@ -23,6 +23,7 @@ from commpress.integrations.zero.bucket import ALIGN
 from commpress.integrations.zero.wrapper import options_of
 
 STEPS = 12  # some do something else only now and then
+BEFORE = 2  # with small tensors alone: some take minutes and gigabytes for a large one
 SIDES = (3, 5, 7, 2)  # of a tensor with so many dimensions, the last one as long as needed
 NUMEL = 4 * ALIGN + 29  # at least, of a small tensor
 SIDE, LARGE = 128, 128 * 160  # of a large one: moments are factored from 128 rows and columns on
@@ -50,11 +51,9 @@ def check_elementwise(
         dims = sorted({p.dim() for p in group["params"]})
         if dims and (kind := (_alike(own), dims)) not in tried:
             tried.append(kind)
-            _try(
-                optimizer,
-                partial(_difference, optimizer, options, own, dims, device, in_place),
-                device,
-            )
+            tries = partial(_difference, optimizer, options, own, dims, device, in_place)
+            _try(optimizer, partial(tries, large=False), device)
+            _try(optimizer, tries, device)
 
 
 def _alike(options: dict[str, Any]) -> dict[str, Any]:
@@ -90,13 +89,15 @@ def _difference(
     dims: Sequence[int],
     device: torch.device,
     in_place: bool,
+    *,
+    large: bool = True,
 ) -> str:
     """In words; empty if there is none."""
     draw = torch.Generator().manual_seed(0)
     shapes = [
         torch.Size(shape)
         for d in dims
-        for shape in (_shape(d), _shape(d), _large(d))[: 3 if d else 2]
+        for shape in (_shape(d), _shape(d), _large(d))[: 3 if d and large else 2]
     ]
     wholes = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in shapes]
     flats = [whole.detach().clone().view(-1) for whole in wholes]
@@ -107,7 +108,7 @@ def _difference(
     states: list[list[dict[str, Any]]] = [[{} for _ in own] for own in pieces]
     twin = _made(optimizer, wholes, options, group)
     settings = _settings(twin)
-    for step in range(STEPS):
+    for step in range(STEPS if large else BEFORE):
         for number, whole in enumerate(wholes):
             # leads one way, as what estimates a distance needs
             steady = shapes[number].numel() >= VECTOR

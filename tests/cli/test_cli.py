@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import sources
 from commpress import __version__ as version
@@ -155,7 +156,8 @@ def test_every_option_has_a_help_text():
 
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
-sys.modules["torch"] = None  # importing it fails
+for name in sys.argv[2:]:
+    sys.modules[name] = None  # importing it fails
 from commpress.cli import main
 said = {}
 for line in json.loads(sys.argv[1]):
@@ -170,6 +172,14 @@ for line in json.loads(sys.argv[1]):
     said[line] = [code, heard.getvalue() or "-"]
 print(json.dumps(said))
 """
+
+
+LINKS = '{"format": "commpress links", "version": 1, "nodes": %s}'
+
+
+class Calls:
+    def __reduce__(self):
+        return pytest.fail, ("it was called",)
 
 
 EARLY = [
@@ -390,11 +400,11 @@ EARLY = [
 ]
 
 
-def without_torch(lines):
+def without_torch(lines, *others):
     """The exit status and what is said of each of these lines, in a process of its own where torch
-    cannot be imported."""
+    and others cannot be imported."""
     ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines)],
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines), "torch", *others],
         capture_output=True,
         text=True,
         timeout=120,
@@ -417,6 +427,63 @@ def test_wrong_lines_are_refused_before_torch_is_imported():
     assert commands == {command.words for command in REGISTERED}
 
 
+CONTENTS = [  # of a file, the line that names it, and what is said
+    ("no JSON", "plan {} --links FILE", "--links has 'FILE': FILE is no JSON"),
+    ("{}", "simulate --links FILE", "FILE is None, version None, expected 'commpress links'"),
+    (LINKS % "[[0], [0]]", "plan {} --links FILE", "expected every rank from 0 on exactly once"),
+    (LINKS % "[[0]]", "simulate --links FILE", "a cluster of one rank sends nothing"),
+    (LINKS % '"all"', "plan {} --mesh --links FILE", "FILE has nodes 'all', expected lists"),
+    (
+        LINKS % "[[0], [1, 2]]",
+        "simulate {} --grid dp4 --links FILE",
+        "--grid dp4 has 4 ranks and the nodes have 3: they must be as many",
+    ),
+    ("[]", "plan {} --mesh --pairs FILE", "--pairs has 'FILE': FILE has no nodes and rows"),
+    (
+        '{"nodes": [[0], [1]], "rows": [{"first": 0, "second": 2}]}',
+        "plan {} --mesh --pairs FILE",
+        "a measured pair is {'first': 0, 'second': 2}, expected ranks below 2",
+    ),
+    ("x", "plan {} --gradients FILE", "'FILE' is no file of torch.save, expected {n: p.grad for"),
+    ("PK\3\4", "plan {} --gradients FILE", "argument --gradients: 'FILE' is no file of torch.save"),
+    ('{"model_type": "gpt2"}', "plan --config FILE --compute-ms 1", "pip install 'commpress[hf]'"),
+]
+
+
+def test_contents_of_files_are_refused_before_torch_is_imported(tmp_path):
+    lines = {}
+    for number, (content, typed, says) in enumerate(CONTENTS):
+        path = tmp_path / f"{number}"
+        path.write_text(content)
+        typed = typed.replace("{}", "--parameters 1M --compute-ms 1").replace("FILE", str(path))
+        lines[typed] = says.replace("FILE", str(path))
+    found = without_torch([*lines], "transformers")
+    for typed, says in lines.items():
+        code, said = found[typed]
+        assert code == 2, (typed, said)
+        assert says in said.splitlines()[-1], said
+
+
+def test_files_of_torch_with_something_else_are_refused_before_anything_is_measured(
+    tmp_path, capsys
+):
+    """A call that a pickle asks for is not made."""
+    calls, numbers, whole = (str(tmp_path / name) for name in ("calls", "numbers", "whole"))
+    torch.save({"weight": Calls()}, calls)
+    torch.save({"weight": torch.ones(3, dtype=torch.int64)}, numbers)
+    torch.save([torch.ones(3)], whole)
+    for path, says in (
+        (calls, f"--gradients is {calls!r}, which torch.load cannot read ("),
+        (numbers, f"--gradients is {numbers!r}, whose 'weight' is torch.int64, expected"),
+        (whole, f"--gradients is {whole!r}, which holds no tensors by name, expected"),
+    ):
+        assert status(["plan", "--parameters", "1M", "--compute-ms", "1", "--gradients", path]) == 2
+        out, err = capsys.readouterr()
+        assert says in err.splitlines()[-1]
+        assert "measuring" not in err
+        assert out == ""
+
+
 def test_codecs_of_users_are_known_before_torch_and_after_their_module(
     tmp_path, monkeypatch, capsys
 ):
@@ -428,6 +495,7 @@ def test_codecs_of_users_are_known_before_torch_and_after_their_module(
     )
     module += (
         "make = lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))\n"
+        "dear = lambda: 1 / 0\n"
     )
     (tmp_path / "registers.py").write_text(module)
     monkeypatch.chdir(tmp_path)
@@ -437,6 +505,11 @@ def test_codecs_of_users_are_known_before_torch_and_after_their_module(
         assert status([command, *given, "--model", "registers:make"]) == 0, capsys.readouterr().err
         assert "cli-own" in capsys.readouterr().out
         assert status([command, *given, "--model", "registers:make", "--ways", "cli-other"]) == 2
+        assert "--ways has 'cli-other'" in capsys.readouterr().err
+        # a name that nobody can register needs no module, and a wrong one no model
+        assert status([command, *given, "--model", "nowhere:make", "--ways", "Sign"]) == 2
+        assert "--ways has 'Sign'" in capsys.readouterr().err
+        assert status([command, *given, "--model", "registers:dear", "--ways", "cli-other"]) == 2
         assert "--ways has 'cli-other'" in capsys.readouterr().err
 
 

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.collectives.links import (
+from commpress.collectives.links import choose, flat_seconds, hierarchical_seconds
+from commpress.collectives.measured_links import (
     FILE,
     BufferTrial,
     Link,
     Links,
     Stack,
-    choose,
-    flat_seconds,
-    hierarchical_seconds,
     load_links,
 )
 from commpress.collectives.topology import Topology

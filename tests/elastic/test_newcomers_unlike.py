@@ -1,7 +1,10 @@
 """Newcomers that are unlike the members are refused at the door, by name, and the members do not
 notice."""
 
+import itertools
+import select
 import socket
+import statistics
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +20,8 @@ import commpress
 import commpress.backend
 from commpress.collectives.transports.agreement import OTHER_VERSION, Terms
 from commpress.collectives.transports.connection import Conversation
-from commpress.collectives.transports.meeting import JOIN, knock
+from commpress.collectives.transports.meeting import JOIN, STRANGERS, knock
+from commpress.collectives.transports.membership import place_of
 from commpress.errors import InvalidArgument
 from commpress.integrations.elastic import description as descriptions
 from test_agreement import alone, close, together
@@ -149,6 +153,73 @@ def test_ranks_that_start_together_and_read_otherwise_are_refused_on_all(mortal,
     assert "data.batch_size is 8, rank 0 has 4" in other
 
 
+BLOCKS, SECONDS = 16, 3.0
+
+
+def greeted_in_half_of_the_blocks(folder, width):
+    """Rank 2 greets ten times a second as a newcomer would, and never reports; seconds of rank 0's
+    processor a step by block, and of its door in the whole block."""
+    rank, store = dist.get_rank(), f"{folder}/store"
+    contact, on, done = (Path(folder, name) for name in ("contact", "on", "done"))
+    dist.barrier()
+    if rank == 2:
+        while not contact.exists():
+            time.sleep(0.01)
+        links, greeted = [], 0
+        while not done.exists():
+            if on.exists():
+                links.append(knock(place_of(contact.read_text()), JOIN, 0, (0, 0), 5.0))
+                greeted += 1
+            while links and (not on.exists() or len(links) > 50):
+                links.pop(0).close()
+            time.sleep(0.1)
+        return greeted
+    alone_or_with(rank, 2, store)
+    run = loop(batch=64, width=width)
+    if rank == 0:
+        Path(folder, "draft").write_text(run.contact)
+        Path(folder, "draft").rename(contact)
+    (door,) = [each for each in threading.enumerate() if each.name == "commpress-door"]
+    clock = time.pthread_getcpuclockid(door.ident)
+    ends, since = [], time.monotonic()
+    for number, _ in enumerate(run):
+        if rank == 0 and time.monotonic() > since + SECONDS:
+            ends.append((number, time.process_time(), time.clock_gettime(clock)))
+            on.touch() if len(ends) % 4 < 2 else on.unlink(missing_ok=True)
+            since = time.monotonic()
+            if len(ends) > BLOCKS:
+                done.touch()
+        if done.exists():
+            break
+    blocks = [
+        ((all_then - all_now) / (then - now), door_then - door_now)
+        for (now, all_now, door_now), (then, all_then, door_then) in itertools.pairwise(ends)
+    ]
+    return blocks, run.counters.reforms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1024, 8192])
+def test_greetings_alone_slow_no_step(mortal, tmp_path, width):
+    """By 2 % at most: the door takes less than 2 ms for each of ten greetings a second. The time of
+    all threads is printed, as the median of pairs of blocks with greetings and without, every other
+    pair turned round: a machine that others use adds more to it than greetings do."""
+    (blocks, reforms), _, greeted = mortal.run(
+        greeted_in_half_of_the_blocks, str(tmp_path), width, size=3, seconds=600
+    )
+    assert reforms == 0
+    pairs = [blocks[at : at + 2][:: -1 if at % 4 else 1] for at in range(0, BLOCKS, 2)]
+    ratio = statistics.median(with_them[0] / without[0] for with_them, without in pairs)
+    door = 1e3 * sum(with_them[1] for with_them, _ in pairs) / greeted
+    step = statistics.median(1e3 * without[0] for _, without in pairs)
+    print(
+        f"{greeted} greetings of {door:.2f} ms; of {step:.2f} ms of processor time a step takes "
+        f"{ratio:.3f} times as much"
+    )
+    assert greeted > 100
+    assert 0 < door < 2
+
+
 # ---------------------------------------------------------------- at the door
 
 
@@ -193,6 +264,40 @@ def test_greetings_alone_and_those_who_are_unlike_do_not_count_as_waiting():
     alike = at_the_door(member, describes={"codec": "sign"})
     assert member.membership.waiting == 1
     for link in (silent, other, alike):
+        link.close()
+    close([member])
+
+
+def test_those_who_have_only_greeted_are_not_asked_in_every_step(monkeypatch):
+    """The kernel tells who has reported or gone; nobody listens to each of them."""
+    member = alone()
+    silent = [at_the_door(member) for _ in range(20)]
+    asked = []
+    monkeypatch.setattr(Conversation, "look", lambda link: asked.append(link) or [])
+    assert member.membership.waiting == 0
+    assert asked == []
+    monkeypatch.undo()
+    silent[7].tell("report", describes={})
+    silent[3].close()
+    assert member.membership.waiting == 1
+    for link in silent:
+        link.close()
+    assert member.membership.waiting == 0
+    close([member])
+
+
+def test_no_more_newcomers_than_strangers_may_wait_without_a_report():
+    """The oldest of them go; who has reported stays."""
+    member = alone()
+    reported = at_the_door(member, describes={})
+    silent = [at_the_door(member) for _ in range(STRANGERS + 3)]
+    gone = select.poll()
+    for link in silent:
+        gone.register(link, select.POLLIN)
+    wanted = {link.fileno() for link in silent[:3]}
+    assert {file for file, _ in gone.poll(1000)} == wanted
+    assert member.membership.waiting == 1
+    for link in (reported, *silent):
         link.close()
     close([member])
 

@@ -9,7 +9,7 @@ import torch
 
 from commpress.cli import cluster_options, main, option_groups
 from commpress.codecs.planned import load_plan
-from commpress.collectives.links import Link, Links, Stack
+from commpress.collectives.measured_links import Link, Links, Stack
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
@@ -236,7 +236,10 @@ def test_the_command_gives_every_layer_a_codec_of_its_own(compiled, command):
         ([*PLAN, *SMALL, "--length", "64"], "--length changes nothing in a plan without --mesh"),
         ([*PLAN, *SMALL, "--pairs", __file__], "--pairs changes nothing in a plan without"),
         ([*PLAN, *SMALL, "--mesh", "--ways", "sign"], "--ways changes nothing in --mesh"),
-        ([*PLAN, *SMALL, "--mesh", "--gradients", __file__], "--gradients changes nothing"),
+        (
+            [*PLAN, *SMALL, "--mesh", "--disk-rate", "1GB/s"],
+            "--disk-rate changes nothing in --mesh",
+        ),
         ([*PLAN, *SMALL, "--mesh", "--uniform", "int8"], "--uniform changes nothing in --mesh"),
         ([*PLAN, *SMALL, "--mesh", "--calls"], "--calls changes nothing in --mesh"),
         ([*PLAN, *SMALL, "--mesh", "--straggler", "2"], "--straggler changes nothing in --mesh"),

@@ -14,7 +14,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.frame import HEADER
 from commpress.collectives.levels import Levels
-from commpress.collectives.links import FIRST, Link, Links, Stack
+from commpress.collectives.measured_links import FIRST, Link, Links, Stack
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.two_level import hierarchy_of

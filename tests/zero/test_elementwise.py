@@ -276,6 +276,19 @@ def test_optimizers_that_look_across_elements_are_refused(store, kind):
     )
 
 
+def test_who_mixes_small_tensors_is_refused_before_a_large_one_is_tried():
+    """Shampoo makes a square matrix of the elements of a vector: 10 GB and half an hour for one of
+    some thousand."""
+
+    class Mixes(Simple):
+        def move(self, p, g, state, lr):
+            assert p.numel() < 1000
+            p.sub_(lr * g.mean())
+
+    with pytest.raises(InvalidArgument, match="moves otherwise than its pieces"):
+        commpress.Partitioned(model().parameters(), Mixes)
+
+
 @pytest.mark.parametrize("kind", [commpress.OneBitAdam, commpress.Partitioned])
 def test_optimizers_that_communicate_are_refused(store, kind):
     for one in (kind, type("Own", (kind,), {})):
