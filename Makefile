@@ -28,6 +28,24 @@ $(VENV)/installed: pyproject.toml
 	@$(PIP) '$(ASKED)' --editable '.[dev]'
 	@touch $@
 
+# demo and docs run in the environment above where it exists, else in a small one: .venv-demo, .venv-docs
+SMALL = $$(test -e $(VENV)/installed && echo $(VENV) || echo .venv-$@)
+small = @test -e $(VENV)/installed || $(MAKE) --silent .venv-$@/installed
+
+.venv-demo/installed: pyproject.toml # with the torch that $(PYTHON) has, if it has one
+	@echo 'making .venv-demo: commpress and torch (minutes, if $(PYTHON) has no torch)'
+	@$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) .venv-demo
+	@.venv-demo/bin/python -c 'import torch' 2>/dev/null || .venv-demo/bin/python -m pip --disable-pip-version-check install '$(ASKED)'
+	@.venv-demo/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[demo]'
+	@touch $@
+
+.venv-docs/installed: pyproject.toml # pages are built from text: no torch
+	@echo 'making .venv-docs: mkdocs and its parts (a minute)'
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' >.venv-docs/needs
+	@.venv-docs/bin/python -m pip --disable-pip-version-check install --quiet --requirement .venv-docs/needs
+	@touch $@
+
 test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0 WORKERS=8
 	@$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
 
@@ -46,8 +64,9 @@ mutants: venv ## put small faults into copies of the package, one at a time: som
 weigh: venv ## tokens and lines of each room, options of each public call; make weigh ARGS=FOLDER beside another checkout
 	@$(BIN)/python tests/weigh.py $(ARGS)
 
-demo: venv ## train a GPT over a slow network in ten ways, each for the same time; make demo ARGS=--quick
-	@$(BIN)/commpress demo $(ARGS)
+demo: ## train a GPT over a slow network in ten ways, each for the same time; make demo ARGS=--quick
+	$(small)
+	@$(SMALL)/bin/commpress demo $(ARGS)
 
 lint: venv ## ruff: rules and layout
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --check --quiet
@@ -55,8 +74,10 @@ lint: venv ## ruff: rules and layout
 types: venv ## mypy
 	@$(BIN)/mypy
 
-docs: venv ## build the pages of docs/ as a static site into build/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: ## build the pages of docs/ as a static site into build/site
+	$(small)
+	@NO_MKDOCS_2_WARNING=1 $(SMALL)/bin/mkdocs build --strict --quiet
+	@echo 'built: open $(CURDIR)/build/site/index.html'
 
 wheel: venv ## build the wheel into dist/, try it in an empty environment with its runtime dependencies alone, say its size
 	@rm -rf build/wheel dist && $(BIN)/python -m build --outdir dist . >/dev/null
