@@ -129,8 +129,17 @@ class TieredStore:
         """Open the store in one directory, or striped over several, and make it if there is none.
 
         ``host``, ``device`` and ``disk`` (in each directory) are budgets that are never exceeded.
-        ``engine`` is measured unless named; ``direct`` goes past the page cache where that works.
-        ``pin`` registers host memory with CUDA.
+
+        - ``accelerator``: where the device tier lies.
+        - ``reserve``: take the room of ``disk`` now, so that it cannot be missing later.
+        - ``engine``: what moves bytes to disks; "auto" measures.
+        - ``depth``: requests that a disk gets at once.
+        - ``direct``: go past the page cache; None: where that works.
+        - ``pin``: register host memory with CUDA; None: if there is one.
+        - ``writes_per_day``: bytes, a budget that spares flash memory; what would go beyond it is
+          refused.
+        - ``options``: sizes of chunks and packs.
+        - ``layer``: calls of the file system, for tests that let them fail.
         """
         options, layer = options or Options(), layer or FileLayer()
         host_bytes, device_bytes = parse_bytes(host), parse_bytes(device)
