@@ -11,12 +11,12 @@ PART   ?= 1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test quick slow gpu mutants weigh demo lint types docs wheel release check clean
+.PHONY: help venv test quick slow gpu conformance mutants weigh demo lint types docs wheel release check clean
 .NOTPARALLEL:
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile every module anew
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/installed ## install torch, commpress (editable) and its tools into .venv
 
@@ -57,6 +57,9 @@ slow: venv ## run the tests that take long
 
 gpu: ## all that needs a GPU, nothing is installed; make gpu PART=2, or ARGS=--twin without a GPU
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks gpu --part $(PART) $(ARGS)
+
+conformance: venv ## torch's own tests of groups that change; make conformance TORCH=2.15.0 TORCH_SRC=FOLDER of torch's sources
+	@$(BIN)/python tests/conformance.py '$(TORCH_SRC)' $(ARGS)
 
 mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each
 	@$(BIN)/python tests/mutants.py $(ARGS)
