@@ -11,7 +11,7 @@ PART   ?= 1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test quick slow gpu conformance mutants weigh demo lint types docs wheel release check clean
+.PHONY: help venv test quick slow gpu conformance mutants weigh demo lint types docs wheel image release check clean
 .NOTPARALLEL:
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile every module anew
 
@@ -87,6 +87,9 @@ wheel: venv ## build the wheel into dist/, try it in an empty environment with i
 	@$(PYTHON) -m venv build/wheel && build/wheel/bin/python -m pip --disable-pip-version-check install --quiet '$(ASKED)' dist/*.whl
 	@cd build/wheel && bin/commpress --help >/dev/null && bin/commpress bench codec --codec sign --numel 65536 --threads 1
 	@du -sh dist/*.whl build/wheel/lib/python*/site-packages/commpress build/wheel/lib/python*/site-packages
+
+image: ## build the Dockerfile's image and run it; without Docker its steps, in a folder; make image ARGS='INDEX= EXTRA=hf'
+	@$(PYTHON) tests/image.py $(ARGS)
 
 release: check wheel ## check everything, build dist/ and tag the version that CHANGELOG.md dates; nothing is uploaded
 	@$(BIN)/python tests/release.py
