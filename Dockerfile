@@ -1,4 +1,4 @@
-# An image with torch, commpress and its optional parts. It has not been built in CI, which has no Docker.
+# An image with torch, commpress and its optional parts. `make image` builds and runs it, or its steps where there is no Docker.
 #
 #   docker build -t commpress .                                                            for the CPU
 #   docker build -t commpress --build-arg EXTRA=cuda12 --build-arg INDEX=https://download.pytorch.org/whl/cu126 .
@@ -8,7 +8,7 @@
 FROM python:3.11-slim
 ARG INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRA=metrics
-RUN pip install --no-cache-dir torch==2.13.0 --index-url ${INDEX}
+RUN pip install --no-cache-dir torch==2.13.0 ${INDEX:+--index-url ${INDEX}}
 WORKDIR /commpress
 COPY . .
 RUN pip install --no-cache-dir ".[${EXTRA}]"

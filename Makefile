@@ -11,12 +11,12 @@ PART   ?= 1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test quick slow gpu mutants weigh demo lint types docs wheel release check clean
+.PHONY: help venv test quick slow gpu conformance mutants weigh demo lint types docs wheel image release check clean
 .NOTPARALLEL:
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile every module anew
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/installed ## install torch, commpress (editable) and its tools into .venv
 
@@ -26,6 +26,24 @@ $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) '$(ASKED)'
 	@$(PIP) '$(ASKED)' --editable '.[dev]'
+	@touch $@
+
+# demo and docs run in the environment above where it exists, else in a small one: .venv-demo, .venv-docs
+SMALL = $$(test -e $(VENV)/installed && echo $(VENV) || echo .venv-$@)
+small = @test -e $(VENV)/installed || $(MAKE) --silent .venv-$@/installed
+
+.venv-demo/installed: pyproject.toml # with the torch that $(PYTHON) has, if it has one
+	@echo 'making .venv-demo: commpress and torch (minutes, if $(PYTHON) has no torch)'
+	@$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) .venv-demo
+	@.venv-demo/bin/python -c 'import torch' 2>/dev/null || .venv-demo/bin/python -m pip --disable-pip-version-check install '$(ASKED)'
+	@.venv-demo/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[demo]'
+	@touch $@
+
+.venv-docs/installed: pyproject.toml # pages are built from text: no torch
+	@echo 'making .venv-docs: mkdocs and its parts (a minute)'
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' >.venv-docs/needs
+	@.venv-docs/bin/python -m pip --disable-pip-version-check install --quiet --requirement .venv-docs/needs
 	@touch $@
 
 test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0 WORKERS=8
@@ -40,14 +58,18 @@ slow: venv ## run the tests that take long
 gpu: ## all that needs a GPU, nothing is installed; make gpu PART=2, or ARGS=--twin without a GPU
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks gpu --part $(PART) $(ARGS)
 
+conformance: venv ## torch's own tests of groups that change; make conformance TORCH=2.15.0 TORCH_SRC=FOLDER of torch's sources
+	@$(BIN)/python tests/conformance.py '$(TORCH_SRC)' $(ARGS)
+
 mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
 weigh: venv ## tokens and lines of each room, options of each public call; make weigh ARGS=FOLDER beside another checkout
 	@$(BIN)/python tests/weigh.py $(ARGS)
 
-demo: venv ## train a GPT over a slow network in ten ways, each for the same time; make demo ARGS=--quick
-	@$(BIN)/commpress demo $(ARGS)
+demo: ## train a GPT over a slow network in ten ways, each for the same time; make demo ARGS=--quick
+	$(small)
+	@$(SMALL)/bin/commpress demo $(ARGS)
 
 lint: venv ## ruff: rules and layout
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --check --quiet
@@ -55,14 +77,19 @@ lint: venv ## ruff: rules and layout
 types: venv ## mypy
 	@$(BIN)/mypy
 
-docs: venv ## build the pages of docs/ as a static site into build/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: ## build the pages of docs/ as a static site into build/site
+	$(small)
+	@NO_MKDOCS_2_WARNING=1 $(SMALL)/bin/mkdocs build --strict --quiet
+	@echo 'built: open $(CURDIR)/build/site/index.html'
 
 wheel: venv ## build the wheel into dist/, try it in an empty environment with its runtime dependencies alone, say its size
 	@rm -rf build/wheel dist && $(BIN)/python -m build --outdir dist . >/dev/null
 	@$(PYTHON) -m venv build/wheel && build/wheel/bin/python -m pip --disable-pip-version-check install --quiet '$(ASKED)' dist/*.whl
 	@cd build/wheel && bin/commpress --help >/dev/null && bin/commpress bench codec --codec sign --numel 65536 --threads 1
 	@du -sh dist/*.whl build/wheel/lib/python*/site-packages/commpress build/wheel/lib/python*/site-packages
+
+image: ## build the Dockerfile's image and run it; without Docker its steps, in a folder; make image ARGS='INDEX= EXTRA=hf'
+	@$(PYTHON) tests/image.py $(ARGS)
 
 release: check wheel ## check everything, build dist/ and tag the version that CHANGELOG.md dates; nothing is uploaded
 	@$(BIN)/python tests/release.py

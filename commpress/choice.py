@@ -290,6 +290,9 @@ class PerLayer:
     the fewest bytes at the error that ``uniform`` for all would make.
 
     ``commpress.compress(ddp, commpress.PerLayer("int4", every=1000))``.
+
+    - ``uniform``: the codec whose error all layers together may make.
+    - ``every``: steps from one choice to the next.
     """
 
     uniform: str = "int4"

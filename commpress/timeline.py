@@ -24,6 +24,9 @@ class Timeline:
 
     A ``span`` lies on the track of the thread that recorded it, and spans of one thread nest. A
     ``flight`` is on its way while its thread does other things: flights overlap.
+
+    - ``rank``: whose track it is when ranks are merged.
+    - ``limit``: spans that are kept; ``dropped`` counts the others.
     """
 
     def __init__(self, rank: int = 0, *, limit: int = LIMIT) -> None:

@@ -1,10 +1,11 @@
 """Link the words of glossary.md where a page first says them, with their meaning as a tooltip.
 
 A hook of mkdocs: `explain` works on the HTML of a page, so the Markdown has no links that would be
-in the way.
+in the way. The site's link to the repository comes from pyproject.toml.
 """
 
 import re
+import tomllib
 from html import escape
 from pathlib import Path
 
@@ -85,6 +86,13 @@ def linked(
 
 def slug(word: str) -> str:
     return re.sub(r"\s+", "-", word.lower())
+
+
+def on_config(config):
+    """Called by mkdocs once."""
+    text = (Path(config.config_file_path).parent / "pyproject.toml").read_text()
+    config.repo_url = tomllib.loads(text)["project"].get("urls", {}).get("Repository")
+    return config
 
 
 def on_page_content(html: str, page, config, files) -> str:

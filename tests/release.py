@@ -1,14 +1,16 @@
 """Tag a release, if the tree, the changelog and what was built say the same: the last part of
 ``make release``.
 
-Refuses a tree with changes, a version that CHANGELOG.md does not date, a tag that exists, and
-archives that lack files or hold others than git knows. Prints the two commands that publish it.
+Refuses a tree with changes, a version that CHANGELOG.md does not date, a tag that exists, a project
+without a public address, and archives that lack files or hold others than git knows. Prints the two
+commands that publish it.
 """
 
 import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -64,6 +66,12 @@ def unknown_in(sdist: Path, tracked: list[str]) -> list[str]:
     return [name for name in names if name.endswith(".py") and name not in tracked]
 
 
+def address(pyproject: str) -> str:
+    """The project's public address, "" while there is none."""
+    urls = tomllib.loads(pyproject).get("project", {}).get("urls", {})
+    return next((url for name, url in urls.items() if name.lower() == "repository"), "")
+
+
 def problems(name: str) -> list[str]:
     tracked = git("ls-files").splitlines()
     found = []
@@ -73,6 +81,10 @@ def problems(name: str) -> list[str]:
         found.append(f"CHANGELOG.md does not date {name}: '## [{name}] - 2027-01-31'")
     if f"v{name}" in git("tag").splitlines():
         found.append(f"the tag v{name} exists: raise __version__ in commpress/__init__.py")
+    if not address((ROOT / "pyproject.toml").read_text()).startswith("https://"):
+        found.append(
+            "the project has no public address: set Repository in [project.urls] of pyproject.toml"
+        )
     for pattern, wrong, what in (
         (f"commpress-{name}-*.whl", missing_in, "lacks"),
         (f"commpress-{name}.tar.gz", unknown_in, "has, and git has not,"),

@@ -129,9 +129,18 @@ class TieredStore:
         """Open the store in one directory, or striped over several, and make it if there is none.
 
         ``host``, ``device`` and ``disk`` (in each directory) are budgets that are never exceeded.
-        ``engine`` is measured unless named; ``direct`` goes past the page cache where that works.
-        ``pin`` registers host memory with CUDA: by default where a process uses CUDA already, or
-        its ``device`` budget does, since a process that has begun to cannot be forked.
+
+        - ``accelerator``: where the device tier lies.
+        - ``reserve``: take the room of ``disk`` now, so that it cannot be missing later.
+        - ``engine``: what moves bytes to disks; "auto" measures.
+        - ``depth``: requests that a disk gets at once.
+        - ``direct``: go past the page cache; None: where that works.
+        - ``pin``: register host memory with CUDA; None: where this process uses CUDA already, or
+          its ``device`` budget does, since a process that has begun to cannot be forked.
+        - ``writes_per_day``: bytes, a budget that spares flash memory; what would go beyond it is
+          refused.
+        - ``options``: sizes of chunks and packs.
+        - ``layer``: calls of the file system, for tests that let them fail.
         """
         options, layer = options or Options(), layer or FileLayer()
         on_card = torch.device(accelerator).type == "cuda"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import mean, stdev
 
 from commpress.cli import contenders, harness, race, terminal
@@ -133,7 +134,7 @@ def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
         print("\nno picture: it needs matplotlib (pip install 'commpress[demo]')")
     else:
         draw(finishes, out, network)
-        print(f"\npicture: {out}")
+        print(f"\npicture: {Path(out).resolve()}")
     return harness.deliver(options, finishes, network=network.says)
 
 

@@ -36,10 +36,10 @@ class _Kernel:
 class SignCodec(_Kernel):
     """One bit per element, ± the scale of its block.
 
-    ``l1`` is mean |c|, the least-squares choice and always a contraction; ``rms`` keeps the norm: a
-    worse guess in one step, but it drains the residual of spiky input faster, and trained better in
-    every comparison so far. ``block`` = 0 gives one scale per row: fewest bytes, but large and
-    small gradients share it.
+    ``scale``: the estimate of a block's size. ``l1`` is mean |c|, the least-squares choice and
+    always a contraction; ``rms`` keeps the norm: a worse guess in one step, but it drains the
+    residual of spiky input faster, and trained better in every comparison so far. ``block`` = 0
+    gives one scale per row: fewest bytes, but large and small gradients share it.
     """
 
     scale: Literal["l1", "rms"] = "rms"
@@ -117,10 +117,10 @@ KINDS = {
 class BlockCodec(_Kernel):
     """int8, int4, fp8 (e4m3) or log3 codes under one scale per block, set by its largest magnitude.
 
-    log3: ± 1, 1/4 or 1/16 of the scale, in 3 bits, and 0 for 0 alone. What is squared and divided
-    by, as gradients that become a variance are, must not round to zero; a factor of two is no
-    matter. In blocks of up to 256 a contraction: every error is at most |c| or 1/16 of the peak,
-    whose own is none, and 255/16² < 1.
+    ``number``: the format of a code. log3: ± 1, 1/4 or 1/16 of the scale, in 3 bits, and 0 for 0
+    alone. What is squared and divided by, as gradients that become a variance are, must not round
+    to zero; a factor of two is no matter. In blocks of up to 256 a contraction: every error is at
+    most |c| or 1/16 of the peak, whose own is none, and 255/16² < 1.
     """
 
     number: Literal["int8", "int4", "fp8", "log3"] = "int8"
@@ -144,8 +144,8 @@ class BlockCodec(_Kernel):
 
 @dataclass(frozen=True)
 class CastCodec(_Kernel):
-    """bf16, fp16 (saturating) or, as ``none``, the float32 itself: an exact mean, added in rank
-    order."""
+    """``number``: bf16, fp16 (saturating) or, as ``none``, the float32 itself: an exact mean, added
+    in rank order."""
 
     number: Literal["bf16", "fp16", "none"] = "bf16"
     block: ClassVar[int] = 0
@@ -169,8 +169,8 @@ class CastCodec(_Kernel):
 
 @dataclass(frozen=True)
 class BitsCodec(_Kernel):
-    """2 to 8 bits: of each block the least and the greatest element exactly, the others on an even
-    grid over theirs and zero.
+    """``bits``, 2 to 8: of each block the least and the greatest element exactly, the others on an
+    even grid over theirs and zero.
 
     One outlier would stretch the grid of all its neighbours; gradients of embeddings and output
     layers are full of them. ``shifted`` moves each block's grid by a part of its step that is drawn

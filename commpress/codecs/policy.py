@@ -89,9 +89,13 @@ def by_role(
     most.
 
     Gradients of embeddings and of the output layer are the spikiest: a few tokens get most of them.
-    Norms and biases are few elements that move everything, and travel exactly. ``attention`` is
-    ``body`` if None; ``attention="none"`` compresses only the large layers between (the
-    layer-selective choice of TAGC).
+    Norms and biases are few elements that move everything, and travel exactly.
+
+    - ``body``: the codec of large layers.
+    - ``attention``: of projections in attention, ``body`` if None; "none" compresses only the large
+      layers between (the layer-selective choice of TAGC).
+    - ``embedding``, ``output``: of embeddings and of the output layer.
+    - ``norm``, ``bias``: of norms and of biases.
     """
     codecs = {
         "body": body,

@@ -62,7 +62,7 @@ def travels_whole(codec: object, shape: Sequence[int]) -> bool:
 @dataclass(frozen=True)
 class LowRankCodec(WholeTensorCodec):
     """PowerSGD: tensors of two and more dimensions, seen as matrices of shape[0] rows, as products
-    of two thin ones.
+    of two thin ones with ``rank`` columns.
 
     A tensor of one dimension, and one whose factors would have more than 1 / ``min_rate`` of its
     elements, travels exactly. For gradients, by itself or inside a policy; calls that know no

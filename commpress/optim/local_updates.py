@@ -70,7 +70,7 @@ class LocalUpdates(torch.optim.Optimizer):
       ``SparseLoCo``, ``Gossip``, or a function that makes a torch optimizer. By default
       ``Nesterov``; of "auto" ``Average`` in rounds of up to 20 steps.
     - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None:
-      float32.
+      float32. Tensors of fewer than ``min_numel`` elements travel exactly.
     - ``feedback_decay``: residuals are multiplied by it each round.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a
       round.

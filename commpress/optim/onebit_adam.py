@@ -234,6 +234,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
       No ``max_grad_norm`` then, unless parameters are DTensors.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
     - ``grad_scaler``: AMP's GradScaler, which then follows the verdict of all ranks.
+    - ``bias_correction``: of both moments, as in Adam; DeepSpeed's optimizers have none.
 
     On one rank it is Adam, in every bit.
     """

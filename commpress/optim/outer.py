@@ -109,7 +109,11 @@ class Average(Outer):
 
 @dataclass(frozen=True)
 class WithMomentum(Outer):
-    """An outer step that keeps a momentum buffer."""
+    """An outer step that keeps a momentum buffer.
+
+    - ``lr``: the outer learning rate (η, α).
+    - ``momentum``: of the outer step (μ, β).
+    """
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -146,8 +150,8 @@ class SlowMo(WithMomentum):
 
 @dataclass(frozen=True)
 class SparseLoCo(Outer):
-    """SparseLoCo: Θ ← Θ − α·Δ̄ without momentum; the residual that decays, e ← β·e + Δ, stands in
-    for it.
+    """SparseLoCo: Θ ← Θ − α·Δ̄ (``lr`` is α) without momentum; the residual that decays, e ← β·e +
+    Δ, stands in for it.
 
     Takes a sparse codec, such as "topk-64+bits2". Every rank sends its payload to every other, so
     traffic grows with their number; it weighs what has been decoded, Δ̄ = Σ wᵢ·clip(yᵢ) / Σ wᵢ.

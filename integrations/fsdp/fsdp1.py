@@ -32,6 +32,11 @@ class FlatShardState(Divided):
     which unit a gradient is of nor where its parameters lie, so a unit is known by its place in
     backward, and one codec serves all. A backward in which units come in another order, or some not
     at all, is an error: residuals would meet other parameters.
+
+    - ``codec``: of every unit's gradient, elementwise.
+    - ``checksum``: check every message where the transport does not.
+
+    Other options as in ``CompressedState``.
     """
 
     def __init__(

@@ -36,6 +36,8 @@ class ReplicatedState(Divided):
     equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided by the ranks
     of a node, and as much again divided by the replicas.
 
+    Other options as in ``compress_fsdp``.
+
     ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward
     together, where these are more than ``replicate``: with tensor parallelism the whole mesh. They
     decide about each group of parameters together.

@@ -143,6 +143,7 @@ class Metrics:
     """``state`` is what ``compress`` or ``compress_fsdp`` returned, or an optimizer of ours; ``to``
     gets every sample.
 
+    - ``store``: a ``TieredStore`` whose disks and stalls are counted too.
     - ``experts``: an ``ExpertExchange``, or several by name.
     - ``elastic``: the loop that ``commpress.elastic`` returned.
     - ``every``: steps from one sample to the next.

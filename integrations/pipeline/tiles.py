@@ -20,7 +20,9 @@ LEVELS = 15.0
 
 @dataclass(frozen=True)
 class TileCodec:
-    """Tiles of 64 elements of a token, the last dimension of a tensor, in 4.625 bits an element."""
+    """Tiles of 64 elements of a token, the last dimension of a tensor, in 4.625 bits an element.
+    ``spec``: "tah4" is the only one.
+    """
 
     spec: str = "tah4"
 

@@ -31,6 +31,7 @@ from commpress.integrations.process_group.control_connections import ControlConn
 from commpress.integrations.process_group.group_options import GroupOptions, group_options_from
 from commpress.integrations.process_group.guard import Guard
 from commpress.integrations.process_group.inner import (
+    CurrentBackend,
     at_once,
     mpi_group,
     options_of,
@@ -695,6 +696,13 @@ class ProcessGroup(dist.ProcessGroup):
     def abort_inner(self) -> None:
         """End Gloo's pending calls."""
         self._abort()
+
+    def get_backend(self, device: torch.device) -> Any:
+        """The backend that ``dist.get_backend_impl`` hands out from torch 2.14 on; it follows the
+        group when its ranks change."""
+        if self.communicator is not None:
+            return super().get_backend(device)
+        return CurrentBackend(self, torch.device(device))
 
     @property
     def supports_reconfigure(self) -> bool:

@@ -92,6 +92,17 @@ def inner_of(group: Any) -> Any:
     return getattr(group, "_inner", None)
 
 
+class CurrentBackend:
+    """The backend of a group whose ranks may change: calls go to the one that carries its data
+    when they are made."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inner_of(self._group)._get_backend(self._device), name)
+
+
 def _abort(inner: dist.ProcessGroup, connections: Connections) -> None:
     abort(inner)
     connections.cut()

@@ -427,8 +427,9 @@ def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
         | 1
     )
     if key == group.membership.epoch.key:
-        raise InvalidArgument(
-            f"uuid is {options.uuid}, as of the group of now: give a new one each time"
+        raise CommunicationError(  # a RuntimeError, as Gloo's groups raise
+            f"uuid is {options.uuid}, which is already used for the group of now: give a new one "
+            "each time"
         )
     terms = terms_of(group, say=b"", age=0, join=None, minimum=1)
     return replace(terms, appointed=places, ordered=ordered, key=key)

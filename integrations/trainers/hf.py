@@ -294,6 +294,7 @@ class LocalTraining(_Beside):
 
     ``tokens`` counts those of a batch, as the model is called with it, for ``weight="tokens"``; by
     default labels that are not −100, of a model without labels the tokens that it attends to.
+    ``metrics``: as of ``Compress``.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRa
     (mpi4py); under SLURM the first node of the step and a port made of the job's number. Sets
     torchrun's six variables for what reads them later. Where ranks are on several machines and
     ``GLOO_SOCKET_IFNAME`` is not set, it becomes the interface that reaches ``MASTER_ADDR``.
-    ``options`` go to torch.
+    ``backend`` (None: torch's choice) and ``options`` go to torch.
     """
     where = place() or LaunchedRank("nobody", 0, 1, 0, 1)
     named = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ

@@ -40,8 +40,8 @@ class WeightServer:
     ``Receiver("http://this-machine:9500")``.
 
     ``host``: an address of this machine. Without a key (``key`` or ``COMMPRESS_RUN_KEY``) only one
-    that others cannot reach. ``readers``: by address, the version that each asked for last, and
-    seconds since.
+    that others cannot reach. ``port``: 0 takes a free one. ``readers``: by address, the version
+    that each asked for last, and seconds since.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Verified:
 
 
 def stat(source: str | os.PathLike[str], *, key: bytes | None = None) -> list[Verified]:
-    """Every version that can be had, by what its record says."""
+    """Every version that can be had, by what its record says. ``key``: as of ``Receiver``."""
     return [_described(*each) for each in _versions(reading_place(source, key))]
 
 
@@ -43,7 +43,8 @@ def verify(
 ) -> list[Verified]:
     """Read every byte of every version, and rebuild all weights.
 
-    Damaged or StateMismatch where anything is not as published.
+    Damaged or StateMismatch where anything is not as published. ``key``: as of ``Receiver``;
+    ``tell``: called with a line on each version.
     """
     place, found, held = reading_place(source, key), list[Verified](), replay.HeldVersion()
     chain: list[records.VersionRecord] = []  # from an anchor on, in one layout
@@ -137,7 +138,8 @@ def pull(
 
     A copy is published weights itself: readers and other copies may take it as their source, so a
     slow link is crossed once for all of them. It may be interrupted at any byte: what is whole
-    stays, and the next call goes on.
+    stays, and the next call goes on. ``key``: as of ``Receiver``; ``tell``: called with a line on
+    each version.
     """
     place, copy = reading_place(source, key), FolderPlace(folder, make=True)
     return replay.up_to_date(place, lambda head: _pull(place, copy, head, tell) if head else 0)

@@ -381,6 +381,8 @@ def stream(
       the first values.
     - ``initialize``: a function that gives the parameters and buffers of one module values, those
       of its children left alone.
+    - ``prefix``: the parameters' names in the store begin with it, for several models in one.
+    - ``chunk_mb``: megabytes of float32 weights in a chunk, as of ``Offloaded``.
     - ``process_group``: each rank's store has 1/P of everything; by default all ranks, if
       torch.distributed is initialised.
     """

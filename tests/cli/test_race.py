@@ -114,7 +114,7 @@ def test_demo_shows_every_way_in_a_table_a_picture_and_a_file(two, monkeypatch, 
     if None not in sent.values():
         assert sent["plain"] > sent["bf16"] > sent["int8"] > sent["sign"] > 0
     assert runs["int8"]["counters"]["wire_bytes"] > 0
-    assert said.splitlines()[-1] == "picture: demo.svg"
+    assert said.splitlines()[-1] == f"picture: {Path('demo.svg').resolve()}"
     drawn = Path("demo.svg").read_text()
     assert {"seconds of training", "training loss, nats per byte"} <= words_of(drawn)
     assert all(any(text.startswith(f"{name} ") for text in words_of(drawn)) for name in CONTENDERS)

@@ -1,11 +1,13 @@
 """Options of public calls: typed where they are passed on, one word for one idea."""
 
+import importlib.util
 import inspect
 from typing import get_type_hints
 
 import pytest
 
 import commpress
+import sources
 from commpress.integrations.ddp.hook import CompressedState, HookOptions
 from commpress.integrations.elastic.loop import Elastic, ElasticOptions
 from commpress.optim.onebit_adam import FreezingOptimizer, FreezingOptions
@@ -46,3 +48,23 @@ def test_one_idea_has_one_word():
             continue
         for option in inspect.signature(taker).parameters:
             assert option not in OF_TORCH, f"{name}({option}=): say {OF_TORCH[option]}"
+
+
+def test_the_table_of_options_is_that_of_the_signatures():
+    pytest.importorskip("transformers")
+    pytest.importorskip("lightning")
+    spec = importlib.util.spec_from_file_location("options", sources.ROOT / "docs" / "options.py")
+    options = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(options)
+    calls = options.calls()
+    assert len(calls) > 60
+    silent = {
+        f"{call}({name}=)"
+        for call, taker in calls.items()
+        for name in options.options(taker)
+        if not options.words(name, taker)
+    }
+    assert silent == set(), "no docstring says what they are for"
+    assert options.PAGE.read_text() == options.page(), "run python docs/options.py"
+    taken = inspect.signature(CompressedState).parameters["exact_steps"].default
+    assert f"| `exact_steps` | `{taken!r}` | the number of first steps" in options.page()

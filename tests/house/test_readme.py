@@ -2,10 +2,13 @@
 
 A comment on the line before a block says how: `<!-- run: 2 ranks -->` on that many CPU processes,
 `<!-- skip: reason -->` not at all. In docs/ a block without a comment is a fragment. Warnings are
-errors. The README's first block runs as a user runs it, by torchrun; the others in the test ranks,
-with a rendezvous of their own in place of a launcher's.
+errors, and one line of one rank says that it worked. The README's first block runs as a user runs
+it, by torchrun; the others in the test ranks, with a rendezvous of their own in place of a
+launcher's.
 """
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -58,8 +61,9 @@ def examples(text: str) -> list[Example]:
     return found
 
 
-def run(example: Example, folder: Path) -> None:
-    """Run an example in `folder`; fail with its output if it fails or takes too long."""
+def run(example: Example, folder: Path) -> str:
+    """Run an example in `folder` and return what it prints; fail with that if it fails or takes too
+    long."""
     script = folder / "example.py"
     # a traceback names the README's line
     script.write_text("\n" * (example.line - 1) + example.code)
@@ -86,10 +90,12 @@ def run(example: Example, folder: Path) -> None:
         output, _ = process.communicate(timeout=60)
         pytest.fail(f"README.md line {example.line}: still running after {SECONDS} s\n{output}")
     assert process.returncode == 0, f"README.md line {example.line}:\n{output}"
+    return output
 
 
-def execute(page: str, example: Example, folder: str) -> None:
-    """The work of torchrun without its processes: every group of the example meets in a file."""
+def execute(page: str, example: Example, folder: str) -> str:
+    """The work of torchrun without its processes: every group of the example meets in a file.
+    Returns what this rank prints."""
     rank, size = dist.get_rank(), dist.get_world_size()
     # nobody leaves while another still connects: that one would fail, and we would wait for it
     dist.barrier()
@@ -106,8 +112,9 @@ def execute(page: str, example: Example, folder: str) -> None:
     before = os.getcwd()
     os.chdir(folder)
     names = {"__name__": "__main__"}
+    printed = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", HARMLESS)
             exec(compile("\n" * (example.line - 1) + example.code, f"docs/{page}", "exec"), names)
@@ -121,6 +128,21 @@ def execute(page: str, example: Example, folder: str) -> None:
         dist.init_process_group = torchs
         for name in told:
             os.environ.pop(name, None)
+    return printed.getvalue()
+
+
+def check_one_line(pool, page: str, example: Example, folder: Path) -> None:
+    """Run it on as many ranks as it says; together they print one line."""
+    if example is FIRST or "transformers" in example.code:
+        # as a user does; the Trainer makes the group itself and leaves much behind. Its own logs,
+        # progress and warnings may stand beside ours, which begins as the block's last print does
+        printed = run(example, folder)
+        last = re.findall(r'print\(f?"([^{"]+)', example.code)[-1]
+        lines = [line for line in printed.splitlines() if line.startswith(last)]
+    else:
+        said = pool.run(execute, page, example, str(folder), size=example.ranks or 1)
+        lines = "".join(said).splitlines()
+    assert [bool(line.strip()) for line in lines] == [True], lines
 
 
 EXAMPLES = examples(README.read_text()) if README.exists() else []
@@ -136,9 +158,7 @@ def test_the_readme_shows_python():
 def test_example(example, pool, tmp_path):
     if example.skip:
         pytest.skip(example.skip)
-    if example is FIRST or "transformers" in example.code:
-        return run(example, tmp_path)
-    pool.run(execute, "../README.md", example, str(tmp_path), size=example.ranks or 1)
+    check_one_line(pool, "../README.md", example, tmp_path)
 
 
 # ---------------------------------------------------------------- docs/
@@ -178,9 +198,7 @@ def test_page(page, example, pool, tmp_path):
     if "transformers" in example.code:
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
-        # the Trainer makes the group itself and leaves much behind: a launch of its own
-        return run(example, tmp_path)
-    pool.run(execute, page, example, str(tmp_path), size=example.ranks)
+    check_one_line(pool, page, example, tmp_path)
 
 
 def test_a_warning_and_an_error_of_an_example_are_its_failure(pool, tmp_path):

@@ -4,10 +4,12 @@ sources."""
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
@@ -387,3 +389,43 @@ def test_read_only_containers_compile_in_memory_and_say_so_once(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "bytes equal the reference\n"
     assert ran.stderr.count("no folder for a cache") == 1
+
+
+def undefined(code: bytes) -> set[str]:
+    """Names that an ELF object of 64 bits looks for elsewhere."""
+    (table,), (size, count) = (
+        struct.unpack_from("<Q", code, 40),
+        struct.unpack_from("<HH", code, 58),
+    )
+    heads = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * size) for i in range(count)]
+    symbols = next(head for head in heads if head[1] == 2)
+    strings, found = heads[symbols[6]][4], set()
+    for at in range(symbols[4], symbols[4] + symbols[5], 24):
+        name, _, _, section = struct.unpack_from("<IBBH", code, at)
+        if name and not section:
+            found.add(code[strings + name : code.index(b"\0", strings + name)].decode())
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("row_loops", "adam_loops") else [])
+        for name in digest.FAMILIES
+    ],
+)
+def test_the_bitcode_of_a_wheel_becomes_machine_code_of_aarch64(family, monkeypatch):
+    """llvmlite has that target everywhere. What the code calls is in every C library, so nothing
+    is missing where it is loaded."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
+    machine = target.create_target_machine(opt=3, codemodel="jitdefault", jit=True)
+    host = compiled._host()._replace(machine=machine)
+    monkeypatch.setattr(compiled, "_host", lambda: host)
+    made = compiled._family(family)
+    for kernel, variants in made.variants.items():
+        for i in range(len(variants)):
+            code = compiled._optimised(made.module, f"{family}.{kernel}.{i}")
+            assert struct.unpack_from("<H", code, 18) == (183,), "aarch64"
+            assert undefined(code) <= {"malloc", "free", "memset", "memcpy", "memmove"}

@@ -72,8 +72,16 @@ def shrink_and_grow(folder):
     assert dist._supports_reconfigure()
     assert "dist._reconfigure(uuid, handles)" in str(caught(dist.all_reduce, torch.ones(1)))
     assert isinstance(caught(dist.barrier), CommunicationError)
+    backend = dist.get_backend_impl(group, torch.device("cpu"))
     manager.form(11, [0, 1, 2])
     assert (dist.get_rank(), summed()) == (rank, 6)
+    heard, ring = torch.zeros(1), [(rank + 1) % 3, (rank - 1) % 3]
+    works = [
+        backend.send([torch.ones(1) * rank], ring[0], 0),
+        backend.recv([heard], ring[1], 0),
+    ]
+    assert all(work.wait() for work in works)
+    assert heard == ring[1], "what was handed out before goes on with the members of now"
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     state = commpress.compress(model, "sign", min_numel=1)
     for _ in range(2):  # DDP broadcasts its new buckets in the second step
@@ -83,9 +91,9 @@ def shrink_and_grow(folder):
         assert group.change.sources == (0, 1)
         assert group.change.lost == (LAST,)
         assert (state.channel.size, summed()) == (2, 3)
-        assert "as of the group of now" in str(
-            caught(dist._reconfigure, 12, manager.handles([0, 1]))
-        )
+        error = caught(dist._reconfigure, 12, manager.handles([0, 1]))
+        assert isinstance(error, RuntimeError)
+        assert "already used for the group of now" in str(error)
         assert summed() == 3, "what is refused leaves the group as it is"
         model(torch.ones(1, 64)).sum().backward()
         manager.tell("shrunk", "")
