@@ -9,8 +9,19 @@ if TYPE_CHECKING:
     from commpress.integrations.weights.mirror import Verified, pull, stat, verify
     from commpress.integrations.weights.publisher import Publisher, Report
     from commpress.integrations.weights.receiver import Receiver
+    from commpress.integrations.weights.sglang_folder import SglangFolder
 
-__all__ = ["Publisher", "Receiver", "Report", "Verified", "WeightServer", "pull", "stat", "verify"]
+__all__ = [
+    "Publisher",
+    "Receiver",
+    "Report",
+    "SglangFolder",
+    "Verified",
+    "WeightServer",
+    "pull",
+    "stat",
+    "verify",
+]
 __getattr__ = lazily(
     __name__,
     {
@@ -18,5 +29,6 @@ __getattr__ = lazily(
         "mirror": ["Verified", "pull", "stat", "verify"],
         "publisher": ["Publisher", "Report"],
         "receiver": ["Receiver"],
+        "sglang_folder": ["SglangFolder"],
     },
 )
