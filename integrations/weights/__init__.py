@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from commpress.integrations.weights.publisher import Publisher, Report
     from commpress.integrations.weights.receiver import Receiver
     from commpress.integrations.weights.sglang_folder import SglangFolder
+    from commpress.integrations.weights.weight_metrics import WeightMetrics, WeightSample
 
 __all__ = [
     "Publisher",
@@ -17,6 +18,8 @@ __all__ = [
     "Report",
     "SglangFolder",
     "Verified",
+    "WeightMetrics",
+    "WeightSample",
     "WeightServer",
     "pull",
     "stat",
@@ -30,5 +33,6 @@ __getattr__ = lazily(
         "publisher": ["Publisher", "Report"],
         "receiver": ["Receiver"],
         "sglang_folder": ["SglangFolder"],
+        "weight_metrics": ["WeightMetrics", "WeightSample"],
     },
 )
