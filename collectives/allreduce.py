@@ -11,7 +11,7 @@ asking again.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Required, TypedDict, Unpack
@@ -168,9 +168,14 @@ class Workspace:
     def forget(self, message: Message) -> None:
         """Let go of what was kept for a message that will not come again."""
         sizes = {HEADER + message.pieces.row_bytes, HEADER + message.mean.row_bytes}
-        for key in list(self._free):
-            if key[0] == message.pieces.residual_layout or key[1] in sizes:
-                del self._free[key]
+        self.forget_rows(sizes)
+        for key in [key for key in self._free if key[0] == message.pieces.residual_layout]:
+            del self._free[key]
+
+    def forget_rows(self, sizes: Container[int]) -> None:
+        """Let go of rows of so many bytes."""
+        for key in [key for key in self._free if key[1] in sizes]:
+            del self._free[key]
 
     def lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The beginning of a flat buffer. Its content is left over from others."""

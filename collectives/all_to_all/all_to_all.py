@@ -129,7 +129,7 @@ def all_to_all(out: torch.Tensor, inp: torch.Tensor, **call: Unpack[AllToAllCall
     """
     transport, way = call["transport"], call.get("way") or Way()
     out_splits, in_splits = call.get("out_splits"), call.get("in_splits")
-    outs, ins = _splits(out, inp, out_splits, in_splits, transport)
+    outs, ins = splits_of(out, inp, out_splits, in_splits, transport)
     kind = str(inp.dtype).removeprefix("torch.")
     what = Frame(
         FLAT, transport.size, kind, 0, call.get("sequence", 0), way.label(f"{tuple(inp.shape[1:])}")
@@ -189,7 +189,7 @@ def compressed_all_to_all(
         out.copy_(received)
         scratch.give(*held)
         return
-    outs, ins = _splits(out, inp, out_splits, in_splits, transport)
+    outs, ins = splits_of(out, inp, out_splits, in_splits, transport)
     width, device = _width(inp), inp.device
     pieces, answers = (_pieces(codec, [n * width for n in splits]) for splits in (ins, outs))
     held += [scratch.take(pieces.row_bytes, device), scratch.take(answers.row_bytes, device)]
@@ -260,7 +260,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _splits(
+def splits_of(
     out: torch.Tensor,
     inp: torch.Tensor,
     out_splits: Sequence[int] | None,

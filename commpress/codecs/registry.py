@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from commpress.codecs.codec import Codec
+from commpress.codecs.exponents import ExponentCodec
 from commpress.codecs.family import NAMES, BitsCodec, RandomKCodec, TernaryCodec, TopKCodec
 from commpress.codecs.sparse import SparseCodec
 from commpress.codecs.whole_tensors import LowRankCodec
@@ -43,6 +44,8 @@ def codec_named(codec: str | Codec) -> Codec:
         return NAMES[codec]
     if codec in REGISTERED:
         return REGISTERED[codec]
+    if codec == ExponentCodec.spec:
+        return ExponentCodec()
     if (numbered := _numbered(codec)) is not None:
         return numbered
     every = [*NAMES, *REGISTERED, *EXAMPLES]

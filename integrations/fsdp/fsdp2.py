@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from commpress.alarm import NONE, WARN, Alarm, Peers, alarm_of
 from commpress.choice import choice_of
-from commpress.codecs import Codec, Policy, codec_named
+from commpress.codecs import Codec, Policy, codec_named, policy_of
+from commpress.codecs.exponents import ExponentCodec
 from commpress.codecs.family import EXACT
 from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
 from commpress.collectives.buckets import MESSAGE, PIECE
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.handover import Divided
-from commpress.collectives.reduce_scatter import Deal
 from commpress.collectives.round import Round
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import on_reform
@@ -43,7 +43,11 @@ from commpress.integrations.fsdp.shard_checkpoint import (
     load_mean,
 )
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
-from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
+from commpress.integrations.fsdp.shard_weights import (
+    CompressedAllGather,
+    Difference,
+    LosslessAllGather,
+)
 from commpress.integrations.observe.counters import Counters
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.optim.layout import local
@@ -65,7 +69,9 @@ class ShardedState(Divided):
     - ``codec``, ``weights``: of gradients and of weights, a codec or its name; a policy by
       parameter name; None leaves that side to torch. A codec is used by role: tensors of fewer than
       ``min_numel`` elements, norms and biases travel exactly, embeddings and the last Linear with
-      at least 8 bits. ``weights=Difference("int4")`` sends changes of weights.
+      at least 8 bits. ``weights=Difference("int4")`` sends changes of weights; ``weights="exact"``
+      codes their exponents and loses no bit: 1.35 to 1.43 times fewer bytes of bfloat16, 1.15 of
+      float32.
     - ``topology``: gradients take two hops, inside the node with the codec ``inside``, which is
       exact unless another is named, between nodes with ``codec``. PowerSGD takes exact sums of
       nodes.
@@ -167,9 +173,14 @@ class ShardedState(Divided):
         difference = isinstance(weights, Difference)
         weight_codec = weights.codec if isinstance(weights, Difference) else weights
         gradient_policy = None if codec is None else named(codec)
-        weight_policy = None if weight_codec is None else named(weight_codec)
+        lossless = not difference and (
+            isinstance(weight_codec, ExponentCodec) or weight_codec == ExponentCodec.spec
+        )
+        weight_policy = None
+        if weight_codec is not None:
+            weight_policy = policy_of(ExponentCodec()) if lossless else named(weight_codec)
         inside_policy = None if topology is None else policy_for(model, inside, min_numel=0)
-        self._check_codecs(gradient_policy, inside_policy, weight_policy)
+        self._check_codecs(gradient_policy, inside_policy, None if lossless else weight_policy)
         given = {"gradients": codec, "weights": weight_codec}
         self._wanted = {side for side, each in given.items() if each not in (None, NONE, EXACT)}
         if agree_over is None:  # columns of tensor parallelism decide together
@@ -207,13 +218,13 @@ class ShardedState(Divided):
                 self.reducers[each] = CompressedReduceScatter(each, self, channel, hops)
                 each.module.set_custom_reduce_scatter(self.reducers[each])
             if weight_policy is not None:
-                gatherer = CompressedAllGather(
-                    each,
-                    self,
-                    weight_policy,
-                    self.gathering[ranks],
-                    difference=difference,
-                    keep=not regather,
+                among, keep = self.gathering[ranks], not regather
+                gatherer = (
+                    LosslessAllGather(each, self, among, keep=keep)
+                    if lossless
+                    else CompressedAllGather(
+                        each, self, weight_policy, among, difference=difference, keep=keep
+                    )
                 )
                 each.module.set_custom_all_gather(gatherer)
                 self.gatherers.append(gatherer)
@@ -247,6 +258,10 @@ class ShardedState(Divided):
         """Codecs of whole tensors are for gradients, of which nodes send exact sums; the same on
         any number of ranks."""
         for name, shape in (pair for each in self.param_groups for pair in each.shapes.items()):
+            for policy in (gradients, inside, weights):
+                chosen = None if policy is None else policy.choose(name, shape.numel())
+                if isinstance(chosen, ExponentCodec):
+                    chosen.refuse()
             for option, policy in (("inside", inside), ("weights", weights)):
                 codec: object = None if policy is None else policy.choose(name, shape.numel())
                 if isinstance(codec, WholeTensorCodec):
@@ -404,9 +419,10 @@ class ShardedState(Divided):
             for reducer in self.reducers.values():
                 reducer.go_on_with(now)
 
-    def reductions(self, param_group: ParamGroup) -> int:
-        """Times that its gradients have been reduced."""
-        return self.reducers[param_group].calls if param_group in self.reducers else 0
+    def reductions(self, param_group: ParamGroup, backwards: int) -> int:
+        """Times that its gradients have been reduced; by torch, it may be in each of its
+        ``backwards``."""
+        return self.reducers[param_group].calls if param_group in self.reducers else backwards
 
     def key(self) -> int:
         """A seed for the weights of this step."""
@@ -487,11 +503,11 @@ class ShardedState(Divided):
         self.gradients.steps = self.step - self.resumed_at
 
     def gathered(
-        self, whole: torch.Tensor, plan: list[Deal], ranks: int, *, headers: int = 0
+        self, whole: torch.Tensor, plan: list[Any], ranks: int, *, headers: int = 0
     ) -> None:
         self.weights.logical_bytes += whole.element_size() * whole.numel() * (ranks - 1) // ranks
         self.weights.messages += len(plan) + headers
-        self.weights.elements(plan)
+        self.weights.elements(plan, ranks)
         self._count_weights()
 
     def gathered_exactly(self, whole: torch.Tensor, ranks: int) -> None:

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
+from commpress.codecs.exponents import ExponentCodec
+from commpress.collectives import exact_rows
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
+from commpress.errors import InvalidArgument
 from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.integrations.fsdp.policies import Lossless, check_dtype
 from commpress.kernels.devices import knows
@@ -42,8 +45,9 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
 
     Note: when nothing is sent. Weights do not change between forward and backward, so backward
     takes what forward has received, and no rank needs to ask. In forward they have changed if
-    gradients were reduced meanwhile. Else (evaluation, accumulation, frozen parameters) each rank
-    looks, and a header to everybody says whether any rank's have.
+    gradients were reduced meanwhile, or, where torch reduces them, if there was a backward. Else
+    (evaluation, accumulation, frozen parameters) each rank looks, and a header to everybody says
+    whether any rank's have.
     """
 
     def __init__(
@@ -67,9 +71,10 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self.stride = sum(part.width for part in self.parts)
         self.held: torch.Tensor | None = None  # what all ranks hold, with ``difference``
         self.restored: torch.Tensor | None = None  # the own row of it, from a checkpoint
-        self._rows: list[torch.Tensor] = []  # what came last, still encoded, without ``difference``
+        self._rows: list[Any] = []  # what came last, still encoded, without ``difference``
         self._last: torch.Tensor | None = None  # the own row when it was last sent
         self._reduced = -1  # how often gradients had been reduced then
+        self._backwards = 0
         exact = [part for part in self.parts if policy.choose(part.name, part.numel).lossless]
         self.keep = keep and len(exact) < len(self.parts)  # what saves nothing is not worth memory
         # what never travels as a difference
@@ -96,7 +101,8 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         backward = torch._C._current_graph_task_id() >= 0
         if not backward:
             self.owner.prefetcher.met(self.param_group)
-        reduced = self.owner.reductions(self.param_group)
+        reduced = self.owner.reductions(self.param_group, self._backwards)
+        self._backwards += backward
         fresh, self._reduced = reduced != self._reduced, reduced
         steps = self._difference if self.difference else self._whole
         sequence = self.channel.take(2 + 2 * len(self._plan(input_tensor.dtype)))
@@ -117,7 +123,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         backward: bool,
         fresh: bool,
     ) -> Steps[None]:
-        plan, workspace = self._plan(row.dtype), self.channel.workspace
+        plan = self._plan(row.dtype)
         keep, kept = self.keep and self.param_group.gathered_twice, bool(self._rows)
         changed = not kept or (yield from self._changed(row, sequence, backward, fresh))
         whole = (
@@ -126,15 +132,14 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
             else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
         )
         if changed:
-            workspace.give_rows(*self._rows)
-            self._rows = []
+            self._give_back()
             if keep:
                 self._note(row)
             yield from self._gathered(
                 row, whole, plan, sequence + 1, key, kept=self._rows if keep else None
             )
         else:
-            decode_rows(self._rows, whole, plan=plan, workspace=workspace)
+            self._decode(row, whole, plan)
         if whole is not out:
             out.copy_(whole)
             self.channel.workspace.give_back(whole)
@@ -196,7 +201,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         """True if any rank's weights differ from what was sent last. See the class's note."""
         if backward or fresh:
             return fresh and not backward
-        same = self._last is not None and torch.equal(row, self._last)
+        same = self._last is not None and torch.equal(_bits(row), _bits(self._last))
         return (yield from any_rank(not same, self.channel, sequence, row.device))
 
     def _gathered(
@@ -225,6 +230,13 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         if wide is not row:
             self.channel.workspace.give_back(wide)
         return all(finite)
+
+    def _decode(self, row: torch.Tensor, out: torch.Tensor, plan: list[Any]) -> None:
+        decode_rows(self._rows, out, plan=plan, workspace=self.channel.workspace)
+
+    def _give_back(self) -> None:
+        self.channel.workspace.give_rows(*self._rows)
+        self._rows = []
 
     def _note(self, row: torch.Tensor) -> None:
         """Remember the own row, which is a view of what will be overwritten."""
@@ -257,7 +269,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self.held = self.restored = self._last = None
         self._rows, self._reduced = [], -1
 
-    def _plan(self, dtype: torch.dtype, *, exact: bool = False) -> list[Deal]:
+    def _plan(self, dtype: torch.dtype, *, exact: bool = False) -> list[Any]:
         if (dtype, exact) not in self._plans:
             policy = policy_of("none") if exact else self.policy
             self._plans[dtype, exact] = deals(
@@ -269,6 +281,71 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
                 feedback=False,
             )
         return self._plans[dtype, exact]
+
+
+class LosslessAllGather(CompressedAllGather):
+    """Gathers one group of parameters bit for bit, their exponents coded."""
+
+    def __init__(
+        self, param_group: ParamGroup, owner: Any, channel: Channel, *, keep: bool
+    ) -> None:
+        policy = policy_of(ExponentCodec())
+        super().__init__(param_group, owner, policy, channel, difference=False, keep=False)
+        dtype, device = param_group.gathered_dtype, param_group.parameters[0].device
+        if dtype not in exact_rows.KINDS or device.type != "cpu":
+            raise InvalidArgument(
+                f"weights is 'exact', and {param_group.name} is gathered in {dtype} on {device}, "
+                "expected bfloat16 or float32 on the CPU, whose exponents it codes: gather in "
+                "bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)), or pass weights=None"
+            )
+        self.keep = keep
+        self._rows: list[exact_rows.Received] = []
+        self._messages = exact_rows.exact_messages(self.stride, param_group.ranks, dtype)
+
+    def _gathered(  # type: ignore[override]
+        self,
+        row: torch.Tensor,
+        out: torch.Tensor,
+        plan: list[exact_rows.ExactMessage],
+        sequence: int,
+        key: int,
+        kept: list[exact_rows.Received] | None = None,
+    ) -> Steps[bool]:
+        channel = self.channel
+        yield from exact_rows.gather_exactly(
+            row,
+            out,
+            plan=plan,
+            transport=channel.transport,
+            workspace=channel.workspace,
+            sequence=sequence,
+            learn=True,
+            kept=kept,
+        )
+        return True
+
+    def _decode(self, row: torch.Tensor, out: torch.Tensor, plan: list[Any]) -> None:
+        channel = self.channel
+        exact_rows.decode_rows(
+            self._rows, row, out, plan=plan, rank=channel.rank, workspace=channel.workspace
+        )
+
+    def _give_back(self) -> None:
+        exact_rows.give_back(self._rows, self.channel.workspace)
+        self._rows = []
+
+    def kept_bytes(self) -> int:
+        if not (self.keep and self.param_group.gathered_twice):
+            return 0
+        return self.param_group.ranks * sum(message.first for message in self._messages)
+
+    def _plan(self, dtype: torch.dtype, *, exact: bool = False) -> list[Any]:
+        return self._messages
+
+
+def _bits(row: torch.Tensor) -> torch.Tensor:
+    """A view in which −0 is not 0, and a NaN equals itself."""
+    return row.view(torch.int32 if row.itemsize == 4 else torch.int16)
 
 
 class _Pending(dist.Work):

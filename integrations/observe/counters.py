@@ -9,6 +9,7 @@ import torch
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.buckets import Message, Span
 from commpress.collectives.channel import Channel
+from commpress.collectives.exact_rows import ExactMessage
 from commpress.collectives.reduce_scatter import Deal
 from commpress.kernels.pieces import KIND, NUMEL, RESIDUAL
 from commpress.kernels.reference import CASTS, FP32
@@ -54,9 +55,12 @@ class Counters(Totals):
             self.exact_elements += exact
             self.compressed_elements += message.pieces.numel - exact
 
-    def elements(self, plan: Sequence[Deal]) -> None:
+    def elements(self, plan: Sequence[Deal | ExactMessage], ranks: int = 1) -> None:
         """Of the rows of a reduce-scatter or an all-gather, as they have arrived."""
         for deal in plan:
+            if isinstance(deal, ExactMessage):
+                self.compressed_elements += ranks * (deal.stop - deal.start)
+                continue
             table = deal.every.pieces.table
             lossy = int(table[~np.isin(table[:, KIND], CASTS), NUMEL].sum())
             self.compressed_elements += lossy

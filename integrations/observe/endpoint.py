@@ -18,6 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.observe.metrics import TOTALS, StepMetrics
+from commpress.integrations.weights.weight_metrics import WeightSample
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -82,6 +83,16 @@ HELP = {
     "expert_between_bytes": "Bytes this rank sent for experts to other nodes.",
     "expert_tokens": "Tokens that came to an expert of this rank since the last sample.",
     "imbalance": "Choices that went to the fullest rank, relative to the mean.",
+    "weights_version": "The newest version of published weights.",
+    "weights_bytes": "Bytes of its differences.",
+    "weights_anchor_bytes": "Bytes of all weights beside them, for readers that come late.",
+    "weights_dense_bytes": "Bytes of the weights as they are.",
+    "weights_density": "Share of the weights that changed.",
+    "weights_seconds": "Seconds until the version could be had.",
+    "weights_scan_seconds": "Seconds of them in which training stood still.",
+    "weights_ratio": "Times fewer bytes than the weights as they are.",
+    "weights_behind": "Versions that a reader is behind.",
+    "weights_asked": "Seconds since a reader asked.",
     "owed_norm": "Norm of what compression has left behind on this rank, by group of parameters.",
 }
 
@@ -90,8 +101,8 @@ FAMILIES = {"error": "compression_error", "owed": "owed_norm"}
 
 
 class MetricsEndpoint:
-    """A sink of ``Metrics``. ``port``: 0 takes a free one; ``url`` says where. ``labels`` are put
-    on every line, as rank="3".
+    """A sink of ``Metrics`` and ``WeightMetrics``. ``port``: 0 takes a free one; ``url`` says where.
+    ``labels`` are put on every line, as rank="3".
 
     ``host``: an address of this machine to listen on, of IPv4 or IPv6; "0.0.0.0" or "::" for all of
     them. Whoever can reach it can read the figures: nobody is asked who he is. ``timeout``: seconds
@@ -117,6 +128,7 @@ class MetricsEndpoint:
                 )
         self._totals: dict[str, float] = dict.fromkeys(("steps", *TOTALS), 0)
         self._shown: tuple[dict[str, float], StepMetrics | None] = (dict(self._totals), None)
+        self._weights: WeightSample | None = None
         registry = CollectorRegistry()
         registry.register(self)  # whatever has collect()
         self._server = _serve(host, port, make_wsgi_app(registry), timeout)
@@ -131,7 +143,10 @@ class MetricsEndpoint:
             target=self._server.serve_forever, name="commpress-metrics", daemon=True
         ).start()
 
-    def __call__(self, sample: StepMetrics) -> None:
+    def __call__(self, sample: StepMetrics | WeightSample) -> None:
+        if isinstance(sample, WeightSample):
+            self._weights = sample
+            return
         self._totals["steps"] += sample.steps
         for name in TOTALS:
             self._totals[name] += getattr(sample, name)
@@ -161,6 +176,14 @@ class MetricsEndpoint:
                 if groups:
                     of = [({"group": g}, v) for g, v in groups.items()]
                     yield self._family(GaugeMetricFamily, FAMILIES.get(name, name), of)
+
+        if (weights := self._weights) is not None:
+            for name, value in {"version": weights.step, **weights.figures()}.items():
+                yield self._family(GaugeMetricFamily, f"weights_{name}", [({}, value)])
+            for name, readers in weights.by_reader.items():
+                if readers:
+                    told = [({"reader": reader}, value) for reader, value in readers.items()]
+                    yield self._family(GaugeMetricFamily, f"weights_{name}", told)
 
     def _family(
         self, kind: type[Any], name: str, values: list[tuple[dict[str, str], Any]]

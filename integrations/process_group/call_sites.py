@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from commpress.codecs import Codec, policy_of
+from commpress.collectives import exact_rows
 from commpress.collectives.allreduce import Outcome, Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
@@ -224,3 +225,35 @@ class GatherSite(_DealtSite):
         if not all(finite):
             out.fill_(float("nan"))
         return all(finite)
+
+
+class ExactGatherSite(Site):
+    """All-gathers that lose no bit."""
+
+    def __init__(self, name: str, row: torch.Tensor, size: int, *, calls: int = 0) -> None:
+        super().__init__(name, calls)
+        self.plan = exact_rows.exact_messages(row.numel(), size, row.dtype)
+        self.sequences, self.waits = 2 * len(self.plan), None
+
+    def steps(
+        self,
+        channel: Channel,
+        inp: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        sequence: int,
+        key: int,
+        factor: int,
+    ) -> Steps[bool]:
+        yield from exact_rows.gather_exactly(
+            inp.view(-1),
+            out.view(-1),
+            plan=self.plan,
+            transport=channel.transport,
+            workspace=channel.workspace,
+            sequence=sequence,
+        )
+        return True
+
+    def forget(self, workspace: Workspace) -> None:
+        workspace.forget_rows({message.size for message in self.plan})

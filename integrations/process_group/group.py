@@ -178,9 +178,18 @@ class ProcessGroup(dist.ProcessGroup):
         start = self._inner.allreduce_coalesced
         return self._exact("all_reduce_coalesced", start, (tensors,), tensors, opts)
 
-    def broadcast(self, tensors: Any, *how: Any, **named: Any) -> GroupWork:
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> GroupWork:
         tensors = _listed(tensors)
-        return self._rooted("broadcast", dist.BroadcastOptions, tensors, (tensors,), *how, **named)
+        opts = options_of(dist.BroadcastOptions, opts, timeout, named, "rootRank")
+        numel, plain = sum(tensor.numel() for tensor in tensors), len(tensors) == 1
+        codec = self.reducer.codec_for("broadcast", tensors, numel=numel, plain=plain)
+        if not codec:
+            return self._exact("broadcast", self._inner.broadcast, (tensors,), tensors, opts)
+        issue = self.reducer.broadcast(tensors[0], opts.rootRank)
+        record = _record("broadcast", tensors, opts, codec)
+        return self._begin(record, lambda work: issue(), tensors, opts)
 
     def reduce(
         self,

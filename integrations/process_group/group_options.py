@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, LowRankCodec, codec_named
+from commpress.codecs.exponents import ExponentCodec
 from commpress.codecs.planned import load_plan
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.all_to_all.all_to_all import check_codec
@@ -24,6 +25,7 @@ _KEYS = (
     "reduce_scatter",
     "all_gather",
     "all_to_all",
+    "broadcast",
     "topology",
 )
 _EXACT = "exact"
@@ -54,6 +56,11 @@ class GroupOptions:
     - ``all_to_all``: of every ``all_to_all_single`` of these dtypes, however long, as ranks may
       send different numbers of rows.
 
+    ``all_gather="exact"`` and ``all_to_all="exact"`` lose no bit: they code the exponents of
+    bfloat16, for 1.3 to 1.43 times fewer bytes, and of float32, for 1.15, on the CPU. So does
+    ``broadcast="exact"``, of tensors of at least ``min_numel`` elements, and nothing else is known
+    for broadcasts.
+
     ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the
     launcher says): all-reduces then add up inside a node, exactly, and compress what leaves it.
     Groups with one do not ``reform``.
@@ -66,6 +73,7 @@ class GroupOptions:
     reduce_scatter: str | Codec | None = None
     all_gather: str | Codec | None = None
     all_to_all: str | Codec | None = None
+    broadcast: Literal["exact"] | Codec | None = None
     topology: Topology | str | None = None
 
     def __post_init__(self) -> None:
@@ -92,8 +100,16 @@ class GroupOptions:
                 f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a rank "
                 "gets a row of one: use a codec such as 'int8' or 'sign'"
             )
+        if not isinstance(codecs.get("broadcast", ExponentCodec()), ExponentCodec):
+            raise InvalidArgument(
+                f"broadcast is {self.broadcast!r}, expected 'exact' or None: all ranks must hold "
+                "what the root holds"
+            )
+        for name in ("all_reduce", "reduce_scatter"):
+            if isinstance(codec := codecs.get(name), ExponentCodec):
+                codec.refuse()
         for name in ("all_gather", "all_to_all"):
-            if name in codecs:
+            if name in codecs and not isinstance(codecs[name], ExponentCodec):
                 check_codec(codecs[name], name)
         for option, name in {"codec": "all_reduce", "reduce_scatter": "reduce_scatter"}.items():
             if self.only == "everything" and name in codecs and _needs_residuals(codecs[name]):
@@ -127,6 +143,7 @@ class GroupOptions:
             "reduce_scatter": self.reduce_scatter,
             "all_gather": self.all_gather,
             "all_to_all": self.all_to_all,
+            "broadcast": self.broadcast,
         }
         return {name: codec_named(codec) for name, codec in given.items() if codec is not None}
 

@@ -20,10 +20,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
+from commpress.codecs.exponents import ExponentCodec
+from commpress.collectives.all_to_all.all_to_all import (
+    AllToAllCall,
+    Way,
+    compressed_all_to_all,
+)
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
+from commpress.collectives.exact_rows import (
+    broadcast_sequences,
+    codes_exactly,
+    exact_all_to_all,
+    exact_broadcast,
+)
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.levels import Levels
 from commpress.collectives.residual_state import exact_state, residuals_of
@@ -34,6 +45,7 @@ from commpress.errors import StateMismatch
 from commpress.feedback import ResidualStore
 from commpress.integrations.process_group.call import FutureWork
 from commpress.integrations.process_group.call_sites import (
+    ExactGatherSite,
     GatherSite,
     ReduceSite,
     ScatterSite,
@@ -169,6 +181,8 @@ class GroupReducer:
             return "reduction"
         if not all(map(_plain, tensors)) or len({tensor.device for tensor in tensors}) > 1:
             return "layout or device"
+        if isinstance(self._codecs[name], ExponentCodec) and not codes_exactly(tensors[0]):
+            return "dtype" if tensors[0].device.type == "cpu" else "layout or device"
         return "small" if name != "all_to_all" and numel < options.min_numel else None
 
     # ------------------------------------------------------------ one call
@@ -205,24 +219,41 @@ class GroupReducer:
         own: int,
     ) -> Callable[[], FutureWork]:
         """As ``steps``. Of ``inp`` this rank keeps ``own`` elements."""
-        kind, sequence, self._sequence = self._kind(inp.device), self._sequence, self._sequence + 1
         codec, given = self._codecs["all_to_all"], (out.detach(), inp.detach())
+        exact = isinstance(codec, ExponentCodec)
+        kind, sequence = self._kind(inp.device), self._sequence
+        self._sequence += 1 + exact
 
         def made(channel: Channel) -> Steps[bool]:
-            yield from compressed_all_to_all(
-                *given,
-                codec=codec,
-                transport=channel.transport,
-                out_splits=list(out_splits) or None,
-                in_splits=list(in_splits) or None,
-                way=self._way,
-                sequence=sequence,
-            )
+            how: AllToAllCall = {
+                "transport": channel.transport,
+                "out_splits": list(out_splits) or None,
+                "in_splits": list(in_splits) or None,
+                "way": self._way,
+                "sequence": sequence,
+            }
+            if exact:
+                yield from exact_all_to_all(*given, **how)
+            else:
+                yield from compressed_all_to_all(*given, codec=codec, **how)
             return True
 
         return partial(
             self._submitted, "all_to_all", kind, made, inp, out, 4 * (inp.numel() - own), None
         )
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], FutureWork]:
+        """As ``steps``, of a tensor that becomes the root's."""
+        kind, sequence, given = self._kind(tensor.device), self._sequence, tensor.detach()
+        self._sequence += broadcast_sequences(tensor.numel(), self.size, tensor.dtype)
+
+        def made(channel: Channel) -> Steps[bool]:
+            yield from exact_broadcast(given, root, transport=channel.transport, sequence=sequence)
+            return True
+
+        # of a tree's messages the mean rank sends one
+        logical = 4 * tensor.numel() * (self.size - 1) // self.size
+        return partial(self._submitted, "broadcast", kind, made, tensor, tensor, logical, None)
 
     def _submitted(
         self,
@@ -293,7 +324,7 @@ class GroupReducer:
             self._forget_old_sites()
         nth, numel = self._nth if task >= 0 else -1, max(inp.numel(), out.numel())
         self._nth += task >= 0
-        key = name, nth, numel, inp.device
+        key = name, nth, numel, inp.dtype if name == "all_gather" else None, inp.device
         if key not in self._sites:
             self._sites[key] = self._made(
                 name, f"{_SITES[name]} {nth} of {numel}", inp, out, feedback=task >= 0
@@ -306,6 +337,8 @@ class GroupReducer:
         self, name: str, called: str, inp: torch.Tensor, out: torch.Tensor, *, feedback: bool
     ) -> Site:
         codec, calls, kind = self._codecs[name], self._calls.pop(called, 0), self._kind(inp.device)
+        if isinstance(codec, ExponentCodec):
+            return ExactGatherSite(called, inp, self.size, calls=calls)
         if name == "all_gather":
             return GatherSite(called, inp, codec, self.rank, self.size, calls=calls)
         if name == "reduce_scatter":

@@ -9,8 +9,22 @@ if TYPE_CHECKING:
     from commpress.integrations.weights.mirror import Verified, pull, stat, verify
     from commpress.integrations.weights.publisher import Publisher, Report
     from commpress.integrations.weights.receiver import Receiver
+    from commpress.integrations.weights.sglang_folder import SglangFolder
+    from commpress.integrations.weights.weight_metrics import WeightMetrics, WeightSample
 
-__all__ = ["Publisher", "Receiver", "Report", "Verified", "WeightServer", "pull", "stat", "verify"]
+__all__ = [
+    "Publisher",
+    "Receiver",
+    "Report",
+    "SglangFolder",
+    "Verified",
+    "WeightMetrics",
+    "WeightSample",
+    "WeightServer",
+    "pull",
+    "stat",
+    "verify",
+]
 __getattr__ = lazily(
     __name__,
     {
@@ -18,5 +32,7 @@ __getattr__ = lazily(
         "mirror": ["Verified", "pull", "stat", "verify"],
         "publisher": ["Publisher", "Report"],
         "receiver": ["Receiver"],
+        "sglang_folder": ["SglangFolder"],
+        "weight_metrics": ["WeightMetrics", "WeightSample"],
     },
 )

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +23,17 @@ from commpress.integrations.weights.weight_layout import (
     take,
 )
 from commpress.kernels.cpu.exact import decode, encode
-from commpress.kernels.exact_format import BLOCK, SAME, SPARSE, SPARSE_HEAD
+from commpress.kernels.exact_format import SAME, SPARSE, SPARSE_HEAD
+from commpress.tiered_mem.store import TieredStore
+
+AHEAD = 4  # blocks that a store begins to read before they are needed
 
 
 class _Block(NamedTuple):
-    """A block of the part, with its copy: the numbers of the last version."""
+    """A block of the part; ``copy``, the numbers of the last version, is empty if a store has
+    it."""
 
+    index: int
     stream: int
     number: int
     runs: list[BlockRun]
@@ -43,22 +49,51 @@ class Scanned(NamedTuple):
 
 
 class OwnPart:
-    """The streams of one rank in a layout. ``tensors`` gives what the rank holds, when asked."""
+    """The streams of one rank in a layout. ``tensors`` gives what the rank holds, when asked.
+    Copies are in ``store``, under names that begin with ``prefix``, or else in memory."""
 
-    def __init__(self, layout: WeightLayout, rank: int, tensors: Callable[[], Tensors]) -> None:
+    def __init__(
+        self,
+        layout: WeightLayout,
+        rank: int,
+        tensors: Callable[[], Tensors],
+        store: TieredStore | None = None,
+        prefix: str = "",
+    ) -> None:
         self._layout, self._rank, self._tensors = layout, rank, tensors
+        self._store, self._prefix = store, prefix
         self._streams, self._blocks = layout.parts[rank], list[_Block]()
         for s, stream in enumerate(self._streams):
             numbers = stream.numbers
-            copy = np.zeros(stream.numel * numbers.words, numbers.unsigned)
-            parts = np.split(copy, range(BLOCK, len(copy), BLOCK))
-            blocks = zip(stream.blocks(), parts, strict=True) if len(copy) else ()
-            self._blocks += [_Block(s, b, runs, part) for b, (runs, part) in enumerate(blocks)]
+            for b, runs in enumerate(stream.blocks()):
+                numel = runs[-1].at + runs[-1].last - runs[-1].first
+                copy = np.zeros(numel * numbers.words, numbers.unsigned)
+                index = len(self._blocks)
+                if store is not None:
+                    store.put(self._name(index), torch.from_numpy(copy.view(np.uint8)))
+                    copy = copy[:0].copy()
+                self._blocks.append(_Block(index, s, b, runs, copy))
         self._pool = ThreadPoolExecutor(torch.get_num_threads(), "commpress-scan")
         self._scratch = threading.local()
 
     def close(self) -> None:
         self._pool.shutdown()
+        if self._store is not None:
+            for block in self._blocks:
+                self._store.delete(self._name(block.index))
+
+    def _name(self, index: int) -> str:
+        return f"{self._prefix}{index}"
+
+    @contextmanager
+    def _copy(self, block: _Block, *, write: bool) -> Iterator[np.ndarray]:
+        if self._store is None:
+            yield block.copy
+            return
+        if (ahead := block.index + AHEAD) < len(self._blocks):
+            self._store.prefetch(self._name(ahead))
+        with self._store.borrow(self._name(block.index), write=write) as held:
+            yield held.numpy().view(self._numbers(block).unsigned)
 
     def by_stream(self, values: Sequence[int]) -> list[np.ndarray]:
         """Numbers of all blocks, those of each stream by themselves."""
@@ -74,9 +109,10 @@ class OwnPart:
         def one(block: _Block) -> tuple[bytes, int, int]:
             numbers = self._numbers(block)
             new = self._patterns(numbers, block.runs, tensors)
-            if first:
-                block.copy[:] = new
-            code = encode(block.copy, new, numbers.kind)
+            with self._copy(block, write=first) as copy:
+                if first:
+                    copy[:] = new
+                code = encode(copy, new, numbers.kind)
             seed = seed_of(self._rank, block.stream, block.number)
             changed = len(new) if first else _changed(code, len(new))
             return code, checksum_of(new.data.cast("B"), seed), changed
@@ -88,12 +124,15 @@ class OwnPart:
     def advance(self, codes: Sequence[bytes]) -> None:
         """The copy becomes the version that the codes lead to."""
         for block, code in zip(self._blocks, codes, strict=True):
-            decode(code, block.copy, self._numbers(block).kind)
+            with self._copy(block, write=True) as copy:
+                decode(code, copy, self._numbers(block).kind)
 
     def anchor_codes(self, codes: Sequence[bytes]) -> Iterator[bytes]:
         """Codes of that version by itself. Training may go on changing what the rank holds."""
         for block, code in zip(self._blocks, codes, strict=True):
-            content, kind = block.copy.copy(), self._numbers(block).kind
+            kind = self._numbers(block).kind
+            with self._copy(block, write=False) as copy:
+                content = copy.copy()
             decode(code, content, kind)
             yield encode(None, content, kind)
 
@@ -122,7 +161,8 @@ class OwnPart:
                 values = torch.empty(run.last - run.first, dtype=numbers.dtype)
                 take({number: whole}, [run._replace(at=0)], values)
                 at = run.at * numbers.words
-                block.copy[at : at + len(values) * numbers.words] = numbers.patterns(values)
+                with self._copy(block, write=True) as copy:
+                    copy[at : at + len(values) * numbers.words] = numbers.patterns(values)
 
     def _numbers(self, block: _Block) -> NumberType:
         return self._streams[block.stream].numbers

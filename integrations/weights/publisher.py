@@ -19,6 +19,7 @@ from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.own_part import OwnPart, Scanned
 from commpress.integrations.weights.places import WeightPlace, writable_place
 from commpress.integrations.weights.weight_layout import WeightLayout
+from commpress.tiered_mem.store import TieredStore
 
 log = logging.getLogger("commpress")
 _DENSE = 0.5  # of the weights' own bytes: from here on differences hardly pay
@@ -50,6 +51,8 @@ class Publisher:
     - ``anchor_every``: versions between two that readers can begin with; by default a new one is
       written when the differences since the last weigh as much as it does.
     - ``keep``: anchors that are kept; older versions are removed.
+    - ``store``: a ``TieredStore`` of this rank, in which its copy of its shard is kept; by default
+      in memory.
     - ``process_group``: the ranks that hold the model together; the default group if there is one.
 
     Collective: all ranks of the group construct it and call ``publish``. A rank keeps a copy of its
@@ -64,6 +67,7 @@ class Publisher:
         dtype: torch.dtype | None = None,
         anchor_every: int | None = None,
         keep: int = 2,
+        store: TieredStore | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (("anchor_every", anchor_every), ("keep", keep)):
@@ -74,7 +78,7 @@ class Publisher:
             raise InvalidArgument(f"dtype is {dtype!r}, expected floats such as torch.bfloat16")
         tensors = held_weights.tensors_of(weights)
         self._anchor_every, self._keep = anchor_every, keep
-        self._pending: Future[Report] | None = None
+        self._pending: Future[None] | None = None
         self._report: Report | None = None
         self._failure: Exception | None = None
         self._anchor_bytes, self._anchor_layout = 0, ""  # of the last anchor
@@ -83,8 +87,9 @@ class Publisher:
         try:
             self._place = self._same_place(to)
             self._layout = held_weights.layout_over(self._gather, tensors(), dtype)
-            self._part = OwnPart(self._layout, self._gather.rank, tensors)
             epoch, run, versions = self._gather.first(lambda: version_log.claim(self._place))
+            prefix = f"published/{run}/"
+            self._part = OwnPart(self._layout, self._gather.rank, tensors, store, prefix)
             self._versions = [(version, base, anchored) for version, base, anchored in versions]
             self._held = replay.HeldVersion(run, epoch)
             if versions:
@@ -100,6 +105,11 @@ class Publisher:
     def version(self) -> int:
         """The last version that can be had; 0 before the first."""
         return self._held.version
+
+    @property
+    def report(self) -> Report | None:
+        """The last version's that can be had, without waiting for the one that is under way."""
+        return self._report
 
     def publish(self, version: int | None = None, *, wait: bool = True) -> Report | None:
         """Publish the weights as they are now, as the next version or as ``version``, a larger
@@ -130,7 +140,7 @@ class Publisher:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             try:
-                self._report = pending.result()
+                pending.result()
             except Exception as error:
                 self._failure = error
                 raise
@@ -155,7 +165,7 @@ class Publisher:
 
     def _finish(
         self, asked: int | None, scanned: Scanned | Exception, started: float, spent: float
-    ) -> Report:
+    ) -> None:
         """Payload first, then the record, then the head; copies advance after that."""
         base, numel = self._held, self._layout.numel
         version = self._number(asked, scanned)
@@ -197,7 +207,8 @@ class Publisher:
                 100 * nbytes / dense,
             )
         seconds = monotonic() - started
-        return Report(version, nbytes, record.anchor_nbytes, dense, density, seconds, spent)
+        report = Report(version, nbytes, record.anchor_nbytes, dense, density, seconds, spent)
+        self._report = report
 
     def _number(self, asked: int | None, scanned: Scanned | Exception) -> int:
         """The version's, on which all ranks agree; the first error of a scan is raised on all."""

@@ -94,6 +94,11 @@ HOMES = {
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.checksum",),
     "fsspec": ("commpress.integrations.weights.places",),
+    "vllm": (
+        "commpress.integrations.weights.vllm_engine",
+        "commpress.integrations.weights.vllm_plugin",
+    ),
+    "zstandard": ("commpress.integrations.weights.sglang_folder",),
     "prometheus_client": ("commpress.integrations.observe.endpoint",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": (

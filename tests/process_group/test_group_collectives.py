@@ -326,6 +326,66 @@ def test_all_to_alls_equal_the_simulation_in_bits_and_bytes(pool, tmp_path):
         assert 0 < counted["wire_bytes"] < counted["logical_bytes"] / 2 + 4 * (size - 1) * HEADER
 
 
+def losslessly(dtype):
+    """All-gather, all-to-all and broadcast of every pattern of bits, and what was sent."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    spread = numbers(rank, 1 << 17, torch.float32).to(dtype)
+    patterns = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(rank))
+    wild = patterns.to(torch.int16 if dtype == torch.bfloat16 else torch.int32).view(dtype)
+    wild = wild[: (1 << 16) - 5]
+    results = []
+    for mine in (spread, wild):
+        gathered = torch.empty(size * mine.numel(), dtype=dtype)
+        all_gather_single(gathered, mine)
+        rows = mine[: 16 * sum(SPLITS[rank])].view(-1, 16)
+        out = rows.new_empty(sum(row[rank] for row in SPLITS), 16)
+        dist.all_to_all_single(out, rows, [row[rank] for row in SPLITS], list(SPLITS[rank]))
+        came = mine.clone()
+        dist.broadcast(came, 1)
+        results.append([each.view(torch.uint8) for each in (mine, gathered, out, came)])
+    halves = torch.ones(3000, dtype=torch.float16)
+    dist.broadcast(halves, 0)
+    return results, counters()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lossless_calls_give_every_bit_and_send_fewer(pool, tmp_path, dtype):
+    size, exact = 3, "exact"
+    options = GroupOptions(None, 100, all_gather=exact, all_to_all=exact, broadcast=exact)
+    seen = pool.run(with_options, f"{tmp_path}/file", options, losslessly, dtype, size=size)
+    for which in range(2):
+        mine = [results[which][0] for results, _ in seen]
+        width = 16 * dtype.itemsize
+        for rank, (results, _) in enumerate(seen):
+            _, gathered, out, came = results[which]
+            assert torch.equal(gathered, torch.cat(mine))
+            assert torch.equal(came, mine[1])
+            starts = [sum(SPLITS[r][:rank]) for r in range(size)]
+            due = [
+                mine[r][start * width : (start + SPLITS[r][rank]) * width]
+                for r, start in enumerate(starts)
+            ]
+            assert torch.equal(out.view(-1), torch.cat(due))
+    for _, counted in seen:
+        assert counted["calls"] == {"all_gather": 2, "all_to_all": 2, "broadcast": 2}
+        assert counted["exact_calls"] == {"dtype": 1}
+    # all-gathers: (P − 1) rows from each; broadcasts: (P − 1)/P from the root, and as many from all
+    spread, wild, item = 1 << 17, (1 << 16) - 5, dtype.itemsize
+    raw = item * (size * (size - 1) + 2 * (size - 1)) * (spread + wild)
+    sent = sum(counted["wire_bytes"] for _, counted in seen)
+    share = {torch.bfloat16: (0.74, 1.1), torch.float32: (0.88, 1.1)}[dtype]
+    mixed_share = (share[0] * spread + share[1] * wild) / (spread + wild)
+    assert sent < mixed_share * raw
+
+
+@pytest.mark.parametrize(
+    "given", [{"codec": "exact"}, {"reduce_scatter": "exact"}, {"broadcast": "int8"}], ids=str
+)
+def test_lossless_codecs_are_for_what_is_handed_on(given):
+    with pytest.raises(InvalidArgument, match="exact"):
+        GroupOptions(**given)
+
+
 def mixed():
     """Everything at once, some of it later; the second call of rank 1 is another one at last."""
     rank, size = dist.get_rank(), dist.get_world_size()

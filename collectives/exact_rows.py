@@ -1,0 +1,289 @@
+"""Lossless all-gather, all-to-all and broadcast: rows of bfloat16 or float32 as codes of
+``kernels.exact_format``.
+
+A code is as long as its numbers make it. A message is therefore cut in two: ``first`` bytes of the
+code, a length on which all ranks agree, and, where any rank's code is longer, as many more as the
+longest needs. A code begins with the lengths of its blocks: whoever has its first bytes knows
+whether more follow. At worst a row is 5 bytes in each block longer than its numbers.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple, Unpack
+
+import numpy as np
+import torch
+
+from commpress.collectives.all_to_all.all_to_all import AllToAllCall, all_to_all, splits_of
+from commpress.collectives.allreduce import ALONGSIDE, Workspace, exchange
+from commpress.collectives.buckets import MESSAGE
+from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
+from commpress.collectives.transports.transport import Transport
+from commpress.errors import Corrupted, Damaged, Mismatch
+from commpress.kernels import exact_format
+from commpress.kernels.cpu import exact
+from commpress.work import Steps, overlapped
+
+BLOCK = 1 << 17  # numbers that share a window of exponents
+EXPECTED = 16  # one number of so many has its exponent escaped, until a message has shown its own
+STEPS = 64  # lengths of ``first`` between nothing and the numbers themselves: buffers are kept
+KINDS = {torch.bfloat16: exact_format.BFLOAT16, torch.float32: exact_format.FLOAT32}
+_TABLE = np.dtype("<u4")
+
+
+def codes_exactly(tensor: torch.Tensor) -> bool:
+    """True if the codec knows this tensor's dtype and device."""
+    return tensor.dtype in KINDS and tensor.device.type == "cpu"
+
+
+def encode(values: torch.Tensor) -> np.ndarray:
+    """The code of a flat tensor: the lengths of its blocks' codes, and these."""
+    kind, numbers = KINDS[values.dtype], _patterns(values)
+    codes = [
+        exact.encode(None, numbers[i : i + BLOCK], kind) for i in range(0, len(numbers), BLOCK)
+    ]
+    lengths = np.array([*map(len, codes)], _TABLE)
+    return np.frombuffer(b"".join([lengths.tobytes(), *codes]), np.uint8)
+
+
+def decode(code: np.ndarray, out: torch.Tensor) -> None:
+    """``out`` becomes the flat tensor that was encoded. Damaged where it is none of this length."""
+    kind, numbers = KINDS[out.dtype], _patterns(out)
+    at, lengths = _TABLE.itemsize * _blocks(len(numbers)), _lengths(code, len(numbers))
+    for i, length in enumerate(lengths.tolist()):
+        end = at + length
+        exact.decode(code[at:end].data, numbers[i * BLOCK : (i + 1) * BLOCK], kind)
+        at = end
+
+
+def longest_code(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that a code has at most."""
+    return dtype.itemsize * numel + (1 + _TABLE.itemsize) * _blocks(numel)
+
+
+class ExactMessage:
+    """Elements ``start`` to ``stop`` of every rank's row, of which ``first`` bytes travel at
+    once."""
+
+    def __init__(self, start: int, stop: int, dtype: torch.dtype) -> None:
+        self.start, self.stop, self.dtype = start, stop, dtype
+        numel = stop - start
+        self._step = 64 * -(-dtype.itemsize * numel // (64 * STEPS))
+        blocks = [min(BLOCK, numel - i) for i in range(0, numel, BLOCK)]
+        codes = sum(exact_format.exponent_bytes(block, KINDS[dtype]) for block in blocks)
+        self.expect(_TABLE.itemsize * len(blocks) + codes + numel // EXPECTED)
+
+    def expect(self, length: int) -> None:
+        """``first`` has room for codes a little longer than ``length``; the same on every rank."""
+        self.first = self._step * -(-(length + length // 256) // self._step)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a row that travels at once."""
+        return HEADER + self.first
+
+    @property
+    def part(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Received(NamedTuple):
+    """One message as it came: a row of every rank."""
+
+    head: torch.Tensor
+    rest: torch.Tensor | None
+
+    def code(self, rank: int) -> np.ndarray:
+        first = self.head[rank, HEADER:].numpy()
+        return first if self.rest is None else np.append(first, self.rest[rank, HEADER:].numpy())
+
+
+def exact_messages(numel: int, ranks: int, dtype: torch.dtype) -> list[ExactMessage]:
+    """Cut rows of ``numel`` elements into messages of about ``MESSAGE`` elements."""
+    length = BLOCK * max(1, MESSAGE // ranks // BLOCK)
+    return [
+        ExactMessage(start, min(start + length, numel), dtype) for start in range(0, numel, length)
+    ]
+
+
+def gather_exactly(
+    row: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    plan: Sequence[ExactMessage],
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    learn: bool = False,
+    kept: list[Received] | None = None,
+) -> Steps[None]:
+    """out := the rows of all ranks, bit for bit; ``row`` may be this rank's part of it.
+
+    Two sequence numbers from ``sequence`` on are used up for each message. ``learn``: the next
+    message expects the lengths of this one; the calls of such a plan follow one another. ``kept``
+    is given what came, for ``decode_rows``, and belongs to the caller.
+    """
+    received = yield from overlapped(
+        (
+            _gather(row, out, message, transport, workspace, sequence + 2 * i, learn)
+            for i, message in enumerate(plan)
+        ),
+        limit=ALONGSIDE,
+    )
+    if kept is not None:
+        kept[:] = received
+    else:
+        give_back(received, workspace)
+
+
+def decode_rows(
+    received: Sequence[Received],
+    row: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    plan: Sequence[ExactMessage],
+    rank: int,
+    workspace: Workspace,
+) -> None:
+    """out := what ``gather_exactly`` left in it when it kept these."""
+    start = perf_counter()
+    for message, each in zip(plan, received, strict=True):
+        _decode(each, row, out, message, rank)
+    workspace.decoded(start)
+
+
+def give_back(received: Sequence[Received], workspace: Workspace) -> None:
+    workspace.give_rows(*(each.head for each in received))
+
+
+def exact_all_to_all(
+    out: torch.Tensor, inp: torch.Tensor, **call: Unpack[AllToAllCall]
+) -> Steps[None]:
+    """``all_to_all`` with each block as a code: first the lengths of the codes, then these. Two
+    sequence numbers are used up."""
+    transport, sequence = call["transport"], call.get("sequence", 0)
+    outs, ins = splits_of(out, inp, call.get("out_splits"), call.get("in_splits"), transport)
+    blocks, answers, rank = inp.split(ins), out.split(outs), transport.rank
+    answers[rank].copy_(blocks[rank])
+    codes = [b"" if r == rank else encode(each.reshape(-1)) for r, each in enumerate(blocks)]
+    lengths = torch.tensor([*map(len, codes)])
+    told = torch.zeros_like(lengths)
+    how: AllToAllCall = {"transport": transport, "way": call.get("way")}
+    yield from all_to_all(told, lengths, **how, sequence=sequence)
+    for r, (length, answer) in enumerate(zip(told.tolist(), answers, strict=True)):
+        if not 0 <= length <= longest_code(answer.numel(), out.dtype):
+            raise Mismatch(
+                f"rank {r} told rank {rank} of a code of {length} bytes for {answer.numel()} "
+                f"elements of {out.dtype}, which has at most "
+                f"{longest_code(answer.numel(), out.dtype)}",
+                ranks=(r,),
+            )
+    inbox = torch.empty(int(told.sum()), dtype=torch.uint8)
+    outbox = torch.from_numpy(np.concatenate([np.frombuffer(code, np.uint8) for code in codes]))
+    how |= {"out_splits": told.tolist(), "in_splits": lengths.tolist()}
+    yield from all_to_all(inbox, outbox, **how, sequence=sequence + 1)
+    for r, code in enumerate(inbox.split(told.tolist())):
+        if r != rank:
+            decode(code.numpy(), answers[r].reshape(-1))
+
+
+def exact_broadcast(
+    tensor: torch.Tensor, root: int, *, transport: Transport, sequence: int
+) -> Steps[None]:
+    """Every rank's tensor := the root's: the root hands out equal parts, and all gather them. As
+    many sequence numbers are used up as ``broadcast_sequences`` says."""
+    flat, ranks = tensor.view(-1), transport.size
+    part = -(-flat.numel() // ranks)
+    whole, own = flat.new_zeros(part * ranks), flat.new_empty(part)
+    gives = part if transport.rank == root else 0
+    whole[: flat.numel()] = flat
+    yield from exact_all_to_all(
+        own,
+        whole[: gives * ranks],
+        transport=transport,
+        in_splits=[gives] * ranks,
+        out_splits=[part if r == root else 0 for r in range(ranks)],
+        sequence=sequence,
+    )
+    yield from gather_exactly(
+        own,
+        whole,
+        plan=exact_messages(part, ranks, flat.dtype),
+        transport=transport,
+        workspace=Workspace(),
+        sequence=sequence + 2,
+    )
+    flat.copy_(whole[: flat.numel()])
+
+
+def broadcast_sequences(numel: int, ranks: int, dtype: torch.dtype) -> int:
+    return 2 + 2 * len(exact_messages(-(-numel // ranks), ranks, dtype))
+
+
+def _gather(
+    row: torch.Tensor,
+    out: torch.Tensor,
+    message: ExactMessage,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    learn: bool,
+) -> Steps[Received]:
+    start, first, ranks = perf_counter(), message.first, transport.size
+    code = torch.from_numpy(encode(row[message.part]).copy())
+    numel, flag = message.stop - message.start, torch.zeros(1, dtype=torch.uint8)
+    head, mine = (workspace.rows(message.size, n, row.device) for n in (ranks, 1))
+    mine[0, HEADER : HEADER + len(code)] = code[:first]
+    workspace.encoded(start)
+    frame = Frame(ALL_GATHER, ranks, f"exact/{message.dtype.itemsize}", numel, sequence, first)
+    yield from exchange(transport.all_gather, head, mine, frame, flag, transport, workspace)
+    workspace.give_rows(mine)
+    table = _TABLE.itemsize * _blocks(numel)
+    lengths = [table + int(_lengths(code_of[HEADER:], numel).sum()) for code_of in head.numpy()]
+    longest, rest = max(lengths), None
+    if longest > longest_code(numel, message.dtype):
+        damaged = Corrupted(
+            f"rank {lengths.index(longest)} announced a code of {longest:,} bytes for {numel:,} "
+            f"numbers of {message.dtype}. Memory or network corrupt data; check both",
+            ranks=(lengths.index(longest),),
+        )
+        transport.abandon(str(damaged))
+        raise damaged
+    if longest > first:
+        rest, mine = (
+            torch.zeros(n, HEADER + longest - first, dtype=torch.uint8) for n in (ranks, 1)
+        )
+        mine[0, HEADER : HEADER + max(len(code) - first, 0)] = code[first:]
+        frame = frame._replace(sequence=sequence + 1, label=longest)
+        yield from exchange(transport.all_gather, rest, mine, frame, flag, transport, workspace)
+    if learn:
+        message.expect(longest)
+    start, received = perf_counter(), Received(head, rest)
+    _decode(received, row, out, message, transport.rank)
+    workspace.decoded(start)
+    return received
+
+
+def _decode(
+    received: Received, row: torch.Tensor, out: torch.Tensor, message: ExactMessage, rank: int
+) -> None:
+    for r, part in enumerate(out.view(len(received.head), -1)[:, message.part]):
+        if r != rank:
+            decode(received.code(r), part)
+        elif part.data_ptr() != row[message.part].data_ptr():
+            part.copy_(row[message.part])
+
+
+def _patterns(values: torch.Tensor) -> np.ndarray:
+    return values.view(torch.uint8).numpy().view(f"u{values.itemsize}")
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _lengths(code: np.ndarray, numel: int) -> np.ndarray:
+    size = _TABLE.itemsize * _blocks(numel)
+    if len(code) < size:
+        raise Damaged(f"the code of {numel:,} numbers has {len(code):,} bytes, at least {size:,}")
+    return code[:size].view(_TABLE).astype(np.int64)

@@ -1,0 +1,86 @@
+"""Metrics of published weights, into the sinks of ``commpress.Metrics``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from commpress.errors import InvalidArgument
+from commpress.integrations.weights.http_server import WeightServer
+from commpress.integrations.weights.publisher import Publisher
+
+
+@dataclass(frozen=True)
+class WeightSample:
+    """One version as ``Report`` has it. By reader: the versions ``behind``, and seconds since it
+    ``asked``."""
+
+    step: int  # the version
+    bytes: int
+    anchor_bytes: int
+    dense_bytes: int
+    density: float
+    seconds: float
+    scan_seconds: float
+    behind: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        return self.dense_bytes / self.bytes if self.bytes else 1.0
+
+    @property
+    def by_reader(self) -> dict[str, dict[str, float]]:
+        return {"behind": dict(self.behind), "asked": self.asked}
+
+    def figures(self) -> dict[str, float]:
+        """The version's, without its number."""
+        no_figures = ("step", "behind", "asked")
+        every = {name: value for name, value in asdict(self).items() if name not in no_figures}
+        return every | {"ratio": self.ratio}
+
+    def scalars(self) -> dict[str, float]:
+        """Flat: ``bytes``, ``behind/10.0.0.7`` and so on."""
+        by_reader = {
+            f"{figure}/{reader}": value
+            for figure, of in self.by_reader.items()
+            for reader, value in of.items()
+        }
+        return self.figures() | by_reader
+
+
+class WeightMetrics:
+    """``metrics = WeightMetrics(publisher, server, to=[commpress.MetricsEndpoint()])``, then
+    ``metrics.step()`` after each training step: every version is told to all sinks once.
+
+    ``server``, a ``WeightServer``, knows the readers; those of a copy count as one.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        server: WeightServer | None = None,
+        *,
+        to: Sequence[Callable[[Any], object]],
+    ) -> None:
+        if not to:
+            raise InvalidArgument("to is empty, expected sinks such as print")
+        self._publisher, self._server, self._to = publisher, server, list(to)
+        self._told = 0
+
+    def step(self) -> WeightSample | None:
+        """The sample of the newest version that can be had, unless the sinks have it already."""
+        report = self._publisher.report
+        if report is None or report.version == self._told:
+            return None
+        readers = {} if self._server is None else self._server.readers
+        figures = {name: value for name, value in asdict(report).items() if name != "version"}
+        sample = WeightSample(
+            report.version,
+            **figures,
+            behind={name: report.version - version for name, (version, _) in readers.items()},
+            asked={name: seconds for name, (_, seconds) in readers.items()},
+        )
+        for sink in self._to:
+            sink(sample)
+        self._told = report.version
+        return sample
