@@ -101,8 +101,8 @@ FAMILIES = {"error": "compression_error", "owed": "owed_norm"}
 
 
 class MetricsEndpoint:
-    """A sink of ``Metrics`` and ``WeightMetrics``. ``port``: 0 takes a free one; ``url`` says where.
-    ``labels`` are put on every line, as rank="3".
+    """A sink of ``Metrics`` and ``WeightMetrics``. ``port``: 0 takes a free one; ``url`` says
+    where. ``labels`` are put on every line, as rank="3".
 
     ``host``: an address of this machine to listen on, of IPv4 or IPv6; "0.0.0.0" or "::" for all of
     them. Whoever can reach it can read the figures: nobody is asked who he is. ``timeout``: seconds
