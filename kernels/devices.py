@@ -14,6 +14,7 @@ from commpress.kernels.cpu import adam as cpu_adam
 from commpress.kernels.cpu import lamb as cpu_lamb
 from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.cpu import row_codec as cpu
+from commpress.kernels.cuda import adam as cuda_adam
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Pieces
 
@@ -59,9 +60,9 @@ def low_rank_arithmetic(device: torch.device) -> Any:
 
 
 def adam_arithmetic(device: torch.device) -> Any:
-    """Adam's passes over flat buffers: loops of our own on the CPU, torch's operations
-    elsewhere."""
-    return cpu_adam if device.type == "cpu" else adam
+    """Adam's passes over flat buffers: loops of our own on the CPU, kernels on CUDA, torch's
+    operations elsewhere."""
+    return {"cpu": cpu_adam, "cuda": cuda_adam}.get(device.type, adam)
 
 
 def lamb_arithmetic(device: torch.device) -> Any:

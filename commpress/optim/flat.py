@@ -115,7 +115,7 @@ class Flat:
         """Parameters are still where they were: ``module.to()`` may have moved them."""
         shadowed = set(self.shadowed)
         for i, dtype in enumerate(self._dtypes):
-            p = self.shard(i)
+            p = local(self.parameters[i])
             moved = i not in shadowed and p.data_ptr() != self.weights[i].data_ptr()
             if p.device != self.device or p.dtype != dtype or (moved and not p.is_contiguous()):
                 raise InvalidArgument(
@@ -124,7 +124,7 @@ class Flat:
                     "model"
                 )
             if moved:
-                self.weights[i] = p
+                self.weights[i] = p.detach()
                 self._placed.clear()
 
     def gradient(self, i: int, given: torch.Tensor | None = None) -> torch.Tensor | None:

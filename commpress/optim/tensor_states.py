@@ -149,9 +149,9 @@ class TensorStates:
         return EXACT if len(self.flat.shapes[i]) < 2 else self.finer or self.exact
 
     def travels_whole(self, i: int) -> bool:
-        return travels_whole(
-            self.choose(self.flat.names[i], self.flat.places[i][1]), self.flat.shapes[i]
-        )
+        """True of a frozen tensor whose codec takes it as a whole."""
+        codec = self.codec.choose(self.flat.names[i], self.flat.places[i][1])
+        return travels_whole(codec, self.flat.shapes[i])
 
     def may_freeze(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)

@@ -34,6 +34,12 @@ COMPARISON(>, "setp.gt.f32")
 COMPARISON(>=, "setp.ge.f32")
 #undef COMPARISON
 
+__device__ __forceinline__ f32 root(f32 a) {
+    f32 b;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(b.value) : "f"(a.value));
+    return b;
+}
+
 #define CONVERSION(name, ptx, type, kind)                                              \
     __device__ __forceinline__ type name(f32 a) {                                      \
         type b;                                                                        \

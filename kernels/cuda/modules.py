@@ -17,7 +17,8 @@ from typing import Any
 from commpress.kernels.cpu import object_cache
 from commpress.kernels.reference import BITS, LOG, SIGN_L1, SIGN_RMS
 
-FAMILIES = tuple(range(SIGN_L1, LOG + 1))
+ADAM = LOG + 1  # the optimizers' passes are a family of their own
+FAMILIES = (*range(SIGN_L1, LOG + 1), ADAM)
 FOLDER = Path(__file__).parent / "cubins"
 log = logging.getLogger("commpress")
 
@@ -37,6 +38,8 @@ def source(family: int) -> str:
     ]
     if family in (SIGN_L1, SIGN_RMS):
         names.append("rows.cu")
+    if family == ADAM:
+        names = ["arithmetic.cu", "adam.cu"]
     here = files("commpress.kernels.cuda")
     return "\n".join(
         f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names

@@ -140,7 +140,7 @@ class Group(NamedTuple):
         """The arguments that become a ``Table`` in tiles.cu."""
         tiles = self.decode_tiles if decode else self.tiles
         return (
-            _address(self.columns),
+            address(self.columns),
             np.int32(self.columns.shape[1]),
             np.int32(tiles),
             np.int32(rows),
@@ -193,7 +193,7 @@ def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
 # ---------------------------------------------------------------- arguments
 
 
-def _address(tensor: torch.Tensor | None) -> np.uint64:
+def address(tensor: torch.Tensor | None) -> np.uint64:
     return np.uint64(0 if tensor is None else tensor.data_ptr())
 
 
@@ -261,27 +261,27 @@ def _encode_any(
     if scales is None and pieces.row_scales:
         scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32, device=device)
     before: Scalars = (
-        _address(x),
+        address(x),
         np.float32(gain),
-        _address(received),
+        address(received),
         np.int64(0 if received is None else received.stride(0)),
         np.int32(0 if received is None else received.shape[0]),
-        _address(residual),
-        _address(residual_scale),
-        _address(message),
+        address(residual),
+        address(residual_scale),
+        address(message),
         np.int64(message.stride(0)),
-        _address(flag),
-        _address(new_residual),
+        address(flag),
+        address(new_residual),
     )
     noise = np.uint32(key & 0xFFFFFFFF)
     for group in groups:
         grid, table = rows * group.tiles, group.table(rows, rank)
         if not group.row_scale:
-            args: Scalars = (*before, _address(new_scale), noise, *table, _address(None))
+            args: Scalars = (*before, address(new_scale), noise, *table, address(None))
             yield Launch(f"{verb}_blocks", group.family, grid, THREADS, args, device)
             continue
         totals = torch.empty(grid, dtype=torch.float32, device=device)
-        args = (*before, _address(scales), noise, *table, _address(totals))
+        args = (*before, address(scales), noise, *table, address(totals))
         yield Launch(f"{verb}_measure", group.family, grid, THREADS, args, device)
         yield Launch(
             "finish_rows", group.family, rows * group.columns.shape[1], FINISH_THREADS, args, device
@@ -295,7 +295,7 @@ def _settle(
 ) -> Launch:
     """``whole``: also the padding of rows, whose number of elements nobody knows without the
     rank."""
-    args = (_address(value), _address(scale), *group.table(rows, rank), np.int32(whole))
+    args = (address(value), address(scale), *group.table(rows, rank), np.int32(whole))
     return Launch("settle", group.family, rows * group.tiles, THREADS, args, value.device)
 
 
@@ -410,11 +410,11 @@ def decode(
     _check_floats(message.device, out=(out, _buffer_numel(pieces)))
     for group in _groups(pieces, message.device):
         args = (
-            _address(message),
+            address(message),
             np.int64(message.stride(0)),
             np.float32(gain),
             np.int32(add),
-            _address(out),
+            address(out),
         )
         table = group.table(rows, EVERY_ROW, decode=True)
         yield Launch(
@@ -437,10 +437,10 @@ def decode_mean(
     _check_floats(received.device, out=(out, pieces.shard))
     for group in _groups(pieces, received.device):
         args = (
-            _address(received),
+            address(received),
             np.int64(received.stride(0)),
             np.int32(received.shape[0]),
-            _address(out),
+            address(out),
         )
         yield Launch(
             "decode_mean",

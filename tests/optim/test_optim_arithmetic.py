@@ -4,11 +4,17 @@ the caches, on two threads."""
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import commpress
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels import adam
 from commpress.kernels.cpu import adam as cpu_adam
 from commpress.kernels.cpu import threads as cpu_threads
+from commpress.kernels.cuda import adam as cuda_adam
+from commpress.kernels.cuda.modules import ADAM
 from commpress.optim.flat import Flat
+from cuda_shim import Shim, compiler
 from optim_twin import equal, start
 
 SHAPES = ((40, 50), (7,), (0,), (300, 11), (130,), (1000,))
@@ -21,6 +27,14 @@ def buffers(numel):
     draws = torch.Generator().manual_seed(1)
     m, u, a, p = (torch.randn(numel, generator=draws) for _ in range(4))
     return [m, torch.rand(numel, generator=draws).square(), u, a, p]
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    """CUDA's source of the passes, which runs on the processor."""
+    if compiler() is None:
+        pytest.skip("g++ is missing")
+    return Shim(tmp_path_factory.mktemp("cuda"), [ADAM])
 
 
 def scaled(k, segments, lines, m, v, u, a, p):
@@ -59,6 +73,16 @@ def local_step(k, segments, lines, m, v, u, a, p):
         assert finite
         counts.append(beyond)
     return torch.stack(counts)
+
+
+def update_variance(k, segments, lines, m, v, u, a, p):
+    v[3:9] = 0.0
+    k.update_variance(segments, m, v, beta=0.9, weight=0.3, unit=0.25)
+    k.update_variance(segments, u, a.square_(), beta=0.9, weight=0.7, unit=1.0)
+
+
+def apply_step(k, segments, lines, m, v, u, a, p):
+    k.apply_step(segments, m, v, lines, step=0.1, decay=0.99)
 
 
 def computed(passes, k):
@@ -108,10 +132,41 @@ def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes
     assert sum_alone == sum_shared
 
 
+@pytest.mark.parametrize(
+    "passes", [scaled, apply_mean, accumulate, local_step, update_variance, apply_step]
+)
+@pytest.mark.parametrize("reverse", [True, False])
+def test_the_passes_of_cuda_are_those_of_the_processor(
+    compiled, monkeypatch, shim, passes, reverse
+):
+    """In every bit, but where the processor's are torch's operations; in one launch each."""
+    launches = []
+
+    def execute(launch):
+        launches.append(launch.kernel)
+        shim.execute(launch)
+
+    monkeypatch.setattr(shim, "reverse", reverse)
+    monkeypatch.setattr(cuda_adam, "execute", execute)
+    expected, squares = computed(passes, cpu_adam)
+    results, sum_of_squares = computed(passes, cuda_adam)
+    calls = {apply_mean: 2, accumulate: 3, local_step: 2, update_variance: 2}.get(passes, 1)
+    assert launches == [passes.__name__] * 2 * calls + ["square_sums"]
+    assert sum_of_squares == pytest.approx(squares, rel=1e-12)
+    if passes in (update_variance, apply_step):
+        for mine, theirs in zip(results, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    else:
+        assert equal(results, expected)
+
+
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compiled, begins):
+def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(
+    compiled, monkeypatch, shim, begins
+):
+    monkeypatch.setattr(cuda_adam, "execute", shim.execute)
     results = []
-    for k in (adam, cpu_adam):
+    for k in (adam, cpu_adam, cuda_adam):
         flat = Flat(
             [torch.nn.Parameter(p) for p in start(SHAPES)], [str(i) for i in range(len(SHAPES))]
         )
@@ -138,15 +193,17 @@ def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compi
             assert torch.equal(flat.view(m, i)[~g.isfinite()], flat.view(before, i)[~g.isfinite()])
             assert (flat.view(m, i) != flat.view(before, i))[g.isfinite()].all()
         results.append([*flat.weights, m, u, a])
-    for mine, theirs in zip(*results, strict=True):
+    for mine, theirs, cuda in zip(*results, strict=True):
         assert theirs.isfinite().all()
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert torch.equal(cuda, theirs)
 
 
-@pytest.mark.parametrize("k", [adam, cpu_adam])
-def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, k):
+@pytest.mark.parametrize("k", [adam, cpu_adam, cuda_adam])
+def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, monkeypatch, shim, k):
     """So that one gradient cannot move its weight by thousands of steps, and one that is no number
     is still found."""
+    monkeypatch.setattr(cuda_adam, "execute", shim.execute)
     flat = Flat([torch.nn.Parameter(torch.zeros(200))], ["0"])
     m, v, out = flat.new(), flat.new(), flat.new()
     v.fill_(1e-4)
@@ -175,3 +232,38 @@ def test_what_begins_late_begins_with_its_whole_square():
     )
     torch.testing.assert_close(v[:3], torch.tensor([4.5, 0.75 * 4 + 0.25 * 0.5, 0.0]))
     torch.testing.assert_close(m[:3], torch.tensor([0.3, 0.1, 0.0]))
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [commpress.OneBitAdam, commpress.ZeroOneAdam])
+def test_a_compressed_step_takes_as_many_operations_for_many_tensors_as_for_few(compiled, kind):
+    """On a device each would be a launch: a loop over tensors shows here."""
+    counts = []
+    for tensors in (4, 40):
+        ranks = []
+        for transport in Loopback(2).transports():
+            parameters = [torch.nn.Parameter(p) for p in start([(16, 8)] * tensors)]
+            options = {"exact_steps": 3} if kind is commpress.OneBitAdam else {}
+            ranks.append(kind(parameters, lr=1e-3, min_numel=0, transport=transport, **options))
+        for step in range(75):  # at 74 no variance is corrected anew
+            for rank, optimizer in enumerate(ranks):
+                gradients = start([(16, 8)] * tensors, 100 * step + rank)
+                for parameter, gradient in zip(optimizer.flat.parameters, gradients, strict=True):
+                    parameter.grad = gradient
+            before = ranks[0].counters.compressed_rounds
+            with Operations() as seen:
+                simulate([optimizer.steps() for optimizer in ranks])
+        assert ranks[0].counters.compressed_rounds == before + 1
+        counts.append(seen.count)
+    assert counts[0] == counts[1] < 250

@@ -226,6 +226,13 @@ inline long long max(long long a, long long b) { return a > b ? a : b; }
 inline unsigned long long max(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
 using std::sqrt;
 
+template <class T>
+T atomicAdd(T *to, T more) {
+    const T before = *to;
+    *to += more;
+    return before;
+}
+
 // ---------------------------------------------------------------- in place of arithmetic.cu
 
 struct f32 {
@@ -249,6 +256,7 @@ inline f32 number(unsigned bits) {
     memcpy(&a, &bits, sizeof a);
     return a;
 }
+inline f32 root(f32 a) { return {std::sqrt(a.value)}; }
 inline int nearest(f32 a) { return (int)nearbyintf(a.value); }
 inline int truncated(f32 a) { return (int)a.value; }
 inline double widen(f32 a) { return a.value; }
