@@ -78,6 +78,8 @@ def own_transport(
         require_same_kernels(transport)
         return transport
     store = dist.PrefixStore(f"commpress/{group.group_name}", default_store())
+    # a store may outlive its groups, and the next one of these ranks may have the same name
+    store = dist.PrefixStore(str(store.add(f"made/{group.rank()}", 1)), store)
     control = host_transport(store, group.rank(), ranks, patience)
     require_same_kernels(control)
     if votes:
@@ -85,10 +87,13 @@ def own_transport(
     if "cpu:" not in config and (device is None or device.type != "cuda"):
         bound = getattr(process_group or dist.group.WORLD, "bound_device_id", None)
         device = bound or torch.device("cuda", torch.cuda.current_device())
-    if device is not None and device.type == "cuda":
-        # NCCL's communicator is made here, in the thread and order that all ranks have in common
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return TorchTransport(group, timeout=patience, connections=connections, control=control)
+    return TorchTransport(
+        group,
+        timeout=patience,
+        connections=connections,
+        control=control,
+        device=device if device is not None and device.type == "cuda" else None,
+    )
 
 
 def initialized() -> bool:

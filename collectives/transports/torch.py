@@ -43,10 +43,14 @@ class TorchTransport:
         timeout: timedelta,
         connections: Connections | None = None,
         control: SocketTransport | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """``connections``: those that the group has over Gloo, to be cut when it is of no more
-        use."""
-        self.group, self.timeout, self.control = group, timeout, control
+        use. ``device``: where NCCL's communicator is made now, in the thread and order that all
+        ranks have in common, rather than by whichever message goes first."""
+        self.group, self.timeout, self.control, self.device = group, timeout, control, device
+        if device is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         self._agreements = 0
         self.rank, self.size = group.rank(), group.size()
         self.checks, self.failure = checks_asked(), ""
@@ -122,8 +126,10 @@ class TorchTransport:
             backend=dist.get_backend(self.group),
             use_local_synchronization=True,
         )
-        control = self.control.subset(ranks) if self.control is not None else None
-        return TorchTransport(group, timeout=self.timeout, control=control) if among else None
+        if not among:
+            return None
+        control = None if self.control is None else self.control.subset(ranks)
+        return TorchTransport(group, timeout=self.timeout, control=control, device=self.device)
 
     def peer(self, rank: int) -> str:
         """The name of a rank in messages: its number here, and globally where that differs."""

@@ -19,7 +19,8 @@ from commpress.codecs.policy import ByName, Same
 from commpress.collectives import buckets
 from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.transports import gloo
+from commpress.collectives.scalars import gathered
+from commpress.collectives.transports import factory, gloo
 from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.transports.transport import InFront
@@ -286,3 +287,22 @@ def test_threads_of_gloo_groups_of_ours_push_nobody_off_a_core(pool):
         assert set(new) == {os.SCHED_BATCH}
         assert others_as_before
         assert torchs == ([os.SCHED_OTHER], True)
+
+
+def made_as_for_nccl():
+    """Transports of a group that claims to have NCCL too, one after the other under one name."""
+    votes = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(factory, "plainly_gloo", lambda group: False)
+        patched.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+        for only_votes in (False, False, True):
+            transport = own_transport(timeout=TIMEOUT, votes=only_votes)
+            told = run(gathered([dist.get_rank() + 1.0], transport=transport, sequence=1))
+            votes.append((type(transport).__name__, told[:, 0].tolist()))
+    return votes
+
+
+def test_numbers_of_a_group_with_nccl_travel_over_connections_of_the_hosts(pool):
+    told = [1.0, 2.0, 3.0]
+    expected = [("TorchTransport", told)] * 2 + [("SocketTransport", told)]
+    assert pool.run(made_as_for_nccl, size=3) == [expected] * 3
