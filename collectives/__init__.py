@@ -54,7 +54,7 @@ __getattr__ = lazily(
         "change": ("Change",),
         "channel": ("Channel",),
         "exchange": ("Exchange", "Exchanges", "Reduce", "ReduceInLevels"),
-        "links": ("Links", "load_links"),
+        "measured_links": ("Links", "load_links"),
         "round": ("Round",),
         "reduce_scatter": ("Scatter",),
         "topology": ("Topology",),

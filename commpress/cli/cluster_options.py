@@ -116,7 +116,7 @@ def factory(path: str) -> Callable[[], Any]:
         sys.path[:] = before
     if not callable(found):
         raise InvalidArgument(f"--model is {path!r}, but {module} has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def made(path: str, make: Callable[[], Any]) -> torch.nn.Module:

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
+from itertools import chain
 from typing import NoReturn, TypeVar
 
 from commpress.cli import fault_schedule, launchers
@@ -23,6 +24,7 @@ from commpress.codecs.family import NAMES, SignCodec
 from commpress.codecs.registry import codec_named, may_register
 from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
 from commpress.collectives.measured_links import load_links
+from commpress.collectives.nodes import MOST as MOST_RANKS
 from commpress.collectives.nodes import Topology
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.trainers.launcher import place
@@ -428,7 +430,8 @@ def _cluster(options: argparse.Namespace) -> Topology:
                 f"--link is given {len(options.link)} times, expected once, or once for each of "
                 f"{len(kinds)} kinds"
             )
-        found = Topology.of(*(ranks for count, ranks in kinds for _ in range(count)))
+        known = [[ranks] * min(count, MOST_RANKS + 1) for count, ranks in kinds]
+        found = Topology.of(*chain.from_iterable(known))
     several(found.size)
     return found
 

@@ -96,6 +96,13 @@ class DeMo(torch.optim.Optimizer):
                 "128, and 1 to chunk · chunk"
             )
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        for _, p in self.each():
+            if type(p.data) is not torch.Tensor or p.dtype != torch.float32 or p.is_cuda:
+                raise TypeError(
+                    f"a parameter of shape {tuple(p.shape)} is {type(p.data).__name__}, {p.dtype} "
+                    f"on {p.device}, expected float32 on the CPU. DTensors of tensor parallelism "
+                    "and FSDP2 are for commpress.compress(model, mesh=...) and compress_fsdp"
+                )
         self.decay, self.topk, self.group = decay, topk, process_group
         self.sent_bytes = self.skipped = 0  # bytes: to each peer
         self.transforms = {}

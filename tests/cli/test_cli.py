@@ -310,6 +310,7 @@ EARLY = [
         "plan --parameters 1M --compute-ms 1 --nodes 1x1",
         "a cluster of one rank sends nothing: give --nodes with at least two",
     ),
+    ("simulate --nodes 9000000000x8", "a topology have more ranks than 1048576"),
     (
         "plan --parameters 1M --compute-ms 1 --link 1gbit --link 1gbit",
         "--link is given 2 times, expected once, or once for each of 1 kinds",

@@ -263,6 +263,11 @@ def test_nothing_compressed_is_said_once_by_one_rank(pool, plan):
     assert other == []
 
 
+def test_no_compression_is_no_warning_where_it_was_asked_for(pool):
+    for log in pool.run(lines, Plan("none", steps=2)):
+        assert not [line for line in log if line.startswith("WARNING")]
+
+
 @pytest.mark.parametrize(
     "plan",
     [Plan("int8", steps=2), Plan("int8", steps=3, state={"exact_steps": 2})],

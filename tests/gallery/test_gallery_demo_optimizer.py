@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from gallery import alike, flat, gallery
 
@@ -108,6 +110,24 @@ def stepped():
             ]
         )
     return found
+
+
+def refused():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shards = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    said = []
+    for values in (shards, torch.ones(3, dtype=torch.bfloat16)):
+        with pytest.raises(TypeError) as error:
+            gallery("demo_optimizer").DeMo([torch.nn.Parameter(values)])
+        said.append(str(error.value))
+    return said
+
+
+def test_what_it_cannot_step_is_refused_with_the_cure(pool):
+    for shards, narrow in pool.run(refused, size=2):
+        assert "is DTensor, torch.float32 on cpu" in shards
+        assert "compress_fsdp" in shards
+        assert "is Tensor, torch.bfloat16" in narrow
 
 
 def flat_of(parameters):

@@ -314,6 +314,15 @@ def test_the_spread_is_that_of_the_changes_or_left_out(codec):
         assert "spread" not in ranks.local[0].report()
 
 
+def test_a_drain_with_nothing_left_is_no_round():
+    ranks = Ranks(2, every=2)
+    for step in range(2):
+        ranks.step(noise(2, step))
+    for _ in range(2):
+        simulate([local.draining() for local in ranks.local])
+        assert [local.counters.rounds for local in ranks.local] == [1, 1]
+
+
 def test_ranks_count_as_much_as_they_have_trained_on():
     ranks = Ranks(3, weight="tokens")
     tokens, before = [5, 1, 2], ranks.shared()
