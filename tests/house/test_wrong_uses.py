@@ -1,5 +1,4 @@
-"""What a newcomer gets wrong at the front doors: the error names the argument, its value and the
-cure."""
+"""Wrong first uses of the front doors: the error names the argument, its value and the cure."""
 
 import pytest
 import torch
