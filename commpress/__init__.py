@@ -225,9 +225,11 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(
-        f"module 'commpress' has no attribute {name!r}; it offers {', '.join(__all__)}"
-    )
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [*__all__, *_MODULES], n=1)
+    cure = f"did you mean {near[0]!r}?" if near else f"it offers {', '.join([*__all__, *_MODULES])}"
+    raise AttributeError(f"module 'commpress' has no attribute {name!r}: {cure}")
 
 
 def __dir__() -> list[str]:

@@ -125,6 +125,14 @@ def check_counts(**values: object) -> None:
             raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 0")
 
 
+def refuse_model(params: object) -> None:
+    """Raise ``InvalidArgument`` for a model where its parameters are expected."""
+    if callable(getattr(params, "named_parameters", None)):
+        raise InvalidArgument(
+            f"params is a {type(params).__name__}, expected its parameters: model.parameters()"
+        )
+
+
 def refuse_unknown(
     where: str, options: Mapping[str, object], *takers: Callable[..., object]
 ) -> None:

@@ -17,8 +17,8 @@ HEAD = """## Every option
 
 Made by `python docs/options.py` from signatures and docstrings. What has no default is not listed.
 
-| call | option | default | who needs it, what it does |
-| --- | --- | --- | --- |
+| option | default | who needs it, what it does |
+| --- | --- | --- |
 """
 # options that mean the same wherever they are
 COMMON = {
@@ -119,7 +119,7 @@ def table() -> str:
             elif first not in others:
                 others.append(first)
         cells += [f"those of `{other}` | |" for other in others]
-        rows += "".join(f"| {'' if i else f'`{call}`'} | {c} |\n" for i, c in enumerate(cells))
+        rows += "".join(f"| {cell} |\n" for cell in [f"**`{call}`** | |", *cells] if cells)
     return rows
 
 

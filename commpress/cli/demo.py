@@ -280,7 +280,7 @@ def draw(finishes: list[Finish], path: str, network: SlowNetwork) -> None:
     title = f"A GPT of {finishes[0].parameters / 1e6:.2g} M parameters, {place}"
     if network.rate:
         title += f", links of {network.rate / 1e6:g} Mbit/s"
-    colours = {True: iter(OURS * 9), False: iter(PEERS * 9)}
+    colours, top = {True: iter(OURS * 9), False: iter(PEERS * 9)}, 0.0
     with charts.chart(path, title, size=(8, 5.6)) as (panel,):
         for name, group in grouped(finishes).items():
             if losses := charts.smooth(group[0].losses, 5):
@@ -288,4 +288,6 @@ def draw(finishes: list[Finish], path: str, network: SlowNetwork) -> None:
                 look = {"color": next(colours[group[0].ours]), "linestyle": style}
                 label = f"{name} {loss_of(group):.2f}"
                 panel.plot(group[0].times, losses, label=label, **look)
+                top = max(top, losses[len(losses) // 3])
+        panel.set_ylim(top=1.05 * top)  # where lines part; first losses are far above
         panel.set(xlabel="seconds of training", ylabel="training loss, nats per byte")

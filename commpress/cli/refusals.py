@@ -144,9 +144,14 @@ def hosts(options: argparse.Namespace) -> None:
         raise InvalidArgument("which command? write it behind --, as in '-- torchrun train.py'")
     if options.count:
         launchers.check(options.command)
-    beyond = [word for word in options.command if word != "env" and "=" not in word][:1]
+    _on_path(options.command)
+
+
+def _on_path(command: list[str]) -> None:
+    beyond = [word for word in command if word != "env" and "=" not in word][:1]
     if beyond and shutil.which(beyond[0]) is None:
-        raise InvalidArgument(f"there is no command {beyond[0]!r} on this machine's PATH")
+        hint = f": python {beyond[0]}" if beyond[0].endswith(".py") else ""
+        raise InvalidArgument(f"there is no command {beyond[0]!r} on this machine's PATH{hint}")
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -186,6 +191,7 @@ def chaos(options: argparse.Namespace) -> list[fault_schedule.Fault]:
         raise InvalidArgument(
             f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}"
         )
+    _on_path(options.command)
     if (options.rate or options.delay) and not options.hosts:
         raise InvalidArgument("--rate and --delay are of links between hosts: add --hosts")
     if options.hosts:

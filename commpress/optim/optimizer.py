@@ -41,6 +41,7 @@ from commpress.errors import (
     Mismatch,
     NonFiniteGradient,
     check_counts,
+    refuse_model,
     refuse_unknown,
 )
 from commpress.feedback import check_feedback
@@ -172,6 +173,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         # what an overlapping hook has started (``integrations.ddp.overlap``)
         self.bucket_rounds: Any = None
         self._asked = False  # whether some rank did in this step's headers
+        refuse_model(params)
         self._counted = 0  # bytes that ``counters`` know of
         self.flat: Flat | None = None
         own = {

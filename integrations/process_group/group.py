@@ -710,7 +710,7 @@ class ProcessGroup(dist.ProcessGroup):
         """The backend that ``dist.get_backend_impl`` hands out from torch 2.14 on; it follows the
         group when its ranks change."""
         if self.communicator is not None:
-            return super().get_backend(device)
+            return self._get_backend(device)
         return CurrentBackend(self, torch.device(device))
 
     @property

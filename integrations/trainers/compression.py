@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from commpress.choice import methods_of
+from commpress.codecs import codec_named
 from commpress.errors import InvalidArgument, refuse_unknown
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.local import keep_local
@@ -55,6 +57,9 @@ class Compression:
 
     def __init__(self, caller: str, codec: Any, options: dict[str, Any]) -> None:
         refuse_unknown(caller, options, compress, CompressedState, compress_fsdp)
+        for named in (codec, options.get("weights")):
+            if isinstance(named, str) and not methods_of(named):
+                codec_named(named)
         self.caller, self.codec, self.options = caller, codec, options
         of_replicas = [name for name in options if name not in _OF_SHARDS]
         of_shards = [name for name in options if name not in _OF_REPLICAS]

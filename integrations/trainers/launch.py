@@ -2,6 +2,7 @@
 
 import os
 import re
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from commpress.collectives.transports.mpi import told_by_rank_0
 from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.launcher import LaunchedRank, place
 
+_OURS = ("commpress", "commpress_mpi")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -27,6 +29,7 @@ def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRa
     ``GLOO_SOCKET_IFNAME`` is not set, it becomes the interface that reaches ``MASTER_ADDR``.
     ``backend`` (None: torch's choice) and ``options`` go to torch.
     """
+    _check_backend(backend)
     where = place() or LaunchedRank("nobody", 0, 1, 0, 1)
     named = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
     store = None
@@ -44,6 +47,18 @@ def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRa
     if torch.cuda.is_available() and where.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(where.local_rank)
     return where
+
+
+def _check_backend(backend: str | None) -> None:
+    for part in (backend or "").split(","):
+        asked, known = part.rpartition(":")[2].lower(), [*dist.Backend.backend_list, *_OURS]
+        if not asked or asked in dist.Backend.backend_list or dist.is_backend_available(asked):
+            continue
+        near = get_close_matches(asked, known, n=1)
+        cure = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+        if asked in _OURS:
+            cure = "import commpress.backend, which registers it"
+        raise InvalidArgument(f"backend is {backend!r}, which torch does not know: {cure}")
 
 
 def _store(where: LaunchedRank, timeout: Any) -> dist.TCPStore:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 from commpress.collectives.channel import Channel
-from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
+from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch, refuse_model
 from commpress.integrations.zero.bucket import Numbered
 from commpress.integrations.zero.streamed_group import is_streamed
 from commpress.logs import warn_on_first
@@ -31,6 +31,7 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
         max_grad_norm: float | None,
         on_nonfinite: Literal["skip", "raise"],
     ) -> None:
+        refuse_model(params)
         _check_optimizer(optimizer)
         _check_clipping(max_grad_norm, on_nonfinite)
         self._built = False
