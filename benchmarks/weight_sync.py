@@ -42,7 +42,8 @@ from commpress.units import parse_time
 from commpress.weights import Publisher, Receiver, WeightServer, pull
 
 READERS, PORT, COPY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
-LENGTH, SETTLE, LOOK = 32, 4, 0.01
+LENGTH, LOOK = 32, 0.01
+SETTLE = 10  # steps before the first version: Adam's moments begin at zero
 SOONER, INSTALL, STEP = 40.0, 1.2, 1.05  # bars of --check
 DENSE = "dense.bin"
 
