@@ -29,6 +29,7 @@ import scaling
 import simulate
 import trainer_fsdp
 import weight_bytes
+import weight_sync
 from commpress import cli
 
 DESCRIPTION = """\
@@ -67,6 +68,7 @@ BENCHMARKS = (
     simulate,
     trainer_fsdp,
     weight_bytes,
+    weight_sync,
 )
 
 

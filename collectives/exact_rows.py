@@ -230,10 +230,10 @@ def _gather(
     learn: bool,
 ) -> Steps[Received]:
     start, first, ranks = perf_counter(), message.first, transport.size
-    code = torch.from_numpy(encode(row[message.part]).copy())
+    code = encode(row[message.part])
     numel, flag = message.stop - message.start, torch.zeros(1, dtype=torch.uint8)
     head, mine = (workspace.rows(message.size, n, row.device) for n in (ranks, 1))
-    mine[0, HEADER : HEADER + len(code)] = code[:first]
+    mine.numpy()[0, HEADER : HEADER + len(code)] = code[:first]
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, f"exact/{message.dtype.itemsize}", numel, sequence, first)
     yield from exchange(transport.all_gather, head, mine, frame, flag, transport, workspace)
@@ -253,7 +253,7 @@ def _gather(
         rest, mine = (
             torch.zeros(n, HEADER + longest - first, dtype=torch.uint8) for n in (ranks, 1)
         )
-        mine[0, HEADER : HEADER + max(len(code) - first, 0)] = code[first:]
+        mine.numpy()[0, HEADER : HEADER + max(len(code) - first, 0)] = code[first:]
         frame = frame._replace(sequence=sequence + 1, label=longest)
         yield from exchange(transport.all_gather, rest, mine, frame, flag, transport, workspace)
     if learn:

@@ -420,8 +420,7 @@ class ShardedState(Divided):
                 reducer.go_on_with(now)
 
     def reductions(self, param_group: ParamGroup, backwards: int) -> int:
-        """Times that its gradients have been reduced; by torch, it may be in each of its
-        ``backwards``."""
+        """Times that its gradients have been reduced; by torch, in each of its ``backwards``."""
         return self.reducers[param_group].calls if param_group in self.reducers else backwards
 
     def key(self) -> int:

@@ -53,6 +53,11 @@ class ParamGroup:
         return dtype
 
     @property
+    def reduces(self) -> bool:
+        """False while a backward only accumulates."""
+        return bool(self.inner.reduce_grads)
+
+    @property
     def gradients_in_use(self) -> bool:
         """True if somebody takes its gradients as soon as they are reduced, before backward
         ends."""

@@ -45,9 +45,8 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
 
     Note: when nothing is sent. Weights do not change between forward and backward, so backward
     takes what forward has received, and no rank needs to ask. In forward they have changed if
-    gradients were reduced meanwhile, or, where torch reduces them, if there was a backward. Else
-    (evaluation, accumulation, frozen parameters) each rank looks, and a header to everybody says
-    whether any rank's have.
+    gradients were reduced meanwhile. Else (evaluation, accumulation, frozen parameters) each rank
+    looks, and a header to everybody says whether any rank's have.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         if not backward:
             self.owner.prefetcher.met(self.param_group)
         reduced = self.owner.reductions(self.param_group, self._backwards)
-        self._backwards += backward
+        self._backwards += backward and self.param_group.reduces
         fresh, self._reduced = reduced != self._reduced, reduced
         steps = self._difference if self.difference else self._whole
         sequence = self.channel.take(2 + 2 * len(self._plan(input_tensor.dtype)))

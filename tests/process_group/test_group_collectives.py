@@ -384,6 +384,9 @@ def test_lossless_calls_give_every_bit_and_send_fewer(pool, tmp_path, dtype):
 def test_lossless_codecs_are_for_what_is_handed_on(given):
     with pytest.raises(InvalidArgument, match="exact"):
         GroupOptions(**given)
+    text = "codec=exact,all_gather=exact,all_to_all=exact,broadcast=exact"
+    codecs = group_options_from(text).codecs()
+    assert codecs.keys() == {"all_gather", "all_to_all", "broadcast"}
 
 
 def mixed():

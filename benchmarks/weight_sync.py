@@ -1,0 +1,342 @@
+"""seconds from an optimizer step to three readers over a slow link, beside three dense downloads
+
+Hosts (network namespaces): two trainer ranks under FSDP2 on the first, whose link is slow (--rate);
+three readers on the others, of which the first copies and serves the other two. The trainers go on
+at a rate of fine-tuning, publish bfloat16 every few steps, and wait until all have installed it.
+  sync     from the end of the step until the last reader has installed the version
+  crossed  bytes over the slow link for all three, of those of a version
+  dense    until three readers have downloaded all weights in bfloat16 at once over the same link
+  install  seconds of Receiver.install, and of a copy of the same tensors
+  step     mean seconds of a step, without publishing and with publish(wait=False) before every
+           --steps-th, in turns, while nobody reads
+
+  python benchmarks weight_sync --check --json weight_sync.json
+  python benchmarks weight_sync --width 256 --layers 4 --rounds 2 --rate 20mbit
+"""
+
+import argparse
+import functools
+import http.server
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.request import urlopen
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from commpress.cli import harness
+from commpress.cli.gpt import GPT, batch, standard_library
+from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.option_groups import at_least, option
+from commpress.units import parse_time
+from commpress.weights import Publisher, Receiver, WeightServer, pull
+
+READERS, PORT, COPY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
+LENGTH, LOOK = 32, 0.01
+SETTLE = 10  # steps before the first version: Adam's moments begin at zero
+SOONER, INSTALL, STEP = 40.0, 1.2, 1.05  # bars of --check
+DENSE = "dense.bin"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that the processes need."""
+
+    folder: str
+    server: str  # address of the trainers' host
+    copy: str  # of the first reader's
+    width: int
+    layers: int
+    lr: float
+    steps: int
+    rounds: int
+    turns: int
+
+
+@dataclass
+class Measured:
+    parameters: int
+    density: float
+    version_bytes: int
+    crossed: float  # bytes that left the trainers' host, of those of the versions
+    sync_seconds: float  # median of the rounds
+    dense_seconds: float
+    install_seconds: float
+    copy_seconds: float
+    plain_step: float
+    published_step: float
+
+    @property
+    def sooner(self) -> float:
+        return self.dense_seconds / self.sync_seconds
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    option(parser, "--rate R", None, "100mbit", "of the trainers' link")
+    option(parser, "--delay T", None, "0ms", "of each link, one way; needs netem")
+    option(parser, "--width N", at_least(64), 896, "of the model")
+    option(parser, "--layers N", at_least(1), 13, "of the model")
+    option(parser, "--lr X", float, 1e-6, "of AdamW")
+    option(parser, "--steps N", at_least(1), 4, "from one version to the next")
+    option(parser, "--rounds N", at_least(1), 3, "versions that are timed")
+    option(parser, "--turns N", at_least(1), 3, "of steps without and with publishing")
+    harness.add_options(
+        parser,
+        check=(
+            f"a version is with three readers {SOONER:g} times sooner than dense downloads, "
+            f"installing takes at most {INSTALL} of a copy, a step that publishes {STEP} of one "
+            "that does not"
+        ),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    rate, delay = parse_rate(options.rate), parse_time(options.delay)
+    with (
+        tempfile.TemporaryDirectory(prefix="weight-sync-") as folder,
+        Hosts(1 + READERS, delay=delay) as hosts,
+    ):
+        hosts.shape(0, rate, delay)
+        given = {n: getattr(options, n) for n in ("width", "layers", "lr", "steps", "rounds")}
+        setting = Setting(folder, *hosts.addresses[:2], **given, turns=options.turns)
+        measured = _measure(hosts, setting)
+    print(harness.table([cells(measured)]))
+    return harness.deliver(options, [measured], judge=judge)
+
+
+def cells(m: Measured) -> dict[str, str]:
+    return {
+        "parameters": f"{m.parameters / 1e6:.1f} M",
+        "changed": f"{100 * m.density:.2f} %",
+        "MB": f"{m.version_bytes / 1e6:.2f}",
+        "crossed": f"{m.crossed:.2f}x",
+        "sync s": f"{m.sync_seconds:.3f}",
+        "dense s": f"{m.dense_seconds:.1f}",
+        "sooner": f"{m.sooner:.1f}x",
+        "install ms": f"{1e3 * m.install_seconds:.1f}",
+        "copy ms": f"{1e3 * m.copy_seconds:.1f}",
+        "step s": f"{m.plain_step:.3f}",
+        "publishing": f"{m.published_step:.3f}",
+    }
+
+
+def judge(rows: list[Measured]) -> list[tuple[str, bool]]:
+    (m,) = rows
+    install, step = m.install_seconds / m.copy_seconds, m.published_step / m.plain_step
+    return [
+        (f"{m.crossed:.2f} of a version's bytes for three readers, at most 1.1", m.crossed <= 1.1),
+        (f"{m.sooner:.1f} times sooner than dense, at least {SOONER:g}", m.sooner >= SOONER),
+        (f"installing takes {install:.2f} of a copy, at most {INSTALL}", install <= INSTALL),
+        (f"a step that publishes takes {step:.3f} of one, at most {STEP}", step <= STEP),
+    ]
+
+
+# ---------------------------------------------------------------- who does what when
+
+
+def _measure(hosts: Hosts, setting: Setting) -> Measured:
+    """Processes tell each other by files: the hosts share the disk, and the clock."""
+    finds = f"import sys; sys.path[:] = {sys.path!r}; import weight_sync"
+
+    def start(host: int, call: str, **env: str) -> Any:
+        command = [sys.executable, "-P", "-c", f"{finds}; weight_sync.{call}"]
+        return hosts.start(host, command, env=os.environ | {"OMP_NUM_THREADS": "1"} | env)
+
+    given, store = json.dumps(asdict(setting)), f"file://{setting.folder}/rendezvous"
+    processes = [
+        start(0, f"trainer({given!r}, {rank}, {store!r})", RANK=str(rank)) for rank in range(2)
+    ]
+    processes += [start(1 + n, f"reader({given!r}, {n})") for n in range(READERS)]
+    try:
+        trained = _told(setting, "trained", processes)
+        readers = [_told(setting, f"read-{n}", processes) for n in range(READERS)]
+        for process in processes:
+            process.wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    ends = [max(reader["installed"][v] for reader in readers) for v in trained["begun"]]
+    begun = list(trained["begun"].values())
+    return Measured(
+        trained["parameters"],
+        trained["density"],
+        trained["bytes"],
+        trained["crossed"],
+        median(end - begin for end, begin in zip(ends, begun, strict=True)),
+        max(reader["dense"] for reader in readers),
+        median(reader["install"] for reader in readers),
+        median(reader["copy"] for reader in readers),
+        trained["plain"],
+        trained["published"],
+    )
+
+
+def _tell(setting: Setting, name: str, what: Any = None) -> None:
+    draft = Path(setting.folder, f"{name}.part")
+    draft.write_text(json.dumps(what))
+    draft.rename(Path(setting.folder, name))
+
+
+def _told(setting: Setting, name: str, watched: Any = ()) -> Any:
+    place = Path(setting.folder, name)
+    while not place.exists():
+        if failed := [each.returncode for each in watched if each.poll()]:
+            raise SystemExit(f"weight_sync: a process ended with exit code {failed[0]}")
+        time.sleep(LOOK)
+    return json.loads(place.read_text())
+
+
+def trainer(given: str, rank: int, store: str) -> None:
+    """One of two ranks. The first serves what both publish."""
+    setting = Setting(**json.loads(given))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = GPT(width=setting.width, layers=setting.layers, heads=8, length=LENGTH)
+    parameters = sum(p.numel() for p in model.parameters())
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, fused=True)
+    text, draws = standard_library(), torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*batch(text, 1, LENGTH, draws)).backward()
+        optimizer.step()
+
+    for _ in range(SETTLE):
+        step()
+    run = Path(setting.folder, "run")
+    publisher = Publisher(model, run, dtype=torch.bfloat16)
+    report = publisher.publish()
+    assert report is not None
+    server = None
+    if rank == 0:
+        server = WeightServer(run, PORT, host=setting.server, key=_KEY)
+        Path(setting.folder, "dense").mkdir()
+        Path(setting.folder, "dense", DENSE).write_bytes(bytes(report.dense_bytes))
+        _serve_dense(setting)
+        _tell(setting, "ready")
+    begun, nbytes = dict[int, float](), 0
+    _all_have(setting, report.version)
+    sent = server.sent_bytes if server is not None else 0
+    for _ in range(setting.rounds):
+        for _ in range(setting.steps):
+            step()
+        dist.barrier()
+        begins = time.monotonic()
+        report = publisher.publish()
+        assert report is not None
+        begun[report.version], nbytes = begins, nbytes + report.bytes
+        _all_have(setting, report.version)
+    if server is not None:
+        sent = server.sent_bytes - sent
+        _tell(setting, "over")
+    for n in range(READERS):
+        _told(setting, f"read-{n}")
+    plain, published = list[float](), list[float]()
+    for _ in range(setting.turns):
+        for seconds, publishes in ((plain, False), (published, True)):
+            dist.barrier()
+            begins = time.monotonic()
+            if publishes:
+                publisher.publish(wait=False)
+            for _ in range(setting.steps):
+                step()
+            seconds.append((time.monotonic() - begins) / setting.steps)
+    publisher.wait()
+    if rank == 0:
+        found = {"begun": begun, "parameters": parameters, "density": report.density}
+        found |= {"crossed": sent / nbytes}
+        found |= {"bytes": report.bytes, "plain": median(plain), "published": median(published)}
+        _tell(setting, "trained", found)
+    if server is not None:
+        server.close()
+    publisher.close()
+    dist.destroy_process_group()
+
+
+_KEY = b"a key of this benchmark, and of nothing else"
+
+
+def _all_have(setting: Setting, version: int) -> None:
+    for n in range(READERS):
+        _told(setting, f"has-{n}-{version}")
+
+
+class _Silent(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def _serve_dense(setting: Setting) -> None:
+    handler = functools.partial(_Silent, directory=f"{setting.folder}/dense")
+    dense = http.server.ThreadingHTTPServer((setting.server, DENSE_PORT), handler)
+    threading.Thread(target=dense.serve_forever, daemon=True).start()
+
+
+def reader(given: str, number: int) -> None:
+    """One of three readers; the first copies for all."""
+    setting, over = Setting(**json.loads(given)), threading.Event()
+    torch.set_num_threads(1)
+    _told(setting, "ready")
+    if number == 0:
+        copies = Path(setting.folder, "copy")
+        source = f"http://{setting.server}:{PORT}"
+        pull(source, copies, key=_KEY)
+        WeightServer(copies, COPY_PORT, host=setting.copy, key=_KEY)
+
+        def follow() -> None:
+            while not over.wait(LOOK):
+                pull(source, copies, key=_KEY)
+
+        threading.Thread(target=follow, daemon=True).start()
+        _tell(setting, "copied")
+    _told(setting, "copied")
+    receiver = Receiver(f"http://{setting.copy}:{COPY_PORT}", key=_KEY)
+    model = GPT(width=setting.width, layers=setting.layers, heads=8, length=LENGTH).bfloat16()
+    installed, took = dict[int, float](), list[float]()
+    while not Path(setting.folder, "over").exists():
+        if receiver.prepare() is None:
+            time.sleep(LOOK)
+            continue
+        begins = time.monotonic()
+        version = receiver.install(model)
+        installed[version] = time.monotonic()
+        took.append(installed[version] - begins)
+        _tell(setting, f"has-{number}-{version}")
+    over.set()
+    targets = list(model.state_dict().values())
+    values = [receiver.weights[name] for name in model.state_dict()]
+    copying = []
+    for _ in range(5):
+        begins = time.monotonic()
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+        copying.append(time.monotonic() - begins)
+    begins = time.monotonic()
+    with (
+        urlopen(f"http://{setting.server}:{DENSE_PORT}/{DENSE}") as answer,
+        open(os.devnull, "wb") as nowhere,
+    ):
+        shutil.copyfileobj(answer, nowhere, 1 << 20)
+    dense = time.monotonic() - begins
+    found = {
+        "installed": installed,
+        "install": median(took),
+        "copy": median(copying),
+        "dense": dense,
+    }
+    _tell(setting, f"read-{number}", found)
