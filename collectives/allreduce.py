@@ -94,8 +94,9 @@ class Workspace:
         if self.pooled:
             return self.lend(rows * size, torch.uint8, device).view(rows, size)
         free = self._free[rows, size, device]
-        if free:
-            return free.pop().take()
+        return free.pop().take() if free else self.new_rows(size, rows, device)
+
+    def new_rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(rows, size, dtype=torch.uint8, device=device)
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -73,9 +73,8 @@ class Simulated:
 class SizedWorkspace(Workspace):
     """Rows whose payload nobody touches, so that it takes no memory; residuals without elements."""
 
-    def rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
-        free = self._free[rows, size, device]
-        return free.pop() if free else _untouched(rows * size, torch.uint8).view(rows, size)  # type: ignore[return-value]
+    def new_rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
+        return _untouched(rows * size, torch.uint8).view(rows, size)
 
     def residual(
         self, message: Message, device: torch.device, like: ErrorFeedback | None = None
