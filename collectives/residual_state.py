@@ -16,7 +16,7 @@ from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, one_message
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import StateMismatch
+from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import Key, Residual, ResidualStore, add_reduced
 from commpress.kernels.pieces import width_of
 from commpress.work import Steps
@@ -24,6 +24,7 @@ from commpress.work import Steps
 _FORMAT = 1
 Residuals = dict[Key, Residual]
 _TENSORS = ("sent", "reduced")
+_SHARD = ("numel", "start", "values")
 
 
 class Ranked(Protocol):
@@ -110,6 +111,8 @@ def residuals_of(
             f"of format {found} and kind {sorted({str(s.get('kind')) for s in states})}: something "
             "else, or of another version of commpress"
         )
+    for state in states:
+        _check_whole(state)
     first = states[0]
     if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):
         raise StateMismatch(
@@ -142,10 +145,31 @@ def residuals_of(
             f"{_nodes(nodes)}: pass the same topology=, or save with elastic_state_dict() to "
             "change it"
         )
+    if not nodes:
+        _check_widths(first)
     return first["step"], {
         _key(k): tuple(v[name] for name in _TENSORS if name in v)
         for k, v in first["residuals"].items()
     }
+
+
+def _check_whole(state: dict[str, Any]) -> None:
+    """Nothing is missing of what a rank saved."""
+    what, entries = ("residuals", _TENSORS) if state["kind"] == "exact" else ("shards", _SHARD)
+    check_entries(state, ("rank", "size", "step", what), "the state of residuals")
+    for text, kept in state[what].items():
+        check_entries(kept, entries, f"the residual of {text!r}")
+
+
+def _check_widths(state: dict[str, Any]) -> None:
+    """Reduced residuals are rows of what is sent, or nothing."""
+    for text, kept in state["residuals"].items():
+        (name, offset), numel = _key(text), kept["reduced"].numel()
+        if numel not in (0, wanted := width_of(kept["sent"].numel(), state["size"])):
+            raise StateMismatch(
+                f"the reduced residual of parameter {name!r} at offset {offset} has {numel} "
+                f"elements, expected {wanted}: the state is damaged, or of another model"
+            )
 
 
 def spread(totals: dict[Key, torch.Tensor], size: int) -> Residuals:
@@ -162,6 +186,8 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
             "the states were saved with a topology: to change the world size save with "
             "elastic_state_dict()"
         )
+    for state in states:
+        _check_widths(state)
     states = _whole(states, "residuals")
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["residuals"]:
