@@ -145,8 +145,6 @@ def residuals_of(
             f"{_nodes(nodes)}: pass the same topology=, or save with elastic_state_dict() to "
             "change it"
         )
-    if not nodes:
-        _check_widths(first)
     return first["step"], {
         _key(k): tuple(v[name] for name in _TENSORS if name in v)
         for k, v in first["residuals"].items()
@@ -161,11 +159,11 @@ def _check_whole(state: dict[str, Any]) -> None:
         check_entries(kept, entries, f"the residual of {text!r}")
 
 
-def _check_widths(state: dict[str, Any]) -> None:
+def check_widths(residuals: Residuals, size: int) -> None:
     """Reduced residuals are rows of what is sent, or nothing."""
-    for text, kept in state["residuals"].items():
-        (name, offset), numel = _key(text), kept["reduced"].numel()
-        if numel not in (0, wanted := width_of(kept["sent"].numel(), state["size"])):
+    for (name, offset), (sent, *reduced) in residuals.items():
+        numel, wanted = sum(each.numel() for each in reduced), width_of(sent.numel(), size)
+        if numel not in (0, wanted):
             raise StateMismatch(
                 f"the reduced residual of parameter {name!r} at offset {offset} has {numel} "
                 f"elements, expected {wanted}: the state is damaged, or of another model"
@@ -187,7 +185,8 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
             "elastic_state_dict()"
         )
     for state in states:
-        _check_widths(state)
+        parts = {_key(k): (v["sent"], v["reduced"]) for k, v in state["residuals"].items()}
+        check_widths(parts, state["size"])
     states = _whole(states, "residuals")
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["residuals"]:
@@ -231,10 +230,14 @@ def totals_of(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
 
 
 def check_fit(
-    residuals: Residuals, numels: dict[str, int], lengths: dict[Key, int] | None = None
+    residuals: Residuals,
+    numels: dict[str, int],
+    lengths: dict[Key, int] | None = None,
+    *,
+    size: int,
 ) -> None:
     """Every residual belongs to a parameter with these names and lengths; ``lengths`` where pieces
-    are not the usual."""
+    are not the usual, which ``size`` ranks cut into rows."""
     for (name, offset), (sent, *_) in residuals.items():
         if name not in numels:
             raise StateMismatch(
@@ -251,6 +254,8 @@ def check_fit(
                 f"{f'cut every {PIECE}' if lengths is None else f'of which {wanted} from there'}: "
                 "load the state of this model"
             )
+    if lengths is None:
+        check_widths(residuals, size)
 
 
 def _head(kind: str, transport: Ranked, step: int) -> dict[str, Any]:

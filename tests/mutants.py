@@ -676,7 +676,7 @@ MUTANTS = [
     Mutant(
         "reduced residuals of any length are taken",
         "collectives/residual_state.py",
-        "    if not nodes:\n        _check_widths(first)",
+        "    if lengths is None:\n        check_widths(residuals, size)",
         "",
         "tests/state/test_laws.py -k fit",
     ),

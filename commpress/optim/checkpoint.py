@@ -25,6 +25,7 @@ from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.residual_state import (
     Residuals,
     check_fit,
+    check_widths,
     elastic_state,
     exact_state,
     residuals_of,
@@ -327,9 +328,11 @@ def _check_residuals(
 ) -> None:
     if isinstance(exchange, Scatter):
         exchange.check(residuals)
+        check_widths(residuals, optimizer.channel.size)
         return
     flat = optimizer._flat
-    check_fit(residuals, {name: n for name, (_, n) in zip(flat.names, flat.places, strict=True)})
+    numels = {name: n for name, (_, n) in zip(flat.names, flat.places, strict=True)}
+    check_fit(residuals, numels, size=optimizer.channel.size)
     exchange.check_choices(part)
     exchange.residuals.check(residuals)
 

@@ -206,7 +206,8 @@ def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
         whole: Any = dict  # each rank needs all of the mean change, not its part
         _, changes = residuals_of([each["progress"] for each in states], transport, share=whole)
     local.exchanges.residuals.check(residuals)
-    check_fit(residuals, {each.name: each.numel for f in local.fragments for each in f.locals})
+    numels = {each.name: each.numel for f in local.fragments for each in f.locals}
+    check_fit(residuals, numels, size=local.channel.size)
     _forget_flight(local)
     local.exchanges.residuals.load(residuals)
     for fragment in local.fragments:

@@ -18,7 +18,7 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Handover
-from commpress.collectives.residual_state import elastic_state, exact_state, residuals_of
+from commpress.collectives.residual_state import check_fit, elastic_state, exact_state, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.feedback import ResidualStore, add_reduced
@@ -419,7 +419,10 @@ class Mean(Rank):
         return state | self.exchanges.choices()
 
     def load(self, *states: Any) -> None:
-        self.number, residuals = residuals_of(states, self.channel.transport)
+        number, residuals = residuals_of(states, self.channel.transport)
+        numels = {span.name: span.numel for span in self.spans}
+        check_fit(residuals, numels, size=self.channel.size)
+        self.number = number
         self.exchanges.load_choices(states[0])
         self.exchanges.residuals.load(residuals)
 
