@@ -620,8 +620,8 @@ MUTANTS = [
     Mutant(
         "who joins in a warm-up begins at the first weights",
         "commpress/optim/local_updates.py",
-        'inner optimizers to begin with."""\n        if self.warms_up:',
-        'inner optimizers to begin with."""\n        if False:',
+        "        self.facts.paces = []\n        if self.warms_up:",
+        "        self.facts.paces = []\n        if False:",
         "tests/state/test_laws.py -k warm-up",
     ),
     Mutant(
