@@ -259,11 +259,11 @@ class Handover:
         proposed, self._proposed = self._proposed, None
         if proposed is not None and proposed[0] == top:
             proposed[1]()
+        elif self.settled in (top, NEW):  # where nothing is settled, who is new is none behind
+            workspace.settle(taken=False)
         elif self.settled == top - 1:
             workspace.settle(taken=taken)
             self.settled, self.taken = top, taken
-        elif self.settled in (top, NEW):
-            workspace.settle(taken=False)
         else:
             raise Mismatch(
                 f"rank {self.channel.rank} has settled {self.settled} rounds and rank {source} "

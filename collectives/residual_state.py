@@ -16,7 +16,7 @@ from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, one_message
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import StateMismatch
+from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import Key, Residual, ResidualStore, add_reduced
 from commpress.kernels.pieces import width_of
 from commpress.work import Steps
@@ -24,6 +24,7 @@ from commpress.work import Steps
 _FORMAT = 1
 Residuals = dict[Key, Residual]
 _TENSORS = ("sent", "reduced")
+_SHARD = ("numel", "start", "values")
 
 
 class Ranked(Protocol):
@@ -110,6 +111,8 @@ def residuals_of(
             f"of format {found} and kind {sorted({str(s.get('kind')) for s in states})}: something "
             "else, or of another version of commpress"
         )
+    for state in states:
+        _check_whole(state)
     first = states[0]
     if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):
         raise StateMismatch(
@@ -148,6 +151,25 @@ def residuals_of(
     }
 
 
+def _check_whole(state: dict[str, Any]) -> None:
+    """Nothing is missing of what a rank saved."""
+    what, entries = ("residuals", _TENSORS) if state["kind"] == "exact" else ("shards", _SHARD)
+    check_entries(state, ("rank", "size", "step", what), "the state of residuals")
+    for text, kept in state[what].items():
+        check_entries(kept, entries, f"the residual of {text!r}")
+
+
+def check_widths(residuals: Residuals, size: int) -> None:
+    """Reduced residuals are rows of what is sent, or nothing."""
+    for (name, offset), (sent, *reduced) in residuals.items():
+        numel, wanted = sum(each.numel() for each in reduced), width_of(sent.numel(), size)
+        if numel not in (0, wanted):
+            raise StateMismatch(
+                f"the reduced residual of parameter {name!r} at offset {offset} has {numel} "
+                f"elements, expected {wanted}: the state is damaged, or of another model"
+            )
+
+
 def spread(totals: dict[Key, torch.Tensor], size: int) -> Residuals:
     """The residuals with which so many ranks together owe ``totals``, piece by piece."""
     return {
@@ -162,6 +184,9 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
             "the states were saved with a topology: to change the world size save with "
             "elastic_state_dict()"
         )
+    for state in states:
+        parts = {_key(k): (v["sent"], v["reduced"]) for k, v in state["residuals"].items()}
+        check_widths(parts, state["size"])
     states = _whole(states, "residuals")
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["residuals"]:
@@ -205,10 +230,14 @@ def totals_of(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
 
 
 def check_fit(
-    residuals: Residuals, numels: dict[str, int], lengths: dict[Key, int] | None = None
+    residuals: Residuals,
+    numels: dict[str, int],
+    lengths: dict[Key, int] | None = None,
+    *,
+    size: int,
 ) -> None:
     """Every residual belongs to a parameter with these names and lengths; ``lengths`` where pieces
-    are not the usual."""
+    are not the usual, which ``size`` ranks cut into rows."""
     for (name, offset), (sent, *_) in residuals.items():
         if name not in numels:
             raise StateMismatch(
@@ -225,6 +254,8 @@ def check_fit(
                 f"{f'cut every {PIECE}' if lengths is None else f'of which {wanted} from there'}: "
                 "load the state of this model"
             )
+    if lengths is None:
+        check_widths(residuals, size)
 
 
 def _head(kind: str, transport: Ranked, step: int) -> dict[str, Any]:

@@ -22,10 +22,11 @@ In parentheses: Python's error that each of these is, too. Every message says wh
 expected and what to do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral
+from typing import Any
 
 
 class CommpressError(Exception):
@@ -116,6 +117,18 @@ class OverBudget(StorageError):
 
 class DiskFailure(StorageError):
     """The operating system reported an error for a file."""
+
+
+def check_entries(state: Any, entries: Iterable[str], what: str) -> None:
+    """Raise ``StateMismatch`` unless a state is a dictionary that has these entries."""
+    known = state if isinstance(state, Mapping) else {}
+    missing = [entry for entry in entries if entry not in known]
+    if missing:
+        raise StateMismatch(
+            f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or of "
+            "another version of commpress. Load all that state_dict() or elastic_state_dict() of "
+            "this version gave"
+        )
 
 
 def check_counts(**values: object) -> None:

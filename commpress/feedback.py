@@ -439,6 +439,18 @@ class ResidualStore:
         other.load({key: (sent.clone(), reduced.clone()) for key, sent, reduced in self.places()})
         self.load({})
 
+    def merge(self, other: "ResidualStore") -> None:
+        """Add all residuals of another store, whose pieces are cut for the same ranks."""
+        for key, sent, reduced in other.places():
+            mine = self.of(key, sent.numel())
+            if not mine[1].numel():
+                mine = mine[0], torch.zeros_like(reduced)
+            for own, more in zip(mine, (sent, reduced), strict=True):
+                own += more.to(own.device)
+            self._written(key, mine[0])
+            if key not in self._places:
+                self._loaded[key] = mine
+
     def check(self, residuals: Mapping[Key, Residual]) -> None:
         """Raise ``StateMismatch`` unless ``load`` can take them."""
         for key in residuals.keys() & self._places.keys():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, check_entries
 
 PACES = 3  # exchanges whose pace a round's length follows from
 
@@ -64,6 +64,8 @@ class Facts:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Facts":
+        entries = ("peak_lr", "peak_step", "norm_ratio", "norms")
+        check_entries(state, entries, "what a schedule has recorded")
         norms = [(int(step), float(norm)) for step, norm in state["norms"]]
         numbers = float(state["peak_lr"]), int(state["peak_step"]), float(state["norm_ratio"])
         return cls(*numbers, norms, [Pace(*map(float, pace)) for pace in state.get("paces", [])])

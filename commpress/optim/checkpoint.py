@@ -12,7 +12,7 @@ the boxes of whoever loads them.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -25,12 +25,13 @@ from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.residual_state import (
     Residuals,
     check_fit,
+    check_widths,
     elastic_state,
     exact_state,
     residuals_of,
     totals_of,
 )
-from commpress.errors import StateMismatch
+from commpress.errors import StateMismatch, check_entries
 from commpress.optim.layout import Box, box_of, is_cut, local
 from commpress.optim.local_experts import State
 from commpress.optim.tensor_states import STATE
@@ -231,6 +232,8 @@ def _read(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> _Read:
     """Raise ``StateMismatch`` unless these parts, this rank's own or those of all, fit."""
     for part in parts:
         check_entries(part, ENTRIES + (DIVIDED if optimizer.divided else ()), "the state of a rank")
+        for name in EXCHANGES:
+            check_entries(part[name], ("kind", "rank", "size"), f"the {name!r} state of a rank")
     _check_kind(optimizer, parts)
     mine, own = optimizer.channel.transport, _own_in(optimizer, parts)
     parts = _own_of(parts, mine.rank, mine.size)
@@ -325,9 +328,11 @@ def _check_residuals(
 ) -> None:
     if isinstance(exchange, Scatter):
         exchange.check(residuals)
+        check_widths(residuals, optimizer.channel.size)
         return
     flat = optimizer._flat
-    check_fit(residuals, {name: n for name, (_, n) in zip(flat.names, flat.places, strict=True)})
+    numels = {name: n for name, (_, n) in zip(flat.names, flat.places, strict=True)}
+    check_fit(residuals, numels, size=optimizer.channel.size)
     exchange.check_choices(part)
     exchange.residuals.check(residuals)
 
@@ -385,16 +390,6 @@ def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
         )
 
 
-def check_entries(state: Mapping[str, Any], entries: Iterable[str], what: str) -> None:
-    missing = [entry for entry in entries if entry not in state]
-    if missing:
-        raise StateMismatch(
-            f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or of "
-            "another version of commpress. Load all that state_dict() or elastic_state_dict() of "
-            "this version gave"
-        )
-
-
 def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) -> None:
     if len(found) != wanted:
         raise StateMismatch(
@@ -440,7 +435,10 @@ def _joined_rows(
     flat = optimizer._flat
     whole, found = {name: flat.new() for name in ROWS}, torch.zeros(flat.numel, dtype=torch.bool)
     for shard in (shard for part in parts for shard in part["shards"]):
+        check_entries(shard, ("parameter", "begin", *ROWS), "the state of a part of a parameter")
         i, begin, numel = shard["parameter"], shard["begin"], shard["master"].numel()
+        for name in ROWS:
+            check_length(shard[name], numel, f"elements of {name!r} of parameter {i}")
         if i >= len(flat.places) or begin + numel > flat.places[i][1]:
             raise StateMismatch(
                 f"the state has elements {begin} to {begin + numel} of parameter {i}, which this "

@@ -23,9 +23,15 @@ import torch
 
 from commpress.collectives.change import Change
 from commpress.collectives.handover import Standing, cannot_follow
-from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
+from commpress.collectives.residual_state import (
+    check_fit,
+    elastic_of,
+    exact_state,
+    flat_parts,
+    residuals_of,
+)
 from commpress.collectives.scalars import gathered
-from commpress.errors import StateMismatch
+from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import ResidualStore
 from commpress.optim.fragments import Flight
 from commpress.optim.outer import State
@@ -36,6 +42,10 @@ if TYPE_CHECKING:
     from commpress.optim.local_updates import LocalUpdates
 
 FORMAT = 1
+SHARED = ("steps", "exchanged", "round", "facts", "weights", "outer", "layout")
+EXACT = (*SHARED, "inner", "flight", "counts", "residuals", "choices")
+ELASTIC = ("inner", "progress")
+FLIGHT = ("fragment", "due", "taken", "mean")
 
 log = logging.getLogger("commpress")
 
@@ -178,6 +188,7 @@ def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
                 f"{FORMAT}; this is of format {state.get('format')!r} and kind "
                 f"{state.get('kind')!r}"
             )
+        check_entries(state, EXACT if state["kind"] == "exact" else ELASTIC, "the state")
     is_exact, transport = states[0]["kind"] == "exact", local.channel.transport
     states = _own(local, states) if is_exact else states
     shared, inner = _shared_of(local, states), states[transport.rank % len(states)]["inner"]
@@ -185,6 +196,8 @@ def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
         raise StateMismatch(
             f"the state holds {len(inner)} inner optimizers, expected {len(local.inner)}"
         )
+    if is_exact:
+        _check_own(local, states[0])
     residuals: Any = {}
     if is_exact and (len(states) > 1 or _place(states[0]) == (transport.rank, transport.size)):
         _, residuals = residuals_of([each["residuals"] for each in states], transport)
@@ -192,6 +205,9 @@ def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
     if not is_exact:
         whole: Any = dict  # each rank needs all of the mean change, not its part
         _, changes = residuals_of([each["progress"] for each in states], transport, share=whole)
+    local.exchanges.residuals.check(residuals)
+    numels = {each.name: each.numel for f in local.fragments for each in f.locals}
+    check_fit(residuals, numels, size=local.channel.size)
     _forget_flight(local)
     local.exchanges.residuals.load(residuals)
     for fragment in local.fragments:
@@ -213,8 +229,13 @@ def _own(local: "LocalUpdates", states: list[dict[str, Any]]) -> list[dict[str, 
     if own:
         return own
     rank, size = _place(states[0])
-    if states[0]["flight"] is not None or any(
-        steps for each in states for steps, _ in each["counts"]
+    pairs = (
+        (a, b) for s in states for a, b in zip(s["weights"], states[0]["weights"], strict=True)
+    )
+    if (
+        states[0]["flight"] is not None
+        or any(steps for each in states for steps, _ in each["counts"])
+        or any(not torch.equal(*pair) for pair in pairs)  # of partners that gossip
     ):
         raise StateMismatch(
             f"the state was saved by rank {rank} of {size} in the middle of a round, in which "
@@ -238,12 +259,43 @@ def _shared_of(local: "LocalUpdates", states: list[dict[str, Any]]) -> dict[str,
     shared = next((each for each in states if "weights" in each), None)
     if states[0]["kind"] == "exact" and not local.outer.equal:
         shared = states[local.channel.rank % len(states)]
-    if shared is None or shared["layout"] != [f.layout for f in local.fragments]:
+    if shared is None or shared.get("layout") != [f.layout for f in local.fragments]:
         raise StateMismatch(
-            "the state is of other parameters or fragments, or that of rank 0 is missing: load the "
-            "state of this model, with the fragments= of the run that saved it"
+            "the state is of other parameters or fragments (its layout), or that of rank 0 is "
+            "missing: load the state of this model, with the fragments= of the run that saved it"
         )
+    _check_shared(local, shared)
     return shared
+
+
+def _check_shared(local: "LocalUpdates", shared: dict[str, Any]) -> None:
+    """What ranks hold alike is whole, and of fragments like these."""
+    check_entries(shared, SHARED, "the state that ranks share")
+    Facts.of(shared["facts"])
+    every = zip(local.fragments, shared["weights"], shared["outer"], strict=True)
+    for fragment, weights, outer in every:
+        kept = [name for name in local.outer.buffers if name in fragment.state]
+        check_entries(outer, kept, f"the outer state of fragment {fragment.number}")
+        own = {name: each for name, each in outer.items() if torch.is_tensor(each) and each.dim()}
+        for name, each in {"weights": weights, **own}.items():
+            if each.shape != (fragment.numel,):
+                raise StateMismatch(
+                    f"{name!r} of fragment {fragment.number} has shape {tuple(each.shape)}, "
+                    f"expected {(fragment.numel,)}: load the state of this model"
+                )
+
+
+def _check_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
+    """Likewise of what a rank has of its own."""
+    local.exchanges.check_choices(state["choices"])
+    if (flight := state["flight"]) is not None:
+        check_entries(flight, FLIGHT, "the exchange under way")
+        wanted = local.fragments[int(flight["fragment"])].numel
+        if flight["mean"].numel() != wanted:
+            raise StateMismatch(
+                f"the 'mean' under way has {flight['mean'].numel()} elements, expected {wanted}: "
+                "load the state of this model"
+            )
 
 
 def _forget_flight(local: "LocalUpdates") -> None:

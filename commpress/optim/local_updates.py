@@ -572,7 +572,10 @@ class LocalUpdates(torch.optim.Optimizer):
         self._warmup.begin_anew()
         self.meter.begin_anew()
         self.facts.paces = []
-        self._begin_round()
+        if self.warms_up:
+            self._end_warmup()
+        else:
+            self._begin_round()
 
     def hand_over(self, leaving: Sequence[int]) -> None:
         """Hand the residuals of leaving ranks to the others; collective, between exchanges."""
@@ -584,6 +587,8 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def shared_state(self) -> dict[str, Any]:
         """State that ranks hold alike, and this rank's inner optimizers to begin with."""
+        if self.warms_up:
+            self._end_warmup()
         return local_checkpoint.common(self)
 
     @torch.no_grad()
@@ -591,6 +596,7 @@ class LocalUpdates(torch.optim.Optimizer):
         """Take over another rank's ``shared_state``: parameters become Θ, this rank's residuals
         stay."""
         local_checkpoint.load_common(self, state)
+        self._warmup.averaged = -1
 
     # ------------------------------------------------------------ the end
 
@@ -683,7 +689,8 @@ class LocalUpdates(torch.optim.Optimizer):
         them too.
         """
         local_checkpoint.load(self, [state_dict, *others])
-        self._decayed = -1  # what is owed now has not been, whichever exchange comes next
+        # neither has been done in the step and the exchange that come next, whichever these are
+        self._decayed = self._warmup.averaged = -1
 
     # ------------------------------------------------------------ figures
 

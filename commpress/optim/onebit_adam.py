@@ -31,13 +31,15 @@ gradients to the owner and w to everybody as they are.
 Note: only what is new. The owner has β1·m already, so nothing is lost and nobody else needs m.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal, Unpack
 
 import torch
 
+from commpress.collectives.change import Change
 from commpress.collectives.handover import Standing
 from commpress.errors import InvalidArgument
+from commpress.feedback import ResidualStore
 from commpress.logs import warn_on_first
 from commpress.optim.optimizer import (
     CompressedOptimizer,
@@ -169,8 +171,11 @@ class FreezingOptimizer(CompressedOptimizer):
 
     def _owe_momentum(self, frozen: Sequence[int]) -> None:
         for i in frozen:
-            share = (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).float()
-            self.quantized.residuals.scale(self._flat.names[i], share, self.channel.rank)
+            self.quantized.residuals.scale(self._flat.names[i], self._share(i), self.channel.rank)
+
+    def _share(self, i: int) -> torch.Tensor:
+        """Momentum in units of p, per unit of gradient."""
+        return (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).float()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
         """Add the residuals to momentum by one exact message, and make these tensors live."""
@@ -325,11 +330,32 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         """Take it over; residuals of tensors that froze meanwhile become those of momentum."""
         warmed_up, before = self.frozen, self.tensors.frozen.tolist()
         super().load_shared_state(state)
-        if self.frozen and not warmed_up:
-            self.full.residuals.move_to(self.quantized.residuals)
-        self._owe_momentum(
-            [i for i, frozen in enumerate(self.tensors.frozen.tolist()) if frozen and not before[i]]
-        )
+        frozen = [i for i, each in enumerate(self.tensors.frozen.tolist()) if each]
+        self._owe_late()
+        self._owe_momentum([i for i in frozen if warmed_up and not before[i]])
+
+    def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
+        yield from ()
+        woken = [self._flat.names[i] for i in standing.shared["woken"]]
+
+        def finish() -> None:
+            self._owe_late()
+            # theirs is in momentum already, and ranks behind have handed over more of it
+            self.quantized.residuals.clear(woken)
+
+        return finish
+
+    def _owe_late(self) -> None:
+        """Residuals of gradients from ranks for which the warm-up ended a step later become those
+        of momentum; what is owed in momentum already stays as it is."""
+        if not self.frozen:
+            return
+        late = ResidualStore()
+        self.full.residuals.move_to(late)
+        _, frozen = self.tensors.part(self.numbers)
+        for i in frozen:
+            late.scale(self._flat.names[i], self._share(i), self.channel.rank)
+        self.quantized.residuals.merge(late)
 
     def _thaw_alone(self) -> None:
         """A state of several ranks goes on with one, which has nothing to compress: Adam from here

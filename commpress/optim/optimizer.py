@@ -41,6 +41,7 @@ from commpress.errors import (
     Mismatch,
     NonFiniteGradient,
     check_counts,
+    check_entries,
     refuse_model,
     refuse_unknown,
 )
@@ -825,7 +826,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def check_schedule(self, schedule: dict[str, Any]) -> None:
         """Raise ``StateMismatch`` unless it is a whole ``schedule_state`` of such parameters."""
-        checkpoint.check_entries(schedule, self.schedule_entries, "the schedule of the state")
+        check_entries(schedule, self.schedule_entries, "the schedule of the state")
         if "trips" in self.schedule_entries:
             count = len(self._flat.parameters)
             checkpoint.check_length(schedule["trips"], count, "counts of large gradients")

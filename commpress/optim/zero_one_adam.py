@@ -63,8 +63,9 @@ import torch
 from commpress.collectives.change import Change
 from commpress.collectives.handover import Standing
 from commpress.collectives.scalars import gathered
+from commpress.errors import check_entries
 from commpress.logs import warn_on_first
-from commpress.optim.checkpoint import check_entries, check_length
+from commpress.optim.checkpoint import check_length
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import RoundKind, decay_of, rate_of
 from commpress.optim.replicated import ReplicatedOptimizer

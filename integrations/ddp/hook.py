@@ -753,8 +753,11 @@ class CompressedState:
                 for key, kept in residuals.items()
                 if levels and key[0] not in states[0].get("bases", {})
             }
-            check_fit(rows, numels, levels.lengths(numels) if levels else None)
-            check_fit({key: kept for key, kept in residuals.items() if key not in rows}, numels)
+            check_fit(
+                rows, numels, levels.lengths(numels) if levels else None, size=self.channel.size
+            )
+            flat = {key: kept for key, kept in residuals.items() if key not in rows}
+            check_fit(flat, numels, size=self.channel.size)
         self.exchanges.load_choices(states[0])
         self.residuals.load(residuals)
         self.step = self._finished = step

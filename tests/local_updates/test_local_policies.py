@@ -207,20 +207,6 @@ def test_ranks_that_warm_up_from_different_weights_are_named():
         ranks.step(noise(3, 0))
 
 
-@pytest.mark.parametrize("at", [2, 5, 9])
-def test_it_resumes_in_a_warm_up(at):
-    options = {"exact_steps": 5, "every": 3, "codec": "int4", "min_numel": 0, "outer": Nesterov()}
-    one, two = (Warmed(2, inner=INNER["adamw"], **options) for _ in range(2))
-    for step in range(at):
-        one.step(noise(2, step))
-    two.go_on(*one.saved())
-    for step in range(at, 12):
-        one.step(noise(2, step))
-        two.step(noise(2, step))
-    assert equal(one.parameters, two.parameters)
-    assert one.local[0].digest() == two.local[1].digest()
-
-
 def test_a_whole_round_of_overlap_mixes_weights():
     for size in (1, 2):
         with pytest.raises(InvalidArgument, match=r"overlap is 'round', expected a whole number"):

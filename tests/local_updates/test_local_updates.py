@@ -10,7 +10,7 @@ import torch
 from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
 from commpress.optim.local_updates import LocalUpdates
-from commpress.optim.outer import Average, Gossip, Nesterov, SlowMo, SparseLoCo
+from commpress.optim.outer import Average, Nesterov, SlowMo
 from commpress.schedules import QSR, Seconds
 from local_twin import RATE, SHAPES, Ranks, drawn, dyadic, equal, flat, noise
 from ranks import nonsense
@@ -360,114 +360,6 @@ def test_a_rank_that_runs_out_of_data_goes_on_taking_part(overlap, codec):
     for step in range(6):  # and on
         ranks.step(noise(2, step))
     assert ranks.agree()
-
-
-RULES = {
-    "nesterov": (OUTER["nesterov"][0], "int4"),
-    "torch": (OUTER["torch"][0], "sign"),
-    "sparse": (SparseLoCo(), "topk-64+bits2"),
-    "gossip": (Gossip(), None),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("at", [3, 7, 8, 9])
-def test_resumes_in_every_bit_also_in_the_middle_of_an_overlap(rule, at):
-    outer, codec = RULES[rule]
-    options = {"overlap": 2, "alpha": 0.5, "fragments": 2, "every": 6, "min_numel": 0}
-    one, two = (
-        Ranks(3, codec=codec, outer=outer, inner=INNERS["adamw"], **options) for _ in range(2)
-    )
-    for step in range(16):
-        one.step(noise(3, step))
-        if step + 1 == at:
-            states, weights = one.saved()
-            assert (states[0]["flight"] is None) == (at == 8)
-    two.go_on(states, weights)
-    for step in range(at, 16):
-        two.step(noise(3, step))
-    assert equal(one.parameters, two.parameters)
-    assert [local.digest() for local in one.local] == [local.digest() for local in two.local]
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("codec", [None, "bits2"])
-def test_on_another_number_of_ranks_nothing_is_lost(size, codec):
-    """Θ, the outer momentum, the mean of what was trained and what compression owes go along."""
-    ranks = Ranks(
-        3, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0
-    )
-    for step in range(10):
-        ranks.step(noise(3, step))
-    owed = np.zeros_like(ranks.shared())
-    mean = np.mean([flat(mine) for mine in ranks.parameters], axis=0)
-    at = 0
-    for f in ranks.local[0].fragments:
-        starts = {span.name: at + span.source for span in f.spans}
-        for r, local in enumerate(ranks.local):
-            for (name, offset), sent, reduced in local.exchanges.residuals.places():
-                if name in starts:
-                    part = owed[starts[name] + offset :][: sent.numel()]
-                    part += sent.double().numpy() / 3
-                    mine = part[r * reduced.numel() :][: reduced.numel()]
-                    mine += reduced.double().numpy()[: mine.size]
-        at += f.work.numel()
-    states = simulate([local.saving_elastically() for local in ranks.local])
-    other = Ranks(
-        size, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0
-    )
-    for local in other.local:
-        local.load_state_dict(*states)
-    assert other.agree()
-    assert other.local[0].digest() == ranks.local[0].digest()
-    for mine in other.parameters:
-        np.testing.assert_allclose(flat(mine), mean - owed, atol=1e-5)
-    for step in range(6):
-        other.step(noise(size, step))
-    assert other.agree()
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_the_end_of_a_round_fits_another_number_of_ranks(size, caplog):
-    """All ranks' own states: the shared weights, the outer momentum, and what compression owes,
-    conserved."""
-    options = {
-        "codec": "bits2",
-        "outer": Nesterov(),
-        "every": 4,
-        "min_numel": 0,
-        "feedback_decay": 1.0,
-    }
-    ranks, other, alone = Ranks(3, **options), Ranks(size, **options), Ranks(size, **options)
-    for step in range(6):
-        ranks.step(noise(3, step))
-    middle = simulate([local.saving() for local in ranks.local])
-    with pytest.raises(StateMismatch, match="in the middle of a round"):
-        other.local[0].load_state_dict(*(middle if size != 2 else middle[2:]))
-    ranks.drain()
-    states = simulate([local.saving() for local in ranks.local])
-    for mine, twin in ((other, states), (alone, states[2:])):
-        for local, parameters in zip(mine.local, mine.parameters, strict=True):
-            for p, shared in zip(parameters, ranks.parameters[0], strict=True):
-                p.data.copy_(shared)
-            local.load_state_dict(*twin)
-    assert other.local[0].digest() == ranks.local[0].digest() == alone.local[0].digest()
-    assert "starts from zero" in caplog.text
-
-    def owed(ranks):
-        every = [local.exchanges.residuals.places() for local in ranks.local]
-        sent, reduced = (
-            sum(float(place[i].double().sum()) for places in every for place in places)
-            for i in (1, 2)
-        )
-        return sent / len(every) + reduced
-
-    assert owed(other) == pytest.approx(owed(ranks), rel=1e-4)
-    for step in range(5):
-        other.step(noise(size, step))
-        alone.step(noise(size, step))
-    assert other.agree()
-    assert alone.agree()
 
 
 @pytest.mark.parametrize(

@@ -212,38 +212,6 @@ def test_an_open_window_ends_and_all_begin_with_exact_steps(kind, size):
     assert all(1e-3 < m < 14 * 1e-2 for m in moved), moved
 
 
-@pytest.mark.parametrize("at", [0, 9])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_one_that_grew_goes_on(kind, at, tmp_path):
-    """In every bit, in one that had both groups from the beginning and in one that grew too; ``at``
-    steps after it grew."""
-    group = replicas(kind, 2)
-    run(group, range(10))
-    join(group)
-    run(group, range(10, 10 + at))
-    for other in (replicas(kind, 2, late=False), replicas(kind, 2)):
-        if len(other.optimizers[0].param_groups) == 1:
-            join(other)
-        go_on(group, other, [o.state_dict() for o in group.optimizers], tmp_path)
-        again = [copy.deepcopy(o.state_dict()) for o in group.optimizers]
-        run(other, range(10 + at, 16 + at))
-        weights = [[p.detach().clone() for p in mine] for mine in group.parameters]
-        run(group, range(10 + at, 16 + at))
-        assert same(group, other)
-        for o, state in zip(group.optimizers, again, strict=True):
-            o.load_state_dict(state)
-        for mine, theirs in zip(group.parameters, weights, strict=True):
-            fill(mine, theirs)
-
-
-def go_on(group, other, states, folder):
-    for mine, theirs in zip(other.parameters, group.parameters, strict=True):
-        fill(mine, theirs)
-    for rank, (o, state) in enumerate(zip(other.optimizers, states, strict=True)):
-        torch.save(state, folder / f"{rank}.pt")
-        o.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_add_other_groups_are_named(kind):
     for order in ((2, 3), (3, 2, 4)):

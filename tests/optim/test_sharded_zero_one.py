@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commpress.optim import ShardedZeroOneAdam, ZeroOneAdam
-from optim_twin import SHAPES, Replicas, flat, mean, noise, reload, start
+from optim_twin import SHAPES, Replicas, flat, mean, noise, start
 from test_sharded_adam import agree, steady, together
 from test_zero_one_adam import Early, Fixed, sends_in_every_fourth_step
 
@@ -173,20 +173,3 @@ def test_bad_gradients_are_left_out():
         group.optimizers[1].counters.ignored_gradients + group.optimizers[1].counters.skipped_steps
         == 3
     )
-
-
-@pytest.mark.parametrize("at", [4, 6, 13])
-def test_on_other_ranks_what_waits_in_a_window_keeps_its_mean(at, tmp_path):
-    group, other = (replicas(n, variance_updates=1) for n in (3, 2))
-    for step in range(at):
-        group.step(noise(3, step))
-    reload(group, other, tmp_path)
-    for name in ("innovation", "pending"):
-        means = [
-            np.mean([getattr(o, name).numpy() for o in g.optimizers], axis=0)
-            for g in (group, other)
-        ]
-        np.testing.assert_allclose(*means, atol=1e-7)
-    for step in range(at, at + 8):
-        assert all(other.step(noise(2, step)))
-        assert agree(other)

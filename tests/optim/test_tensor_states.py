@@ -21,8 +21,7 @@ from commpress.optim import (
     tensor_states,
     windows,
 )
-from optim_twin import Replicas, equal, flat, mean, noise, owed, reload, start, state_of
-from variants import few
+from optim_twin import Replicas, equal, flat, mean, noise, owed, start
 
 LR, WARMUP, LATE = 1e-3, 20, 40
 SHAPES = ((32, 64), (24, 64), (600,), (48, 48))
@@ -383,26 +382,6 @@ def test_a_state_that_adamw_moved_on_is_taken_as_adams():
     assert not back.tensors.frozen.any()
     assert back.tensors.variance_steps.tolist() == [160] * 4
     assert back.frozen_at is None
-
-
-@pytest.mark.parametrize(
-    ("name", "at"),
-    few(["adam", "lamb", "lamb, frozen rates", "zero-one"], [LATE - 3, LATE + 2, LATE + 9]),
-    ids=str,
-)
-def test_resuming_frozen_and_thawed_tensors_continues_in_every_bit(name, at, tmp_path):
-    """Before anything wakes up, while trips are being counted, and after the thaw."""
-    group, other = (Replicas(MAKERS[name], 2, SHAPES) for _ in range(2))
-    for step in range(at):
-        group.step(grown(step, only=0))
-    reload(group, other, tmp_path)
-    for step in range(at, LATE + 14):
-        group.step(grown(step, only=0))
-        other.step(grown(step, only=0))
-        assert equal(state_of(group), state_of(other)), f"step {step}"
-    assert (
-        group.optimizers[0].counters.woken_tensors + other.optimizers[0].counters.woken_tensors >= 1
-    )
 
 
 def loud(step):

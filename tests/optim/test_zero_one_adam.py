@@ -184,36 +184,6 @@ def test_one_rank_goes_on_where_the_parameters_stand_once_what_was_owed_is_paid(
     np.testing.assert_array_equal(flat(other.parameters[0]), after)
 
 
-@pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("at", [8, 9, 11])
-def test_elastic_states_keep_a_window_and_what_is_owed(size, at):
-    """Anchor and schedule go on; the mean displacement plus what is owed is what it was."""
-    group = replicas(3, weight_decay=DECAY, sync=Fixed(4))
-    for step in range(at):
-        group.step(noise(3, step))
-    other = replicas(size, weight_decay=DECAY, sync=Fixed(4))
-    parts = group.elastic()
-    for o in other.optimizers:
-        o.load_state_dict(*parts)
-
-    def pending(replicas):
-        held = replicas.optimizers[0].held
-        us = (
-            [flat(o.flat.views(o.accumulated)) for o in replicas.optimizers]
-            if held
-            else [np.zeros(1)]
-        )
-        return np.mean(us, axis=0) / replicas.divisor() + replicas.owed()
-
-    np.testing.assert_allclose(pending(other), pending(group), atol=1e-7)
-    assert [o.held for o in other.optimizers] == [at % 4] * size
-    if at % 4:
-        assert torch.equal(other.optimizers[0].anchor, group.optimizers[0].anchor)
-    for step in range(at, 16):
-        assert all(other.step(noise(size, step)))
-    assert other.agree()
-
-
 @pytest.mark.parametrize("sync", ["qsr", "rate", "every", 4])
 def test_a_constant_rate_is_said_to_allow_no_local_step(sync, caplog):
     """Once, at the first step that could be local; a number of steps takes them."""

@@ -3,7 +3,6 @@ the simulation."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -138,21 +137,6 @@ def telescoped(group: Replicas, steps: range, beta1: float) -> Iterator[np.ndarr
 def fill(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for p, value in zip(parameters, values, strict=True):
         p.data.copy_(value)
-
-
-def reload(group: Replicas, other: Replicas, folder: Path) -> None:
-    """Rank 0's parameters and the state go over to ``other``: a file for each rank, or elastic ones
-    for another number."""
-    for mine in other.parameters:
-        fill(mine, group.parameters[0])
-    if group.size != other.size:
-        elastic = group.elastic()
-        for o in other.optimizers:
-            o.load_state_dict(*elastic)
-        return
-    for rank, (o, q) in enumerate(zip(group.optimizers, other.optimizers, strict=True)):
-        torch.save(o.state_dict(), folder / f"{rank}.pt")
-        q.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
 
 
 def flat(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
