@@ -43,7 +43,7 @@ from commpress.weights import Publisher, Receiver, WeightServer, pull
 
 READERS, PORT, COPY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
 LENGTH, LOOK = 32, 0.01
-SETTLE = 10  # steps before the first version: Adam's moments begin at zero
+SETTLE = 4  # steps before the first version: Adam's moments begin at zero
 SOONER, INSTALL, STEP = 40.0, 1.2, 1.05  # bars of --check
 DENSE = "dense.bin"
 
