@@ -43,7 +43,7 @@ from commpress.weights import Publisher, Receiver, WeightServer, pull
 
 READERS, PORT, COPY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
 LENGTH, LOOK = 32, 0.01
-SETTLE = 10  # steps before the first version: Adam's moments begin at zero
+SETTLE = 4  # steps before the first version: Adam's moments begin at zero
 SOONER, INSTALL, STEP = 40.0, 1.2, 1.05  # bars of --check
 DENSE = "dense.bin"
 
@@ -107,8 +107,18 @@ def run(options: argparse.Namespace) -> int:
         Hosts(1 + READERS, delay=delay) as hosts,
     ):
         hosts.shape(0, rate, delay)
-        given = {n: getattr(options, n) for n in ("width", "layers", "lr", "steps", "rounds")}
-        setting = Setting(folder, *hosts.addresses[:2], **given, turns=options.turns)
+        server, copy = hosts.addresses[:2]
+        setting = Setting(
+            folder,
+            server,
+            copy,
+            options.width,
+            options.layers,
+            options.lr,
+            options.steps,
+            options.rounds,
+            options.turns,
+        )
         measured = _measure(hosts, setting)
     print(harness.table([cells(measured)]))
     return harness.deliver(options, [measured], judge=judge)

@@ -168,8 +168,8 @@ def exact_all_to_all(
     codes = [b"" if r == rank else encode(each.reshape(-1)) for r, each in enumerate(blocks)]
     lengths = torch.tensor([*map(len, codes)])
     told = torch.zeros_like(lengths)
-    how: AllToAllCall = {"transport": transport, "way": call.get("way")}
-    yield from all_to_all(told, lengths, **how, sequence=sequence)
+    how: AllToAllCall = {"transport": transport, "way": call.get("way"), "sequence": sequence}
+    yield from all_to_all(told, lengths, **how)
     for r, (length, answer) in enumerate(zip(told.tolist(), answers, strict=True)):
         if not 0 <= length <= longest_code(answer.numel(), out.dtype):
             raise Mismatch(
@@ -180,8 +180,8 @@ def exact_all_to_all(
             )
     inbox = torch.empty(int(told.sum()), dtype=torch.uint8)
     outbox = torch.from_numpy(np.concatenate([np.frombuffer(code, np.uint8) for code in codes]))
-    how |= {"out_splits": told.tolist(), "in_splits": lengths.tolist()}
-    yield from all_to_all(inbox, outbox, **how, sequence=sequence + 1)
+    how |= {"out_splits": told.tolist(), "in_splits": lengths.tolist(), "sequence": sequence + 1}
+    yield from all_to_all(inbox, outbox, **how)
     for r, code in enumerate(inbox.split(told.tolist())):
         if r != rank:
             decode(code.numpy(), answers[r].reshape(-1))

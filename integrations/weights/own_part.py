@@ -33,7 +33,7 @@ class _Block(NamedTuple):
     """A block of the part; ``copy``, the numbers of the last version, is empty if a store has
     it."""
 
-    index: int
+    place: int  # among the part's blocks
     stream: int
     number: int
     runs: list[BlockRun]
@@ -68,11 +68,11 @@ class OwnPart:
             for b, runs in enumerate(stream.blocks()):
                 numel = runs[-1].at + runs[-1].last - runs[-1].first
                 copy = np.zeros(numel * numbers.words, numbers.unsigned)
-                index = len(self._blocks)
+                place = len(self._blocks)
                 if store is not None:
-                    store.put(self._name(index), torch.from_numpy(copy.view(np.uint8)))
+                    store.put(self._name(place), torch.from_numpy(copy.view(np.uint8)))
                     copy = copy[:0].copy()
-                self._blocks.append(_Block(index, s, b, runs, copy))
+                self._blocks.append(_Block(place, s, b, runs, copy))
         self._pool = ThreadPoolExecutor(torch.get_num_threads(), "commpress-scan")
         self._scratch = threading.local()
 
@@ -80,19 +80,19 @@ class OwnPart:
         self._pool.shutdown()
         if self._store is not None:
             for block in self._blocks:
-                self._store.delete(self._name(block.index))
+                self._store.delete(self._name(block.place))
 
-    def _name(self, index: int) -> str:
-        return f"{self._prefix}{index}"
+    def _name(self, place: int) -> str:
+        return f"{self._prefix}{place}"
 
     @contextmanager
     def _copy(self, block: _Block, *, write: bool) -> Iterator[np.ndarray]:
         if self._store is None:
             yield block.copy
             return
-        if (ahead := block.index + AHEAD) < len(self._blocks):
+        if (ahead := block.place + AHEAD) < len(self._blocks):
             self._store.prefetch(self._name(ahead))
-        with self._store.borrow(self._name(block.index), write=write) as held:
+        with self._store.borrow(self._name(block.place), write=write) as held:
             yield held.numpy().view(self._numbers(block).unsigned)
 
     def by_stream(self, values: Sequence[int]) -> list[np.ndarray]:
