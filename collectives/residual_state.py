@@ -185,8 +185,8 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
             "elastic_state_dict()"
         )
     for state in states:
-        parts = {_key(k): (v["sent"], v["reduced"]) for k, v in state["residuals"].items()}
-        check_widths(parts, state["size"])
+        pairs = {_key(k): (v["sent"], v["reduced"]) for k, v in state["residuals"].items()}
+        check_widths(pairs, state["size"])
     states = _whole(states, "residuals")
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["residuals"]:

@@ -601,7 +601,7 @@ MUTANTS = [
         "commpress/optim/replicated.py",
         "            if standing.behind:\n",
         "            if False:\n",
-        "tests/state/test_laws.py -k loud",
+        "tests/state/test_laws.py -k before_it_or_after_it",
     ),
     Mutant(
         "residuals of gradients stay what they are when a warm-up ended elsewhere",
