@@ -100,10 +100,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hooks", nargs="+", default=[], metavar="NAME", help="of gradients (default none)"
     )
-    parser.add_argument("--alpha", nargs="+", type=float, default=[None], metavar="X")
-    parser.add_argument("--momentum", nargs="+", type=float, default=[0.0], metavar="X")
-    parser.add_argument("--outer", nargs="+", type=float, default=[1.0], metavar="LR")
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), metavar="LR")
+    for name, default, says in (
+        ("--alpha", [None], "kept of a rank's own weights by hidden rounds (default as in a run)"),
+        ("--momentum", [0.0], "of the outer step of hidden rounds (default 0)"),
+        ("--outer", [1.0], "learning rate of the outer step of hidden rounds (default 1)"),
+        ("--rates", list(RATES), f"inner learning rates (default {' '.join(map(str, RATES))})"),
+    ):
+        parser.add_argument(
+            name, nargs="+", type=float, default=default, metavar="X", help=f"tried: {says}"
+        )
     parser.add_argument(
         "--codecs",
         nargs="+",
