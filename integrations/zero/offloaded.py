@@ -342,8 +342,8 @@ class Offloaded(Wrapper):
             self._versions = self._now()
 
     def _handed(self) -> list[Idle[None]]:
-        """How far this thread's streams have come with gradients and values, for another thread's
-        to wait for."""
+        """Mark how far this thread's streams have come with gradients and values, for another
+        thread's to wait for."""
         devices = {parameter.device for parameter in self._index}
         return [Idle(None, device) for device in devices]
 

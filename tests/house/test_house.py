@@ -27,7 +27,8 @@ ROOMS = (
 )
 # files of one noun in two rooms: the same functions with the same arguments, for another device
 TWINS = {
-    "adam.py": {"kernels", "kernels/cpu"},  # torch's operations, and loops of our own
+    # torch's operations, loops of our own, and launches
+    "adam.py": {"kernels", "kernels/cpu", "kernels/cuda"},
     "lamb.py": {"kernels", "kernels/cpu"},
     "low_rank.py": {"kernels", "kernels/cpu"},
     "row_codec.py": {"kernels/cpu", "kernels/cuda"},

@@ -211,7 +211,7 @@ def test_who_is_new_trains_with_the_others(name, at):
 
 @pytest.mark.parametrize(("name", "at"), JOIN)
 def test_who_says_so_before_it_leaves_takes_nothing_along(name, at):
-    """What is left is what a checkpoint carries to as many ranks."""
+    """All that is left is what a checkpoint carries to as many ranks."""
     kind = KINDS[name]
     one, two, wanted = trained(kind, at, 4), trained(kind, at, 4), kind.world(3, at)
     two.end()

@@ -42,7 +42,7 @@ def stored(state: Any) -> Any:
 
 
 def apart(one: Any, two: Any, *, absent: bool = False) -> str:
-    """Where two states differ in a bit; "" if nowhere. ``absent``: what one of both lacks is zero
+    """The place where two states differ in a bit; "" if nowhere. ``absent``: what one of both lacks is zero
     in the other."""
     if isinstance(one, torch.Tensor):
         alike = one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)
@@ -111,7 +111,7 @@ class Rank:
     # ---- a step
 
     def begin(self, number: int, rank: int) -> None:
-        """What a step does before its first message."""
+        """Begin a step, up to its first message."""
         self.grow_at(number)
         for p, g in zip(self.weights, self.gradients(number, rank), strict=True):
             p.grad = g
@@ -151,15 +151,15 @@ class Rank:
         return dict(state["residuals"])
 
     def means(self) -> Mapping[str, torch.Tensor]:
-        """What differs between ranks and counts by its mean."""
+        """State that differs between ranks and counts by its mean."""
         return {}
 
     def rows(self) -> Mapping[str, torch.Tensor]:
-        """What ranks hold a part of each, with zeros elsewhere."""
+        """State of which ranks hold a part each, with zeros elsewhere."""
         return {}
 
     def alike(self) -> Mapping[str, Any]:
-        """What is equal on all ranks, and stays so on others."""
+        """State that is equal on all ranks, and stays so on others."""
         return {}
 
     def count(self) -> int:
@@ -278,7 +278,7 @@ class World:
         return found
 
     def alike(self) -> dict[str, Any]:
-        """What all have alike, and what is divided among them, put together."""
+        """State that all have alike, and that which is divided among them, put together."""
         found = dict(self.ranks[0].alike())
         for rank in self.ranks[1:]:
             assert not apart(dict(rank.alike()), dict(self.ranks[0].alike()))
@@ -377,7 +377,7 @@ class World:
 
 
 class Mean(Rank):
-    """What every object that averages is made of: exchanges, and residuals that are handed over."""
+    """The parts of every object that averages: exchanges, and residuals that are handed over."""
 
     spans = (Span("a", 0, 520), Span("b", 520, 300), Span("c", 820, 7))
 
@@ -588,7 +588,7 @@ def optimizer(
 
 
 class Local(Rank):
-    """What ranks have together is the mean of their weights less what they owe."""
+    """The ranks have together the mean of their weights less what they owe."""
 
     loads, sign, heals = ("own", "all"), -1, False
 
