@@ -269,7 +269,7 @@ def _shared_of(local: "LocalUpdates", states: list[dict[str, Any]]) -> dict[str,
 
 
 def _check_shared(local: "LocalUpdates", shared: dict[str, Any]) -> None:
-    """Raise ``StateMismatch`` unless what ranks hold alike is whole, and of fragments like these."""
+    """Raise ``StateMismatch`` unless what ranks share is whole, and of fragments like these."""
     check_entries(shared, SHARED, "the state that ranks share")
     Facts.of(shared["facts"])
     every = zip(local.fragments, shared["weights"], shared["outer"], strict=True)

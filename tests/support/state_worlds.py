@@ -42,8 +42,8 @@ def stored(state: Any) -> Any:
 
 
 def apart(one: Any, two: Any, *, absent: bool = False) -> str:
-    """The place where two states differ in a bit; "" if nowhere. ``absent``: what one of both lacks is zero
-    in the other."""
+    """The place where two states differ in a bit; "" if nowhere. ``absent``: what one of both
+    lacks is zero in the other."""
     if isinstance(one, torch.Tensor):
         alike = one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)
         return "" if alike else f": {one.dtype}{list(one.shape)} and {two.dtype}{list(two.shape)}"
