@@ -101,8 +101,8 @@ class SglangFolder:
                 codes[name] = torch.frombuffer(bytearray(code), dtype=torch.uint8)
                 checksums[name] = f"{zlib.adler32(now.numpy().data):08x}"
         with Writer(place / DELTA, codes, checksums) as file:
-            for name, code in codes.items():
-                file.write(name, code)
+            for name, packed in codes.items():
+                file.write(name, packed)
         metadata = {
             "version": f"{version:06d}",
             "base_version": f"{version - 1:06d}",
