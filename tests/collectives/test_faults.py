@@ -316,8 +316,8 @@ def test_rubbish_is_named_by_every_rank(pool, after, fault, says):
     errors = [error for (error,) in pool.run(send_rubbish, after, fault, size=3)]
     for error in errors:
         assert told in str(error)
-        if type(error) is Corrupted:
-            assert error.ranks == (1,)
+        if type(error) is Corrupted:  # what comes from who gave up is none, either
+            assert 1 in error.ranks
         else:  # another rank saw it sooner, and said why it gave up
             assert type(error) is PeerFailure
             assert "gave up" in str(error)
