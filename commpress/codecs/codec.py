@@ -1,6 +1,7 @@
 """Codecs: a meaning of bytes, named by a kernel kind and a block size."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import NoReturn, Protocol
 
 
 class Codec(Protocol):
@@ -32,3 +33,27 @@ class Codec(Protocol):
 
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of ``width`` elements (a multiple of 8)."""
+
+
+class NoRows(ABC):
+    """A codec without rows of a size known in advance: whoever asks for them is told where it goes
+    (``refuse``)."""
+
+    @property
+    def back(self) -> Codec:
+        self.refuse()
+
+    @property
+    def kind(self) -> int:
+        self.refuse()
+
+    @property
+    def block(self) -> int:
+        self.refuse()
+
+    def row_bytes(self, width: int) -> int:
+        self.refuse()
+
+    @abstractmethod
+    def refuse(self) -> NoReturn:
+        """Raise ``InvalidArgument`` with the calls that take it."""

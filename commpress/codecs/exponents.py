@@ -4,32 +4,18 @@ has them."""
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
+from commpress.codecs.codec import NoRows
 from commpress.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
-class ExponentCodec:
+class ExponentCodec(NoRows):
     """Gives every bit back. Its rows have no size known in advance: only exchanges that hand
     tensors on, and add nothing up, take it."""
 
     spec: ClassVar[str] = "exact"
     lossless: ClassVar[bool] = True
     feedback: ClassVar[bool] = False
-
-    @property
-    def back(self) -> NoReturn:
-        self.refuse()
-
-    @property
-    def kind(self) -> int:
-        self.refuse()
-
-    @property
-    def block(self) -> int:
-        self.refuse()
-
-    def row_bytes(self, width: int) -> int:
-        self.refuse()
 
     def refuse(self) -> NoReturn:
         raise InvalidArgument(

@@ -1,16 +1,16 @@
 """Codecs of whole tensors: PowerSGD, which ``collectives.powersgd`` sends."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
-from commpress.codecs.codec import Codec
+from commpress.codecs.codec import NoRows
 from commpress.errors import InvalidArgument
 
 
-class WholeTensorCodec(ABC):
+class WholeTensorCodec(NoRows):
     """A codec of tensors, with their shapes: exchanges of whole tensors take it, calls that see
     flat rows refuse it."""
 
@@ -27,21 +27,6 @@ class WholeTensorCodec(ABC):
     def bits(self, shape: Sequence[int], ranks: int) -> float:
         """Bits of each element of a tensor that it takes, the mean of the way there and the way
         back."""
-
-    @property
-    def back(self) -> Codec:
-        self.refuse()
-
-    @property
-    def kind(self) -> int:
-        self.refuse()
-
-    @property
-    def block(self) -> int:
-        self.refuse()
-
-    def row_bytes(self, width: int) -> int:
-        self.refuse()
 
     def refuse(self) -> NoReturn:
         raise InvalidArgument(

@@ -243,7 +243,7 @@ class GroupReducer:
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], FutureWork]:
-        """As ``steps``, of a tensor that becomes the root's."""
+        """Begin to make ``tensor`` the root's; see ``steps``."""
         kind, sequence, given = self._kind(tensor.device), self._sequence, tensor.detach()
         self._sequence += broadcast_sequences(tensor.numel(), self.size, tensor.dtype)
 

@@ -18,7 +18,7 @@ CODECS = [SignCodec(block=0), "sign", "int4", "topk-16", "powersgd-2"]
 
 
 def owed(found):
-    """Of all tensors side by side."""
+    """Residuals of all tensors side by side."""
     whole = [torch.nn.functional.pad(found.get(n, torch.zeros(0)), (0, NUMELS[n])) for n in NUMELS]
     return torch.cat([each[: NUMELS[n]].double() for n, each in zip(NUMELS, whole, strict=True)])
 
@@ -80,7 +80,7 @@ def test_a_thousand_changes_at_up_to_32_ranks(seed):
 
 
 def share(rank):
-    """Of one rank, by the cut that it has."""
+    """One rank's share of the residuals, by the cut that it has."""
     found, cut = {}, rank.handover
     for place, kept in rank.residuals(rank.state_dict()).items():
         part = kept["sent"].double().clone()

@@ -201,7 +201,7 @@ def greeted_in_half_of_the_blocks(folder, width):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1024, 8192])
 def test_greetings_alone_slow_no_step(mortal, tmp_path, width):
-    """By 2 % at most: the door takes less than 2 ms for each of ten greetings a second. The time of
+    """The door takes less than 2 ms for each of ten greetings a second, 2 % at most. The time of
     all threads is printed, as the median of pairs of blocks with greetings and without, every other
     pair turned round: a machine that others use adds more to it than greetings do."""
     (blocks, reforms), _, greeted = mortal.run(

@@ -139,7 +139,7 @@ def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes
 def test_the_passes_of_cuda_are_those_of_the_processor(
     compiled, monkeypatch, shim, passes, reverse
 ):
-    """In every bit, but where the processor's are torch's operations; in one launch each."""
+    """Every bit is equal, but where the processor's are torch's operations; each is one launch."""
     launches = []
 
     def execute(launch):
@@ -248,7 +248,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [commpress.OneBitAdam, commpress.ZeroOneAdam])
 def test_a_compressed_step_takes_as_many_operations_for_many_tensors_as_for_few(compiled, kind):
-    """On a device each would be a launch: a loop over tensors shows here."""
+    """Each would be a launch on a device: a loop over tensors shows here."""
     counts = []
     for tensors in (4, 40):
         ranks = []

@@ -35,7 +35,7 @@ each = pytest.mark.parametrize(("name", "at"), CASES)
 
 @each
 def test_resumes_in_every_bit(name, at):
-    """By objects that went astray before."""
+    """The object that loads went astray before."""
     kind = KINDS[name]
     for how in kind.of.loads:
         one, two = trained(kind, at), kind.world(3, at)

@@ -147,7 +147,7 @@ class Rank:
         return state
 
     def residuals(self, state: Any) -> dict[str, Any]:
-        """Of an exact state."""
+        """Residuals in an exact state."""
         return dict(state["residuals"])
 
     def means(self) -> Mapping[str, torch.Tensor]:
@@ -507,7 +507,7 @@ class Optimizer(Rank):
 
 
 class Loud(Optimizer):
-    """From step 6 on gradients of the second tensor are far beyond its variance, and it wakes up in
+    """Gradients of the second tensor are far beyond its variance from step 6 on: it wakes up in
     step 9."""
 
     def gradients(self, number: int, rank: int) -> list[torch.Tensor]:
