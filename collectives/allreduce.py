@@ -38,7 +38,7 @@ from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import own_row
 from commpress.timeline import Timeline
-from commpress.work import Idle, Steps, Work, overlapped
+from commpress.work import Handed, Steps, Work, overlapped
 
 WIRE = {ALL_TO_ALL: "wire: all-to-all", ALL_GATHER: "wire: all-gather"}
 # messages of one bucket under way at once: one on the wire while another is encoded or decoded
@@ -52,7 +52,7 @@ class Workspace:
     Rows and residuals are for one thread at a time. Any thread may ``borrow`` and ``give_back`` a
     buffer of its very length, or be lent the beginning of one as long as the longest (``lend``,
     ``take_back``; with ``pooled`` rows too). What comes back may still be written by the stream of
-    whoever gave it: whoever gets it next has its own stream wait for that (``Idle``).
+    whoever gave it: whoever gets it next has its own stream wait for that (``Handed``).
     """
 
     checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
@@ -62,13 +62,13 @@ class Workspace:
     # rows too are lent from flat buffers: of many lengths there are then few, each as long as the
     # longest
     pooled: bool = False
-    _free: dict[tuple[object, ...], list[Idle[Any]]] = field(
+    _free: dict[tuple[object, ...], list[Handed[Any]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     # by identity
     _proposed: dict[int, tuple[Message, ErrorFeedback, ErrorFeedback]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of what is lent
-    _idle: dict[tuple[torch.dtype, torch.device], list[Idle[torch.Tensor]]] = field(
+    _idle: dict[tuple[torch.dtype, torch.device], list[Handed[torch.Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     _lent: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
@@ -108,8 +108,8 @@ class Workspace:
 
     def give_back(self, *buffers: torch.Tensor) -> None:
         for buffer in buffers:
-            idle = Idle(buffer, buffer.device)
-            self._free[buffer.numel(), buffer.dtype, buffer.device].append(idle)
+            back = Handed(buffer, buffer.device)
+            self._free[buffer.numel(), buffer.dtype, buffer.device].append(back)
 
     def residual(
         self, message: Message, device: torch.device, like: ErrorFeedback | None = None
@@ -158,13 +158,13 @@ class Workspace:
         if self.pooled:
             return self.take_back(*lent)
         for rows in lent:
-            idle = Idle(rows, rows.device)
-            self._free[rows.shape[0], rows.shape[1], rows.device].append(idle)
+            back = Handed(rows, rows.device)
+            self._free[rows.shape[0], rows.shape[1], rows.device].append(back)
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
         self._proposed.pop(id(residual), None)
-        idle = Idle(residual, residual.device)
-        self._free[message.pieces.residual_layout, residual.device, residual.layout].append(idle)
+        back = Handed(residual, residual.device)
+        self._free[message.pieces.residual_layout, residual.device, residual.layout].append(back)
 
     def forget(self, message: Message) -> None:
         """Let go of what was kept for a message that will not come again."""
@@ -193,7 +193,7 @@ class Workspace:
         with self._lock:
             for buffer in buffers:
                 flat = self._lent.pop(buffer.data_ptr())
-                self._idle[flat.dtype, flat.device].append(Idle(flat, flat.device))
+                self._idle[flat.dtype, flat.device].append(Handed(flat, flat.device))
 
     @property
     def lent_bytes(self) -> int:

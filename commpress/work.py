@@ -118,10 +118,11 @@ def stream_of(device: torch.device) -> "torch.cuda.Stream | None":
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-class Idle(Generic[T]):
-    """Memory that was given back, and how far the stream of whoever gave it had come with it.
+class Handed(Generic[T]):
+    """Something that one thread hands to another, and how far the giver's stream has come with it.
 
-    A worker gives back what its side stream will still write; the host does not wait for that.
+    A worker gives a buffer back that its side stream will still write; the host does not wait for
+    that. Who takes it has its own stream wait.
     """
 
     def __init__(self, what: T, device: torch.device) -> None:
@@ -130,13 +131,13 @@ class Idle(Generic[T]):
         self._event = None if stream is None else stream.record_event()
 
     def reclaim(self) -> T:
-        """The memory, which the host may write: it waits."""
+        """Take it for the host, which waits for the giver's stream."""
         if self._event is not None:
             self._event.synchronize()
         return self.what
 
     def take(self) -> T:
-        """The memory, which this thread's stream may write from here on."""
+        """Take it for this thread's stream, which waits for the giver's."""
         stream = stream_of(self._device)
         if stream is not None and self._event is not None:
             stream.wait_event(self._event)

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import torch
 
-from commpress.work import Idle
+from commpress.work import Handed
 
 
 class Scratch:
@@ -16,7 +16,7 @@ class Scratch:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned and torch.cuda.is_available()
-        self._free: dict[torch.device, list[Idle[torch.Tensor]]] = {}
+        self._free: dict[torch.device, list[Handed[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
@@ -43,5 +43,5 @@ class Scratch:
             whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
             with self._lock:
                 free = self._free.setdefault(buffer.device, [])
-                free.append(Idle(whole, used_by or whole.device))
+                free.append(Handed(whole, used_by or whole.device))
                 free.sort(key=lambda each: each.what.numel())

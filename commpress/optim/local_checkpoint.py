@@ -290,7 +290,13 @@ def _check_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
     local.exchanges.check_choices(state["choices"])
     if (flight := state["flight"]) is not None:
         check_entries(flight, FLIGHT, "the exchange under way")
-        wanted = local.fragments[int(flight["fragment"])].numel
+        number = int(flight["fragment"])
+        if not 0 <= number < len(local.fragments):
+            raise StateMismatch(
+                f"the exchange under way is of fragment {number}, expected one below "
+                f"{len(local.fragments)}: load the state of this model"
+            )
+        wanted = local.fragments[number].numel
         if flight["mean"].numel() != wanted:
             raise StateMismatch(
                 f"the 'mean' under way has {flight['mean'].numel()} elements, expected {wanted}: "

@@ -53,7 +53,7 @@ from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
 from commpress.torch_private import untraced
-from commpress.work import Idle
+from commpress.work import Handed
 
 FORMAT = 1.0
 AHEAD = 2  # chunks that are read while one is updated
@@ -165,7 +165,7 @@ class Offloaded(Wrapper):
                 "compute with meanwhile: expected 'parameters' or 'store'"
             )
         self._beside = ThreadPoolExecutor(1, "offloaded") if self.delayed else None
-        self._pending: Future[list[Idle[None]]] | None = None
+        self._pending: Future[list[Handed[None]]] | None = None
         self._next: dict[int, torch.Tensor] = {}  # new values that parameters do not have yet
         self._streams = gradients == "store" or self.streamed is not None
         self._versions: dict[int, int] = {}
@@ -341,15 +341,15 @@ class Offloaded(Wrapper):
                 parameter.copy_(self._next[index])
             self._versions = self._now()
 
-    def _handed(self) -> list[Idle[None]]:
+    def _handed(self) -> list[Handed[None]]:
         """Mark how far this thread's streams have come with gradients and values, for another
         thread's to wait for."""
         devices = {parameter.device for parameter in self._index}
-        return [Idle(None, device) for device in devices]
+        return [Handed(None, device) for device in devices]
 
     def _step_beside(
-        self, factor: torch.Tensor | None, given: list[Idle[None]]
-    ) -> list[Idle[None]]:
+        self, factor: torch.Tensor | None, given: list[Handed[None]]
+    ) -> list[Handed[None]]:
         """A step in a thread of its own, behind what ``given`` tells of; returns how far its own
         streams have come."""
         for each in given:
