@@ -6,7 +6,7 @@ state's worker and gives DDP a future. Backward goes on meanwhile.
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,17 +31,8 @@ from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.measured_links import Links
-from commpress.collectives.residual_state import (
-    Residuals,
-    check_fit,
-    elastic_of,
-    elastic_state,
-    exact_state,
-    flat_parts,
-    residuals_of,
-    spread,
-)
 from commpress.collectives.round import Round, check_on_nonfinite
+from commpress.collectives.state import Stateful
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import can_reform, on_reform
 from commpress.errors import (
@@ -51,7 +42,7 @@ from commpress.errors import (
     check_counts,
     refuse_unknown,
 )
-from commpress.feedback import Key, ResidualStore, check_feedback
+from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.observe.counters import Counters, relative_errors
@@ -183,7 +174,7 @@ def compressed_allreduce_hook(
     return state.reduce(bucket)
 
 
-class CompressedState:
+class CompressedState(Stateful):
     """State of the hook between calls: residuals, counters, a worker and a process group.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other
@@ -302,7 +293,6 @@ class CompressedState:
         self._owing = False
         self._backward: Backward | None = None
         self.handover = Handover(self.channel)
-        self._finished = 0  # steps of which all is over
         self._told = False  # what was compressed
         on_reform(process_group, self)
         if self.channel.size == 1:
@@ -482,7 +472,7 @@ class CompressedState:
         after a trial carries the residuals."""
         self._pay(bucket, last=last)
         if last:
-            self._backward, self._finished = None, self.step
+            self._backward, self.steps_done = None, self.step
         return self._plain.reduce(bucket, last=last)
 
     def _pay(self, bucket: dist.GradBucket, *, last: bool) -> None:
@@ -574,7 +564,7 @@ class CompressedState:
         if not closed:
             return
         self.handover.settle(taken=round.finite)
-        self._finished = round.number + 1
+        self.steps_done = round.number + 1
         if not round.finite:
             value = (
                 float("inf")
@@ -628,97 +618,37 @@ class CompressedState:
                 advice,
             )
 
-    # ------------------------------------------------------------ other ranks
+    # ------------------------------------------------------------ state
 
-    def reform(self, change: Change) -> Callable[[], None]:
-        """Continue among the present ranks of the channel; collective. Call the result when all
-        have come as far.
+    def schedule(self) -> dict[str, Any]:
+        return self.choice.saved()
 
-        The step under way counts if it counts for others, else it is left out. Afterwards all ranks
-        share steps, codecs and bases. A trial of codecs under way begins anew.
-        """
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        """Any choice may go on from any other's."""
+
+    def passing(self) -> dict[str, Any]:
+        return self.choice.state() | {"brought": list(self.names.brought)}
+
+    def numels(self) -> dict[str, int]:
+        return self.names.brought | self.names.numels
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        self.step = self.steps_done
+        self.choice.load(schedule)
+        if change is None:
+            return
+        self._backward = None
+        self._plain.group = self._plain_group()
+        self._owing = self.channel.size == 1 or self._now.policy is None
+        if change.was is None and not self.names.numels:
+            self.names.expect(schedule["brought"])
+        self.counters.lost_ranks = self.handover.lost
+
+    def reforming(self, change: Change) -> Steps[Callable[[], None]]:
         for option, names in self._names_ranks.items():
             if names:
                 raise cannot_follow(self, f"{option} names ranks that were")
-        common = {
-            "step": self._finished,
-            "brought": list(self.names.brought),
-            "choice": self.choice.state(),
-        }
-        steps = self.handover.steps(
-            change,
-            {"": self.residuals},
-            self.channel.workspace,
-            shared=common,
-            tensors=self.exchanges.bases,
-        )
-        standing = self.channel.run(steps)
-
-        def follow() -> None:
-            self._follow(standing.shared)
-            if standing.behind:
-                self.exchanges.bases.update(standing.tensors)
-            if change.was is None and not self.names.numels:
-                self.names.expect(standing.shared["brought"])
-            self.counters.lost_ranks = self.handover.lost
-
-        return self.handover.with_it(follow)
-
-    def _follow(self, common: dict[str, Any]) -> None:
-        """Begin as all others do from here on."""
-        self.step = self._finished = common["step"]
-        self._backward = None
-        self.channel.workspace.clear()
-        self.exchanges.reform(self.channel.size)
-        self._plain.group = self._plain_group()
-        self.choice.load(common["choice"])
-        self._owing = self.channel.size == 1 or self._now.policy is None
-
-    def hand_over(self, leaving: Sequence[int]) -> None:
-        """Hand the residuals of leaving ranks to the others; collective, between steps."""
-        self.channel.run(self.handover.leaving(leaving, {"": self.residuals}))
-
-    # ------------------------------------------------------------ checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
-        its own."""
-        state = exact_state(
-            self.residuals, self.transport, self.step, str(self.channel.levels or "")
-        )
-        return state | self.exchanges.choices() | self.choice.saved()
-
-    def rank_state(self) -> dict[str, Any]:
-        """Give this rank's part of a checkpoint; the parts of all ranks together fit any world
-        size. Collective.
-
-        In two levels it holds both forms: a rank's residuals there belong to its node, so the exact
-        form alone would not do.
-        """
-        own = self.state_dict()
-        return own if self.channel.levels is None else own | {"elastic": self.elastic_state_dict()}
-
-    def elastic_state_dict(self) -> dict[str, Any]:
-        """This rank's shard of the total residual R, for a resume at any world size; collective,
-        between steps."""
-        sequence, levels = self.channel.take(), self.channel.levels
-        if levels is None:
-            state = self.channel.run(
-                elastic_state(self.residuals, self.transport, self.step, sequence)
-            )
-        else:
-            numels, whole = self.names.brought | self.names.numels, self.exchanges.bases
-            lossy = {
-                n: numels[n]
-                for n in sorted(numels)
-                if not self.policy.choose(n, numels[n]).lossless and n not in whole
-            }
-            flat = flat_parts(self.residuals, self.transport)
-            parts = levels.parts(self.residuals, lossy) | {
-                key: part for key, part in flat.items() if key[0] in whole
-            }
-            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence))
-        return state | self.exchanges.choices() | self.choice.saved()
+        return (yield from super().reforming(change))
 
     def __getstate__(self) -> NoReturn:
         """Connections, threads and groups cannot be saved, nor copied."""
@@ -726,42 +656,6 @@ class CompressedState:
             "a CompressedState cannot be pickled or copied: save state.state_dict(), and load it "
             "into what commpress.compress returns for the model that goes on"
         )
-
-    def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """From this rank's ``state_dict``, or at any world size from all ranks' states, of either
-        kind, in any order."""
-        levels = self.channel.levels
-        saved_as = (self.channel.size, str(levels or ""))
-        if all(
-            "elastic" in state and (state["size"], state["nodes"]) != saved_as for state in states
-        ):
-            states = tuple(state["elastic"] for state in states)
-        if levels is None:
-            step, residuals = residuals_of(states, self.transport)
-        else:
-            whole = states[0].get("bases", {}).keys()
-
-            def share(totals: dict[Key, torch.Tensor]) -> Residuals:
-                flat = {key: total for key, total in totals.items() if key[0] in whole}
-                rows = {key: total for key, total in totals.items() if key not in flat}
-                return levels.share(rows) | spread(flat, self.channel.size)
-
-            step, residuals = residuals_of(states, self.transport, share=share, nodes=str(levels))
-        if numels := self.names.numels:
-            rows = {
-                key: kept
-                for key, kept in residuals.items()
-                if levels and key[0] not in states[0].get("bases", {})
-            }
-            check_fit(
-                rows, numels, levels.lengths(numels) if levels else None, size=self.channel.size
-            )
-            flat = {key: kept for key, kept in residuals.items() if key not in rows}
-            check_fit(flat, numels, size=self.channel.size)
-        self.exchanges.load_choices(states[0])
-        self.residuals.load(residuals)
-        self.step = self._finished = step
-        self.choice.load(states[0])
 
 
 class Plain:

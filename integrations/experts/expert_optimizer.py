@@ -15,7 +15,7 @@ from commpress.integrations.experts.expert_tiers import GRADIENT, WHOLE, ExpertT
 from commpress.integrations.zero.averaging import averaging_check
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments
-from commpress.integrations.zero.state import StoredState
+from commpress.integrations.zero.stored_state import StoredState
 from commpress.integrations.zero.streamed_group import StreamedWeights, return_holes, streamer_of
 from commpress.integrations.zero.update_chunk import WEIGHT, chunks
 from commpress.integrations.zero.wrapper import (

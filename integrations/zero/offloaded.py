@@ -24,7 +24,7 @@ from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.averaging import averaging_check
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments, check_moments
-from commpress.integrations.zero.state import StoredState
+from commpress.integrations.zero.stored_state import StoredState
 from commpress.integrations.zero.streamed import Streamed
 from commpress.integrations.zero.streamed_group import StreamedGroup, streamer_of
 from commpress.integrations.zero.update_chunk import (

@@ -37,7 +37,7 @@ from commpress.integrations.zero.bucket import (
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.gradients import Gradients
 from commpress.integrations.zero.offloaded import OF_STORE, Offloaded
-from commpress.integrations.zero.state import PartitionedState, like_saved, numbers_of
+from commpress.integrations.zero.stored_state import PartitionedState, like_saved, numbers_of
 from commpress.integrations.zero.wrapper import (
     Wrapper,
     agreed,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import commpress
 from column_twin import ONE, SHAPES, apart, columns, own, parameters, placed, values, whole
 from commpress.errors import StateMismatch
-from commpress.integrations.zero.state import boxes_of_range
+from commpress.integrations.zero.stored_state import boxes_of_range
 from ranks import refused
 from small_store import open_store
 from variants import first, seldom
