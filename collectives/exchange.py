@@ -412,4 +412,10 @@ class Exchanges:
         check_bases(self.bases, state.get("bases", {}))
 
     def load_choices(self, state: dict[str, Any]) -> None:
-        load_bases(self.bases, state.get("bases", {}))
+        """Take them over; bases that were learnt since are begun anew."""
+        saved = state.get("bases", {})
+        load_bases(self.bases, saved)
+        if since := self.bases.keys() - saved.keys():
+            for name in since:
+                del self.bases[name]
+            self.recut()

@@ -15,6 +15,7 @@ or new (``handover``).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -102,13 +103,16 @@ class Stateful:
 
     # ------------------------------------------------------------ a round
 
-    def averaging(
-        self, buffer: torch.Tensor, spans: Sequence[Span], shapes: Sequence[Sequence[int]]
-    ) -> Steps[bool]:
-        """Replace ``buffer`` by its mean over the ranks, and settle the round: False, and nothing
-        kept, if values were not finite on some rank."""
+    def averaging(self, buffer: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> Steps[bool]:
+        """Replace ``buffer``, float32, by its mean over the ranks, and settle the round: False, and
+        nothing kept, if values were not finite on some rank. ``shapes``: of the tensors that lie in
+        it one after the other, by name."""
+        spans, at = [], 0
+        for name, shape in shapes.items():
+            spans.append(Span(name, at, prod(shape)))
+            at += spans[-1].numel
         exchange = self.exchanges.of(
-            tuple(span.name for span in spans), lambda: (list(spans), shapes), buffer.device
+            tuple(shapes), lambda: (spans, list(shapes.values())), buffer.device
         )
         outcomes = yield from exchange.steps(
             self.channel,
@@ -149,7 +153,7 @@ class Stateful:
     def elastic_steps(self) -> Steps[State]:
         """``elastic_state_dict`` as an algorithm that may wait."""
         sequence, levels = self.channel.take(), self.channel.levels
-        parts = flat_parts(self.exchanges.residuals, self.channel)
+        parts = flat_parts(self.exchanges.residuals, self.channel.transport)
         if levels is not None:
             numels, policy, whole = self.numels(), self.exchanges.policy, self.exchanges.bases
             lossy = {
@@ -170,7 +174,8 @@ class Stateful:
 
     def _common(self) -> State:
         copies = {name: each.detach().clone() for name, each in self.copies().items()}
-        return self.exchanges.choices() | ({"copies": copies} if copies else {}) | self.schedule()
+        state = {"object": type(self).__name__} | self.exchanges.choices() | self.schedule()
+        return state | ({"copies": copies} if copies else {})
 
     # ------------------------------------------------------------ loading
 
@@ -218,6 +223,9 @@ class Stateful:
 
     def _checked(self, state: State) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies here and in the state, side by side, if all that is common fits."""
+        here = type(self).__name__
+        if (there := state.get("object", here)) != here:
+            raise StateMismatch(f"the state is of {there}, this is {here}: load its own")
         self.exchanges.check_choices(state)
         self.check(state)
         own, saved = self.copies(), state.get("copies", {})

@@ -13,6 +13,7 @@ _HOMES = {
     "compress": "commpress.integrations.ddp.hook",
     "CompressedState": "commpress.integrations.ddp.hook",
     "compressed_allreduce_hook": "commpress.integrations.ddp.hook",
+    "Stateful": "commpress.collectives.state",
     "AllToAll": "commpress.integrations.experts.dispatch",
     "elastic": "commpress.integrations.elastic.loop",
     "ElasticSampler": "commpress.integrations.elastic.sampler",
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     )
     from commpress.collectives.allreduce import compressed_allreduce
     from commpress.collectives.measured_links import load_links
+    from commpress.collectives.state import Stateful
     from commpress.collectives.topology import Topology
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback
@@ -150,6 +152,7 @@ __all__ = [
     "compress",
     "CompressedState",
     "compressed_allreduce_hook",
+    "Stateful",
     "AllToAll",
     "elastic",
     "ElasticSampler",

@@ -27,6 +27,19 @@ def test_a_curriculum_of_lengths_owes_no_more_when_it_ends_than_in_its_middle(po
         assert max(owed[20:]) < 3 * max(owed[5:15]), "rows that no sequence reaches do not pile up"
 
 
+def momentum(codec):
+    model, error, sent = gallery("ef_momentum").solve(codec)
+    return error, alike(model), sent
+
+
+def test_one_bit_of_gradients_reaches_the_solution_of_momentum(pool):
+    exact, coded = (pool.run(momentum, codec, size=2) for codec in ("none", "sign"))
+    for (far, _, whole), (off, same, sent) in zip(exact, coded, strict=True):
+        assert same
+        assert off < 1.2 * far
+        assert sent < whole / 25
+
+
 def adversarial(radius):
     names = gallery("adversarial_lamb")
     losses, model = names.train(80, radius=radius)

@@ -7,24 +7,20 @@ a sum over the ranks, equal on all of them, or its own. The ``World`` does the r
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 import commpress
-from commpress.codecs import SignCodec, policy_of
-from commpress.collectives.buckets import Span
+from commpress.codecs import SignCodec
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchanges
-from commpress.collectives.handover import Handover
-from commpress.collectives.residual_state import check_fit, elastic_state, exact_state, residuals_of
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.feedback import ResidualStore, add_reduced
+from commpress.feedback import add_reduced
 from commpress.optim.layout import mark_held
 from commpress.optim.outer import Average, Gossip, Nesterov, SparseLoCo
 from commpress.schedules import Every
+from gallery import gallery
 from new_ranks import Dying, changes, until_stuck
 
 SHAPES = ((40, 13), (300,), (7,))
@@ -373,19 +369,36 @@ class World:
             self.ranks[r].heal(self.ranks[source])
 
 
-# ---------------------------------------------------------------- a bare mean
+# ---------------------------------------------------------------- what says only what it holds
 
 
-class Mean(Rank):
-    """The parts of every object that averages: exchanges, and residuals that are handed over."""
+class Said(Rank):
+    """An object of ``Stateful``: all state comes from there."""
 
-    spans = (Span("a", 0, 520), Span("b", 520, 300), Span("c", 820, 7))
+    def alike(self) -> Mapping[str, Any]:
+        return self.owner.shared_state()
 
+    def lost(self) -> int:
+        return self.owner.handover.lost
+
+    def leaving(self, ranks: Sequence[int]) -> Any:
+        return self.owner.leaving(ranks)
+
+
+class Averaged(commpress.Stateful):
+    """Exchanges alone, as every object has them that averages."""
+
+    shapes: Mapping[str, Sequence[int]] = dict(zip("abc", SHAPES, strict=True))
+
+    def numels(self) -> dict[str, int]:
+        return {name: prod(shape) for name, shape in self.shapes.items()}
+
+
+class Mean(Said):
     def __init__(self, make: Callable[..., Any], rank: int, transport: Any) -> None:
         self.weights = [torch.nn.Parameter(torch.zeros(827))]
-        self.owner, self.channel, self.made = self, Channel(transport), make
-        self.exchanges = make(self.channel)
-        self.handover, self.number, self.moved = Handover(self.channel), 0, None
+        self.owner = Averaged()
+        self.owner.connect(codec=make, min_numel=1, transport=transport)
 
     def begin(self, number: int, rank: int) -> None:
         pass
@@ -393,85 +406,25 @@ class Mean(Rank):
     def step(self, number: int, rank: int) -> Any:
         buffer = torch.cat([g.view(-1) for g in self.gradients(number, rank)])
         given = buffer.clone()
-        shapes = [torch.Size(shape) for shape in SHAPES]
-        exchange = self.exchanges.of(("all",), lambda: (list(self.spans), shapes), buffer.device)
-        outcomes = yield from exchange.steps(
-            self.channel, buffer, sequence=self.channel.take(exchange.sequences), key=number
-        )
-        for outcome in outcomes:
-            outcome.commit()
-        self.handover.settle(taken=True)
-        self.number = number + 1
+        yield from self.owner.averaging(buffer, self.owner.shapes)
         with torch.no_grad():
             self.weights[0] += buffer
         return given, buffer
 
-    def state_dict(self) -> Any:
-        return exact_state(self.exchanges.residuals, self.channel.transport, self.number)
-
-    def save(self) -> Any:
-        return returned(self.state_dict() | self.exchanges.choices())
-
-    def save_elastically(self) -> Any:
-        state = yield from elastic_state(
-            self.exchanges.residuals, self.channel.transport, self.number, self.channel.take()
-        )
-        return state | self.exchanges.choices()
-
-    def load(self, *states: Any) -> None:
-        number, residuals = residuals_of(states, self.channel.transport)
-        numels = {span.name: span.numel for span in self.spans}
-        check_fit(residuals, numels, size=self.channel.size)
-        self.number = number
-        self.exchanges.load_choices(states[0])
-        self.exchanges.residuals.load(residuals)
-
-    def channels(self) -> list[Channel]:
-        return [self.channel]
-
-    def stores(self) -> Mapping[str, ResidualStore]:
-        return {"": self.exchanges.residuals}
-
-    def alike(self) -> Mapping[str, Any]:
-        return dict(self.exchanges.choices())
-
-    def count(self) -> int:
-        return self.number
-
-    def lost(self) -> int:
-        return self.handover.lost
-
-    def reforming(self, change: Any) -> Any:
-        standing = yield from self.handover.steps(
-            change,
-            self.stores(),
-            self.channel.workspace,
-            shared={"number": self.number},
-            tensors=self.exchanges.bases,
-        )
-        # all have come so far
-        yield from gathered([0.0], transport=self.channel.transport, sequence=self.channel.take())
-        return self.handover.with_it(partial(self.follow, standing))
-
-    def follow(self, standing: Any) -> None:
-        self.channel.workspace.clear()
-        self.exchanges.reform(self.channel.size)
-        self.number = standing.shared["number"]
-        if standing.behind:
-            self.exchanges.bases.update(standing.tensors)
-
-    def shared_state(self) -> Any:
-        return None
-
-    def load_shared_state(self, state: Any) -> None:
-        """Residuals and bases came with the change."""
-
 
 def mean(codec: Any) -> Kind:
-    def make(channel: Channel) -> Exchanges:
-        return Exchanges(policy_of(codec, min_numel=1), channel.size, channel.workspace)
+    return Kind(Mean, codec, (3,))
 
-    return Kind(Mean, make, (3,))
+
+class Toy(Said):
+    """An optimizer of the gallery, in which there is nothing about saving or other ranks."""
+
+
+EF_MOMENTUM = gallery("ef_momentum").EFMomentum
+
+
+def toy(**options: Any) -> Kind:
+    return Kind(Toy, lambda p, t: EF_MOMENTUM(p, transport=t, min_numel=0, **options), (2, 5))
 
 
 # ---------------------------------------------------------------- optimizers
@@ -655,6 +608,8 @@ KINDS = {
     "mean, lazy signs": mean(SignCodec(block=0)),
     "mean, int4": mean("int4"),
     "mean, matrices": mean("powersgd-2"),
+    "toy": toy(),
+    "toy, matrices": toy(codec="powersgd-2"),
     "1-bit Adam": optimizer("OneBitAdam"),
     "clipped": optimizer("OneBitAdam", exact_codec="int8", max_grad_norm=1.0),
     "matrices": optimizer("OneBitAdam", codec="powersgd-2"),
