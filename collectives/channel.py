@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec
+from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace, exchange
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.levels import Levels, levels_of
 from commpress.collectives.measured_links import Links
-from commpress.collectives.scalars import gathered
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import enroll, own_transport, ranks_of
 from commpress.collectives.transports.loopback import Loopback

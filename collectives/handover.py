@@ -25,11 +25,11 @@ import msgpack
 import numpy as np
 import torch
 
+from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.frame import FLAT, Frame, pack_rows, stamp_rows, verify_rows
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.rows import Rows
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.feedback import Key, Residual, ResidualStore, add_reduced

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import torch
 
+from commpress.collectives.agreement import Consensus
 from commpress.collectives.allreduce import Outcome, settle
-from commpress.collectives.consensus import Consensus
 from commpress.errors import InvalidArgument
 from commpress.work import Steps, future_on
 

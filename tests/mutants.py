@@ -399,7 +399,7 @@ MUTANTS = [
         "collectives/transports/membership.py",
         "if lineage != base.lineage and age >= years and age > 0:",
         "if lineage != base.lineage and age == years and age > 0:",
-        "tests/transports/test_agreement.py",
+        "tests/transports/test_epochs.py",
     ),
     Mutant(
         "strangers wait without limit",

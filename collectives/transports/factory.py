@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 
-from commpress.collectives.scalars import gathered
+from commpress.collectives.agreement import Consensus, gathered
 from commpress.collectives.transports.gloo import connections_of, linger_at_exit, outlive, yielding
 from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.mpi import MpiTransport
@@ -24,6 +25,8 @@ from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.cpu.digest import digest
 from commpress.torch_private import default_store
 from commpress.work import run
+
+AgreeOver = dist.ProcessGroup | DeviceMesh
 
 _DIGITS = 12  # of the digest, hexadecimal: as a number it is exact in float64
 _ASKED = 0.005  # seconds between two questions to a store
@@ -200,6 +203,62 @@ def host_transport(
         return [store.get(key) for key in keys]
 
     return SocketTransport(Mesh(rank, world, share, timeout, check), timeout=timeout)
+
+
+# ---------------------------------------------------------------- who must stay equal
+
+
+def consensus_over(
+    agree_over: AgreeOver | None,
+    process_group: dist.ProcessGroup | None,
+    *,
+    timeout: timedelta | None,
+) -> Consensus | None:
+    """None where nobody is named. Collective over those ranks, who are to have ``process_group``
+    among them."""
+    if agree_over is None:
+        return None
+    if not isinstance(agree_over, AgreeOver):
+        raise InvalidArgument(
+            f"agree_over is {agree_over!r}, expected a process group or a DeviceMesh of all ranks "
+            "that must stay equal"
+        )
+    if not dist.is_initialized():
+        raise InvalidArgument(
+            "agree_over is given, but torch.distributed is not initialised: call "
+            "init_process_group before"
+        )
+    ranks = _ranks(agree_over)
+    missing = sorted(
+        set(dist.get_process_group_ranks(process_group or dist.group.WORLD)) - set(ranks)
+    )
+    if missing:
+        raise InvalidArgument(
+            f"agree_over has the ranks {ranks}, but gradients are exchanged with ranks {missing} "
+            "too: pass a group or mesh of all ranks that must stay equal, such as the whole mesh "
+            "of data and tensor parallelism"
+        )
+    return Consensus(own_transport(group_of(agree_over), timeout=timeout, votes=True))
+
+
+def _ranks(agree_over: AgreeOver) -> list[int]:
+    if isinstance(agree_over, DeviceMesh):
+        return sorted(agree_over.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(agree_over))
+
+
+def group_of(agree_over: AgreeOver) -> dist.ProcessGroup:
+    """Of a mesh with several dimensions there is none yet, unless it is the world."""
+    ranks = _ranks(agree_over)
+    if not isinstance(agree_over, DeviceMesh):
+        return agree_over
+    if agree_over.ndim == 1:
+        return agree_over.get_group()
+    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    return dist.new_group(
+        ranks, backend=dist.get_backend(agree_over.get_group(0)), use_local_synchronization=True
+    )
 
 
 # ---------------------------------------------------------------- kernels

@@ -264,10 +264,10 @@ def _notes(groups: Groups) -> Iterator[str]:
     )
     if FLOOR in groups and ours:
         floor = loss_of(groups[FLOOR])
-        told = f"{ours}, the best of commpress, {loss_of(groups[ours]) - floor:+.3f} nats"
+        distance = f"{ours}, the best of commpress, {loss_of(groups[ours]) - floor:+.3f} nats"
         if peer:
-            told += f"; {peer}, the best of the others, {loss_of(groups[peer]) - floor:+.3f}"
-        yield f"Distance to {FLOOR}: {told}."
+            distance += f"; {peer}, the best of the others, {loss_of(groups[peer]) - floor:+.3f}"
+        yield f"Distance to {FLOOR}: {distance}."
 
 
 def draw(finishes: list[Finish], path: str, network: SlowNetwork) -> None:

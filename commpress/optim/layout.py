@@ -22,9 +22,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
+from commpress.collectives.agreement import Consensus
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import AgreeOver, Consensus, DeviceMesh, group_of
-from commpress.collectives.transports.factory import own_transport, ranks_of
+from commpress.collectives.transports.factory import (
+    AgreeOver,
+    DeviceMesh,
+    group_of,
+    own_transport,
+    ranks_of,
+)
 from commpress.errors import InvalidArgument
 from commpress.torch_private import flat_mesh, set_shard, shard_like, waited
 from commpress.work import Steps

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commpress.collectives.agreement import gathered
 from commpress.collectives.change import Change
 from commpress.collectives.handover import Standing, cannot_follow
 from commpress.collectives.residual_state import (
@@ -30,7 +31,6 @@ from commpress.collectives.residual_state import (
     flat_parts,
     residuals_of,
 )
-from commpress.collectives.scalars import gathered
 from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import ResidualStore
 from commpress.optim.fragments import Flight

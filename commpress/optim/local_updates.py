@@ -28,11 +28,10 @@ from commpress.codecs import BlockCodec, CastCodec, Codec, Policy, policy_of
 from commpress.collectives.allreduce import settle
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import DeviceMesh
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.handover import Handover
-from commpress.collectives.scalars import square_sum
-from commpress.collectives.transports.factory import on_reform, ranks_of
+from commpress.collectives.pairwise import square_sum
+from commpress.collectives.transports.factory import DeviceMesh, on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
 from commpress.logs import warn_on_first

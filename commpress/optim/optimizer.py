@@ -28,12 +28,17 @@ from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.buckets import Span, share
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import AgreeOver, DeviceMesh, consensus_over
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.round import check_on_nonfinite
-from commpress.collectives.transports.factory import on_reform, ranks_of
+from commpress.collectives.transports.factory import (
+    AgreeOver,
+    DeviceMesh,
+    consensus_over,
+    on_reform,
+    ranks_of,
+)
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import (
     CommunicationError,

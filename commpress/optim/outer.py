@@ -18,8 +18,7 @@ from commpress.collectives.all_gather_mean import GatherMeans
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
-from commpress.collectives.pairwise import PairMean, PairMeans
-from commpress.collectives.scalars import square_sum
+from commpress.collectives.pairwise import PairMean, PairMeans, square_sum
 from commpress.errors import InvalidArgument
 from commpress.work import Steps
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from math import ceil, isfinite, nan
 from time import monotonic
 
+from commpress.collectives.agreement import gathered
 from commpress.collectives.channel import Channel
-from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.schedules import QSR, UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync
 from commpress.work import Steps

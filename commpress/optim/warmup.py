@@ -8,9 +8,9 @@ it ends, and the shared weights begin there.
 import numpy as np
 import torch
 
+from commpress.collectives.agreement import gathered
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
-from commpress.collectives.scalars import gathered
 from commpress.errors import Mismatch
 from commpress.logs import warn_on_first
 from commpress.optim.fragments import Fragment

@@ -60,9 +60,9 @@ from typing import Any, Unpack
 
 import torch
 
+from commpress.collectives.agreement import gathered
 from commpress.collectives.change import Change
 from commpress.collectives.handover import Standing
-from commpress.collectives.scalars import gathered
 from commpress.errors import check_entries
 from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_length

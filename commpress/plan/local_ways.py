@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from commpress.codecs import SparseCodec, codec_named
+from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.frame import HEADER
-from commpress.collectives.scalars import gathered
 from commpress.optim.rounds import NUMBERS
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs

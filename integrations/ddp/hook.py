@@ -27,14 +27,18 @@ from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.measured_links import Links
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.state import Stateful
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.factory import can_reform, on_reform
+from commpress.collectives.transports.factory import (
+    AgreeOver,
+    can_reform,
+    consensus_over,
+    on_reform,
+)
 from commpress.errors import (
     CommunicationError,
     InvalidArgument,

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress.collectives.consensus import Consensus, group_of
-from commpress.collectives.transports.factory import own_transport
+from commpress.collectives.agreement import Consensus
+from commpress.collectives.transports.factory import group_of, own_transport
 from commpress.errors import InvalidArgument, StateMismatch, refuse_unknown
 from commpress.integrations.ddp.hook import (
     DEFAULT_MIN_NUMEL,

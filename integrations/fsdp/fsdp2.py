@@ -22,11 +22,10 @@ from commpress.codecs.family import EXACT
 from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
 from commpress.collectives.buckets import MESSAGE, PIECE
 from commpress.collectives.channel import Channel, any_rank
-from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.handover import Divided
 from commpress.collectives.round import Round
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.factory import on_reform
+from commpress.collectives.transports.factory import AgreeOver, consensus_over, on_reform
 from commpress.collectives.transports.transport import Divisible
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ResidualStore

@@ -13,11 +13,10 @@ from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchanges, Tensors
 from commpress.collectives.handover import Divided
 from commpress.collectives.residual_state import exact_state, residuals_of
-from commpress.collectives.transports.factory import on_reform
+from commpress.collectives.transports.factory import AgreeOver, consensus_over, on_reform
 from commpress.errors import InvalidArgument
 from commpress.feedback import check_feedback
 from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL

@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.distributed.constants import default_pg_timeout
 
 from commpress.collectives.change import Change
-from commpress.collectives.transports.agreement import Terms
+from commpress.collectives.transports.epochs import Terms
 from commpress.collectives.transports.gloo import let_go
 from commpress.collectives.transports.membership import Membership, contact_of
 from commpress.errors import CommunicationError

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.connection import Message
+from commpress.collectives.transports.epochs import Agreement, Terms
 from commpress.collectives.transports.gloo import let_go, watched
 from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.membership import Proposal, contact_of, is_contact, place_of

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from commpress.collectives.agreement import Consensus
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import Consensus
 from commpress.collectives.reduce_scatter import reduce_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import FlatGroup, Reduction

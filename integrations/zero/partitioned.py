@@ -17,15 +17,19 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec, Policy, policy_of
+from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
-from commpress.collectives.consensus import AgreeOver, DeviceMesh, consensus_over
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.residual_state import exact_state, residuals_of
-from commpress.collectives.scalars import gathered
-from commpress.collectives.transports.factory import on_reform
+from commpress.collectives.transports.factory import (
+    AgreeOver,
+    DeviceMesh,
+    consensus_over,
+    on_reform,
+)
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.integrations.zero.bucket import (
     OwnedRange,

@@ -17,9 +17,9 @@ from commpress.codecs import SignCodec, codec_named
 from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import ByName, Same
 from commpress.collectives import buckets
+from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports import factory, gloo
 from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate

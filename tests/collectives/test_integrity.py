@@ -23,11 +23,11 @@ import commpress
 import sources
 from commpress.codecs import policy_of
 from commpress.codecs.family import NAMES
+from commpress.collectives.agreement import gathered
 from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
 from commpress.collectives.allreduce import Workspace, compressed_allreduce
 from commpress.collectives.frame import HEADER
 from commpress.collectives.reduce_scatter import Part, deals, gather_rows, reduce_rows
-from commpress.collectives.scalars import gathered
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports import sockets
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate

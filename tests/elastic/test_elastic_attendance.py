@@ -14,7 +14,7 @@ from commpress.errors import CommunicationError, Excluded, InvalidArgument
 from commpress.integrations.elastic import attendance
 from commpress.integrations.elastic.attendance import Attendance, at_sigterm, store_at
 from commpress.integrations.process_group import reform
-from test_agreement import alone
+from test_epochs import alone
 
 
 class Member:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from commpress import ElasticSampler, Metrics
+from commpress.collectives.agreement import gathered
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, NoQuorum, PeerFailure
 from commpress.integrations.elastic.attendance import Declaration
 from commpress.integrations.elastic.exact_means import check_ordered

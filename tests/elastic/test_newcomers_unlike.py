@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import commpress
 import commpress.backend
-from commpress.collectives.transports.agreement import OTHER_VERSION, Terms
 from commpress.collectives.transports.connection import Conversation
+from commpress.collectives.transports.epochs import OTHER_VERSION, Terms
 from commpress.collectives.transports.meeting import JOIN, STRANGERS, knock
 from commpress.collectives.transports.membership import place_of
 from commpress.errors import InvalidArgument
 from commpress.integrations.elastic import description as descriptions
-from test_agreement import alone, close, together
+from test_epochs import alone, close, together
 
 WITHIN = timedelta(seconds=60)
 UNLIKE = {

@@ -71,7 +71,6 @@ FACE = "commpress"
 ANYWHERE = ("torch", "numpy", "msgpack")
 HOMES = {
     "torch.distributed": (
-        "commpress.collectives.consensus",
         "commpress.collectives.transports.factory",
         "commpress.collectives.transports.gloo",
         "commpress.collectives.transports.torch",

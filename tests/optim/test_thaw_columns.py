@@ -9,7 +9,7 @@ column has its own.
 import pytest
 import torch
 
-from commpress.collectives.consensus import Consensus
+from commpress.collectives.agreement import Consensus
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim import (
     OneBitAdam,

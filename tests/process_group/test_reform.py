@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.collectives.agreement import gathered
 from commpress.collectives.channel import Channel
-from commpress.collectives.scalars import gathered
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, PeerFailure
 from commpress.integrations.process_group.reform import MEMBERS, check_reform
 from group_calls import as_world, every_collective

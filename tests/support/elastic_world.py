@@ -12,9 +12,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from commpress.collectives.agreement import gathered
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, Numbers
-from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.loopback import Loopback
 from commpress.collectives.transports.transport import Counted
 from commpress.errors import PeerFailure

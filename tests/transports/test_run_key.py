@@ -10,7 +10,7 @@ import time
 import pytest
 
 from commpress.collectives.transports import meeting as meetings
-from commpress.collectives.transports.agreement import Terms
+from commpress.collectives.transports.epochs import Terms
 from commpress.collectives.transports.meeting import (
     DIFFERS,
     ENLIST,
@@ -33,7 +33,7 @@ from commpress.collectives.transports.run_key import (
     run_key,
 )
 from commpress.errors import InvalidArgument, PeerFailure
-from test_agreement import alone, close
+from test_epochs import alone, close
 from test_meeting import assert_connected, greeting, meetings_of, on_all
 from test_meeting import close as hang_up
 

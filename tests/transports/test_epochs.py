@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 
 from commpress.collectives.change import Change
-from commpress.collectives.transports import agreement as agreements
 from commpress.collectives.transports import connection, meeting
-from commpress.collectives.transports.agreement import Agreement, Terms
+from commpress.collectives.transports import epochs as agreements
 from commpress.collectives.transports.connection import Conversation
+from commpress.collectives.transports.epochs import Agreement, Terms
 from commpress.collectives.transports.meeting import JOIN, Door, knock
 from commpress.collectives.transports.membership import (
     Epoch,

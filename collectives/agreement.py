@@ -1,0 +1,62 @@
+"""One way to ask all: a few numbers of every rank, such as norms, hashes and votes, in one small
+collective.
+
+Note: who is asked. The ranks of a data-parallel group read from each other's headers whether the
+numbers of all were finite. Under tensor parallelism a replicated weight lives in several such
+groups, and one that skips a step while another takes it drifts apart from it. So these vote over a
+``Consensus`` of all ranks that must stay equal, before anything is committed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from commpress.collectives.allreduce import Workspace, exchange
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.transports.transport import Transport
+from commpress.work import Steps
+
+
+def gathered(
+    values: Sequence[float],
+    *,
+    transport: Transport,
+    sequence: int,
+) -> Steps[np.ndarray]:
+    """float64[ranks, len(values)], the same on every rank. They travel by way of the host.
+
+    It is an all-to-all, as rounds begin with one: a rank that begins a round meanwhile is named,
+    and not waited for.
+    """
+    outbox, every = (
+        torch.zeros(transport.size, HEADER + 8 * len(values), dtype=torch.uint8) for _ in range(2)
+    )
+    outbox[:, HEADER:] = torch.tensor(list(values), dtype=torch.float64).view(torch.uint8)
+    frame = Frame(ALL_TO_ALL, transport.size, "scalars", len(values), sequence)
+    flag = torch.zeros(1, dtype=torch.uint8)
+    yield from exchange(transport.all_to_all, every, outbox, frame, flag, transport, Workspace())
+    return every[:, HEADER:].contiguous().view(torch.float64).numpy().copy()
+
+
+class Consensus:
+    """Votes over ``transport``. Every rank votes once on the same thing, also one that has nothing
+    to exchange."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self._votes = transport, 0
+
+    def reserve(self) -> int:
+        """The number of the next vote, taken in the same order on every rank."""
+        self._votes += 1
+        return self._votes - 1
+
+    def agreed(self, finite: bool, *, number: int | None = None) -> Steps[bool]:
+        """True on every rank if all ranks say so; ``number`` if it was reserved before."""
+        every = yield from self.gathered([float(finite)], number=number)
+        return bool(every.all())
+
+    def gathered(self, values: Sequence[float], *, number: int | None = None) -> Steps[np.ndarray]:
+        """These numbers of every rank: float64[ranks, len(values)]."""
+        sequence = self.reserve() if number is None else number
+        return gathered(values, transport=self.transport, sequence=sequence)
