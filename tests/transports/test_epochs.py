@@ -15,7 +15,7 @@ import pytest
 
 from commpress.collectives.change import Change
 from commpress.collectives.transports import connection, meeting
-from commpress.collectives.transports import epochs as agreements
+from commpress.collectives.transports import epochs
 from commpress.collectives.transports.connection import Conversation
 from commpress.collectives.transports.epochs import Agreement, Terms
 from commpress.collectives.transports.meeting import JOIN, Door, knock
@@ -77,9 +77,9 @@ class Process:
 
 @pytest.fixture(autouse=True)
 def _swift(monkeypatch):
-    monkeypatch.setattr(agreements, "SILENCE", 1.0)
+    monkeypatch.setattr(epochs, "SILENCE", 1.0)
     monkeypatch.setattr(meeting, "AGAIN", 0.05)
-    monkeypatch.setattr(agreements, "TICK", 0.01)
+    monkeypatch.setattr(epochs, "TICK", 0.01)
 
 
 def group(*moments):
@@ -374,14 +374,14 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
             self.itself = self
 
     gc.disable()  # the object lies there until it is asked for
-    three, held, collect = group("", "", ""), weakref.ref(Owner()), agreements.gc.collect
+    three, held, collect = group("", "", ""), weakref.ref(Owner()), epochs.gc.collect
 
     def slowly():
         if threading.current_thread().name == "slow":
-            time.sleep(1.5 * agreements.SILENCE)
+            time.sleep(1.5 * epochs.SILENCE)
         collect()
 
-    monkeypatch.setattr(agreements.gc, "collect", slowly)
+    monkeypatch.setattr(epochs.gc, "collect", slowly)
     slow = threading.Thread(
         target=three[2].agree, args=[Terms(labels=lambda: ["owner"] if held() else [])], name="slow"
     )
