@@ -2,7 +2,7 @@
 averaged compressed."""
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges, Tensors
-from commpress.collectives.handover import Divided
-from commpress.collectives.residual_state import exact_state, residuals_of
+from commpress.collectives.handover import Divided, Handover
+from commpress.collectives.state import Stateful
 from commpress.collectives.transports.factory import AgreeOver, consensus_over, on_reform
 from commpress.errors import InvalidArgument
 from commpress.feedback import check_feedback
@@ -26,7 +26,7 @@ from commpress.integrations.fsdp.policies import check_dtype, policy_for
 from commpress.integrations.observe.counters import Counters
 
 
-class ReplicatedState(Divided):
+class ReplicatedState(Divided, Stateful):
     """Average gradients over ``replicate`` too, compressed; holds residuals and counters.
 
     Shard over one dimension of a mesh and pass the other here: ``fully_shard(module,
@@ -35,7 +35,8 @@ class ReplicatedState(Divided):
     equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided by the ranks
     of a node, and as much again divided by the replicas.
 
-    Other options as in ``compress_fsdp``.
+    States fit other numbers of replicas, with the same shards. Other options as in
+    ``compress_fsdp``.
 
     ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward
     together, where these are more than ``replicate``: with tensor parallelism the whole mesh. They
@@ -65,8 +66,9 @@ class ReplicatedState(Divided):
                 f"{mesh}: pass the whole mesh, replicas included, as in agree_over=mesh"
             )
         policy = policy_for(model, codec, min_numel=min_numel)
-        self.seed, self.step, self.counters = seed, 0, Counters()
+        self.seed, self.counters = seed, Counters()
         self.channel = Channel.among(group, timeout=timeout)
+        self.handover = Handover(self.channel)
         self.consensus = consensus_over(agree_over, group, timeout=timeout)
         whole = {
             name: p.numel()
@@ -80,9 +82,10 @@ class ReplicatedState(Divided):
             feedback=error_feedback,
             seed=seed,
         )
-        for each in param_groups:
-            if any(p.requires_grad for p in each.parameters):
-                each.module.set_all_reduce_hook(_Average(each, self))
+        trained = [each for each in param_groups if any(p.requires_grad for p in each.parameters)]
+        self.averages = [_Average(each, self) for each in trained]
+        for average in self.averages:
+            average.param_group.module.set_all_reduce_hook(average)
         on_reform(None, self)
 
     def average(self, of: "_Average", shard: torch.Tensor) -> None:
@@ -93,8 +96,7 @@ class ReplicatedState(Divided):
                 "parameters without a gradient are left out. Call "
                 "model.set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
-        if of.calls >= self.step:
-            self.step = of.calls + 1
+        self.steps_done = max(self.steps_done, of.calls + 1)
         buffer = shard if shard.dtype == torch.float32 else shard.float()
         exchange, key = of.exchange, self.seed * 1_000_003 + of.calls
         sequence = self.channel.take(exchange.sequences)
@@ -114,22 +116,13 @@ class ReplicatedState(Divided):
         self.counters.bucket(
             sum(m.pieces.numel for m in exchange.messages), exchange.messages, self.channel.size
         )
-        self.counters.steps, self.counters.wire_bytes = self.step, self.channel.sent_bytes
+        self.counters.steps, self.counters.wire_bytes = self.steps_done, self.channel.sent_bytes
         self.counters.wire_seconds = self.channel.waited
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume with the same mesh: every rank saves and loads its
-        own."""
-        return (
-            exact_state(self.exchanges.residuals, self.channel.transport, self.step)
-            | self.exchanges.choices()
-        )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        step, residuals = residuals_of([state], self.channel.transport)
-        self.exchanges.load_choices(state)
-        self.exchanges.residuals.load(residuals)
-        self.step = step
+    def numels(self) -> dict[str, int]:
+        """Elements of this rank's shards."""
+        spans = (span for average in self.averages for span in average.tensors()[0])
+        return {span.name: span.numel for span in spans}
 
 
 compress_hsdp = ReplicatedState  # what others call
@@ -143,10 +136,10 @@ class _Average:
         self.param_group, self.owner, self.calls = param_group, owner, 0
         self.numel = sum(part.width for part in param_group.parts(trainable=True))
         self.exchange = owner.exchanges.of(
-            param_group.names, self._tensors, param_group.parameters[0].device
+            param_group.names, self.tensors, param_group.parameters[0].device
         )
 
-    def _tensors(self) -> Tensors:
+    def tensors(self) -> Tensors:
         """This rank's shard of every parameter that has one."""
         shards = {
             name: p.to_local()

@@ -14,8 +14,7 @@ from dataclasses import replace
 import pytest
 
 from commpress.collectives.change import Change
-from commpress.collectives.transports import connection, meeting
-from commpress.collectives.transports import epochs
+from commpress.collectives.transports import connection, epochs, meeting
 from commpress.collectives.transports.connection import Conversation
 from commpress.collectives.transports.epochs import Agreement, Terms
 from commpress.collectives.transports.meeting import JOIN, Door, knock
