@@ -13,7 +13,7 @@ Whoever goes on among other ranks hands over residuals, and gives the rest to th
 or new (``handover``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -26,7 +26,7 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
-from commpress.collectives.handover import Handover
+from commpress.collectives.handover import Handover, Standing
 from commpress.collectives.residual_state import (
     Residuals,
     check_fit,
@@ -39,21 +39,109 @@ from commpress.collectives.residual_state import (
 from commpress.collectives.transports.factory import on_reform
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch, check_entries
-from commpress.feedback import Key
+from commpress.feedback import Key, ResidualStore
 from commpress.work import Steps
 
 State = dict[str, Any]
 
 
-class Stateful:
+class Reformable:
+    """Object that goes on when ranks come, leave or die: it hands residuals over, and those behind
+    or new get from others what all ranks have alike."""
+
+    channel: Channel
+    handover: Handover
+
+    def exchange_sets(self) -> Mapping[str, Exchanges]:
+        """All exchanges by name: their residuals are handed over, their bases are shared."""
+        raise NotImplementedError
+
+    def shared(self) -> State:
+        """Numbers that are equal on all ranks, and that the last round may have changed on some of
+        them only."""
+        return {}
+
+    def shared_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Likewise tensors, float32."""
+        return {}
+
+    def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
+        """Return a function that makes state equal in which ranks differ, for when all have come as
+        far."""
+        yield from ()
+        return lambda: None
+
+    def catch_up(self, change: Change, standing: Standing) -> None:
+        """Take over ``shared`` tensors and numbers of others as a rank that is behind, or new."""
+
+    def go_on(self, change: Change, standing: Standing) -> None:
+        """Begin as all others do from here on."""
+
+    def reform(self, change: Change) -> Callable[[], None]:
+        """Continue among the present ranks of the channel; collective. Call the result when all
+        have come as far.
+
+        A step under way counts if it counts for others, else it is left out.
+        """
+        return self.channel.run(self.reforming(change))
+
+    @torch.no_grad()
+    def reforming(self, change: Change) -> Steps[Callable[[], None]]:
+        """``reform`` as an algorithm that may wait."""
+        sets = self.exchange_sets()
+        bases = {
+            f"basis {name} {of}": basis
+            for of, each in sets.items()
+            for name, basis in each.bases.items()
+        }
+        standing = yield from self.handover.steps(
+            change,
+            self.stores(),
+            self.channel.workspace,
+            shared=self.shared(),
+            tensors=bases | dict(self.shared_tensors()),
+        )
+        finish = yield from self.closing(change, standing)
+
+        @torch.no_grad()
+        def follow() -> None:
+            self.channel.workspace.clear()
+            for of, each in sets.items():
+                each.reform(self.channel.size)
+                given = standing.tensors.items() if standing.behind else ()
+                ends = f" {of}"
+                each.bases |= {
+                    name.removeprefix("basis ").removesuffix(ends): basis
+                    for name, basis in given
+                    if name.startswith("basis ") and name.endswith(ends)
+                }
+            if standing.behind:
+                self.catch_up(change, standing)
+            finish()
+            self.go_on(change, standing)
+
+        return self.handover.with_it(follow)
+
+    def stores(self) -> dict[str, ResidualStore]:
+        """Residuals of all exchanges."""
+        return {name: each.residuals for name, each in self.exchange_sets().items()}
+
+    def hand_over(self, leaving: Sequence[int]) -> None:
+        """Hand the residuals of leaving ranks to the others; collective, between steps."""
+        self.channel.run(self.leaving(leaving))
+
+    def leaving(self, ranks: Sequence[int]) -> Steps[None]:
+        """``hand_over`` as an algorithm that may wait."""
+        return self.handover.leaving(ranks, self.stores())
+
+
+class Stateful(Reformable):
     """Object with a ``channel``, ``exchanges`` and a ``handover``, made by ``connect``.
 
     - ``steps_done``: rounds of messages that all ranks have settled.
     """
 
-    channel: Channel
     exchanges: Exchanges
-    handover: Handover
     steps_done: int = 0
 
     def connect(
@@ -244,52 +332,19 @@ class Stateful:
         """Numbers that newcomers need beside ``schedule``, and that no checkpoint holds."""
         return {}
 
-    def reform(self, change: Change) -> Callable[[], None]:
-        """Continue among the present ranks of the channel; collective. Call the result when all
-        have come as far.
+    def exchange_sets(self) -> Mapping[str, Exchanges]:
+        return {"": self.exchanges}
 
-        The step under way counts if it counts for others, else it is left out. Afterwards all ranks
-        share steps, copies and schedule.
-        """
-        return self.channel.run(self.reforming(change))
+    def shared(self) -> State:
+        return {"step": self.steps_done} | self.schedule() | self.passing()
 
-    def reforming(self, change: Change) -> Steps[Callable[[], None]]:
-        """``reform`` as an algorithm that may wait."""
-        standing = yield from self.handover.steps(
-            change,
-            {"": self.exchanges.residuals},
-            self.channel.workspace,
-            shared={"step": self.steps_done} | self.schedule() | self.passing(),
-            tensors=dict(self._tensors()),
-        )
+    def shared_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {f"copy {name}": each for name, each in self.copies().items()}
 
-        @torch.no_grad()
-        def follow() -> None:
-            self.channel.workspace.clear()
-            self.exchanges.reform(self.channel.size)
-            if standing.behind:
-                own = self.copies()
-                for name, each in standing.tensors.items():
-                    kind, _, rest = name.partition(" ")
-                    if kind == "basis":
-                        self.exchanges.bases[rest] = each
-                    else:
-                        own[rest].copy_(each)
-            self.steps_done = standing.shared["step"]
-            self.follow(standing.shared, change)
+    def catch_up(self, change: Change, standing: Standing) -> None:
+        for name, mine in self.copies().items():
+            mine.copy_(standing.tensors[f"copy {name}"])
 
-        return self.handover.with_it(follow)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, basis in self.exchanges.bases.items():
-            yield f"basis {name}", basis
-        for name, each in self.copies().items():
-            yield f"copy {name}", each
-
-    def hand_over(self, leaving: Sequence[int]) -> None:
-        """Hand the residuals of leaving ranks to the others; collective, between steps."""
-        self.channel.run(self.leaving(leaving))
-
-    def leaving(self, ranks: Sequence[int]) -> Steps[None]:
-        """``hand_over`` as an algorithm that may wait."""
-        return self.handover.leaving(ranks, {"": self.exchanges.residuals})
+    def go_on(self, change: Change, standing: Standing) -> None:
+        self.steps_done = standing.shared["step"]
+        self.follow(standing.shared, change)

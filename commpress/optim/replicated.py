@@ -2,7 +2,7 @@
 torch's Adam has them."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -13,7 +13,7 @@ from commpress.collectives.allreduce import Outcome
 from commpress.collectives.change import Change
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.handover import Standing, cannot_follow
-from commpress.feedback import ResidualStore
+from commpress.collectives.state import Reformable
 from commpress.optim import checkpoint
 from commpress.optim.flat import Flat
 from commpress.optim.layout import alike
@@ -21,7 +21,7 @@ from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.work import Steps
 
 
-class ReplicatedOptimizer(CompressedOptimizer):
+class ReplicatedOptimizer(Reformable, CompressedOptimizer):
     """Optimizer whose ranks average their messages and take the same step from the mean."""
 
     full: Exchanges
@@ -222,75 +222,38 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     # ------------------------------------------------------------ other ranks
 
-    def reform(self, change: Change) -> Callable[[], None]:
-        """Continue among the present ranks of the channel; collective. Call the result when all
-        have come as far.
-
-        A step under way counts if it counts for others, else it is left out. Newcomers and ranks
-        behind then need the weights of another rank and ``load_shared_state``: the next step
-        compares.
-        """
+    def reforming(self, change: Change) -> Steps[Callable[[], None]]:
+        """Go on among other ranks. Newcomers and ranks behind then need the weights of another rank
+        and ``load_shared_state``: the next step compares."""
         if self.consensus is not None:
             raise cannot_follow(self, "agree_over names ranks that were")
-        return self.channel.run(self.reforming(change))
-
-    @torch.no_grad()
-    def reforming(self, change: Change) -> Steps[Callable[[], None]]:
-        """``reform`` as an algorithm that may wait."""
         if self.bucket_rounds is not None:
             self.bucket_rounds.drop()
-        momenta = {f"momentum {i}": self._momenta[i] for i in self._woken}
-        standing = yield from self.handover.steps(
-            change,
-            self.stores(),
-            self.channel.workspace,
-            shared=self.common(),
-            tensors=self.quantized.bases | momenta,
-        )
-        finish = yield from self.closing(change, standing)
+        return (yield from Reformable.reforming(self, change))
 
-        def follow() -> None:
-            self.channel.workspace.clear()
-            self.full.reform(self.channel.size)
-            self.quantized.reform(self.channel.size)
-            if standing.behind:
-                momenta = {f"momentum {i}" for i in standing.shared["woken"]}
-                self.quantized.bases |= {
-                    name: each for name, each in standing.tensors.items() if name not in momenta
-                }
-                if change.was is not None:
-                    self.follow_waking(standing)
-            finish()
-            self.tensors.ranks = self.channel.size
-            for i in self.numbers:
-                self.tensors.divide(i)
-            self.recut()
-            self._reformed, self._asked, self._woken = True, False, []
-            self.counters.lost_ranks = self.handover.lost
+    def exchange_sets(self) -> Mapping[str, Exchanges]:
+        return {"full": self.full, "quantized": self.quantized}
 
-        return self.handover.with_it(follow)
-
-    def common(self) -> dict[str, Any]:
-        """Numbers that all ranks have in common, and that the last round may have changed on some
-        of them only."""
+    def shared(self) -> dict[str, Any]:
         return {"woken": self._woken}
 
-    def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
-        """Return a function that makes state equal in which ranks differ, for when all have come as
-        far."""
-        yield from ()
-        return lambda: None
+    def shared_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {f"momentum {i}": self._momenta[i] for i in self._woken}
+
+    def catch_up(self, change: Change, standing: Standing) -> None:
+        if change.was is not None:
+            self.follow_waking(standing)
 
     def follow_waking(self, standing: Standing) -> None:
         """Tensors woke up elsewhere in the round that this rank could not finish."""
 
-    def hand_over(self, leaving: Sequence[int]) -> None:
-        """Hand the residuals of leaving ranks to the others; collective, between steps."""
-        self.channel.run(self.handover.leaving(leaving, self.stores()))
-
-    def stores(self) -> dict[str, ResidualStore]:
-        """Residuals of exact and of compressed rounds."""
-        return {"full": self.full.residuals, "quantized": self.quantized.residuals}
+    def go_on(self, change: Change, standing: Standing) -> None:
+        self.tensors.ranks = self.channel.size
+        for i in self.numbers:
+            self.tensors.divide(i)
+        self.recut()
+        self._reformed, self._asked, self._woken = True, False, []
+        self.counters.lost_ranks = self.handover.lost
 
     def shared_state(self) -> dict[str, Any]:
         """State that all ranks hold alike, weights that parameters do not show included; its

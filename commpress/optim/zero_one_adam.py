@@ -353,8 +353,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
 
     # ------------------------------------------------------------ other ranks
 
-    def common(self) -> dict[str, Any]:
-        return super().common() | {"windows": self.windows.state()}
+    def shared(self) -> dict[str, Any]:
+        return super().shared() | {"windows": self.windows.state()}
 
     def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
         """A window that is open ends here, with the exact mean of the displacements of those who

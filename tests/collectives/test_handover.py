@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commpress.codecs import SignCodec
 from commpress.feedback import add_reduced
 from new_ranks import until_stuck
-from state_worlds import Mean, mean
+from state_worlds import Averaged, mean
 
 # of the first residuals are lazy
 CODECS = [SignCodec(block=0), "sign", "int4", "topk-16", "powersgd-2"]
@@ -23,7 +23,7 @@ def owed(found):
     return torch.cat([each[: NUMELS[n]].double() for n, each in zip(NUMELS, whole, strict=True)])
 
 
-NUMELS = {span.name: span.numel for span in Mean.spans}
+NUMELS = Averaged().numels()
 
 
 def close(one, two, scale=1.0):
@@ -50,7 +50,7 @@ def wander(world, rounds, draw, scale=1.0):
             balance -= owed(world.parts()[rank])
         world.reform(stay, new)
         close(owed(world.total()), balance, scale)
-        cuts = [(rank.handover.rank, rank.handover.size) for rank in world.ranks]
+        cuts = [(rank.owner.handover.rank, rank.owner.handover.size) for rank in world.ranks]
         assert cuts == [(rank, world.size) for rank in range(world.size)]
 
 
@@ -81,8 +81,8 @@ def test_a_thousand_changes_at_up_to_32_ranks(seed):
 
 def share(rank):
     """One rank's share of the residuals, by the cut that it has."""
-    found, cut = {}, rank.handover
-    for place, kept in rank.residuals(rank.state_dict()).items():
+    found, cut = {}, rank.owner.handover
+    for place, kept in rank.residuals(rank.owner.state_dict()).items():
         part = kept["sent"].double().clone()
         add_reduced(part, kept["reduced"].double(), cut.rank, cut.size)
         found[place.partition("@")[0]] = part / cut.size
@@ -106,11 +106,14 @@ def test_a_hand_over_that_somebody_dies_in_is_finished_by_the_next(reached):
         dying = world.mortal(victim, after, reached)
         until_stuck([committed(each) for each in steps])
         more, after = dying.left < 0, after + 1
-        done = [rank.handover.size == 5 and rank.handover.settled == 3 for rank in world.ranks]
+        done = [
+            rank.owner.handover.size == 5 and rank.owner.handover.settled == 3
+            for rank in world.ranks
+        ]
         finished.add(sum(done[:2] + done[3:]))
         # the victim may be the only one that knows of it
-        if any(done[:2] + done[3:]) and victim.handover.settled < 3:
-            victim.handover._proposed[1]()
+        if any(done[:2] + done[3:]) and victim.owner.handover.settled < 3:
+            victim.owner.handover._proposed[1]()
         expected -= share(victim)
         world.reform({0, 1, 3, 4}, 1)
         close(owed(world.total()), expected)

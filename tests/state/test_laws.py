@@ -138,6 +138,28 @@ def test_another_number_of_ranks_goes_on_with_all_that_is_owed(name, at, size):
         assert two.agree()
 
 
+@pytest.mark.parametrize("name", ["mean, matrices", "toy, matrices"])
+def test_a_state_from_before_anything_was_learnt_makes_it_begin_anew(name):
+    one, two = KINDS[name].world(3), trained(KINDS[name], 3)
+    two.load(one.saved(), "own")
+    for world in (one, two):
+        world.run(range(2))
+    assert not apart(one.numbers(), two.numbers(), absent=True)
+
+
+@pytest.mark.parametrize("name", ["toy", "toy, matrices"])
+def test_what_is_not_finite_on_one_rank_is_left_out_on_all(name):
+    world = trained(KINDS[name], 3)
+    before = world.numbers()
+    world.begin(3)
+    world.ranks[1].weights[0].grad[0, 0] = float("nan")
+    assert world.at_once(rank.step(3, r) for r, rank in enumerate(world.ranks)) == [False] * 3
+    after = world.numbers()
+    for _, state in before + after:
+        state.pop("step")
+    assert not apart(before, after)
+
+
 # ---------------------------------------------------------------- other ranks in a running group
 
 

@@ -136,7 +136,7 @@ class Rank:
         return [self.owner.channel]
 
     def leaving(self, ranks: Sequence[int]) -> Any:
-        return self.owner.handover.leaving(ranks, self.owner.stores())
+        return self.owner.leaving(ranks)
 
     def seen(self, state: Any) -> Any:
         """A state without what a clock has told."""
@@ -381,8 +381,11 @@ class Said(Rank):
     def lost(self) -> int:
         return self.owner.handover.lost
 
-    def leaving(self, ranks: Sequence[int]) -> Any:
-        return self.owner.leaving(ranks)
+    def heal(self, other: Rank) -> None:
+        """All but the weights came with the change."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.weights, other.weights, strict=True):
+                mine.copy_(theirs)
 
 
 class Averaged(commpress.Stateful):
@@ -392,6 +395,11 @@ class Averaged(commpress.Stateful):
 
     def numels(self) -> dict[str, int]:
         return {name: prod(shape) for name, shape in self.shapes.items()}
+
+    def reforming(self, change: Any) -> Any:
+        commit = yield from super().reforming(change)
+        yield from self.channel.gathered([0.0])  # all have come as far, as a group makes sure
+        return commit
 
 
 class Mean(Said):
