@@ -622,7 +622,7 @@ MUTANTS = [
         "collectives/state.py",
         '        if (there := state.get("object", here)) != here:',
         "        if False:",
-        "tests/state/test_laws.py -k of_another_object",
+        "tests/state/test_laws.py -k of_another_class",
     ),
     Mutant(
         "copies of a state come late",

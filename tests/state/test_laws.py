@@ -5,10 +5,11 @@ changes nothing."""
 import pytest
 import torch
 
+from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
 from new_ranks import changes
 from ranks import caught
-from state_worlds import KINDS, Held, Local, Mean, Sharded, apart, leaves, stored
+from state_worlds import KINDS, Averaged, Held, Local, Mean, Sharded, apart, leaves, stored
 from variants import seldom
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -330,6 +331,16 @@ def test_the_state_of_another_object_or_model_is_refused(name):
         ):
             world.load((states, []), "own")
     assert not apart(world.numbers(), before, absent=True)
+
+
+def test_the_state_of_another_class_that_holds_the_same_is_refused():
+    class Other(Averaged):
+        pass
+
+    other = Other()
+    other.connect(codec="int4", min_numel=1, transport=Loopback(1).transport(0))
+    with pytest.raises(StateMismatch, match="the state is of Averaged, this is Other"):
+        other.load_state_dict(KINDS["mean, int4"].world(1).ranks[0].owner.state_dict())
 
 
 def unused(kind):
