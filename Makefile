@@ -7,7 +7,6 @@ ASKED  := $(if $(filter 2.%,$(TORCH)),torch==$(TORCH),$(TORCH))
 VENV   := .venv$(if $(filter-out $(PINNED),$(ASKED)),-$(shell printf %s '$(ASKED)' | tr -cs '[:alnum:].' -))
 BIN    := $(VENV)/bin
 WORKERS ?= 2
-PART   ?= 1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
@@ -52,17 +51,17 @@ test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0 WORKERS=8
 quick: venv ## run the tests that need no other process, few variants of each: a minute or two
 	@$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal --quick $(ARGS)
 
-slow: venv ## run the tests that take long
-	@$(BIN)/pytest -m slow $(ARGS)
+slow: venv ## run the tests that take long; make slow PART=3 the third of eight parts
+	@$(BIN)/pytest -m slow $(if $(PART),--part $(PART)) $(ARGS)
 
 gpu: ## all that needs a GPU, nothing is installed; make gpu PART=2, or ARGS=--twin without a GPU
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks gpu --part $(PART) $(ARGS)
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks gpu --part $(or $(PART),1) $(ARGS)
 
 conformance: venv ## torch's own tests of groups that change; make conformance TORCH=2.15.0 TORCH_SRC=FOLDER of torch's sources
 	@$(BIN)/python tests/conformance.py '$(TORCH_SRC)' $(ARGS)
 
-mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each
-	@$(BIN)/python tests/mutants.py $(ARGS)
+mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each; PART=2 of three
+	@$(BIN)/python tests/mutants.py $(if $(PART),--part $(PART)) $(ARGS)
 
 weigh: venv ## tokens and lines of each room, options of each public call; make weigh ARGS=FOLDER beside another checkout
 	@$(BIN)/python tests/weigh.py $(ARGS)

@@ -31,16 +31,27 @@ from soaking import Soak
 PROCESSES = {"job", "mortal", "pool", "scripts", "soak"}  # fixtures that start some
 QUICK_ROOMS = ("codecs", "collectives", "experts", "local_updates", "optim", "plan")
 QUICK_VARIANTS = 1
+PARTS = 8  # of the slow tests
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--quick", action="store_true", help="tests without processes, few variants of each"
     )
+    parser.addoption(
+        "--part", type=int, choices=range(1, PARTS + 1), help="slow tests of every so many-th file"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """With ``--quick`` keep what needs no process, and the first variants of each test."""
+    """With ``--quick`` keep what needs no process, and the first variants of each test; with
+    ``--part`` the slow tests of some files, which are dealt out in the order of their names."""
+    if (part := config.getoption("part")) is not None:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        files = sorted({item.path for item in slow})[part - 1 :: PARTS]
+        kept = [item for item in slow if item.path in files]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     if not config.getoption("quick"):
         return
     kept, variants = [], Counter()

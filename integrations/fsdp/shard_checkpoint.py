@@ -17,7 +17,7 @@ from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import deals
-from commpress.errors import StateMismatch
+from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import Key, ResidualStore
 from commpress.integrations.fsdp.param_groups import column_mesh
 from commpress.integrations.fsdp.whole_parameters import WholeParameters
@@ -25,6 +25,9 @@ from commpress.kernels.pieces import NUMEL, RESIDUAL
 
 _FORMAT = 1
 _NONE = torch.zeros(0)
+
+
+_EXACT = ("layout", "step", "calls", "residuals", "between", "bases", "weights")
 
 
 def exact_residuals(state: Any) -> dict[str, Any]:
@@ -316,3 +319,4 @@ def _check(state: Any, saved: dict[str, Any], kind: str) -> None:
             "expected what state_dict() or elastic_state_dict() gave; this is something else or "
             "of another version"
         )
+    check_entries(saved, _EXACT if kind == "exact" else (), "the state")

@@ -87,48 +87,6 @@ def _train_bucket(way, megabytes):
     return train(4, way, bucket=megabytes)
 
 
-@every
-def test_a_resumed_run_continues_bit_for_bit(pool, way):
-    whole = pool.run(train, 6, way)
-    half = pool.run(train, 3, way)
-    resumed = pool.run(_resume, 3, way, half)
-    assert same(whole[0]["model"], resumed[0]["model"])
-    for rank in (0, 1):
-        was, now = whole[rank]["state"], resumed[rank]["state"]
-        assert same(was["bases"], now["bases"])
-        assert all(same(was["residuals"][key], now["residuals"][key]) for key in was["residuals"])
-
-
-def _resume(steps, way, saved):
-    return train(steps, way, load=saved)
-
-
-@every
-def test_an_elastic_state_fits_more_ranks(pool, way):
-    """R is kept: the mean of the new sent residuals is that of the old."""
-    half = pool.run(train, 3, way)
-    saved = [
-        {"model": one["model"], "state": one["elastic_state"], "elastic": True}
-        for one in (*half, *half)
-    ]
-    loaded = pool.run(_load_elastic, way, saved, size=4)
-    for key in half[0]["state"]["residuals"]:
-        owed = [one["state"]["residuals"][key] for one in half]
-        mean = sum(one["sent"] for one in owed) / 2
-        mean += torch.cat([one["reduced"] for one in owed])[: mean.numel()]
-        for residuals in loaded:
-            torch.testing.assert_close(residuals[key]["sent"], mean, atol=1e-6, rtol=1e-5)
-
-
-def _load_elastic(way, saved):
-    rank = torch.distributed.get_rank()
-    ddp = DistributedDataParallel(net())
-    state = commpress.compress(ddp, **WAYS[way])
-    state.load_state_dict(*[one["state"] for one in saved[:2]])
-    ddp.module.load_state_dict(saved[rank]["model"])
-    return state.state_dict()["residuals"]
-
-
 def test_a_basis_of_another_rank_is_refused(pool):
     half = pool.run(train, 2)
     outcomes = pool.outcomes(_resume_wider, half)

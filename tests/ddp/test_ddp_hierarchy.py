@@ -53,12 +53,6 @@ def test_a_step_that_is_not_finite_changes_no_residual(pool):
     assert all(result.counters["skipped_steps"] == 1 for result in results)
 
 
-@pytest.mark.parametrize("topology", ["2x2", "1,3"])
-def test_resumed_equals_uninterrupted(pool, tmp_path, topology):
-    plan = leveled(topology, MIXED)
-    assert_equal(resume(pool, tmp_path, plan, at=3, size=4), twin(plan, 4))
-
-
 def test_the_state_of_another_topology_is_refused(pool, tmp_path):
     resume(pool, tmp_path, leveled("2x2"), at=3, size=4)
     for other in ({"topology": "3,1"}, {}):
@@ -97,23 +91,6 @@ def total(parts):
             vector = whole.setdefault(key, np.zeros(shard["numel"], np.float32))
             vector[shard["start"] : shard["start"] + len(shard["values"])] = shard["values"].numpy()
     return whole
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "size"), [("2x2", "2,1", 3), ("3,1", None, 2), (None, "1,2", 3)]
-)
-def test_nothing_owed_is_lost_when_nodes_change(pool, before, after, size):
-    states = [{} if t is None else {"topology": t} for t in (before, after)]
-    parts = pool.run(owed, Plan("sign", steps=3, state=states[0]), size=4)[0]
-    again = pool.run(passed_on, Plan("sign", first=3, steps=1, state=states[1]), parts, size=size)[
-        0
-    ]
-    first, second = total(parts), total(again)
-    assert first
-    assert max(np.abs(v).max() for v in first.values()) > 0
-    for key in first:
-        np.testing.assert_allclose(second[key], first[key], rtol=1e-6, atol=1e-9)
-    assert all(not np.any(second[key]) for key in second.keys() - first.keys())
 
 
 def saved_by_a_trainer(plan):

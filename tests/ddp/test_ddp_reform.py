@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.choice import PerLayer, methods_of, steps_of_trial
-from commpress.collectives.transports.factory import own_transport
 from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.process_group.group_options import GroupOptions
 from group_calls import as_world
@@ -31,35 +30,6 @@ class Net(torch.nn.Module):
         return self.right(torch.relu(self.left(x)))
 
 
-class Cut:
-    """Fails the so-and-so-manieth message of a channel, and tells the peers."""
-
-    def __init__(self, channel, after):
-        self.inner, self.after = channel.transport.inner, after
-        for name in ("all_to_all", "all_gather", "exchange"):
-            setattr(self, name, self._wrapped(getattr(self.inner, name)))
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def _wrapped(self, call):
-        def one(*args):
-            self.after -= 1
-            if self.after < 0:
-                self.inner.abandon("the plug was pulled")
-                raise CommunicationError("the plug was pulled")
-            return call(*args)
-
-        return one
-
-
-def start(codec, options, ddp):
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Net(), bucket_cap_mb=0.02, **ddp)
-    state = commpress.compress(model, codec, **options)
-    return model, state, torch.optim.SGD(model.parameters(), lr=0.05)
-
-
 def step(model, optimizer, rank, number, accumulate=1):
     """Gradients and a step; the loss."""
     generator = torch.Generator().manual_seed(100 * number + rank)
@@ -71,103 +41,6 @@ def step(model, optimizer, rank, number, accumulate=1):
     loss.backward()
     optimizer.step()
     return float(loss)
-
-
-def lose_the_last(codec, after, options, ddp, accumulate):
-    """Three steps of three ranks; the last pulls the plug in the fourth; the others take it again,
-    and two more."""
-    rank = dist.get_rank()
-    model, state, optimizer = start(codec, options, ddp)
-    for number in range(3):
-        step(model, optimizer, rank, number, accumulate)
-    before = [p.detach().clone() for p in model.parameters()]
-    if rank == 2:
-        state.channel.transport.stand_for(Cut(state.channel, after))
-    error = caught(step, model, optimizer, rank, 3, accumulate)
-    unharmed = error is not None and all(
-        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
-    )
-    two = dist.new_group([0, 1])
-    if rank == 2:
-        return type(error), None
-    state.channel.reform(own_transport(two))
-    state.reform(changes({0, 1}, 0, 3)[rank])()
-    said = state.step
-    for number in range(3, 6):
-        step(model, optimizer, rank, number, accumulate)
-    state.channel.close()
-    owed = [sent.clone() for _, sent, _ in state.residuals.places()]
-    return type(error), (
-        unharmed,
-        said,
-        [p.detach().clone() for p in model.parameters()],
-        owed,
-        state.counters.lost_ranks,
-    )
-
-
-KINDS = [
-    ("int4", {}, {}, 1),
-    ("sign", {"exact_steps": 1}, {"static_graph": True}, 1),
-    ("int8", {}, {}, 2),
-    ("powersgd-2", {}, {"gradient_as_bucket_view": True}, 1),
-]
-
-
-@pytest.mark.parametrize("after", first(1, [1, 0]))
-@pytest.mark.parametrize(
-    ("codec", "options", "ddp", "accumulate"),
-    KINDS,
-    ids=["int4", "static graph", "accumulation of changes", "matrices"],
-)
-def test_a_backward_that_failed_leaves_ddp_usable(pool, codec, after, options, ddp, accumulate):
-    """Weights as they were, the error as it is, and the same step again among those who are
-    left."""
-    *two, (last, _) = pool.run(lose_the_last, codec, after, options, ddp, accumulate, size=3)
-    assert last is CommunicationError
-    for kind, (unharmed, said, weights, owed, lost) in two:
-        assert issubclass(kind, CommunicationError)
-        assert unharmed
-        assert said == 3
-        assert lost == 1
-        assert all(torch.isfinite(p).all() for p in owed)
-        for mine, other in zip(weights, two[0][1][2], strict=True):
-            assert torch.equal(mine, other)
-
-
-def grow(codec, options):
-    """Two ranks train, one alone; then three together, the newcomer with the others' weights."""
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    torch.manual_seed(rank // 2)
-    model = DistributedDataParallel(Net(), bucket_cap_mb=0.02, process_group=groups[rank // 2])
-    state = commpress.compress(model, codec, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in range(3):
-        step(model, optimizer, rank, number)
-    model(torch.randn(8, 40))  # DDP forms its buckets anew
-    state.channel.reform(own_transport(None))
-    state.reform(changes({0, 1}, 1, 2)[rank])()
-    for p in model.parameters():
-        dist.broadcast(p.data, 0)
-    for number in range(3, 6):
-        step(model, optimizer, rank, number)
-    state.channel.close()
-    return state.step, [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("codec", "options"),
-    [("int4", {}), ("powersgd-2", {})],
-    ids=str,
-)
-def test_a_newcomer_trains_with_the_others(pool, codec, options):
-    first, *others = pool.run(grow, codec, options, size=3)
-    assert first[0] == 6
-    for other in others:
-        assert other[0] == 6
-        for mine, theirs in zip(other[1], first[1], strict=True):
-            assert torch.equal(mine, theirs)
 
 
 def refused():

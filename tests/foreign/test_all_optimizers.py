@@ -113,10 +113,8 @@ def over_ranks(model, kind, options):
     return commpress.Partitioned(model.parameters(), kind, bucket_mb=0.03, **options)
 
 
-@pytest.mark.parametrize(
-    "package",
-    [p if p == "torch.optim" else pytest.param(p, marks=pytest.mark.slow) for p in PACKAGES],
-)
+@pytest.mark.slow  # tests/zero/test_elementwise.py takes and refuses one of each kind
+@pytest.mark.parametrize("package", PACKAGES)
 def test_every_optimizer_is_refused_or_has_its_own_weights(package):
     pytest.importorskip(package)
     seen = {}

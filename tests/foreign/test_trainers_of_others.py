@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from variants import seldom
+
 PACKAGES = ("transformers", "accelerate", "lightning", "peft")
-FSDP = ("trainer", "kinds", "again", "native", "accelerate", "lightning", "fabric", "refusals")
+# the others: states of FSDP2 in tests/state/test_real_ranks.py
+FSDP = ("trainer", "accelerate", "lightning", "refusals")
+FSDP_SELDOM = ("kinds", "again", "native", "fabric")
 OFTEN = ["onebit", "sharded-zero-one", "gradients"]
 SELDOM = ["lamb", "zero-one", "sharded-onebit"]
 
@@ -23,7 +27,7 @@ def ran(scripts, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("what", FSDP)
+@pytest.mark.parametrize("what", [*FSDP, *map(seldom, FSDP_SELDOM)])
 def test_fsdp2_trains_to_the_bits_of_a_loop_of_ones_own_and_resumes_in_them(ran, tmp_path, what):
     ran("fsdp", what, tmp_path)
 

@@ -7,6 +7,7 @@ and tokens and experts turn up that the warm-up has not seen.
 
 import copy
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 import commpress
 from commpress.collectives.transports.loopback import Loopback, simulate
 from tiny_models import MODELS, loss_of
-from variants import every_second, few
+from variants import every_second, seldom
 
 RANKS, WARMUP, LATE, STEPS, PEAK = 2, 12, 18, 48, 1e-3
 LEARNING_RATES = 20  # a step may move an element this far
@@ -112,8 +113,18 @@ def test_the_scenario_wakes_tensors_rows_and_elements(name):
         )
 
 
+# the others: what wakes tensors, rows and elements is in tests/optim/test_tensor_states.py
+OFTEN = [
+    ("OneBitAdam", "gpt2"),
+    ("ZeroOneAdam", "bert"),
+    ("ZeroOneAdam-every", "opt"),
+    ("OneBitLamb-powersgd-4", "gpt2"),
+]
+OTHERS = [*product(OPTIMIZERS, MODELS), *product(WHOLE, ("gpt2", "bert"))]
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "name"), [*few(OPTIMIZERS, MODELS), *few(WHOLE, ("gpt2", "bert"))]
+    ("optimizer", "name"), [*OFTEN, *(seldom(*pair) for pair in OTHERS if pair not in OFTEN)]
 )
 def test_no_weight_jumps_and_none_stands_still(optimizer, name):
     models = [copy.deepcopy(model_of(name)) for _ in range(RANKS)]

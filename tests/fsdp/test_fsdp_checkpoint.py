@@ -51,41 +51,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, 
             assert torch.equal(again.parameters[name], whole.parameters[name]), name
 
 
-def left_by_ranks(plan: Plan, folder: str, size: int) -> dict[str, torch.Tensor]:
-    """As ``owed``, saved by each of ``size`` ranks as its own state, or loaded from those of all of
-    them."""
-    torch.set_num_threads(1)
-    session = Session(plan)
-    if size == dist.get_world_size():
-        session.run()
-        torch.save(session.state.state_dict(), f"{folder}/{dist.get_rank()}.pt")
-    else:
-        session.state.load_state_dict(
-            *(torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(size))
-        )
-        assert session.state.step == plan.steps
-        assert session.state.counters.steps == 0
-    return {
-        name: shard.full_tensor()
-        for name, shard in session.state.elastic_state_dict()["residuals"].items()
-    }
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [Plan(codec="int4"), Plan(codec="int4", columns=True), Plan(codec=WHOLE)],
-    ids=str,
-)
-def test_the_states_of_all_ranks_are_enough_for_another_world_size(pool, tmp_path, plan):
-    (saved, *_), loaded = (
-        pool.run(left_by_ranks, plan, str(tmp_path), 4, size=size) for size in (4, 2)
-    )
-    for result in loaded:
-        for name, values in saved.items():
-            torch.testing.assert_close(result[name], values, atol=1e-7, rtol=1e-6)
-    assert any(values.abs().sum() > 0 for values in saved.values())
-
-
 def too_few(folder: str) -> list[str]:
     """Errors of states that are not those of all ranks, and of residuals in codes."""
     said = []

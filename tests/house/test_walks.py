@@ -82,6 +82,7 @@ def compressed_step():
     return kinds[1]
 
 
+@pytest.mark.slow  # its parts are those of a bucket
 def test_a_compressed_step_of_zero_one_adam(pool):
     found, _ = pool.run(compressed_step)
     print("\n" + table(found))

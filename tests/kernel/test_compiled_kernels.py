@@ -19,6 +19,7 @@ from commpress.kernels.cpu import compiled, digest, object_cache
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import FP32, INT8, SIGN_L1
+from variants import seldom
 
 HALVES = (
     "from commpress.kernels.cpu import adam as s; from commpress.kernels.adam import Segments; "
@@ -410,7 +411,7 @@ def undefined(code: bytes) -> set[str]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("row_loops", "adam_loops") else [])
+        name if name in ("low_rank_loops", "openmp_loops") else seldom(name)
         for name in digest.FAMILIES
     ],
 )

@@ -21,6 +21,7 @@ from commpress.kernels import reference
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Piece, cut, width_of
+from variants import seldom
 
 CARD = ["card"] * (torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None)
 CUDA = ["source", *CARD]
@@ -54,8 +55,21 @@ def single(numel, rows, kind, block, hash=0):
     return cut([Piece(0, numel, kind, block, hash)], rows)
 
 
-@every_side
-@pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
+def sides(pairs):
+    """Each pair on one side after the other, on the rest with the slow tests."""
+    every = ("cpu", *CUDA)
+    return pytest.mark.parametrize(
+        ("on", "kind", "block"),
+        [
+            pytest.param(side, *pair) if (i + j) % len(every) == 0 else seldom(side, *pair)
+            for i, pair in enumerate(pairs)
+            for j, side in enumerate(every)
+        ],
+        indirect=["on"],
+    )
+
+
+@sides(twin.PAIRS)
 def test_encode_and_decode_give_the_bytes_of_the_law(on, kind, block):
     # the others with other kinds and blocks
     for i, numel in list(enumerate(twin.LENGTHS))[(kind + block // 8) % 2 :: 2]:
@@ -64,10 +78,7 @@ def test_encode_and_decode_give_the_bytes_of_the_law(on, kind, block):
         twin.check_round(on.turn(), numel, rows, kind, block, seed, offset=i % 5, gain=gain)
 
 
-@every_side
-@pytest.mark.parametrize(
-    ("kind", "block"), [pair for pair in twin.PAIRS if pair[1] in (0, 8, 64, 256, 1024, 2048)]
-)
+@sides([pair for pair in twin.PAIRS if pair[1] in (0, 8, 64, 256, 1024, 2048)])
 def test_mean_and_serve_give_the_bytes_of_the_law(on, kind, block):
     for numel, senders in [(0, 1), (1, 2), (2049, 1), (5000, 2), (70, 5)]:
         twin.check_serve(on.turn(), numel, senders, kind, block, seed=senders)

@@ -601,29 +601,6 @@ def test_a_state_of_something_else_is_refused_by_name(pool, tmp_path):
         assert calls == {}, "nothing was loaded"
 
 
-def test_all_reduces_of_another_number_of_ranks_owe_the_same(pool, tmp_path):
-    options = GroupOptions("sign", 100)
-    states = [
-        state
-        for _, state in pool.run(with_options, f"{tmp_path}/three", options, summing, None, size=3)
-    ]
-    for size in (2, 4):
-        loaded = pool.run(with_options, f"{tmp_path}/{size}", options, summing, states, size=size)
-        torch.testing.assert_close(
-            owed([state for _, state in loaded]), owed(states), rtol=1e-5, atol=1e-6
-        )
-
-
-def summing(states):
-    """Three steps, or what a state of others becomes."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    if states is not None:
-        group.load_state_dict(*states)
-    for step in range(3 if states is None else 0):
-        reduced([numbers(10 * step + rank, 903)], summed)
-    return None, group.state_dict()
-
-
 def owed(states):
     """R of all ranks."""
     total = torch.zeros(903)

@@ -22,6 +22,7 @@ from commpress.optim.outer import Average, Gossip, Nesterov, SparseLoCo
 from commpress.schedules import Every
 from gallery import gallery
 from new_ranks import Dying, changes, until_stuck
+from ranks import caught
 
 SHAPES = ((40, 13), (300,), (7,))
 
@@ -87,7 +88,7 @@ class Rank:
     """One rank's object."""
 
     shapes = SHAPES
-    reforms = joins = True
+    reforms = joins = elastic = True
     heals = True  # a rank behind takes over what others have
     sign = 1  # with which residuals are in what the ranks have together
     loads: tuple[str, ...] = ("own", "all")
@@ -168,6 +169,15 @@ class Rank:
         """Weights that all ranks have."""
         return list(self.weights)
 
+    def share(self, state: Any, rank: int, size: int) -> dict[str, torch.Tensor]:
+        """The rank's share in what all have together."""
+        found = {name: value / size for name, value in self.means().items()}
+        for place, kept in self.residuals(state).items():
+            part, (name, _, offset) = kept["sent"].double(), place.rpartition("@")
+            add_reduced(part, kept["reduced"].double(), rank, size)
+            added(found, name, int(offset), self.sign * part / size)
+        return found
+
     def heal(self, other: "Rank") -> None:
         with torch.no_grad():
             for mine, theirs in zip(self.common(), other.common(), strict=True):
@@ -193,6 +203,8 @@ def returned(value: Any) -> Any:
 class Kind:
     """A table's row: ranks of this class, made so; ``ats``: steps after which the laws look."""
 
+    size = 3  # ranks of the laws
+
     def __init__(
         self,
         of: type[Rank],
@@ -212,6 +224,8 @@ class Kind:
 
 class World:
     """All ranks of an object; ``begins``: the step before which they are made."""
+
+    stay = (0, 2)  # of three, where others join
 
     def __init__(self, kind: Kind, size: int, begins: int = 0) -> None:
         self.kind, self.size = kind, size
@@ -255,15 +269,11 @@ class World:
 
     def parts(self) -> list[dict[str, torch.Tensor]]:
         """Share of each rank in what all have together."""
-        found = []
         states = self.at_once(rank.save() for rank in self.ranks)
-        for r, (rank, state) in enumerate(zip(self.ranks, states, strict=True)):
-            found.append({name: value / self.size for name, value in rank.means().items()})
-            for place, kept in rank.residuals(state).items():
-                part, (name, _, offset) = kept["sent"].double(), place.rpartition("@")
-                add_reduced(part, kept["reduced"].double(), r, self.size)
-                added(found[-1], name, int(offset), rank.sign * part / self.size)
-        return found
+        return [
+            rank.share(state, r, self.size)
+            for r, (rank, state) in enumerate(zip(self.ranks, states, strict=True))
+        ]
 
     def total(self) -> dict[str, torch.Tensor]:
         """R of every tensor, flat, and the means of what waits; float64."""
@@ -282,6 +292,16 @@ class World:
             for name, value in rank.rows().items():
                 found[name] = found.get(name, 0.0) + value
         return found
+
+    def counts(self) -> list[int]:
+        return [rank.count() for rank in self.ranks]
+
+    def lost(self) -> list[int]:
+        return [rank.lost() for rank in self.ranks]
+
+    def refused(self, state: Any) -> Exception | None:
+        """The error with which rank 0 refuses a state."""
+        return caught(self.ranks[0].load, state)
 
     def agree(self) -> bool:
         self.end()

@@ -337,21 +337,6 @@ def saved(plan, folder):
     return weights, whole, values(model), equal(values(model), values(again))
 
 
-LOSSY = {"bucket_mb": 0.004, "codec": "int8", "weights": "int8", "min_numel": 64}
-
-
-MATRICES = {"bucket_mb": 0.004, "codec": "powersgd-2", "min_numel": 64}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"bucket_mb": 0.004}, LOSSY, MATRICES],
-    ids=["exact", "int8", "powersgd-2"],
-)
-def test_resumes_in_every_bit(pool, tmp_path, options):
-    assert all(one[3] for one in pool.run(saved, Plan(partitioned=options), str(tmp_path)))
-
-
 def restored(plan, folder, weights):
     """The sharded checkpoint at this world size, as a whole."""
     model = made(plan)

@@ -75,6 +75,7 @@ def test_first_values_of_a_tiled_model_on_the_meta_device(tmp_path):
     assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.slow  # bits of tiles stand above, streaming in test_streamed.py
 def test_streamed_tiles_train_as_the_plain_model(tmp_path):
     """Rounding differs in the last bits of a sum; what is in memory at once is a tile and the rest
     of its layer."""
