@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="benchmarks",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **cli.WHOLE,
     )
     names = top.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     for benchmark in BENCHMARKS:

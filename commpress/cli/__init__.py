@@ -27,7 +27,10 @@ machines under a launcher:
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
     --no-python commpress bench train
 """
-RAW = argparse.RawDescriptionHelpFormatter
+WHOLE: dict[str, Any] = {  # of every parser: abbreviated options are refused, with what was meant
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "allow_abbrev": False,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         prog="commpress",
         usage="commpress [-h] [--version] COMMAND ...",
         description=f"{DESCRIPTION}\n\n{overview()}\n{LAUNCHED}",
-        formatter_class=RAW,
+        **WHOLE,
     )
     top.add_argument("--version", action="version", version=f"commpress {__version__}")
     rooms: dict[str, Any] = {
@@ -50,10 +53,10 @@ def parser() -> argparse.ArgumentParser:
         room, _, name = command.words.rpartition(" ")
         if room not in rooms:
             about = f"{ROOMS[room]}\n\n{overview(room)}"
-            home = rooms[""].add_parser(room, description=about, formatter_class=RAW)
+            home = rooms[""].add_parser(room, description=about, **WHOLE)
             home.set_defaults(run=partial(_incomplete, room), parser=home)
             rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
-        below = rooms[room].add_parser(name, description=command.help, formatter_class=RAW)
+        below = rooms[room].add_parser(name, description=command.help, **WHOLE)
         command.options(below)
         module, _, function = command.runs.partition(".")
         run = partial(_start, f"{__name__}.{module}", function)
@@ -118,7 +121,7 @@ def add(commands: Any, name: str, module: Any) -> None:
     summary, _, rest = module.__doc__.partition("\n\n")
     about = f"{summary}\n\n{rest}"
     shown = " ".join(summary.split())
-    command = commands.add_parser(name, help=shown, description=about, formatter_class=RAW)
+    command = commands.add_parser(name, help=shown, description=about, **WHOLE)
     module.options(command)
     command.set_defaults(run=module.run)
 

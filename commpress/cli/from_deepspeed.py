@@ -169,9 +169,13 @@ class Conversion:
         fp16, bf16 = self.enabled("fp16"), self.enabled("bf16")
         if fp16 and bf16:
             raise InvalidArgument("fp16 and bf16 are both enabled, expected one of them")
-        if not fp16:
-            return ("torch.bfloat16", "") if bf16 else ("", "")
         section = self.section("fp16")
+        if not fp16:
+            if "enabled" not in section and section.get("loss_scale") == 0:
+                self.note(
+                    f"fp16.loss_scale {section.pop('loss_scale')}: dynamic, as a GradScaler's"
+                )
+            return ("torch.bfloat16", "") if bf16 else ("", "")
         power, window = (
             self.take("initial_scale_power", section),
             self.take("loss_scale_window", section),
@@ -608,7 +612,7 @@ class Conversion:
         for path, value in leaves(self.config):
             if ENGINE.fullmatch(path):
                 engine.append(path)
-            elif value in (False, None):
+            elif value is False or value is None:  # 0 is a number, and often means "dynamic"
                 off.append(path)
             else:
                 instead = INSTEAD.get(path.split(".")[0])

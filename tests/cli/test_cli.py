@@ -196,6 +196,10 @@ EARLY = [
         "commpress demo: error: there is no option '--rte': did you mean '--rate'?",
     ),
     (
+        "demo --second 5",
+        "commpress demo: error: there is no option '--second': did you mean '--seconds'?",
+    ),
+    (
         "bench train --variants sign",
         "commpress bench train: error: there is no option '--variants'",
     ),

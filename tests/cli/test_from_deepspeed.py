@@ -399,3 +399,13 @@ def test_intervals_double_where_those_of_deepspeed_do():
         step += rule.interval(step, 1e-3, None)
         found.append(step)
     assert found == deepspeed_intervals(64, 32, 8, found[-1])
+
+
+@pytest.mark.parametrize("enabled", [True, "auto"])
+def test_a_loss_scale_of_0_is_dynamic_and_not_switched_off(enabled):
+    lines, notes = converted({"fp16": {"enabled": enabled, "loss_scale": 0}})
+    assert any("GradScaler(device, init_scale=2.0**16" in line for line in lines) == (
+        enabled is True
+    )
+    assert ("fp16.loss_scale 0: dynamic, as a GradScaler's" in notes) == (enabled == "auto")
+    assert not any("switched off" in note for note in notes)
