@@ -71,6 +71,9 @@ class Reformable:
         yield from ()
         return lambda: None
 
+    def arrive(self, change: Change, standing: Standing) -> None:
+        """End what is under way, before exchanges are cut anew."""
+
     def catch_up(self, change: Change, standing: Standing) -> None:
         """Take over ``shared`` tensors and numbers of others as a rank that is behind, or new."""
 
@@ -105,6 +108,7 @@ class Reformable:
 
         @torch.no_grad()
         def follow() -> None:
+            self.arrive(change, standing)
             self.channel.workspace.clear()
             for of, each in sets.items():
                 each.reform(self.channel.size)

@@ -15,15 +15,14 @@ overlap under way                         arrives now
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commpress.collectives.agreement import gathered
 from commpress.collectives.change import Change
-from commpress.collectives.handover import Standing, cannot_follow
+from commpress.collectives.handover import Standing
 from commpress.collectives.residual_state import (
     check_fit,
     elastic_of,
@@ -68,7 +67,7 @@ def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
             "long": flight.long,
             "pace": list(flight.pace or ()),
         }
-    with _residuals(local) as store:
+    with in_memory(local) as store:
         residuals = exact_state(store, transport, local.exchanged)
     return _shared(local) | {
         "kind": "exact",
@@ -121,7 +120,7 @@ def elastic(local: "LocalUpdates") -> Steps[dict[str, Any]]:
     shared: dict[str, Any] = {"format": FORMAT}
     if transport.rank == 0 or not local.outer.equal:
         shared = _shared(local)
-    with _residuals(local) as store:
+    with in_memory(local) as store:
         owed = flat_parts(store, transport)
     if not local.outer.equal:
         for fragment, weights, outer in zip(
@@ -164,7 +163,7 @@ def _shared(local: "LocalUpdates") -> dict[str, Any]:
 
 
 @contextmanager
-def _residuals(local: "LocalUpdates") -> Iterator[ResidualStore]:
+def in_memory(local: "LocalUpdates") -> Iterator[ResidualStore]:
     """Those of all fragments, in memory meanwhile."""
     for fragment in local.fragments:
         fragment.bring(local.exchanges)
@@ -370,43 +369,26 @@ def _place(state: dict[str, Any]) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- other ranks
 
-# tensors of the last exchange; others are bases of codecs
+# tensors of the last exchange
 MEAN, WEIGHTS, OUTER = "mean", "weights", "outer "
 
 
-def reform(local: "LocalUpdates", change: Change) -> Steps[Callable[[], None]]:
-    """Hand residuals over; the result makes the change, once all ranks have come as far."""
-    if local.inner.together:
-        raise cannot_follow(
-            local, "inner has ranks that train together (they have shards, or average gradients)"
-        )
-    came = local.flight is not None and local.finished == local.exchanged
+def has_arrived(local: "LocalUpdates") -> bool:
+    """True if the mean that is under way is known."""
+    return local.flight is not None and local.finished == local.exchanged
+
+
+def furthest(local: "LocalUpdates", change: Change) -> Steps[int]:
+    """Steps of the rank that has taken most."""
     mine = [0.0 if change.was is None else float(local.steps_done)]
-    counts = yield from gathered(
-        mine, transport=local.channel.transport, sequence=local.channel.take()
-    )
-    common = {"steps": int(counts.max()), "exchanged": local.finished, "taken": local.taken}
-    for fragment in local.fragments:
-        fragment.bring(local.exchanges)
-    try:
-        standing = yield from local.handover.steps(
-            change,
-            {"": local.exchanges.residuals},
-            local.channel.workspace,
-            shared=common,
-            tensors=_last(local, came=came) | local.exchanges.bases,
-        )
-    except BaseException:
-        for fragment in local.fragments:
-            fragment.put_back(local.exchanges)
-        raise
-    return local.handover.with_it(lambda: _follow(local, change, standing, came=came))
+    counts = yield from local.channel.gathered(mine)
+    return int(counts.max())
 
 
-def _last(local: "LocalUpdates", *, came: bool) -> dict[str, torch.Tensor]:
+def last(local: "LocalUpdates") -> dict[str, torch.Tensor]:
     """Outcome of the last exchange that this rank has finished: its mean, or the shared weights
     that this has moved."""
-    if local.flight is not None and came:
+    if local.flight is not None and has_arrived(local):
         return {MEAN: local.flight.fragment.work}
     if local.moved is None or local.flight is not None:
         return {}
@@ -420,32 +402,23 @@ def _last(local: "LocalUpdates", *, came: bool) -> dict[str, torch.Tensor]:
         return {WEIGHTS: fragment.weights.clone()} | outer
 
 
-def _follow(local: "LocalUpdates", change: Change, standing: Standing, *, came: bool) -> None:
-    """Begin a round as all others do. Who is new gets the rest from ``load_shared_state``."""
-    given, common = standing.tensors, standing.shared
+def arrive(local: "LocalUpdates", change: Change, standing: Standing) -> None:
+    """Let the exchange that is under way count if it counts for others."""
+    came, given = has_arrived(local), standing.tensors
     flight, local.flight = local.flight, None
-    if flight is not None and change.was is not None:
+    if flight is None:
+        return
+    if change.was is not None:
         if MEAN in given:
             flight.fragment.work.copy_(given[MEAN])
-            local.land(flight, taken=common["taken"])
+            local.land(flight, taken=standing.shared["taken"])
         elif WEIGHTS in given:
             _move(local, flight, given)
         elif came:
             local.land(flight, taken=local.taken)
         else:
             flight.give_up()
-    if flight is not None:
-        flight.fragment.detach(local.exchanges)
-    local.exchanges.bases.update(
-        {n: t for n, t in given.items() if n not in (MEAN, WEIGHTS) and not n.startswith(OUTER)}
-    )
-    local.channel.workspace.clear()
-    local.exchanges.reform(local.channel.size)
-    local.exact.reform(local.channel.size)
-    for fragment in local.fragments:
-        fragment.put_back(local.exchanges)
-    local.counters.lost_ranks = local.handover.lost
-    local.begin_at(common["steps"], common["exchanged"])
+    flight.fragment.detach(local.exchanges)
 
 
 def _move(local: "LocalUpdates", flight: Flight, given: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ decides these, all ranks go by the same recorded seconds.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from math import isfinite
@@ -29,8 +29,9 @@ from commpress.collectives.allreduce import settle
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
-from commpress.collectives.handover import Handover
+from commpress.collectives.handover import Handover, Standing, cannot_follow
 from commpress.collectives.pairwise import square_sum
+from commpress.collectives.state import Reformable
 from commpress.collectives.transports.factory import DeviceMesh, on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
@@ -54,7 +55,7 @@ log = logging.getLogger("commpress")
 WEIGHTS = ("equal", "tokens", "steps")
 
 
-class LocalUpdates(torch.optim.Optimizer):
+class LocalUpdates(Reformable, torch.optim.Optimizer):
     """Train with ``inner`` on every rank by itself, and exchange changes once a round.
 
     This takes the optimizer's place in a loop, in learning rate schedulers, GradScaler and
@@ -550,19 +551,42 @@ class LocalUpdates(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ other ranks
 
-    def reform(self, change: Change) -> Callable[[], None]:
-        """Continue among the present ranks of the channels; collective. Call the result when all
-        have come as far.
-
-        An exchange under way counts if some rank has finished it; else its changes go with the
-        next. A round begins on all ranks. Newcomers need ``load_shared_state``.
-        """
-        return run(self.reforming(change))
-
     @torch.no_grad()
     def reforming(self, change: Change) -> Steps[Callable[[], None]]:
-        """``reform`` as an algorithm that may wait."""
-        return (yield from local_checkpoint.reform(self, change))
+        """Go on among other ranks. An exchange under way counts if some rank has finished it; else
+        its changes go with the next. A round begins on all ranks. Newcomers need
+        ``load_shared_state``."""
+        if self.inner.together:
+            raise cannot_follow(
+                self, "inner has ranks that train together (they have shards, or average gradients)"
+            )
+        self._furthest = yield from local_checkpoint.furthest(self, change)
+        for fragment in self.fragments:
+            fragment.bring(self.exchanges)
+        try:
+            return (yield from super().reforming(change))
+        except BaseException:
+            for fragment in self.fragments:
+                fragment.put_back(self.exchanges)
+            raise
+
+    def exchange_sets(self) -> Mapping[str, Exchanges]:
+        return {"": self.exchanges, "exact": self.exact}
+
+    def shared(self) -> dict[str, Any]:
+        return {"steps": self._furthest, "exchanged": self.finished, "taken": self.taken}
+
+    def shared_tensors(self) -> Mapping[str, torch.Tensor]:
+        return local_checkpoint.last(self)
+
+    def arrive(self, change: Change, standing: Standing) -> None:
+        local_checkpoint.arrive(self, change, standing)
+
+    def go_on(self, change: Change, standing: Standing) -> None:
+        for fragment in self.fragments:
+            fragment.put_back(self.exchanges)
+        self.counters.lost_ranks = self.handover.lost
+        self.begin_at(standing.shared["steps"], standing.shared["exchanged"])
 
     def begin_at(self, steps: int, exchanged: int) -> None:
         """So much is done, on all ranks alike, and a round begins."""
@@ -576,13 +600,10 @@ class LocalUpdates(torch.optim.Optimizer):
         else:
             self._begin_round()
 
-    def hand_over(self, leaving: Sequence[int]) -> None:
-        """Hand the residuals of leaving ranks to the others; collective, between exchanges."""
-        for fragment in self.fragments:
-            fragment.bring(self.exchanges)
-        self.channel.run(self.handover.leaving(leaving, {"": self.exchanges.residuals}))
-        for fragment in self.fragments:
-            fragment.put_back(self.exchanges)
+    def leaving(self, ranks: Sequence[int]) -> Steps[None]:
+        """``hand_over``, between exchanges, as an algorithm that may wait."""
+        with local_checkpoint.in_memory(self):
+            yield from super().leaving(ranks)
 
     def shared_state(self) -> dict[str, Any]:
         """State that ranks hold alike, and this rank's inner optimizers to begin with."""

@@ -599,10 +599,6 @@ class Local(Rank):
     def kept(self) -> Any:
         return [p.detach().clone() for p in self.weights]
 
-    def leaving(self, ranks: Sequence[int]) -> Any:
-        residuals = self.owner.exchanges.residuals
-        return self.owner.handover.leaving(ranks, {"": residuals})
-
     def channels(self) -> list[Channel]:
         return [self.owner.channel, self.owner.control]
 
