@@ -13,6 +13,7 @@ time and continued.
            (default half) when one arrives; --outer and --momentum of Nesterov in place of the plain
            mean. The inner rate is searched for each
   --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them
+  --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact
 Columns of the table:
   gap      held-out loss against synchronous training at its best rate, mean over the seeds that
            both have
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 
+import commpress
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
@@ -70,11 +72,12 @@ class Run:
     alpha: float | None = None  # of hidden rounds: what is kept of a rank's own weights
     momentum: float = 0.0  # of their outer step
     windows: int = WINDOWS
+    optimizer: str = ""  # of commpress, in place of AdamW
 
     @property
     def exact(self) -> bool:
         """Synchronous, in float32: what everything is compared with."""
-        return not self.every and self.codec == "none"
+        return not self.every and self.codec == "none" and not self.optimizer
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Finished:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--every", nargs="+", type=int, default=list(EVERY), metavar="H", help="default 10 30 100"
+        "--every", nargs="*", type=int, default=list(EVERY), metavar="H", help="default 10 30 100"
     )
     parser.add_argument(
         "--hidden",
@@ -99,6 +102,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hooks", nargs="+", default=[], metavar="NAME", help="of gradients (default none)"
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", default=[], metavar="NAME", help="of commpress (default none)"
     )
     for name, default, says in (
         ("--alpha", [None], "kept of a rank's own weights by hidden rounds (default as in a run)"),
@@ -159,9 +165,11 @@ def run(options: argparse.Namespace) -> int:
         tuned = {every: best_of(replace(outer, every=every), rate=rates) for every in options.every}
     cells = [(every, codec) for every in options.every for codec in options.codecs]
     runs = [replace(plain, rate=best, seed=seed) for seed in options.seeds]
-    for codec in options.hooks:
-        hook = best_of(replace(plain, codec=codec), rate=rates)
-        runs += [replace(hook, seed=seed) for seed in options.seeds]
+    ways = [replace(plain, codec=codec) for codec in options.hooks]
+    ways += [replace(plain, optimizer=name) for name in options.optimizers]
+    for way in ways:
+        found = best_of(way, rate=rates)
+        runs += [replace(found, seed=seed) for seed in options.seeds]
     searched = product(options.hidden, options.alpha, options.momentum, options.outer)
     for steps, alpha, momentum, outer_rate in searched:
         hidden = replace(plain, every=steps, hidden=True, codec=options.codecs[0])
@@ -205,7 +213,8 @@ def cells_of(runs: list[Finished]) -> list[dict[str, str]]:
         every, hidden = one.every, one.hidden
         rows.append(
             {
-                "method": "hidden" if hidden else "local" if every else "synchronous",
+                "method": one.optimizer
+                or ("hidden" if hidden else "local" if every else "synchronous"),
                 "H": str(every or 1),
                 "codec": one.codec,
                 "rate": f"{one.rate:g}",
@@ -261,6 +270,9 @@ def train(run: Run) -> Finished:
         0.0,
         [],
     )
+    if run.optimizer:
+        sent, training = _optimized(model, run, text, draws)
+        return Finished(run, round(_held_out_loss(model, held_out), 5), training, sent / 1e6)
     hook = Hook(model, run) if not run.every and not run.exact else None
     together = run.steps if not run.every else run.steps // 10
     for step in range(together):
@@ -305,6 +317,42 @@ def train(run: Run) -> Finished:
     if hook is not None:
         sent = float(hook.sent_bytes())
     return Finished(run, round(_held_out_loss(model, held_out), 5), training, sent / 1e6)
+
+
+def _optimized(
+    model: torch.nn.Module, run: Run, text: torch.Tensor, draws: Sequence[torch.Generator]
+) -> tuple[float, list[float]]:
+    """Train ``model`` as one of the ranks of a compressed optimizer; its bytes and losses."""
+    models = [model, *(copy.deepcopy(model) for _ in draws[1:])]
+    kind = getattr(commpress, run.optimizer)
+    training: list[float] = []
+    options = {"exact_steps": run.steps // 10} if run.optimizer == "OneBitAdam" else {}
+    optimizers = [
+        kind(
+            each.named_parameters(),
+            lr=run.rate,
+            betas=(0.9, 0.99),
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            transport=transport,
+            **options,
+        )
+        for each, transport in zip(models, Loopback(run.ranks).transports(), strict=True)
+    ]
+    for step in range(run.steps):
+        losses = []
+        for replica, optimizer, d in zip(models, optimizers, draws, strict=True):
+            optimizer.zero_grad()
+            x, y = batch(text, run.windows // run.ranks, LENGTH, d)
+            loss = replica(x, y)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            for group in optimizer.param_groups:
+                group["lr"] = run.rate * factor(step, run.steps)
+        simulate([each.steps() for each in optimizers])
+        training += [round(mean(losses), 4)] if step % 50 == 0 else []
+    simulate([each.synchronizing() for each in optimizers if hasattr(each, "synchronizing")])
+    return float(optimizers[0].channel.sent_bytes), training
 
 
 def _adamw(model: torch.nn.Module, run: Run) -> torch.optim.AdamW:
