@@ -264,12 +264,9 @@ def train(run: Run) -> Finished:
     torch.manual_seed(run.seed)
     model = GPT(width=WIDTH, layers=LAYERS, length=LENGTH)
     optimizer = _adamw(model, run)
-    rows, numel, sent, training = (
-        run.windows // run.ranks,
-        sum(p.numel() for p in model.parameters()),
-        0.0,
-        [],
-    )
+    rows, numel = run.windows // run.ranks, sum(p.numel() for p in model.parameters())
+    sent = 0.0
+    training: list[float] = []
     if run.optimizer:
         sent, training = _optimized(model, run, text, draws)
         return Finished(run, round(_held_out_loss(model, held_out), 5), training, sent / 1e6)
