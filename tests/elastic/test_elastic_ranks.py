@@ -107,7 +107,7 @@ def check_accounts(folder: Path, batch: int, *, hashes: bool) -> None:
             assert len({line["hash"] for line in by_step[step]}) == 1
 
 
-KINDS = ["hook", "plain", "onebit"]
+KINDS = ["hook", "plain", "onebit", "toy"]
 SLOW = ["low-rank", "norm", "scaled", "accumulated", "zero-one", "overlap", "local"]
 
 
@@ -200,7 +200,7 @@ def total_owed() -> torch.Tensor:
         "hook",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("plain", "onebit", "zero-one", "local", "fsdp")
+            for kind in ("plain", "onebit", "zero-one", "local", "fsdp", "toy")
         ),
     ],
 )

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import commpress.backend
+from gallery import gallery
 
 SAMPLES, BATCH = 4000, 4
 Made = tuple[Callable[..., Any], dict[str, Any]]
@@ -103,6 +104,13 @@ def compressed(kind: str) -> Made:
     return stepping(model, optimizer), {"model": model, "optimizer": optimizer}
 
 
+def toy() -> Made:
+    """An optimizer of the gallery, which says nothing of other ranks."""
+    model = net()
+    optimizer = gallery("ef_momentum").EFMomentum(model.parameters(), lr=1e-3, min_numel=0)
+    return stepping(model, optimizer), {"model": model, "optimizer": optimizer}
+
+
 def overlapped() -> Made:
     ddp = DistributedDataParallel(net())
     optimizer = commpress.OneBitAdam(ddp.module.named_parameters(), lr=1e-3, exact_steps=30)
@@ -151,6 +159,7 @@ WHOLE = {
     "zero-one": lambda: compressed("zero-one"),
     "overlap": overlapped,
     "local": local,
+    "toy": toy,
 }
 DIVIDED = {
     "fsdp": fsdp,
