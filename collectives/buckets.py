@@ -21,6 +21,7 @@ from commpress.kernels.pieces import Piece, Pieces, cut, width_of
 from commpress.kernels.registered import known
 
 PIECE = 1 << 22  # elements of the longest piece
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that codecs take
 MESSAGE = 1 << 23  # a message is closed when it would hold more
 
 

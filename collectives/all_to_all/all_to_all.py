@@ -28,6 +28,7 @@ from commpress.collectives.all_to_all.routes import (
     forwarded,
     telling,
 )
+from commpress.collectives.buckets import FLOATS
 from commpress.collectives.frame import FLAT, Frame
 from commpress.collectives.transports.rows import LONGEST
 from commpress.collectives.transports.scratch import Scratch
@@ -38,7 +39,6 @@ from commpress.kernels.pieces import COLUMN, Piece, Pieces, cut
 from commpress.work import Steps
 
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commpress.collectives.agreement import Consensus
+from commpress.collectives.buckets import FLOATS
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.factory import (
     AgreeOver,
@@ -34,8 +35,6 @@ from commpress.collectives.transports.factory import (
 from commpress.errors import InvalidArgument
 from commpress.torch_private import flat_mesh, set_shard, shard_like, waited
 from commpress.work import Steps
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # ---------------------------------------------------------------- parameters
 
@@ -87,7 +86,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             "after the model is on its device, as with model.to_empty(device=...) and its weights "
             "loaded"
         )
-    if parameter.dtype not in DTYPES:
+    if parameter.dtype not in FLOATS:
         cure = (
             "train real and imaginary part as one float32 parameter (torch.view_as_real)"
             if parameter.is_complex()

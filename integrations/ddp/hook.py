@@ -25,6 +25,7 @@ from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Outcome
+from commpress.collectives.buckets import FLOATS
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
@@ -57,7 +58,6 @@ from commpress.work import Done, Steps, Work
 log = logging.getLogger("commpress")
 
 DEFAULT_MIN_NUMEL = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that codecs take
 BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a size beforehand
 
 
@@ -680,7 +680,7 @@ class Plain:
         buffer = bucket.buffer()
         return (
             not buffer.is_sparse
-            and buffer.dtype in DTYPES
+            and buffer.dtype in FLOATS
             and not any(p.is_complex() for p in bucket.parameters())
         )
 

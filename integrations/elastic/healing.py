@@ -29,29 +29,13 @@ from commpress.collectives.all_to_all.all_to_all import all_to_all
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.rows import memory_of
 from commpress.errors import Corrupted, InvalidArgument, StateMismatch
+from commpress.tiered_mem.manifest import DTYPES
 from commpress.work import Steps, overlapped
 
 SLICE = 4 << 20  # bytes that one donor sends at a time
 ALONGSIDE = 2  # rounds of slices under way at once
 TELL_EVERY = 2.0  # seconds between two words about a long transfer
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
 LONGEST = 1 << 28  # bytes of a document
 _LARGE = 1 << 63  # whole numbers from here on, such as seeds, are written as text
 

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from commpress.collectives.buckets import FLOATS
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.experts.tier_plan import Block, Kind, Moves, TierPlan
@@ -36,7 +37,6 @@ from commpress.integrations.zero.streamed_group import (
     streamers,
 )
 from commpress.integrations.zero.streamed_module import ModuleState, NotCopied
-from commpress.optim.layout import DTYPES
 from commpress.tiered_mem import Pending, TieredStore
 from commpress.tiered_mem.arena import padded
 from commpress.tiered_mem.layer import PAGE
@@ -158,7 +158,7 @@ class ExpertTiers(NotCopied):
             if (parameter.dtype, parameter.device) != (
                 first.dtype,
                 first.device,
-            ) or parameter.dtype not in DTYPES:
+            ) or parameter.dtype not in FLOATS:
                 raise InvalidArgument(
                     f"parameter {called} is {parameter.dtype} on {parameter.device}, expected "
                     "float32, bfloat16 or float16, the same for all parameters of an expert, on "

@@ -14,8 +14,6 @@ from commpress.kernels import Piece, Pieces, arithmetic, cut
 from commpress.kernels.reference import BITS, CASTS, FP8, INT4, INT8
 from commpress.kernels.registered import known
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 
 class EdgeCodec(Protocol):
     """Frozen and comparable; two equal ``spec`` mean equal bytes."""

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec
+from commpress.collectives.buckets import FLOATS
 from commpress.errors import InvalidArgument, Mismatch, check_counts
 from commpress.integrations.pipeline import edge_choice
 from commpress.integrations.pipeline.edge_codec import (
-    FLOATS,
     EdgeCodec,
     decode_into,
     edge_codec,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, LowRankCodec, codec_named
@@ -31,7 +30,6 @@ _KEYS = (
 _EXACT = "exact"
 _ROW = 4096
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

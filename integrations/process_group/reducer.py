@@ -27,6 +27,7 @@ from commpress.collectives.all_to_all.all_to_all import (
     compressed_all_to_all,
 )
 from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import FLOATS
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exact_rows import (
@@ -51,7 +52,7 @@ from commpress.integrations.process_group.call_sites import (
     ScatterSite,
     Site,
 )
-from commpress.integrations.process_group.group_options import DTYPES, GroupOptions
+from commpress.integrations.process_group.group_options import GroupOptions
 from commpress.totals import Totals
 from commpress.work import Steps, future_on
 
@@ -174,7 +175,7 @@ class GroupReducer:
         ):
             return "not in a backward"
         if any(
-            tensor.dtype not in DTYPES or tensor.dtype != tensors[0].dtype for tensor in tensors
+            tensor.dtype not in FLOATS or tensor.dtype != tensors[0].dtype for tensor in tensors
         ):
             return "dtype"
         if name in _REDUCTIONS and not options.accepts(op):

@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import FLOATS
 from commpress.collectives.channel import Channel
 from commpress.collectives.handover import Divided
 from commpress.collectives.transports.factory import on_reform
@@ -48,7 +49,7 @@ from commpress.integrations.zero.streamed_module import (
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
 from commpress.integrations.zero.wrapper import of_every_rank
-from commpress.optim.layout import DTYPES, LocalWeights, refuse_held
+from commpress.optim.layout import LocalWeights, refuse_held
 from commpress.tiered_mem import TieredStore
 
 AHEAD = 2  # groups that are read from the disk ahead of need
@@ -418,7 +419,7 @@ def _check(model: nn.Module, chunk_mb: float, keep: Sequence[str]) -> None:
         "commpress.stream", model.named_parameters(), "moves what all ranks hold alike", cure=cure
     )
     for name, parameter in model.named_parameters():
-        if parameter.dtype not in DTYPES:
+        if parameter.dtype not in FLOATS:
             raise InvalidArgument(
                 f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16"
             )
