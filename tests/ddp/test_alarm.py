@@ -202,9 +202,9 @@ def harmed(kind, then, options):
     ("kind", "then", "size", "options"),
     [
         ("ddp", "warn", 3, {}),
-        ("ddp", "int8", 2, {}),
+        seldom("ddp", "int8", 2, {}),
         ("ddp", "none", 3, {}),
-        ("fsdp", "warn", 2, {}),
+        seldom("fsdp", "warn", 2, {}),
         seldom("fsdp", "int8", 2, {}),
         ("fsdp", "int8", 3, {"overlap": False}),
         ("fsdp", "int8", 2, {"error_feedback": "shift8"}),

@@ -32,6 +32,7 @@ def test_fsdp2_trains_to_the_bits_of_a_loop_of_ones_own_and_resumes_in_them(ran,
     ran("fsdp", what, tmp_path)
 
 
+@pytest.mark.slow  # tests/state/test_real_ranks.py, FSDP2
 def test_another_number_of_ranks_goes_on_with_the_mean_of_what_compression_owes(ran, tmp_path):
     ran("fsdp", "save", tmp_path, ranks=3)
     ran("fsdp", "resume", tmp_path)

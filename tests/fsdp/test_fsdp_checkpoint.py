@@ -35,6 +35,7 @@ def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
     return whole, again.run().trained()
 
 
+@pytest.mark.slow  # by torch's checkpoints; tests/state/test_real_ranks.py saves states as they are
 @pytest.mark.parametrize(
     "plan",
     [

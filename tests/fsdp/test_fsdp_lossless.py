@@ -31,9 +31,9 @@ def test_fifty_steps_give_the_bits_of_plain_fsdp2(pool, size):
     "plan",
     [
         Plan(**LOSSLESS),
-        Plan(**LOSSLESS, model_dtype=BF16),
+        seldom(Plan(**LOSSLESS, model_dtype=BF16)),
         Plan(**LOSSLESS, dtype=BF16, options={"regather": True}),
-        Plan(**LOSSLESS, dtype=BF16, options={"overlap": False}),
+        seldom(Plan(**LOSSLESS, dtype=BF16, options={"overlap": False})),
         Plan(**LOSSLESS, dtype=BF16, reshard=False, recompute=True),
         Plan(**LOSSLESS, dtype=BF16, accumulate=3, sync_last=True),
         Plan(**LOSSLESS, dtype=BF16, accumulate=2, columns=True),

@@ -12,6 +12,7 @@ from commpress.errors import InvalidArgument
 from commpress.optim.outer import Average, Gossip, Nesterov, SlowMo, SparseLoCo
 from local_twin import Ranks, equal, noise
 from small_store import open_store, read
+from variants import every_second
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", every_second(PLANS))
 def test_a_store_changes_no_bit(tmp_path, large, plan):
     host, kept = (
         Ranks(2, **PLANS[plan]),

@@ -17,6 +17,7 @@ from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.zero.update_chunk import UpdateChunk
 from offload_run import OPTIONS, loss_of, model, offloaded, train
 from small_store import open_store
+from variants import seldom
 from zero_twin import Masters, clip, equal, equal_states, values
 
 WITH_A_DEVICE = {
@@ -48,7 +49,11 @@ def check(net, optimizer, other, twin):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_grad_norm": 0.3}, {"max_grad_norm": 0.3, "gradients": "store"}],
+    [
+        seldom({}),
+        {"max_grad_norm": 0.3},
+        seldom({"max_grad_norm": 0.3, "gradients": "store"}),  # test_offloaded_fsdp.py
+    ],
     ids=["clipped by the user", "clipped", "gradients in the store"],
 )
 def test_equals_the_optimizer_in_memory(store, options):
