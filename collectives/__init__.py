@@ -1,4 +1,4 @@
-"""Algorithms over ranks."""
+"""Collective algorithms: averaging and exchanging tensors over ranks."""
 
 from typing import TYPE_CHECKING
 

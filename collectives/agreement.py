@@ -1,10 +1,9 @@
-"""One way to ask all: a few numbers of every rank, such as norms, hashes and votes, in one small
-collective.
+"""Gather a few numbers of every rank, such as norms, hashes and votes, in one small collective.
 
-Note: who is asked. The ranks of a data-parallel group read from each other's headers whether the
-numbers of all were finite. Under tensor parallelism a replicated weight lives in several such
-groups, and one that skips a step while another takes it drifts apart from it. So these vote over a
-``Consensus`` of all ranks that must stay equal, before anything is committed.
+Note: which ranks vote. The ranks of a data-parallel group read from each other's headers whether
+the numbers of all were finite. Under tensor parallelism a replicated weight lives in several such
+groups, and one that skips a step while another takes it drifts apart from it. Such groups therefore
+vote over a ``Consensus`` of all ranks that must stay equal, before anything is committed.
 """
 
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ def gathered(
     transport: Transport,
     sequence: int,
 ) -> Steps[np.ndarray]:
-    """float64[ranks, len(values)], the same on every rank. They travel by way of the host.
+    """Gather ``values`` of every rank as float64[ranks, len(values)], through host memory.
 
-    It is an all-to-all, as rounds begin with one: a rank that begins a round meanwhile is named,
-    and not waited for.
+    This is an all-to-all because rounds begin with one: if a rank begins a round instead, an error
+    names it and nobody waits for it.
     """
     outbox, every = (
         torch.zeros(transport.size, HEADER + 8 * len(values), dtype=torch.uint8) for _ in range(2)
@@ -40,23 +39,24 @@ def gathered(
 
 
 class Consensus:
-    """Votes over ``transport``. Every rank votes once on the same thing, also one that has nothing
-    to exchange."""
+    """Votes over ``transport``. Every rank votes once on each question, even a rank with nothing to
+    exchange."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self._votes = transport, 0
 
     def reserve(self) -> int:
-        """The number of the next vote, taken in the same order on every rank."""
+        """Reserve and return the number of the next vote, in the same order on every rank."""
         self._votes += 1
         return self._votes - 1
 
     def agreed(self, finite: bool, *, number: int | None = None) -> Steps[bool]:
-        """True on every rank if all ranks say so; ``number`` if it was reserved before."""
+        """Return True on every rank if ``finite`` is true on all; ``number`` comes from
+        ``reserve``."""
         every = yield from self.gathered([float(finite)], number=number)
         return bool(every.all())
 
     def gathered(self, values: Sequence[float], *, number: int | None = None) -> Steps[np.ndarray]:
-        """These numbers of every rank: float64[ranks, len(values)]."""
+        """Gather ``values`` of every rank as float64[ranks, len(values)]."""
         sequence = self.reserve() if number is None else number
         return gathered(values, transport=self.transport, sequence=sequence)

@@ -1,5 +1,5 @@
-"""The mean of sparse changes in one phase: everybody's payload to everybody, and all decode all, in
-the order of ranks.
+"""The mean of sparse changes in one phase: an all-gather of payloads, decoded by every rank in the
+order of ranks.
 
     c = g·x + e        y = Q(c)        e ← c − y  y to everybody                    (all-gather)
     x := Σᵢ sᵢ·clip(yᵢ) / (K·g)                   sᵢ: the rank's share, 1 in the mean
@@ -7,11 +7,10 @@ the order of ranks.
                                                   in it
 
 Blocks run through all tensors of the buffer, so small tensors cost no more bytes than their
-elements. The median (the lower of two) holds a rank whose change is wild at the length of the
-others'.
+elements. The median (the lower of two) limits an outlier to the norm of the other ranks.
 
-Note: the same bits everywhere. Every sum has its order written down: norms are added by halves,
-ranks one after the other.
+Note: the same bits everywhere. The order of every sum is fixed: norms are added by halves, ranks
+one after the other.
 """
 
 import sys
@@ -34,8 +33,8 @@ from commpress.work import Steps, overlapped
 
 
 class GatherMean(FlatExchange):
-    """The mean of what the ranks sent, decoded by each of them. ``clip``: no rank's block is longer
-    than the median."""
+    """The mean of what the ranks sent, decoded by each of them. ``clip``: limit the norm of each
+    rank's block to the median."""
 
     def __init__(
         self,
@@ -60,8 +59,8 @@ class GatherMean(FlatExchange):
         gain: float,
         asks: bool,
     ) -> Steps[list[Outcome]]:
-        """As the law says. The numbers of a rank whose share is 0, and what it owes, stay as they
-        are."""
+        """Replace ``x`` by the mean above. A rank with share 0 keeps its residual and sends
+        zeros."""
         (message,), old, new = self.messages, self.feedback, None
         if old is not None:
             old.join(message.pieces, channel.rank)
@@ -100,8 +99,7 @@ class GatherMean(FlatExchange):
         asks: bool,
         shares: Sequence[float],
     ) -> Steps[int]:
-        """``x`` := its mean, if the flags of all ranks, which are returned, say that all were
-        finite."""
+        """Replace ``x`` by its mean if all ranks were finite; return the flags of all ranks."""
         workspace, device, code = channel.workspace, x.device, self.codec.arithmetic
         size, start = HEADER + code.row_bytes(x.numel()), perf_counter()
         outbox, inbox = workspace.rows(size, 1, device), workspace.rows(size, channel.size, device)
@@ -135,7 +133,7 @@ class GatherMean(FlatExchange):
         return flags
 
     def _add(self, out: torch.Tensor, rows: torch.Tensor, shares: Sequence[float]) -> None:
-        """``out`` += what the rows say, each times its share."""
+        """Add each decoded row, times its share, to ``out``."""
         weights = torch.tensor(shares, dtype=torch.float64, device=out.device)[:, None]
         for places, values in self.codec.arithmetic.sparse(rows, out.numel()):
             factors = within_median(_norms(values)) * weights if self.clip else weights
@@ -145,7 +143,7 @@ class GatherMean(FlatExchange):
 
 
 def within_median(norms: torch.Tensor) -> torch.Tensor:
-    """Factors, 1 or less, that bring each rank's norms [ranks, blocks] to the median of those above
+    """Return factors of at most 1 that limit norms [ranks, blocks] to each block's median above
     zero."""
     ascending = norms.sort(dim=0).values
     silent = (ascending == 0).sum(0)
@@ -154,8 +152,7 @@ def within_median(norms: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(values: torch.Tensor) -> torch.Tensor:
-    """Along the last dimension, in float64: added by halves, so that it is the same on every
-    machine."""
+    """Return float64 norms along the last dimension, added by halves: the same on every machine."""
     squares = values.double().square()
     width = 1 << (squares.shape[-1] - 1).bit_length()
     squares = torch.nn.functional.pad(squares, (0, width - squares.shape[-1]))
@@ -166,7 +163,7 @@ def _norms(values: torch.Tensor) -> torch.Tensor:
 
 
 class GatherMeans(Exchanges):
-    """Exchanges of sparse changes, all of one codec; ``min_numel`` of a policy is of no account."""
+    """Exchanges of sparse changes, all with one codec; a policy's ``min_numel`` is ignored."""
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ every rank.
     z = mean(y) + s    o = Q(z)      s ← z − o       the owner's row to everybody       (all-gather)
 
 Each rank owns one row of every piece. Nothing is committed before every rank has seen every header:
-a header says whether its sender's numbers were finite, so all ranks take the same decision without
-asking again.
+a header says whether its sender's numbers were finite, so all ranks decide alike without another
+collective.
 """
 
 import threading
@@ -50,17 +50,16 @@ class Workspace:
     """Buffers that outlive a call: a fresh allocation costs ten times a copy.
 
     Rows and residuals are for one thread at a time. Any thread may ``borrow`` and ``give_back`` a
-    buffer of its very length, or be lent the beginning of one as long as the longest (``lend``,
-    ``take_back``; with ``pooled`` rows too). What comes back may still be written by the stream of
-    whoever gave it: whoever gets it next has its own stream wait for that (``Handed``).
+    buffer of an exact length, or ``lend`` and ``take_back`` the beginning of a longer one (with
+    ``pooled`` rows too). The stream of its last user may still write a returned buffer: the stream
+    of its next user waits for that (``Handed``).
     """
 
     checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     encode_seconds: float = 0.0  # in kernels before a row leaves
     decode_seconds: float = 0.0  # in kernels after the last row came
-    timeline: Timeline | None = None  # who watches
-    # rows too are lent from flat buffers: of many lengths there are then few, each as long as the
-    # longest
+    timeline: Timeline | None = None  # records kernels
+    # lend rows from flat buffers too: many lengths then share a few buffers of the greatest length
     pooled: bool = False
     _free: dict[tuple[object, ...], list[Handed[Any]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -75,7 +74,7 @@ class Workspace:
     _longest: dict[torch.dtype, int] = field(default_factory=lambda: defaultdict(int))
 
     def encoded(self, start: float) -> None:
-        """A row has been encoded since ``start``."""
+        """Count the time since ``start`` as encoding."""
         end = perf_counter()
         self.encode_seconds += end - start
         if self.timeline is not None:
@@ -100,7 +99,7 @@ class Workspace:
         return torch.zeros(rows, size, dtype=torch.uint8, device=device)
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat buffer until it is given back, which another thread may do."""
+        """Return a flat buffer for use until ``give_back``, which another thread may call."""
         try:
             return self._free[numel, dtype, device].pop().take()
         except IndexError:
@@ -114,8 +113,8 @@ class Workspace:
     def residual(
         self, message: Message, device: torch.device, like: ErrorFeedback | None = None
     ) -> ErrorFeedback:
-        """Messages laid out alike, such as those of a model's equal blocks, share what lies
-        ready."""
+        """Return a residual; messages of equal layout, such as those of equal blocks, reuse spare
+        ones."""
         layout = message.pieces.residual_layout, device, like.layout if like else ""
         try:  # another thread may settle what was proposed
             return self._free[layout].pop().take()
@@ -129,7 +128,7 @@ class Workspace:
     def propose(
         self, message: Message, feedback: ErrorFeedback | None, device: torch.device
     ) -> ErrorFeedback:
-        """``residual``, which is to take the place of ``feedback``; remembered until it is given
+        """Return a ``residual`` that is to replace ``feedback``; remember it until it is given
         back."""
         proposed = self.residual(message, device, feedback)
         if feedback is not None:
@@ -138,20 +137,20 @@ class Workspace:
 
     @property
     def proposed(self) -> int:
-        """Messages whose residuals nobody has settled."""
+        """Number of messages whose residuals are neither committed nor discarded."""
         return len(self._proposed)
 
     def settle(self, *, taken: bool) -> None:
-        """Commit, or discard, all that was proposed and that nobody has settled: exchanges of it
-        failed on the way."""
+        """Commit or discard all proposed residuals that are still open because their exchange
+        failed."""
         for message, feedback, proposed in list(self._proposed.values()):
             if taken:
                 feedback.take(proposed)
             self.give_residual(message, proposed)
 
     def clear(self) -> None:
-        """Let go of all buffers that lie ready: messages are cut for another number of ranks from
-        here on."""
+        """Release all spare buffers, since messages are cut for another number of ranks from now
+        on."""
         self._free.clear()
 
     def give_rows(self, *lent: torch.Tensor) -> None:
@@ -167,19 +166,19 @@ class Workspace:
         self._free[message.pieces.residual_layout, residual.device, residual.layout].append(back)
 
     def forget(self, message: Message) -> None:
-        """Let go of what was kept for a message that will not come again."""
+        """Release the spare buffers of a message that will not come again."""
         sizes = {HEADER + message.pieces.row_bytes, HEADER + message.mean.row_bytes}
         self.forget_rows(sizes)
         for key in [key for key in self._free if key[0] == message.pieces.residual_layout]:
             del self._free[key]
 
     def forget_rows(self, sizes: Container[int]) -> None:
-        """Let go of rows of so many bytes."""
+        """Release spare rows of ``sizes`` bytes."""
         for key in [key for key in self._free if key[1] in sizes]:
             del self._free[key]
 
     def lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The beginning of a flat buffer. Its content is left over from others."""
+        """Return the beginning of a flat buffer, uninitialized."""
         with self._lock:
             self._longest[dtype] = max(self._longest[dtype], numel)
             idle = self._idle[dtype, device]
@@ -197,7 +196,7 @@ class Workspace:
 
     @property
     def lent_bytes(self) -> int:
-        """Of all flat buffers, whether they are lent now or lie ready."""
+        """Bytes of all flat buffers, lent and spare."""
         with self._lock:
             idle = [each.what for every in self._idle.values() for each in every]
             return sum(flat.nbytes for flat in (*idle, *self._lent.values()))
@@ -205,15 +204,14 @@ class Workspace:
 
 @dataclass
 class Outcome:
-    """Outcome of one message. ``commit`` or ``discard`` it: until then the feedback is as it
-    was."""
+    """Outcome of one message. The feedback does not change until ``commit``."""
 
     message: Message
     finite: bool
     feedback: ErrorFeedback | None
     proposed: ErrorFeedback | None
     workspace: Workspace
-    # some rank asks all others for a word after this step
+    # some rank asks all others for a vote after this step
     asks: bool = field(default=False, kw_only=True)
 
     def commit(self) -> None:
@@ -227,7 +225,7 @@ class Outcome:
 
 
 def settle(outcomes: Iterable[Outcome], *, taken: bool) -> None:
-    """Commit them all, or discard them all."""
+    """Commit or discard all outcomes."""
     for outcome in outcomes:
         if taken:
             outcome.commit()
@@ -243,7 +241,8 @@ def compressed_allreduce(
     transport: Transport,
     sequence: int = 0,
 ) -> Steps[bool]:
-    """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed both ways.
+    """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed in both
+    directions.
 
     Returns whether all ranks were finite; if not, buffer and feedback are unchanged. For a training
     loop use the hooks.
@@ -267,8 +266,7 @@ def compressed_allreduce(
 
 
 class Call(TypedDict, total=False):
-    """Arguments that are the same for all messages of a buffer; ``reduce_message`` says what they
-    are."""
+    """Arguments that are the same for all messages of a buffer; see ``reduce_message``."""
 
     transport: Required[Transport]
     workspace: Required[Workspace]
@@ -284,7 +282,7 @@ class NumberedCall(Call, total=False):
 
 
 class ScaledCall(NumberedCall, total=False):
-    """Arguments of one mean, which may be a sum in place of it."""
+    """Arguments of one mean, or of one sum."""
 
     scale: float
     divisor: float
@@ -298,7 +296,7 @@ def reduce_bucket(
     sequence: int,
     **call: Unpack[Call],
 ) -> Steps[list[Outcome]]:
-    """All messages of one bucket, pipelined; ``sequence`` numbers the first."""
+    """Average all messages of one bucket, pipelined; ``sequence`` is the number of the first."""
     return overlapped(
         (
             reduce_message(buffer, feedback, message=message, sequence=sequence + i, **call)
@@ -315,12 +313,12 @@ def reduce_message(
     message: Message,
     **call: Unpack[ScaledCall],
 ) -> Steps[Outcome]:
-    """One message: encode, exchange, average, encode, gather, decode.
+    """Average one message: encode, exchange, average, encode, gather, decode.
 
     ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are
     in unscaled units. ``scale`` multiplies the input alone, for sums in place of means; ``divisor``
     as for ``average_rows``. ``key`` seeds stochastic codecs; rank and direction are mixed in.
-    ``asks`` travels in the headers; in the outcome it says whether any rank asked.
+    ``asks`` travels in the headers; the outcome's ``asks`` is true if any rank asked.
     """
     rows, outcome = yield from average_rows(buffer, feedback, message=message, **call)
     workspace, start = call["workspace"], perf_counter()
@@ -341,8 +339,8 @@ def average_rows(
     message: Message,
     **call: Unpack[ScaledCall],
 ) -> Steps[tuple[torch.Tensor, Outcome]]:
-    """All of ``reduce_message`` but the last decoding: the rows of the average, still encoded, the
-    same on every rank.
+    """Average one message as ``reduce_message`` does, but return the rows of the average still
+    encoded.
 
     The average is the sum over the ranks divided by ``divisor`` (0: by their number). Give the rows
     back to the workspace.
@@ -437,11 +435,11 @@ def encode_and_send(
     asks: bool = False,
     late: LateHeaders | None = None,
 ) -> Steps[tuple[int, ErrorFeedback | None, ErrorFeedback | None]]:
-    """Encode ``buffer`` and what is owed into ``codes``, a view of ``outbox``, and send a row to
-    every rank.
+    """Encode ``buffer`` plus its residual into ``codes``, a view of ``outbox``, and send each rank
+    a row.
 
-    Returns the flags that some rank has set (see ``exchange``), and residuals as they were and as
-    they will be, if the message leaves any behind.
+    Returns the flags that any rank has set (see ``exchange``), and the residuals before and after,
+    if the message has any.
     """
     pieces, device = message.pieces, buffer.device
     old = feedback if feedback is not None and pieces.residual_numel else None
@@ -473,11 +471,10 @@ def exchange(
     *,
     late: LateHeaders | None = None,
 ) -> Steps[int]:
-    """One collective under a header: ``inp`` is stamped, what came is verified. All rows of one
-    length go this way.
+    """Run one collective of rows of one length: stamp a header on ``inp``, verify those of ``out``.
 
-    Returns the flags that some rank has set. With ``late`` what came is verified, and its flags are
-    known, when that is read.
+    Returns the flags that any rank has set. With ``late``, rows are verified and flags known only
+    when ``late`` is read.
     """
     frame = frame._replace(checked=transport.checks or workspace.checksum)
     packed = frame.pack()
@@ -497,13 +494,13 @@ def exchange(
 
 
 def reads_late(device: torch.device, transport: Transport, workspace: Workspace) -> bool:
-    """True where the host would have to wait for headers: on a GPU, unless it looks at every byte
-    anyway."""
+    """True if headers are read late to spare the host a wait: on a GPU without checksums."""
     return device.type == "cuda" and not (transport.checks or workspace.checksum)
 
 
 def noise(key: int, rank: int, direction: int) -> int:
-    """A 32-bit seed that differs between steps, ranks and directions (multiplicative hashing)."""
+    """Return a 32-bit seed that differs between steps, ranks and directions (multiplicative
+    hashing)."""
     return (key * 0x9E3779B1 + rank * 0x85EBCA6B + direction * 0xC2B2AE35) & 0xFFFFFFFF
 
 

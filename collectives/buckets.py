@@ -41,7 +41,7 @@ class Message:
     pieces: Pieces
     codec: str  # the codecs in use, for the header
     label: int  # CRC of keys and lengths: with ranks and codecs it decides the bytes of a row
-    back: Pieces | None = None  # of the rows of the mean, where these travel in other codecs
+    back: Pieces | None = None  # layout of the mean's rows, if they travel in another codec
 
     @property
     def mean(self) -> Pieces:
@@ -81,7 +81,7 @@ def messages(
     for span in spans:
         codec = policy.choose(span.name, span.numel)
         keep = feedback and codec.feedback and not codec.lossless
-        # a piece is averaged alike whatever travels beside it
+        # the mean of a piece must not depend on the pieces beside it
         if kind != (codec.back != codec, known(codec.kind)):
             close()
             kind = codec.back != codec, known(codec.kind)
@@ -101,7 +101,7 @@ def messages(
 def one_message(
     numel: int, codec: Codec, ranks: int, *, name: str = "", feedback: bool = True
 ) -> Message:
-    """A whole buffer as one piece of one message, however long."""
+    """Make one message of one piece from a whole buffer of any length."""
     mark = zlib.crc32(name.encode())
     piece = Piece(
         0, numel, codec.kind, codec.block, mark, feedback and codec.feedback and not codec.lossless
@@ -123,7 +123,7 @@ class Share(NamedTuple):
 
     numel: int
     codec: str
-    bits: float  # of each element, the mean of the way there and the way back, headers not counted
+    bits: float  # per element, averaged over both directions, without headers
 
 
 def share(shape: torch.Size, codec: Codec, ranks: int) -> Share:
@@ -138,7 +138,7 @@ def share(shape: torch.Size, codec: Codec, ranks: int) -> Share:
 
 
 def describe(codecs: Sequence[Codec]) -> str:
-    """The spec if there is one codec, else the first and a digest of which piece has which."""
+    """Return the spec of a single codec, else the first spec and a digest of the list."""
     specs = [codec.spec for codec in codecs]
     if len(set(specs)) == 1:
         return specs[0]

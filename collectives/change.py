@@ -1,26 +1,26 @@
-"""Change of the ranks of a group: what ``reform`` returns, on every rank alike but for its own
-number."""
+"""Change of the ranks of a group, returned by ``reform``; equal on all ranks except for
+``rank``."""
 
 import struct
 from dataclasses import dataclass, replace
 
 from commpress.errors import InvalidArgument
 
-COMMITTED = struct.Struct("<Q")  # the beginning of what a rank that counts its steps says
+COMMITTED = struct.Struct("<Q")  # first bytes of the report of a rank that counts its steps
 
 
 @dataclass(frozen=True)
 class Change:
-    """Ranks of a group before and from now on, as one of them sees it.
+    """Ranks of a group before and after a reform, as one of them sees it.
 
-    - ``epoch``: of the group from now on; each reform has a higher one.
-    - ``rank``: of this process from now on.
-    - ``size_before``: of the group that goes on. Where two meet that is the one that has trained
-      longer; the ranks of the other are newcomers in it.
-    - ``sources``: of each rank from now on its rank before, None for a newcomer. Survivors keep
-      their order, newcomers follow.
-    - ``said``: what each of them gave to ``reform(say=...)``. Who trains begins it with the steps
-      that it has committed (``COMMITTED``).
+    - ``epoch``: of the group after the reform; it rises with each reform.
+    - ``rank``: this process's rank after the reform.
+    - ``size_before``: ranks of the group that continues. If two groups merge, the one that has
+      trained longer continues, and the ranks of the other are newcomers.
+    - ``sources``: each rank's previous rank, None for a newcomer. Survivors keep their order,
+      newcomers follow.
+    - ``said``: each rank's argument to ``reform(say=...)``. A rank that trains begins it with its
+      number of committed steps (``COMMITTED``).
     """
 
     epoch: int
@@ -44,32 +44,32 @@ class Change:
 
     @property
     def size(self) -> int:
-        """Ranks from now on."""
+        """Number of ranks after the reform."""
         return len(self.sources)
 
     @property
     def was(self) -> int | None:
-        """This process's rank before; None for a newcomer."""
+        """This process's previous rank; None for a newcomer."""
         return self.sources[self.rank]
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Ranks from now on that were there before."""
+        """Present ranks that were members before."""
         return tuple(rank for rank, source in enumerate(self.sources) if source is not None)
 
     @property
     def new(self) -> tuple[int, ...]:
-        """Ranks from now on that are newcomers."""
+        """Present ranks that are newcomers."""
         return tuple(rank for rank, source in enumerate(self.sources) if source is None)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks before that are gone."""
+        """Previous ranks that are gone."""
         return tuple(sorted(set(range(self.size_before)) - set(self.sources)))
 
     @property
     def committed(self) -> tuple[int | None, ...]:
-        """Steps that each rank from now on has committed; None where it said nothing of them."""
+        """Steps that each present rank has committed; None where it did not report them."""
         return tuple(
             COMMITTED.unpack_from(word)[0] if len(word) >= COMMITTED.size else None
             for word in self.said
@@ -77,14 +77,14 @@ class Change:
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """Ranks from now on that were there before and have committed less than another of these.
+        """Surviving ranks that have committed fewer steps than another survivor.
 
-        What was sent in the step that they have not committed was taken by others: it counts.
+        The step that they have not committed was committed by others: it counts.
         """
         told = {rank: self.committed[rank] or 0 for rank in self.survivors}
         return tuple(rank for rank in told if told[rank] < max(told.values()))
 
     def after(self, earlier: "Change") -> "Change":
-        """Both in one: who was there before ``earlier`` and who is there after this one."""
+        """Combine two changes: from the ranks before ``earlier`` to the ranks after this one."""
         sources = [None if source is None else earlier.sources[source] for source in self.sources]
         return replace(self, size_before=earlier.size_before, sources=tuple(sources))

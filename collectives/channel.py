@@ -1,5 +1,5 @@
-"""One rank's end of the way to its peers: a transport of its own, buffers, sequence numbers, a
-worker, a clock and counters."""
+"""One rank's connection to its peers: a transport, buffers, sequence numbers, a worker, a clock and
+counters."""
 
 import weakref
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from commpress.work import JobFuture, Steps, Worker, run
 
 T = TypeVar("T")
 
-AT_ONCE = 4  # submitted algorithms under way at once, where messages are matched by tag
+AT_ONCE = 4  # submitted algorithms that run concurrently if messages are matched by tag
 
 
 class Numbers:
@@ -33,18 +33,18 @@ class Numbers:
         self._taken = 0
 
     def take(self, count: int) -> int:
-        """The first of ``count``."""
+        """Take ``count`` numbers and return the first."""
         self._taken += count
         return self._taken - count
 
     def restart(self) -> None:
-        """From 0 again: the transport is another one."""
+        """Start again from 0, for a new transport."""
         self._taken = 0
 
 
 class Channel:
-    """Numbers, sends, waits and counts for one object that communicates; every rank makes the same
-    calls in the same order.
+    """Communicates for one object: numbers messages, sends, waits and counts; every rank makes the
+    same calls in the same order.
 
     Buffers belong to the worker while anything is submitted, else to the caller.
     """
@@ -63,9 +63,9 @@ class Channel:
         self.workspace = Workspace() if workspace is None else workspace
         self.at_once = 1 if transport.ordered else at_once
         self.levels: Levels | None = None
-        # whose ranks they are: a process group, or the transport if one was given
+        # the process group of these ranks, or the transport if one was given
         self.group: Any = transport
-        self.members: tuple[int, ...] = ()  # global ranks, where that is known
+        self.members: tuple[int, ...] = ()  # global ranks, if known
         self.name, self._numbers = name, Numbers() if numbers is None else numbers
         self._worker: Worker | None = None
         self._timeout: timedelta | None = None
@@ -82,8 +82,8 @@ class Channel:
         device: torch.device | None = None,
         **options: Any,
     ) -> "Channel":
-        """Over a transport of its own among the ranks of ``process_group``, collective; alone
-        without torch.distributed. ``device``: of the tensors, where it is known."""
+        """Open a channel with its own transport among the ranks of ``process_group``, collective; a
+        single rank without torch.distributed. ``device``: of the tensors, if known."""
         transport = own_transport(process_group, timeout=timeout, device=device)
         channel = cls(transport or Loopback(1).transport(0), **options)
         channel.group, channel.members = process_group, ranks_of(process_group)
@@ -92,10 +92,11 @@ class Channel:
         return channel
 
     def beside(self, name: str, transport: Transport | None = None) -> "Channel":
-        """Another channel over the same transport, or over ``transport`` between some of its ranks.
+        """Open another channel over the same transport, or over ``transport`` between some of its
+        ranks.
 
-        Both take their numbers from one sequence. Buffers, worker and counters are its own, so both
-        may be at work at once.
+        Both take their numbers from one sequence. The new channel has its own buffers, worker and
+        counters, so both may run at once.
         """
         workspace = Workspace(checksum=self.workspace.checksum)
         other = Channel(
@@ -115,33 +116,32 @@ class Channel:
         return self.transport.inner
 
     def divide(self, topology: Topology | str | Links, numel: int, codec: Codec) -> None:
-        """Two levels from here on, unless one is all there is, or faster for ``numel`` elements;
-        collective, before work."""
+        """Use two levels from now on, unless one level is faster for ``numel`` elements or the only
+        one; collective, before any work."""
         self.levels = levels_of(topology, self.inner, numel, codec)
         if self.levels is not None:
-            # see ``two_level``: whoever is waited for has sent before it waits itself
+            # see ``two_level``: a rank sends before it waits
             self.at_once = 1
 
     def shares_ranks(self, other: "Channel") -> bool:
-        """True if the other one is of the same group, or has more ranks in common with it than this
-        one."""
+        """True if both channels have the same group, or several global ranks in common."""
         return other.group is self.group or len(set(other.members) & set(self.members)) > 1
 
     # ------------------------------------------------------------ numbers
 
     def take(self, count: int = 1) -> int:
-        """The first of ``count`` sequence numbers."""
+        """Take ``count`` sequence numbers and return the first."""
         return self._numbers.take(count)
 
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
-        """These numbers of every rank: float64[ranks, len(values)]."""
+        """Gather ``values`` of every rank as float64[ranks, len(values)]."""
         return gathered(values, transport=self.transport, sequence=self.take())
 
     # ------------------------------------------------------------ work
 
     def run(self, steps: Steps[T]) -> T:
-        """The result of an algorithm, now and on this thread. Nothing that is submitted may be
-        under way."""
+        """Run an algorithm on this thread and return its result. No submitted algorithm may be
+        running."""
         return run(steps)
 
     def submit(
@@ -154,7 +154,7 @@ class Channel:
         return self._worker.submit(steps, *tensors, waits=waits)
 
     def close(self) -> None:
-        """Let what is under way finish, then end the worker; a later ``submit`` starts another."""
+        """Finish submitted algorithms, then end the worker; a later ``submit`` starts another."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -162,16 +162,16 @@ class Channel:
     # ------------------------------------------------------------ other ranks
 
     def stop(self, reason: str) -> None:
-        """End what is under way, here and at the peers, with an error that gives ``reason``."""
+        """End running algorithms, here and at the peers, with an error that gives ``reason``."""
         self.inner.abandon(reason)
         for channel in self._same_transport():
             channel.close()
 
     def reform(self, transport: Transport | None = None) -> None:
-        """Go on among the ranks that its group has now, over ``transport`` or one of its own,
-        collective; with numbers from 0.
+        """Continue among the present ranks of the group, over ``transport`` or a new one, with
+        numbers from 0; collective.
 
-        Counters go on. Two levels do not: who divided the channel divides it again.
+        Counters continue. Levels do not: the owner calls ``divide`` again.
         """
         transport = (
             transport
@@ -188,7 +188,7 @@ class Channel:
         self.members = ranks_of(self.group) if self.members else ()
 
     def _same_transport(self) -> "list[Channel]":
-        """This one and those beside it."""
+        """This channel and those made by ``beside``."""
         return [self, *(channel for each in self._beside if (channel := each()) is not None)]
 
     # ------------------------------------------------------------ counted
@@ -200,7 +200,7 @@ class Channel:
 
     @property
     def between_bytes(self) -> int:
-        """Of these, those that left the node, where there are two levels."""
+        """Bytes of ``sent_bytes`` that left the node, with two levels."""
         return 0 if self.levels is None else self.levels.between_bytes
 
     @property
@@ -219,9 +219,9 @@ def any_rank(
     numel: int = 0,
     label: int = 0,
 ) -> Steps[bool]:
-    """True on every rank if ``flag`` is set on some rank: a header to everybody.
+    """Return True on every rank if ``flag`` is set on any rank; sends a header to every rank.
 
-    Ranks that call it with another ``what``, ``numel`` or ``label`` are named by an error.
+    Ranks that pass another ``what``, ``numel`` or ``label`` are named in an error.
     """
     transport = channel.transport
     outbox, inbox = (

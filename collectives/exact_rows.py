@@ -1,10 +1,10 @@
 """Lossless all-gather, all-to-all and broadcast: rows of bfloat16 or float32 as codes of
 ``kernels.exact_format``.
 
-A code is as long as its numbers make it. A message is therefore cut in two: ``first`` bytes of the
-code, a length on which all ranks agree, and, where any rank's code is longer, as many more as the
-longest needs. A code begins with the lengths of its blocks: whoever has its first bytes knows
-whether more follow. At worst a row is 5 bytes in each block longer than its numbers.
+The length of a code depends on its numbers. A message is therefore cut in two: ``first`` bytes of
+the code, a length on which all ranks agree, and, if any rank's code is longer, the rest of the
+longest. A code begins with the lengths of its blocks, so its first bytes tell whether more follow.
+At worst a row is 5 bytes per block longer than its numbers.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from commpress.kernels.cpu import exact
 from commpress.work import Steps, overlapped
 
 BLOCK = 1 << 17  # numbers that share a window of exponents
-EXPECTED = 16  # one number of so many has its exponent escaped, until a message has shown its own
+EXPECTED = 16  # expect one escaped exponent in 16 numbers until a message has been measured
 STEPS = 64  # lengths of ``first`` between nothing and the numbers themselves: buffers are kept
 KINDS = {torch.bfloat16: exact_format.BFLOAT16, torch.float32: exact_format.FLOAT32}
 _TABLE = np.dtype("<u4")
@@ -37,7 +37,7 @@ def codes_exactly(tensor: torch.Tensor) -> bool:
 
 
 def encode(values: torch.Tensor) -> np.ndarray:
-    """The code of a flat tensor: the lengths of its blocks' codes, and these."""
+    """Encode a flat tensor: the lengths of its blocks' codes, then these codes."""
     kind, numbers = KINDS[values.dtype], _patterns(values)
     codes = [
         exact.encode(None, numbers[i : i + BLOCK], kind) for i in range(0, len(numbers), BLOCK)
@@ -47,7 +47,7 @@ def encode(values: torch.Tensor) -> np.ndarray:
 
 
 def decode(code: np.ndarray, out: torch.Tensor) -> None:
-    """``out`` becomes the flat tensor that was encoded. Damaged where it is none of this length."""
+    """Decode ``code`` into ``out``, a flat tensor. Raises if it is no code of this length."""
     kind, numbers = KINDS[out.dtype], _patterns(out)
     at, lengths = _TABLE.itemsize * _blocks(len(numbers)), _lengths(code, len(numbers))
     for i, length in enumerate(lengths.tolist()):
@@ -57,13 +57,13 @@ def decode(code: np.ndarray, out: torch.Tensor) -> None:
 
 
 def longest_code(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that a code has at most."""
+    """Return the greatest length of a code in bytes."""
     return dtype.itemsize * numel + (1 + _TABLE.itemsize) * _blocks(numel)
 
 
 class ExactMessage:
-    """Elements ``start`` to ``stop`` of every rank's row, of which ``first`` bytes travel at
-    once."""
+    """Elements ``start`` to ``stop`` of every rank's row; the ``first`` bytes of its code travel in
+    the first collective."""
 
     def __init__(self, start: int, stop: int, dtype: torch.dtype) -> None:
         self.start, self.stop, self.dtype = start, stop, dtype
@@ -74,12 +74,12 @@ class ExactMessage:
         self.expect(_TABLE.itemsize * len(blocks) + codes + numel // EXPECTED)
 
     def expect(self, length: int) -> None:
-        """``first`` has room for codes a little longer than ``length``; the same on every rank."""
+        """Set ``first`` for codes a little longer than ``length``, the same on every rank."""
         self.first = self._step * -(-(length + length // 256) // self._step)
 
     @property
     def size(self) -> int:
-        """Bytes of a row that travels at once."""
+        """Bytes of a row in the first collective."""
         return HEADER + self.first
 
     @property
@@ -88,7 +88,7 @@ class ExactMessage:
 
 
 class Received(NamedTuple):
-    """One message as it came: a row of every rank."""
+    """One received message: a row of every rank."""
 
     head: torch.Tensor
     rest: torch.Tensor | None
@@ -117,11 +117,12 @@ def gather_exactly(
     learn: bool = False,
     kept: list[Received] | None = None,
 ) -> Steps[None]:
-    """out := the rows of all ranks, bit for bit; ``row`` may be this rank's part of it.
+    """Gather the rows of all ranks into ``out``, bit for bit; ``row`` may be this rank's part of
+    it.
 
-    Two sequence numbers from ``sequence`` on are used up for each message. ``learn``: the next
-    message expects the lengths of this one; the calls of such a plan follow one another. ``kept``
-    is given what came, for ``decode_rows``, and belongs to the caller.
+    Uses two sequence numbers per message, beginning with ``sequence``. ``learn``: set ``first``
+    from the lengths of this call; calls with such a plan must not overlap. Received messages are
+    appended to ``kept`` for ``decode_rows`` and belong to the caller.
     """
     received = yield from overlapped(
         (
@@ -145,7 +146,7 @@ def decode_rows(
     rank: int,
     workspace: Workspace,
 ) -> None:
-    """out := what ``gather_exactly`` left in it when it kept these."""
+    """Decode messages that ``gather_exactly`` kept into ``out`` again."""
     start = perf_counter()
     for message, each in zip(plan, received, strict=True):
         _decode(each, row, out, message, rank)
@@ -159,8 +160,8 @@ def give_back(received: Sequence[Received], workspace: Workspace) -> None:
 def exact_all_to_all(
     out: torch.Tensor, inp: torch.Tensor, **call: Unpack[AllToAllCall]
 ) -> Steps[None]:
-    """``all_to_all`` with each block as a code: first the lengths of the codes, then these. Two
-    sequence numbers are used up."""
+    """Run ``all_to_all`` with each block as a code: first the codes' lengths, then the codes. Uses
+    two sequence numbers."""
     transport, sequence = call["transport"], call.get("sequence", 0)
     outs, ins = splits_of(out, inp, call.get("out_splits"), call.get("in_splits"), transport)
     blocks, answers, rank = inp.split(ins), out.split(outs), transport.rank
@@ -190,8 +191,8 @@ def exact_all_to_all(
 def exact_broadcast(
     tensor: torch.Tensor, root: int, *, transport: Transport, sequence: int
 ) -> Steps[None]:
-    """Every rank's tensor := the root's: the root hands out equal parts, and all gather them. As
-    many sequence numbers are used up as ``broadcast_sequences`` says."""
+    """Replace every rank's tensor by the root's: the root scatters equal parts, and all ranks
+    gather them. Uses ``broadcast_sequences`` sequence numbers."""
     flat, ranks = tensor.view(-1), transport.size
     part = -(-flat.numel() // ranks)
     whole, own = flat.new_zeros(part * ranks), flat.new_empty(part)

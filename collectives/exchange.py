@@ -1,10 +1,10 @@
-"""Exchanges: how tensors of one flat buffer cross a channel, in which messages, with which
-residuals, taking how many numbers.
+"""Exchanges: the messages, residuals and sequence numbers with which tensors of a flat buffer cross
+a channel.
 
 ``Exchanges`` cuts each set of tensors once and keeps the result. Rows and matrices (PowerSGD) of
-one buffer travel side by side; with a topology in two levels, one after the other.
-Residuals belong to tensors, whatever they travel with. ``scatter`` has the exchange of who divides
-state among the ranks.
+one buffer travel side by side; with a topology in two levels, one after the other. Residuals belong
+to tensors, however tensors are grouped. ``reduce_scatter.Scatter`` is the exchange for state
+divided among the ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -51,8 +51,8 @@ class Exchange(ABC):
 
     spans: list[Span]
     messages: list[Message]  # for counters and headers
-    sequences: int  # numbers that one call takes
-    waits: int | None  # how often the steps wait, where that is known beforehand
+    sequences: int  # sequence numbers that one call takes
+    waits: int | None  # how often the steps wait, if known beforehand
 
     @abstractmethod
     def steps(
@@ -65,21 +65,21 @@ class Exchange(ABC):
         gain: float = 1.0,
         asks: bool = False,
     ) -> Steps[list[Outcome]]:
-        """Means of the tensors in ``buffer`` (float32), in place; commit or discard the outcomes.
+        """Average the tensors in ``buffer`` (float32) in place; the caller commits or discards the
+        outcomes.
 
-        ``key`` seeds what is drawn, the same on every rank. ``gain`` multiplies what comes and
-        divides the mean, so that residuals of scaled gradients are in unscaled units. ``asks``
-        travels in one level: see ``reduce_message``.
+        ``key`` seeds random draws, the same on every rank. ``gain`` multiplies the input and
+        divides the mean, so that residuals of scaled gradients are in unscaled units. ``asks`` (see
+        ``reduce_message``) travels only without two levels.
         """
 
     @abstractmethod
     def forget(self, workspace: Workspace) -> None:
-        """Let go of the buffers that lie ready for it: it does not come again."""
+        """Release the spare buffers of this exchange, which will not run again."""
 
 
 class FlatExchange(Exchange):
-    """All tensors of a buffer as one line of elements, ``MESSAGE`` of them with each sequence
-    number."""
+    """Exchange of a buffer as one flat range, ``MESSAGE`` elements per sequence number."""
 
     def __init__(self, spans: list[Span], named: list[Message]) -> None:
         self.spans, self.messages = spans, named
@@ -99,8 +99,8 @@ class FlatExchange(Exchange):
         asks: bool = False,
         shares: Sequence[float] = (),
     ) -> Steps[list[Outcome]]:
-        """``shares``: of each rank in the mean, all alike if none are given; a rank whose share is
-        0 is not listened to."""
+        """``shares``: weights of the ranks in the mean, equal by default; a rank with share 0 is
+        ignored."""
         check_buffer(buffer)
         if not self.messages:
             return []
@@ -124,7 +124,7 @@ class FlatExchange(Exchange):
         gain: float,
         asks: bool,
     ) -> Steps[list[Outcome]]:
-        """``x``, all elements, := their mean."""
+        """Replace all elements of ``x`` by their mean."""
 
     def forget(self, workspace: Workspace) -> None:
         for message in self.messages:
@@ -181,7 +181,7 @@ class Reduce(Exchange):
         return [*first, *others]
 
     def compensated(self, buffer: torch.Tensor, gain: float) -> torch.Tensor:
-        """c = g·x + e, which the encoder is about to see. Measuring only."""
+        """Return c = g·x + e, the encoder's next input; for measurements only."""
         c = buffer * gain
         for message, feedback in zip(self.messages, self.feedbacks, strict=True):
             if feedback is not None:
@@ -196,8 +196,8 @@ class Reduce(Exchange):
 
 
 class ReduceInLevels(Exchange):
-    """The mean in two levels: sums inside a node, rows between nodes, each slice with residuals of
-    its own.
+    """The mean in two levels: sums inside a node, rows between nodes, each slice with its own
+    residuals.
 
     Factors of matrices travel the same way, exactly; their residual is each rank's own, as in one
     level.
@@ -282,10 +282,10 @@ class ReduceInLevels(Exchange):
 
 
 class Exchanges:
-    """All exchanges of one object, and what they leave behind.
+    """All exchanges of one object, with their residuals.
 
-    ``feedback``: what compression leaves out is sent later. ``levels``: of the channel, where it
-    has a topology. ``residuals``: a store that others use too.
+    ``feedback``: keep compression errors as residuals and send them later. ``levels``: those of the
+    channel, if it has a topology. ``residuals``: a store shared with other objects.
     """
 
     def __init__(
@@ -315,10 +315,10 @@ class Exchanges:
         *,
         exact: bool = False,
     ) -> Exchange:
-        """The exchange of these tensors, which ``where`` describes when they first come together.
+        """Return the exchange of these tensors; ``where`` describes them when it is first needed.
 
-        ``tensors`` are what they are known by. Those that came with others before leave these:
-        their residuals move along. ``exact``: nothing is compressed, whatever the policy says.
+        ``tensors`` are the key. A tensor that was in another exchange leaves it and takes its
+        residuals along. ``exact``: compress nothing, whatever the policy says.
         """
         key = exact, tensors
         if key not in self._known:
@@ -335,7 +335,7 @@ class Exchanges:
         return self._known[key]
 
     def forget(self, tensors: tuple[object, ...]) -> None:
-        """Let go of the exchange of these tensors, and of its buffers; what it owes stays in
+        """Release the exchange of these tensors and its buffers; its residuals stay in
         ``residuals``."""
         for key in [key for key in self._known if key[1] == tensors]:
             self._known.pop(key).forget(self.workspace)
@@ -347,20 +347,20 @@ class Exchanges:
             self.recut()
 
     def recut(self) -> None:
-        """The policy says something else from the next call on."""
+        """Cut again, because the policy has changed, from the next call on."""
         for key in [key for key in self._known if not key[0]]:
             self._known.pop(key).forget(self.workspace)
 
     def reform(self, size: int, *, levels: Levels | None = None) -> None:
-        """Cut everything anew for so many ranks; ``residuals`` were handed over."""
+        """Cut everything again for ``size`` ranks, after the residuals were handed over."""
         self.size, self.levels = size, levels
         for exchange in self._known.values():
             exchange.forget(self.workspace)
         self._known.clear()
 
     def pay(self, name: str, out: torch.Tensor, rank: int) -> None:
-        """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean
-        carries all of it."""
+        """Move the residual of a tensor into ``out``, its gradient on this rank, so that an exact
+        mean carries all of it."""
         if self.levels is not None and name not in self.bases:
             self.levels.pay(self.residuals, name, out)
         else:
@@ -373,7 +373,7 @@ class Exchanges:
         policy: Policy,
         device: torch.device,
     ) -> Exchange:
-        """Codecs of whole tensors take theirs out; the rest goes in rows."""
+        """Send tensors with whole-tensor codecs as matrices and the rest in rows."""
         attach, matrices = self.residuals.attach, matrices_of(spans, shapes, policy)
         plans = (
             [plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)]
@@ -404,15 +404,15 @@ class Exchanges:
     # ------------------------------------------------------------ checkpoints
 
     def choices(self) -> dict[str, Any]:
-        """State that codecs have learnt besides residuals: bases of matrices."""
+        """Return what codecs have learnt besides residuals: bases of matrices."""
         return {"bases": {name: basis.clone() for name, basis in self.bases.items()}}
 
     def check_choices(self, state: dict[str, Any]) -> None:
-        """Raise ``StateMismatch`` unless ``load_choices`` can take them."""
+        """Raise ``StateMismatch`` unless ``load_choices`` accepts ``state``."""
         check_bases(self.bases, state.get("bases", {}))
 
     def load_choices(self, state: dict[str, Any]) -> None:
-        """Take them over; bases that were learnt since are begun anew."""
+        """Load ``choices``; bases that are not in ``state`` start anew."""
         saved = state.get("bases", {})
         load_bases(self.bases, saved)
         if since := self.bases.keys() - saved.keys():

@@ -1,5 +1,5 @@
-"""The header before every row: what this message is, so that ranks that disagree say so instead of
-mixing bytes.
+"""The header before every row: it describes the message, so that ranks that disagree raise an error
+instead of mixing bytes.
 
 Bytes  0  magic "cp"                          Bytes 32  elements of the buffer, u64
        2  version, u8                               40  sequence number of the collective, u32
@@ -13,9 +13,9 @@ All but the flags and the payload's checksum must be what the receiver expects: 
 rank, or, in an exchange of rows of any length, the same two lengths on both sides. Lengths are
 elements there, bytes here. Little endian throughout.
 
-Whatever bit of a row changes on the way, ``verify`` notices: the receiver knows what the header
-must be, and the checksum covers the rest. ``Transport.checks`` says whether payloads bear one
-without being asked.
+``verify`` notices any bit of a row that changes on the way: the receiver knows what the header must
+be, and the checksum covers the rest. ``Transport.checks`` says whether payloads bear a checksum by
+default.
 """
 
 import struct
@@ -36,7 +36,7 @@ from commpress.work import stream_of
 
 AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
 FLAGS = 4
-# the sender's numbers are not; it asks all others for a word after this step
+# the sender's numbers are not finite; it asks all others for a vote after this step
 NOT_FINITE, ASKS = 1, 2
 _CHECKED, _SUM = 5, 60
 _LAYOUT = struct.Struct("<2sBBBBH24sQIIQ")
@@ -59,7 +59,7 @@ class Receiver(Protocol):
     rank: int
 
     def abandon(self, reason: str) -> None:
-        """Use it no more, and let the peers know, as far as that is possible."""
+        """Stop using this transport and tell the peers, if possible."""
 
 
 class Frame(NamedTuple):
@@ -71,7 +71,7 @@ class Frame(NamedTuple):
     numel: int
     sequence: int
     label: int = 0
-    back: int = 0  # bytes that go the other way, in an exchange of rows of any length
+    back: int = 0  # bytes in the other direction, in an exchange of rows of any length
     checked: bool = False  # payloads bear a checksum
 
     def pack(self) -> torch.Tensor:
@@ -110,8 +110,7 @@ class Frame(NamedTuple):
 
 
 def unpack(header: np.ndarray) -> Frame | None:
-    """The frame that a peer sent, or None if these are not the bytes of a header of this
-    version."""
+    """Return the frame that a peer sent, or None if ``header`` is no header of this version."""
     body = _body(header)
     _, version, operation, _, checked, size, codec, numel, sequence, label, back = _LAYOUT.unpack(
         body or bytes(56)
@@ -131,7 +130,7 @@ def unpack(header: np.ndarray) -> Frame | None:
 
 
 def _body(header: np.ndarray) -> bytearray | None:
-    """The bytes that the header's own checksum covers, if it does."""
+    """Return the bytes under the header's own checksum, or None if it does not match."""
     body = bytearray(header[:56].tobytes())
     body[FLAGS] = 0
     return (
@@ -142,7 +141,7 @@ def _body(header: np.ndarray) -> bytearray | None:
 
 
 def _said(header: np.ndarray) -> str:
-    """In words; empty if nobody has said this."""
+    """Describe a received header in words; empty if it is damaged."""
     if frame := unpack(header):
         return frame.describe()
     return (
@@ -153,8 +152,9 @@ def _said(header: np.ndarray) -> str:
 
 
 def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
-    """uint8[size, HEADER]: the frame of each rank in its row, zeros where there is none."""
-    # often it is one for all
+    """Pack the frame of each rank into its row of uint8[size, HEADER]; rows without a frame are
+    zero."""
+    # often all ranks share one frame
     packed = {id(frame): frame.bytes() for frame in {id(f): f for f in frames.values()}.values()}
     none = bytes(HEADER)
     rows = b"".join(packed[id(frames[r])] if r in frames else none for r in range(size))
@@ -165,8 +165,7 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
 
 
 def stamp(rows: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
-    """Write the header before every row; ``flag`` (uint8[1]) holds the flags: what this rank says
-    of itself."""
+    """Write the header before every row; ``flag`` (uint8[1]) holds this rank's flags."""
     rows[:, :HEADER] = packed.to(rows.device, non_blocking=True)
     rows[:, FLAGS : FLAGS + 1] = flag
     if not packed[_CHECKED]:
@@ -179,7 +178,7 @@ def stamp(rows: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
 
 
 def stamp_rows(headers: torch.Tensor, payloads: Mapping[int, torch.Tensor]) -> None:
-    """Write the checksum of each rank's payload into its header, if that says so."""
+    """Write the checksum of each rank's payload into its header, if the header asks for one."""
     host = headers.cpu()
     rows = rows_in(host)
     for r, payload in payloads.items():
@@ -196,7 +195,7 @@ def same(mine: bytes, theirs: bytes) -> bool:
 
 
 def alike(mine: np.ndarray, theirs: np.ndarray) -> bool:
-    """``same``, row by row."""
+    """Compare headers as ``same`` does, row by row."""
     differ = mine != theirs
     differ[:, FLAGS] = differ[:, _SUM:] = False
     return not differ.any()
@@ -206,8 +205,7 @@ class LateHeaders:
     """Headers on their way from a GPU: the host waits once for those of several exchanges, before
     anything is committed.
 
-    Until then the device looks at them itself: where one is not as expected, this rank says that it
-    is not finite.
+    Until then the device compares them: if one is not as expected, this rank counts as not finite.
     """
 
     def __init__(self, transport: Receiver) -> None:
@@ -223,7 +221,7 @@ class LateHeaders:
         self._coming.append((host.copy_(received[:, :HEADER], non_blocking=True), frame, packed))
 
     def flags(self, received: torch.Tensor) -> torch.Tensor:
-        """uint8[1] on the device: the flags of all senders of the rows that were seen last."""
+        """Return uint8[1] on the device: the combined flags of the rows that were seen last."""
         packed = self._coming[-1][2]
         expected = packed.to(received.device, non_blocking=True)
         differ = received[:, :HEADER] != expected
@@ -232,7 +230,7 @@ class LateHeaders:
         return (flags[0] | differ.any() | flags[1]).view(1)
 
     def read(self) -> int:
-        """Wait, and ``verify`` them all; the flags before the rows that were seen last."""
+        """Wait for all headers and ``verify`` them; return the flags of the rows seen last."""
         found = 0
         if self._device is not None:
             wait_for(self._device, self._transport)
@@ -254,8 +252,8 @@ def wait_for(device: torch.device, transport: Receiver) -> None:
 
 
 def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> int:
-    """Flags that some rank has set. Raise ``Mismatch`` naming every rank whose message is not the
-    expected one, ``Corrupted`` if one changed on the way."""
+    """Return the flags that any rank has set. Raise ``Mismatch`` naming every rank whose message is
+    not the expected one, ``Corrupted`` if one changed on the way."""
     wait_for(received.device, transport)
     host = (received if frame.checked else received[:, :HEADER]).cpu()
     rows, mine = rows_in(host), packed.numpy().tobytes()
@@ -285,7 +283,7 @@ def verify_rows(
     packed: torch.Tensor,
     transport: Receiver,
 ) -> None:
-    """As ``verify`` where every peer has a frame of its own."""
+    """Verify rows like ``verify``, with a frame for each peer."""
     host = headers.cpu()
     got, expected, ranks = host.numpy(), packed.numpy(), list(wanted)
     if not alike(expected[ranks], got[ranks]):
@@ -321,8 +319,8 @@ def _complaint(
     due_of_all: str,
     advice: str,
 ) -> CommunicationError:
-    """Headers that can be read are of ranks that do something else; others came damaged, and only
-    we know of it."""
+    """Build the error: a readable header means that its rank does something else, others are
+    damaged, which only this rank knows."""
     got = {r: _said(headers[r]) for r in wrong}
     due = {
         r: "" if due_of_all else f" to send {frame.describe()}, but it"

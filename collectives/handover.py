@@ -8,7 +8,7 @@
                                      of every piece each; R' = R
 
 Note: nothing changes before all messages have arrived. Ranks describe their residuals and send the
-parts of rows that change hands; the caller (``group.reform``) commits once every rank has come as
+parts of rows that change owners; the caller (``group.reform``) commits once every rank has got this
 far.
 
 Note: in doubt. If a rank dies in the last message of a round, some ranks have finished it and
@@ -37,7 +37,7 @@ from commpress.kernels.pieces import width_of
 from commpress.work import Steps
 
 AT_ONCE = 64 << 20  # bytes from one rank to another in one message
-NEW = -1  # rounds settled by a rank that is new
+NEW = -1  # count of settled rounds of a new rank
 
 Stores = Mapping[str, ResidualStore]
 Place = tuple[str, str, int]  # store, parameter, offset of the piece
@@ -48,16 +48,16 @@ Bytes = Mapping[int, torch.Tensor]  # uint8[n], by rank
 class Standing:
     """State of a rank after a hand-over that is not committed yet."""
 
-    behind: bool  # others had settled a round that this rank had not, or it is new
-    shared: dict[str, Any]  # as a rank has it that is not behind
-    tensors: dict[str, torch.Tensor]  # the same, by name; of others none
+    behind: bool  # this rank is new, or had not settled a round that others had
+    shared: dict[str, Any]  # from a rank that is not behind
+    tensors: dict[str, torch.Tensor]  # likewise, by name; empty unless ``behind``
 
 
 @dataclass
 class _Said:
     """Report of one rank: its row, its pieces and the state that all ranks share."""
 
-    rank: int  # by which its rows are cut; NEW of who has none
+    rank: int  # rank that its rows were cut for; NEW without rows
     size: int
     pieces: dict[Place, int]  # elements
     shared: dict[str, Any]
@@ -83,19 +83,19 @@ class _Said:
 
 
 class Handover:
-    """Count of an owner's settled rounds, and the cut of its residuals into rows."""
+    """Counts an owner's settled rounds and knows how its residuals are cut into rows."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.rank, self.size = channel.rank, channel.size
         self.settled, self.taken = 0, True
-        self.lost = 0  # ranks that were gone before they had handed over what they owed
-        self._left: set[int] = set()  # ranks that have
-        # rounds settled with it, and what is to be done then
+        self.lost = 0  # ranks that were gone before they had handed over their residuals
+        self._left: set[int] = set()  # ranks that have handed over
+        # settled rounds after the proposal, and the function that commits it
         self._proposed: tuple[int, Callable[[], None]] | None = None
 
     def settle(self, *, taken: bool) -> None:
-        """Count a round that all ranks have committed, or discarded."""
+        """Count a round that all ranks have committed (``taken``) or discarded."""
         self.settled, self.taken = self.settled + 1, taken
 
     # ------------------------------------------------------------ a change
@@ -109,13 +109,13 @@ class Handover:
         shared: Mapping[str, Any] | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> Steps[Standing]:
-        """Hand residuals over among the present ranks of the channel; collective. ``with_it`` gives
-        the function that commits it.
+        """Hand residuals over among the present ranks of the channel; collective. ``with_it``
+        returns the function that commits.
 
         A round under way in ``workspace`` is committed if another rank has finished it, else
         discarded. ``shared`` and ``tensors`` (float32) are the state that all ranks have in common:
-        ranks that are behind receive it. If this raises, or a rank has not come as far, call it
-        again with the next change.
+        ranks that are behind receive it. If this raises, or fails on another rank, call it again
+        with the next change.
         """
         if change.was is None:
             self._begin_anew(stores, workspace)
@@ -259,7 +259,7 @@ class Handover:
         proposed, self._proposed = self._proposed, None
         if proposed is not None and proposed[0] == top:
             proposed[1]()
-        elif self.settled in (top, NEW):  # where nothing is settled, who is new is none behind
+        elif self.settled in (top, NEW):  # if nothing is settled yet, a new rank is not behind
             workspace.settle(taken=False)
         elif self.settled == top - 1:
             workspace.settle(taken=taken)
@@ -273,8 +273,8 @@ class Handover:
             )
 
     def _propose(self, before: int, commit: Callable[[], None]) -> Callable[[], None]:
-        """Return the function that commits, for when every rank has come as far; until then the
-        next change decides."""
+        """Return the function that commits, to be called once every rank has got here; until then
+        the next change decides."""
 
         def settle() -> None:
             self._proposed, self.settled = None, before + 1
@@ -329,8 +329,8 @@ class Handover:
 
 
 def cannot_follow(owner: object, why: str) -> InvalidArgument:
-    """Error of an owner of which a part is gone with every rank that is: for its ``reform`` to
-    raise, on all ranks alike."""
+    """Return the error that ``reform`` raises, on all ranks alike, if each lost rank took a part of
+    the owner with it."""
     return InvalidArgument(
         f"the ranks have changed, and {type(owner).__name__} cannot go on: {why}. Construct it "
         "anew for the ranks that there are, and load a snapshot, as commpress.elastic(build=..., "
@@ -339,8 +339,8 @@ def cannot_follow(owner: object, why: str) -> InvalidArgument:
 
 
 class Divided:
-    """Owner of which every rank has a part: it cannot go on among other ranks, and says so when
-    they change."""
+    """Owner whose state is divided over the ranks: ``reform`` raises, because it cannot go on among
+    others."""
 
     def reform(self, change: Change) -> Callable[[], None]:
         raise cannot_follow(self, "every rank has a part of it")
@@ -353,7 +353,7 @@ def row_of(rank: int, size: int, numel: int) -> range:
 
 
 def slice_of(i: int, count: int, numel: int) -> slice:
-    """The i-th of so many parts of a piece, of about equal length."""
+    """Return the i-th of ``count`` parts of a piece, of about equal length."""
     return slice(i * numel // count, (i + 1) * numel // count)
 
 
@@ -368,8 +368,8 @@ def _pieces(stores: Stores) -> dict[Place, int]:
 def _in_common(
     of: _Said, size: int, rank: int, pieces: Mapping[Place, int]
 ) -> Iterator[tuple[Place, range]]:
-    """Elements of every piece that are in the old row of who said this, and in the row of ``rank``
-    from now on."""
+    """Yield the elements of every piece that lie both in the old row of the report's rank and in
+    the new row of ``rank``."""
     for place, numel in pieces.items():
         if place in of.pieces:
             old, new = row_of(of.rank, of.size, numel), row_of(rank, size, numel)
@@ -390,5 +390,5 @@ def _common_parts(
 
 
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """On the host, side by side."""
+    """Concatenate tensors on the host."""
     return torch.cat([torch.empty(0), *(tensor.detach().reshape(-1).cpu() for tensor in tensors)])

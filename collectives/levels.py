@@ -1,9 +1,8 @@
 """Two levels for a channel: the hierarchy with its counters, and residuals to save and load.
 
-Residuals belong to slices here, keyed by (parameter name, first element of the slice), and a
-slice's R is the sum of the nodes' sent residuals / divisor + the reduced ones. An elastic
-checkpoint holds the same R of the same flat pieces as without a topology, so that one fits the
-other.
+Residuals belong to slices, keyed by (parameter name, first element of the slice), and a slice's R
+is the sum of the nodes' sent residuals / divisor + the reduced ones. An elastic checkpoint holds R
+of the same flat pieces as without a topology, so either loads the other's.
 """
 
 import logging
@@ -56,11 +55,11 @@ class Levels:
     # ------------------------------------------------------------ checkpoints
 
     def lengths(self, numels: dict[str, int]) -> dict[Key, int]:
-        """Elements of every slice of this rank."""
+        """Return the number of elements of every slice of this rank."""
         return {key: length for key, _, length, _ in self._slices(numels)}
 
     def parts(self, store: ResidualStore, numels: dict[str, int]) -> dict[Key, torch.Tensor]:
-        """Of each flat piece of these parameters, what averages to R over the ranks."""
+        """Return this rank's part of each flat piece; the mean of the parts over the ranks is R."""
         whole = {name: torch.zeros(numel) for name, numel in numels.items()}
         self._add(store, whole)
         return {
@@ -70,8 +69,8 @@ class Levels:
         }
 
     def pay(self, store: ResidualStore, name: str, out: torch.Tensor) -> None:
-        """As ``ResidualStore.pay``: add what is owed of a parameter to its gradient on this rank,
-        and owe nothing any more."""
+        """Add the residual of a parameter to its gradient on this rank and zero it, as
+        ``ResidualStore.pay`` does."""
         for sent, reduced in self._add(store, {name: out}):
             sent.zero_()
             reduced.zero_()
@@ -79,8 +78,8 @@ class Levels:
     def _add(
         self, store: ResidualStore, whole: dict[str, torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """To these parameters what averages to R over the ranks; returns the residuals that it came
-        from."""
+        """Add this rank's part of R to vectors of these parameters; return the residuals that were
+        read."""
         own = {key: (sent, reduced) for key, sent, reduced in store.places()}
         size, divisor = self.hierarchy.topology.size, self.hierarchy.divisor
         added = []
@@ -98,8 +97,8 @@ class Levels:
         return added
 
     def share(self, totals: dict[Key, torch.Tensor]) -> Residuals:
-        """The residuals with which the nodes together owe ``totals``: each node's sent one, and
-        nothing reduced."""
+        """Make residuals whose R is ``totals``: equal sent residuals on all nodes, reduced ones
+        zero."""
         pieces: dict[str, dict[int, torch.Tensor]] = {}
         for (name, offset), total in totals.items():
             pieces.setdefault(name, {})[offset] = total
@@ -116,7 +115,8 @@ class Levels:
         return shared
 
     def _slices(self, numels: dict[str, int]) -> list[tuple[Key, int, int, int]]:
-        """(key, index, elements, elements of a row) of this rank's slices of these parameters."""
+        """List (key, index, elements, elements per row) of this rank's slices of these
+        parameters."""
         found = []
         for name, numel in numels.items():
             for route in routes([Span(name, 0, numel)], policy_of("sign"), self.hierarchy):
@@ -130,8 +130,8 @@ class Levels:
 def levels_of(
     topology: Topology | str | Links, transport: Transport, numel: int, codec: Codec
 ) -> Levels | None:
-    """Collective; "auto" asks every rank's launcher, ``Links`` decide. None where one level is all
-    there is, or faster."""
+    """Return two levels, or None if one level is faster or the only one; collective. "auto" reads
+    each rank's launcher; ``Links`` decide by time."""
     given = (
         Topology.parse(topology) if isinstance(topology, str) and topology != "auto" else topology
     )

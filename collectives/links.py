@@ -1,4 +1,4 @@
-"""The all-reduce that measured links make the faster one."""
+"""Choose the faster all-reduce from measured links."""
 
 import math
 from typing import Literal
@@ -19,12 +19,11 @@ Way = Literal["flat", "hierarchical"]
 
 
 def choose(numel: int, codec: str | Codec, links: Links) -> Way:
-    """The all-reduce that should be faster for ``numel`` elements. A pure function: every rank
-    comes to the same answer.
+    """Choose the all-reduce that should be faster for ``numel`` elements: a pure function, the same
+    on every rank.
 
-    What was tried decides, between two trials as if times were straight lines on paper with two
-    logarithmic scales. Other codecs and larger buffers are left to the model of bytes and
-    latencies.
+    Trials decide, interpolated linearly in log-log scale. For other codecs and larger buffers, the
+    model of bytes and latencies decides.
     """
     if not links.topology.layered or links.inside is None or links.between is None:
         return "flat"
@@ -45,7 +44,7 @@ def choose(numel: int, codec: str | Codec, links: Links) -> Way:
 
 
 def flat_seconds(numel: int, codec: str | Codec, links: Links) -> float:
-    """Two exchanges of one row with every other rank; the slowest node decides."""
+    """Model the seconds of two exchanges of one row with every other rank, by the slowest node."""
     nodes, size = links.topology.nodes, links.topology.size
     messages = max(-(-numel // MESSAGE), 1)
     row = _row(codec, -(-numel // messages), size, workers=size)
@@ -55,15 +54,15 @@ def flat_seconds(numel: int, codec: str | Codec, links: Links) -> float:
 
 
 def hierarchical_seconds(numel: int, codec: str | Codec, links: Links) -> float:
-    """Sums inside, two exchanges between the owners of a slice, encoded rows inside; messages
-    overlap."""
+    """Model the seconds of sums inside nodes, two exchanges between slice owners and encoded rows
+    inside; messages overlap."""
     nodes, count = links.topology.nodes, len(links.topology.nodes)
     slices = links.topology.widest
     messages = max(-(-numel // two_level.PIECE), 1)
     numel = -(-numel // messages)
     codec, rows = codec_named(codec), slices * count
     row = _row(codec, numel, rows, workers=count)
-    # of matrices, factors
+    # low-rank codecs send factors
     floats = (row if isinstance(codec, LowRankCodec) else _row(EXACT, numel, rows)) - HEADER
     sums = max(
         len(n) * (len(n) - 1) * (HEADER + share(slices, len(n)) * count * floats) for n in nodes
@@ -80,8 +79,8 @@ def hierarchical_seconds(numel: int, codec: str | Codec, links: Links) -> float:
 
 
 def _row(codec: str | Codec, numel: int, rows: int, *, workers: int = 1) -> int:
-    """Bytes of one of so many rows; of what compresses whole tensors, as if these elements were a
-    square matrix."""
+    """Return the bytes of one of ``rows`` rows; for codecs of whole tensors, of a square matrix of
+    ``numel`` elements."""
     codec = codec_named(codec)
     if isinstance(codec, WholeTensorCodec):
         square = (math.isqrt(numel),) * 2
@@ -91,8 +90,8 @@ def _row(codec: str | Codec, numel: int, rows: int, *, workers: int = 1) -> int:
 
 
 def _phase(links: Links, inside: int, between: int) -> tuple[float, float, float]:
-    """(latency, seconds of the class inside, seconds of the class between) of bytes that leave the
-    busiest rank or node."""
+    """Return latency, seconds inside and seconds between nodes for the bytes that leave the busiest
+    rank or node."""
     latency = busy = crossing = 0.0
     if inside and links.inside:
         latency, busy = links.inside.latency, inside / links.inside.together
@@ -102,7 +101,7 @@ def _phase(links: Links, inside: int, between: int) -> tuple[float, float, float
 
 
 def _pipelined(phases: list[tuple[float, float, float]], messages: int) -> float:
-    """The first message goes through all phases; every other adds what the busier of the two
-    classes needs for it."""
+    """Return the seconds of all messages: the first takes all phases, each other only the busier
+    class's time."""
     first = sum(latency + max(inside, between) for latency, inside, between in phases)
     return first + (messages - 1) * max(sum(p[1] for p in phases), sum(p[2] for p in phases))

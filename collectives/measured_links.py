@@ -12,12 +12,12 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
      "trials":  {"none": [[1024, 2e-3, 3e-3], [4096, 2e-3, 3e-3]], "sign": [[1024, 2e-3, 3e-3]]}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the
-smallest exchange of a pair, from a barrier of all ranks on: so it holds what ranks come late, which
-a collective's phases wait for as well. Bandwidths are bytes per second in each direction: of one
+smallest exchange of a pair after a barrier of all ranks: it includes the delay of late ranks, for
+which a collective's phases wait as well. Bandwidths are bytes per second in each direction: of one
 pair alone, and of a node when all its ranks send to all others of the class at once, a message
-between nodes counted where it leaves. ``burst`` bytes pass at once after a rest. ``stack`` is what
-that costs processors, for the simulator. ``trials`` are all-reduces of so many elements: seconds
-flat, and by way of nodes. Files without them are older.
+between nodes counted where it leaves. ``burst`` bytes pass at once after a rest. ``stack`` is the
+processor time, for the simulator. ``trials`` are all-reduces: elements, seconds flat, seconds in
+two levels. Older files have none.
 """
 
 import math
@@ -30,7 +30,7 @@ from commpress.collectives.nodes import Topology
 from commpress.documents import Document
 from commpress.errors import InvalidArgument
 
-FIRST = 1 << 16  # bytes of a message, beyond which what each costs no longer falls
+FIRST = 1 << 16  # message bytes beyond which the cost per byte no longer falls
 FILE = Document("commpress links", 1, 1 << 16, "commpress probe")
 T = TypeVar("T")
 
@@ -56,11 +56,12 @@ class Stack:
     message: float  # seconds of a core for one message, sender and receiver together
     byte: float  # seconds of a core for a byte, at each end
     ring: float  # seconds of torch's smallest all-reduce
-    # of the one machine that all nodes lie on (namespaces, containers), 0 if they are several
+    # of the one machine that runs all nodes (namespaces, containers), 0 if there are several
+    # machines
     cores: int
     # seconds of a core for a byte that torch's all-reduce of float32 sends: both ends and the sum
     ring_byte: float = 0.0
-    half_byte: float = 0.0  # the same of bfloat16; 0 where it was not measured
+    half_byte: float = 0.0  # the same for bfloat16; 0 if not measured
     reduce: float = 0.0  # seconds of the shortest compressed all-reduce, between pieces of work
     busy: float = 0.0  # seconds of the smallest exchange of all ranks while every rank computes
     # seconds of a core for a message of torch's smallest all-reduce, both ends
@@ -68,8 +69,7 @@ class Stack:
     reduce_core: float = 0.0  # seconds of a core of one rank for the shortest compressed all-reduce
     ring_busy: float = 0.0  # seconds of torch's smallest all-reduce while every rank computes
     first: float = 0.0  # seconds of a core at each end for the first ``FIRST`` bytes of a message
-    # encoding until the last rank is done, of what it takes with ``cores`` shared fairly; 0: not
-    # measured
+    # seconds until the last rank has encoded, relative to fairly shared ``cores``; 0: not measured
     uneven: float = 0.0
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class BufferTrial:
-    """One buffer, all-reduced both ways."""
+    """Seconds of one buffer's all-reduce in one level and in two."""
 
     numel: int
     flat: float  # seconds
@@ -101,7 +101,7 @@ def _check(measured: Any, what: str, *, may_be_zero: Sequence[str] = ()) -> None
 
 @dataclass(frozen=True)
 class Links:
-    """Measurements of links, and the nodes among which they were taken."""
+    """Measurements of links, with the nodes that were measured."""
 
     topology: Topology
     inside: Link | None
@@ -126,7 +126,7 @@ class Links:
 
 
 def load_links(path: str | Path) -> Links:
-    """Read what ``Links.save`` wrote; anything else is refused with a reason."""
+    """Read a file written by ``Links.save``; raise an error with the reason for any other."""
     content = FILE.read(path)
     nodes = content.get("nodes")
     if not isinstance(nodes, list) or not all(

@@ -1,4 +1,4 @@
-"""The nodes of a group as data: which ranks share one. Loads no torch."""
+"""Topology of a group as data: the ranks on each node. Loads no torch."""
 
 import re
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Topology:
 
     @classmethod
     def of(cls, *sizes: int) -> "Topology":
-        """Ranks numbered node by node: ``Topology.of(2, 3)`` is ((0, 1), (2, 3, 4))."""
+        """Number ranks node by node: ``Topology.of(2, 3)`` is ((0, 1), (2, 3, 4))."""
         if not sizes or min(sizes) < 1:
             raise InvalidArgument(
                 f"sizes of nodes are {sizes!r}, expected one or more positive numbers"
@@ -41,7 +41,8 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """'2x4' (two nodes of four ranks), '4,4,3' (their sizes) or '0 2|1 3' (their ranks)."""
+        """Parse '2x4' (two nodes of four ranks), '4,4,3' (their sizes) or '0 2|1 3' (their
+        ranks)."""
         if match := re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text):
             return cls.of(*[int(match[2])] * min(int(match[1]), MOST + 1))
         if re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
@@ -64,7 +65,7 @@ class Topology:
 
     @property
     def layered(self) -> bool:
-        """True if there is anything to gain: several nodes, and some of them with several ranks."""
+        """True if two levels can help: several nodes, and several ranks on some node."""
         return 1 < len(self.nodes) < self.size
 
     def node(self, rank: int) -> int:

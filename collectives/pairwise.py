@@ -1,13 +1,12 @@
-"""The mean of two: each rank exchanges tensors with one other, drawn anew for each call, and with
-nobody else.
+"""The mean of pairs: each rank exchanges tensors with one partner, drawn anew for each call.
 
     π = permutation(key)        pairs π₀π₁, π₂π₃, …        an odd one is alone
     x := (sᵢ·xᵢ + sⱼ·xⱼ) / (sᵢ + sⱼ)                       s: the ranks' shares
 
-Numbers travel as they are, in float32: what is exchanged are weights, of which no rank knows what
-its partner has, so there is nothing to send a change against.
+Weights travel uncompressed in float32: no rank knows its partner's weights, so it cannot send a
+difference to them.
 
-Note: the same bits in both of a pair: the lower rank's comes first in the sum.
+Note: both ranks of a pair get the same bits: the lower rank's tensor comes first in the sum.
 """
 
 import sys
@@ -31,8 +30,8 @@ from commpress.work import Steps, overlapped
 
 
 def partners(key: int, size: int) -> list[int]:
-    """Each rank's partner, itself where there is none; the same on every rank for the same
-    ``key``."""
+    """Return each rank's partner, or the rank itself if it has none; the same on every rank for the
+    same ``key``."""
     draw, order = Random(key), list(range(size))
     for last in range(size - 1, 0, -1):
         other = int(draw.random() * (last + 1))
@@ -44,8 +43,8 @@ def partners(key: int, size: int) -> list[int]:
 
 
 class PairMean(FlatExchange):
-    """The mean over this rank and the partner that ``key`` draws. ``apart``: how far this rank was
-    from it, relative to it."""
+    """The mean over this rank and the partner drawn by ``key``. ``apart``: relative distance of
+    this rank from the mean."""
 
     def __init__(self, spans: list[Span], named: list[Message]) -> None:
         super().__init__(spans, named)
@@ -62,8 +61,8 @@ class PairMean(FlatExchange):
         gain: float,
         asks: bool,
     ) -> Steps[list[Outcome]]:
-        """As the law says; not finite, and nothing done, where neither has a share. Whose share is
-        0 may hold anything."""
+        """Replace ``x`` by the mean above. If both shares are 0, the outcome is not finite. With
+        share 0, ``x`` may hold any values."""
         me = channel.rank
         partner = partners(key, channel.size)[me]
         pair = sorted({me, partner})
@@ -92,7 +91,7 @@ class PairMean(FlatExchange):
         x: torch.Tensor,
         sequence: int,
     ) -> Steps[tuple[float, float]]:
-        """``x`` := its mean; squares of how far it moved and of what it is."""
+        """Replace ``x`` by its mean; return ‖change‖² and ‖mean‖²."""
         workspace, between = channel.workspace, Subset(channel.transport, pair)
         size = HEADER + 4 * x.numel()
         outbox, inbox = workspace.rows(size, 1, x.device), workspace.rows(size, 2, x.device)
@@ -109,7 +108,7 @@ class PairMean(FlatExchange):
 
 
 class PairMeans(Exchanges):
-    """Exchanges between pairs; nothing is left behind."""
+    """Exchanges between pairs, without residuals."""
 
     def __init__(self, policy: Policy, size: int, workspace: Workspace, *, seed: int = 0) -> None:
         super().__init__(policy, size, workspace, feedback=False, seed=seed)
@@ -133,7 +132,7 @@ class PairMeans(Exchanges):
 
 
 def square_sum(x: torch.Tensor) -> float:
-    """‖x‖² in float64, in pieces whose copies stay in caches: 17 times faster than at once, and
-    that was most of a round."""
+    """Return ‖x‖² in float64, in pieces that fit caches: 17 times faster than in one, which took
+    most of a round."""
     pieces = x.split(1 << 16 if x.device.type == "cpu" else 1 << 24)
     return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum())

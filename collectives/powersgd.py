@@ -4,10 +4,10 @@ each.
     M = g·x + e        P = mean(M·Q)      P̂ = orthonormal(P)
     Qᵢ = Mᵀ·P̂          e ← M − P̂·Qᵢᵀ     Q = mean(Qᵢ)         x = P̂·Qᵀ / g
 
-Note: the local residual. Each rank keeps what its own Qᵢ leaves behind, not what the mean leaves
-behind of its M. The means of both are equal, and so are the outputs; but the difference of two
-ranks' global residuals is the sum of the differences of all their gradients, a random walk, while
-the local one is a projection of M and stays bounded.
+Note: the local residual. Each rank keeps the error of its own Qᵢ, not that of the mean. The means
+of both are equal, and so are the outputs; but the difference of two ranks' global residuals is the
+sum of the differences of all their gradients, a random walk, while the local one is a projection of
+M and stays bounded.
 
 Every rank computes P̂ and x for itself; the kernels see to it that they agree
 (``kernels.cpu.low_rank``). Q, made orthonormal, is the basis that the next step starts from, found
@@ -48,7 +48,7 @@ from commpress.kernels.matrices import (
 from commpress.kernels.pieces import Pieces, width_of
 from commpress.work import Steps
 
-# of a buffer, under a message's name and a sequence number
+# averages a buffer, given its message and sequence number
 Mean = Callable[[torch.Tensor, Message, int], Steps[bool]]
 # parameter → float32[rank, columns], orthonormal rows, the same on every rank
 Bases = dict[str, torch.Tensor]
@@ -56,7 +56,8 @@ Bases = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowsOnly:
-    """``policy`` for what does not travel as a matrix: there a low-rank codec means exactly."""
+    """``policy`` for tensors that do not travel as matrices: a low-rank codec sends them
+    exactly."""
 
     policy: Policy
 
@@ -74,7 +75,7 @@ class MatrixPlan:
 
     names: tuple[str, ...]
     matrices: Matrices
-    message: Message  # names and places of residuals; nothing is sent in its layout
+    message: Message  # names and places of residuals; its layout is never sent
     left: Message
     right: Message
     basis: torch.Tensor
@@ -82,7 +83,7 @@ class MatrixPlan:
     q: torch.Tensor
 
     def sent_bytes(self, ranks: int) -> int:
-        """By one rank to its peers in one call, headers included."""
+        """Bytes that one rank sends to its peers in one call, headers included."""
         return (
             2
             * (ranks - 1)
@@ -103,7 +104,7 @@ class LowRankOutcome(Outcome):
 def matrices_of(
     spans: Sequence[Span], shapes: Sequence[Sequence[int]], policy: Policy
 ) -> list[tuple[Span, tuple[int, int, int]]]:
-    """The spans that travel as matrices, equal shapes side by side."""
+    """List the spans that travel as matrices, equal shapes side by side."""
     found = []
     for span, shape in zip(spans, shapes, strict=True):
         codec = policy.choose(span.name, span.numel)
@@ -121,13 +122,14 @@ def plan_matrices(
     device: torch.device,
     seed: int = 0,
 ) -> MatrixPlan:
-    """``bases`` is read where it has a parameter and points into the plan afterwards."""
+    """Plan matrices, starting from their ``bases`` if known; afterwards ``bases`` points into the
+    plan."""
     names = tuple(span.name for span, _ in found)
     table = stack(
         Matrix(span.source, *shape, zlib.crc32(span.name.encode())) for span, shape in found
     )
     basis = torch.zeros(table.right, dtype=torch.float32, device=device)
-    # of zeros: new random ones
+    # bases of zeros become new random ones
     low_rank_arithmetic(device).orthonormalize_right(basis, table, seed)
     for name, (_, (_, wide, rank)), line in zip(names, found, table.table, strict=True):
         view = basis[line[RIGHT] : line[RIGHT] + rank * wide].view(rank, wide)
@@ -175,8 +177,8 @@ def reduce_matrices(
     ``discard`` the outcome.
 
     Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see
-    ``reduce_message``. ``mean``: averages a factor over all ranks in place of it; whether it was
-    finite.
+    ``reduce_message``. ``mean`` averages a factor over all ranks in place and returns whether it
+    was finite.
     """
     workspace, sequence, gain = call["workspace"], call["sequence"], call.get("gain", 1.0)
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
@@ -235,7 +237,7 @@ def check_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Into the plans that point here, or for plans to come."""
+    """Load bases into existing plans, or keep them for later plans."""
     check_bases(bases, loaded)
     for name, basis in loaded.items():
         if name in bases:
@@ -245,8 +247,7 @@ def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
 
 
 def _residuals(names: Sequence[str], matrices: Matrices, ranks: int, spec: str) -> Message:
-    """Residuals cut, keyed and saved like those of any other codec; matrices stay in one run of
-    memory."""
+    """Cut and key residuals like those of any other codec; each matrix stays contiguous."""
     keys, lines, shard = [], [], 0
     for name, line in zip(names, matrices.table, strict=True):
         whole = int(line[TALL] * line[WIDE])

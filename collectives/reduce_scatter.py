@@ -1,15 +1,15 @@
 """The compressed reduce-scatter, and the all-gather of quantised shards: a sharded model's two
 collectives.
 
-A flat buffer has one row per rank, and a row a part of every parameter, one behind the other.
+A flat buffer has one row per rank, and a row has a part of every parameter, one after the other.
 
     c = g·x + e  y = Q(c)  e ← c − y  row r of y to rank r, which averages in float32   (all-to-all)
     y = Q(w)                          the own row to everybody                          (all-gather)
 
 There is one quantisation each way, however many ranks there are. The owner decodes its own row as
-well: after an all-gather every rank holds the same bits. With ``Deal.bases`` a rank is sent several
-rows at once, which makes the first of two hops: inside the node to the rank with the owner's place
-in it, then between the nodes to the owner.
+well: after an all-gather every rank holds the same bits. With ``bases`` a rank is sent several rows
+at once, the first of two hops: inside the node to the rank at the owner's local rank, then between
+nodes to the owner.
 """
 
 import zlib
@@ -68,9 +68,9 @@ class Part(NamedTuple):
 class Deal:
     """Pieces of a flat buffer that travel together, one message to or from each rank."""
 
-    # the pieces of all ranks' messages side by side, with room for headers: one kernel call for all
+    # pieces of all ranks' messages side by side, with room for headers, for a single kernel call
     every: Message
-    own: Pieces  # those of this rank's message, in a buffer of its rows alone
+    own: Pieces  # pieces of this rank's message, in a buffer of its rows only
     ranks: int
 
     @property
@@ -92,8 +92,8 @@ def deals(
     """Cut a buffer of rows of ``stride`` elements (0: as many as the parts have) into messages of
     about ``MESSAGE`` elements.
 
-    ``bases``: the rows that each rank is sent, one behind the other; by default its own. A piece is
-    known by its parameter's name and its first element in that parameter.
+    ``bases``: the rows that each rank receives, one after the other; by default its own. The key of
+    a piece is its parameter's name and its first element in that parameter.
     """
     bases = bases or [(r,) for r in range(ranks)]
     return _deals(
@@ -110,8 +110,8 @@ def second_hop(
     stride: int = 0,
     feedback: bool = True,
 ) -> list[Deal]:
-    """From the place where a first hop has put ``rows`` one behind the other, each to its owner:
-    rank i owns rows[i]."""
+    """Cut the second hop, which sends ``rows``, gathered by the first hop, to their owners: rank i
+    owns rows[i]."""
     return _deals(
         parts,
         policy,
@@ -153,7 +153,7 @@ class _Line(NamedTuple):
     key: tuple[str, int]
     piece: Piece
     width: int
-    place: int  # where it arrives
+    place: int  # where the piece arrives
 
 
 def _deal(
@@ -184,7 +184,7 @@ def _deal(
     mine = list(dealt_to(rank))
     own = cut([line.piece for line in mine], 1, widths=[line.width for line in mine])
     table = own.table.copy()
-    # the row lies in memory as it is, without padding between its parts
+    # the row is contiguous, without padding between its parts
     for column in (SOURCE, RESIDUAL, SHARD):
         table[:, column] = [line.place for line in mine]
     numel = len(bases[rank]) * stride
@@ -216,12 +216,12 @@ def reduce_rows(
     sequence: int,
     **call: Unpack[Call],
 ) -> Steps[list[Outcome]]:
-    """out := ``gain`` · the mean over the ranks of what this rank owns of ``buffer``, pipelined.
+    """Write ``gain`` · the mean of this rank's part of ``buffer`` to ``out``, pipelined.
 
-    Out is float32, the buffer of a dtype that the kernels know.
+    ``out`` is float32; ``buffer`` has any dtype that the kernels support.
 
-    The sequence numbers from ``sequence`` on are used up, one per deal. Residuals are of gain · x.
-    ``asks`` travels in the headers, as in ``reduce_message``.
+    Uses one sequence number per deal, beginning with ``sequence``. Residuals are in units of gain ·
+    x. ``asks`` travels in the headers, as in ``reduce_message``.
     """
     return overlapped(
         (
@@ -245,12 +245,12 @@ def gather_rows(
     add: bool = False,
     kept: list[torch.Tensor] | None = None,
 ) -> Steps[list[bool]]:
-    """out := the decoded rows of all ranks, the same bits everywhere; whether each message was
-    finite.
+    """Gather and decode the rows of all ranks into ``out``, the same bits everywhere; return
+    whether each message was finite.
 
-    With ``base``, what is encoded is row − base, and out holds the decoded differences; ``add``:
-    they are added to it. ``key`` seeds stochastic codecs. Tensors are of any dtype that the kernels
-    know, with ``base`` all but out in float32. ``kept``: is given the rows as they came, one tensor
+    With ``base``, row − base is encoded, and ``out`` receives the decoded differences; ``add`` adds
+    them to it. ``key`` seeds stochastic codecs. Tensors have any dtype that the kernels support;
+    with ``base``, all but ``out`` are float32. Received rows are appended to ``kept``, one tensor
     per message, for ``decode_rows``; they then belong to the caller.
     """
     if kept is not None:
@@ -278,7 +278,7 @@ def gather_rows(
 def decode_rows(
     kept: Sequence[torch.Tensor], out: torch.Tensor, *, plan: Sequence[Deal], workspace: Workspace
 ) -> None:
-    """out := what ``gather_rows`` left in it when it kept these rows."""
+    """Decode rows that ``gather_rows`` kept into ``out`` again."""
     start = perf_counter()
     for deal, rows in zip(plan, kept, strict=True):
         arithmetic(out.device, deal.every.pieces).decode(rows.view(1, -1), out, deal.every.pieces)
@@ -365,9 +365,9 @@ class Scatter:
     """Tensors of a flat buffer divided among the ranks: means go to their owners, and owners'
     values to everybody.
 
-    Of each tensor rank r owns ``width`` elements from r·width on. What this rank owns lies side by
-    side in a row of ``numel`` elements, where ``parts`` say. Who owns what is the same whatever the
-    codecs are.
+    Rank r owns ``width`` elements of each tensor, beginning at r·width. This rank's elements lie
+    side by side in a row of ``numel`` elements, at the places in ``parts``. Ownership does not
+    depend on codecs.
     """
 
     def __init__(
@@ -387,8 +387,7 @@ class Scatter:
         self.extend(spans)
 
     def extend(self, spans: Sequence[Span]) -> None:
-        """Divide these tensors too: behind the others, which stay where they are, with what is owed
-        of them."""
+        """Divide these tensors too, after the others, which keep their places and residuals."""
         for span in spans:
             width = width_of(span.numel, self.channel.size)
             self.parts.append(Part(span.name, self.numel, width, span.numel, span.source))
@@ -396,7 +395,7 @@ class Scatter:
         self.recut()
 
     def recut(self) -> None:
-        """The policy says something else from now on; residuals stay with their tensors."""
+        """Cut again, because the policy has changed; residuals stay with their tensors."""
         for deal in self.plan:
             self.channel.workspace.forget(deal.every)
         self.plan = self._deals()
@@ -417,7 +416,8 @@ class Scatter:
     def reduce(
         self, buffer: torch.Tensor, row: torch.Tensor, *, key: int, asks: bool = False
     ) -> Steps[list[Outcome]]:
-        """row := what this rank owns of the mean of ``buffer``; commit or discard the outcomes."""
+        """Write this rank's part of the mean of ``buffer`` to ``row``; the caller commits or
+        discards the outcomes."""
         return reduce_rows(
             buffer,
             row,
@@ -431,21 +431,21 @@ class Scatter:
         )
 
     def gather(self, row: torch.Tensor, buffer: torch.Tensor, *, key: int) -> Steps[list[bool]]:
-        """buffer := the rows of all ranks, as far as the codec can say them; whether each message
-        was finite."""
+        """Gather the rows of all ranks, as the codec encodes them, into ``buffer``; return whether
+        each message was finite."""
         return gather_rows(
             row,
             buffer,
             plan=self.plan,
             transport=self.channel.transport,
             workspace=self.channel.workspace,
-            # other noise than on the way there
+            # other noise than in ``reduce``
             sequence=self.channel.take(len(self.plan)),
             key=~key,
         )
 
     def check(self, residuals: Mapping[Key, Residual]) -> None:
-        """Raise ``StateMismatch`` unless they are of these tensors."""
+        """Raise ``StateMismatch`` unless ``residuals`` belong to these tensors."""
         numels = {part.name: part.numel for part in self.parts}
         for (name, offset), (sent, *_) in residuals.items():
             if offset + sent.numel() > numels.get(name, 0):
@@ -456,8 +456,8 @@ class Scatter:
                 )
 
     def load(self, residuals: Mapping[Key, Residual]) -> None:
-        """Residuals of these tensors, whatever number of ranks they were cut for. All or
-        nothing."""
+        """Load residuals of these tensors, cut for any number of ranks: all, or none if one does
+        not fit."""
         self.check(residuals)
         sources = {part.name: (part.numel, part.source or 0) for part in self.parts}
         whole = torch.zeros(

@@ -1,10 +1,9 @@
 """Saving and loading residuals: plain dictionaries of tensors and numbers, loadable with
 ``weights_only=True``.
 
-Exact: each rank its own residuals; the resumed run continues bit for bit. Elastic: only R =
-mean(sent) + reduced, each rank a shard of it, N floats in all however many ranks; on the new ranks
-every sent residual is R and every reduced one zero, so R, and with it everything still owed, is
-unchanged.
+Exact: each rank saves its own residuals; the resumed run continues bit for bit. Elastic: each rank
+saves a shard of R = mean(sent) + reduced, N floats in all for any number of ranks; on the new ranks
+every sent residual is R and every reduced one zero, so the total R is unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ _SHARD = ("numel", "start", "values")
 
 
 class Ranked(Protocol):
-    """One of several ranks: a transport, or a group."""
+    """Anything with a rank and a size: a transport or a group."""
 
     rank: int
     size: int
@@ -37,7 +36,8 @@ class Ranked(Protocol):
 def exact_state(
     store: ResidualStore, transport: Ranked, step: int, nodes: str = ""
 ) -> dict[str, Any]:
-    """``nodes``: the topology, if it decides who has which residual."""
+    """Return this rank's residuals. ``nodes``: the topology, if it decides which rank has which
+    residual."""
     residuals = {
         _text(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=True)}
         for key, kept in store.every().items()
@@ -47,7 +47,7 @@ def exact_state(
 
 
 def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Tensor]:
-    """Of each piece, what averages to R over the ranks."""
+    """Return this rank's part of each piece; the mean of the parts over the ranks is R."""
     parts = {key: (sent.clone(), reduced) for key, sent, reduced in store.places()}
     for part, reduced in parts.values():
         add_reduced(part, reduced, transport.rank, transport.size)
@@ -57,14 +57,14 @@ def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Te
 def elastic_state(
     store: ResidualStore, transport: Transport, step: int, sequence: int
 ) -> Steps[dict[str, Any]]:
-    """This rank's row of R of every piece."""
+    """Return this rank's row of every piece's R."""
     return (yield from elastic_of(flat_parts(store, transport), transport, step, sequence))
 
 
 def elastic_of(
     parts: dict[Key, torch.Tensor], transport: Transport, step: int, sequence: int
 ) -> Steps[dict[str, Any]]:
-    """Average the parts over the ranks, keep the own row of each piece."""
+    """Average the parts over the ranks and return this rank's row of each piece."""
     shards = {}
     if parts:
         flat = torch.cat(list(parts.values()))
@@ -97,10 +97,10 @@ def residuals_of(
     share: Callable[[dict[Key, torch.Tensor]], Residuals] | None = None,
     nodes: str = "",
 ) -> tuple[int, Residuals]:
-    """The step and this rank's residuals, from its exact state, or all elastic or exact ones at
-    whatever world size.
+    """Return the step and this rank's residuals, from its own exact state, or from all states,
+    elastic or exact, of any world size.
 
-    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``.
+    ``share`` makes them from R if pieces are not flat; ``nodes``: see ``exact_state``.
     """
     if not states or any(
         s.get("format") != _FORMAT or s.get("kind") not in ("exact", "elastic") for s in states
@@ -152,7 +152,7 @@ def residuals_of(
 
 
 def _check_whole(state: dict[str, Any]) -> None:
-    """Nothing is missing of what a rank saved."""
+    """Raise ``StateMismatch`` if an entry of a saved state is missing."""
     what, entries = ("residuals", _TENSORS) if state["kind"] == "exact" else ("shards", _SHARD)
     check_entries(state, ("rank", "size", "step", what), "the state of residuals")
     for text, kept in state[what].items():
@@ -160,7 +160,7 @@ def _check_whole(state: dict[str, Any]) -> None:
 
 
 def check_widths(residuals: Residuals, size: int) -> None:
-    """Reduced residuals are rows of what is sent, or nothing."""
+    """Check that each reduced residual is a row of its piece, or empty."""
     for (name, offset), (sent, *reduced) in residuals.items():
         numel, wanted = sum(each.numel() for each in reduced), width_of(sent.numel(), size)
         if numel not in (0, wanted):
@@ -171,14 +171,14 @@ def check_widths(residuals: Residuals, size: int) -> None:
 
 
 def spread(totals: dict[Key, torch.Tensor], size: int) -> Residuals:
-    """The residuals with which so many ranks together owe ``totals``, piece by piece."""
+    """Make the residuals of one of ``size`` ranks, so that their R is ``totals``."""
     return {
         key: (total, torch.zeros(width_of(total.numel(), size))) for key, total in totals.items()
     }
 
 
 def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
-    """R of every piece, from what every rank kept to itself."""
+    """Compute R of every piece from the exact states of all ranks."""
     if any(s.get("nodes") for s in states):
         raise StateMismatch(
             "the states were saved with a topology: to change the world size save with "
@@ -199,7 +199,7 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
 
 
 def _whole(states: Sequence[dict[str, Any]], what: str) -> list[dict[str, Any]]:
-    """In the order of ranks, if they are those of all ranks after one step."""
+    """Sort states by rank; raise unless they are those of all ranks after the same step."""
     size = states[0]["size"]
     ranks = sorted(s["rank"] for s in states)
     if ranks != list(range(size)) or len({(s["step"], *sorted(s[what])) for s in states}) > 1:
@@ -216,7 +216,7 @@ def _nodes(nodes: str) -> str:
 
 
 def totals_of(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
-    """R of every piece."""
+    """Compute R of every piece."""
     states = _whole(states, "shards")
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["shards"]:
@@ -236,8 +236,8 @@ def check_fit(
     *,
     size: int,
 ) -> None:
-    """Every residual belongs to a parameter with these names and lengths; ``lengths`` where pieces
-    are not the usual, which ``size`` ranks cut into rows."""
+    """Check that every residual fits a parameter in ``numels``; ``lengths`` gives pieces other than
+    the usual ones, which ``size`` ranks cut into rows."""
     for (name, offset), (sent, *_) in residuals.items():
         if name not in numels:
             raise StateMismatch(

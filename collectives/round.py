@@ -1,9 +1,9 @@
-"""Rounds: what is committed or discarded together, the exchanges of one backward, one optimizer
-step or one outer step.
+"""Rounds: the exchanges of one backward, optimizer step or outer step, committed or discarded
+together.
 
 Headers agree whether the numbers of a message were finite on every rank of a channel. A round joins
-these verdicts: if one exchange was not finite, what all of them left behind is discarded, on every
-rank alike; with a ``Consensus`` on every rank that must stay equal, where these are more. Futures
+these verdicts: if one exchange was not finite, the new residuals of all are discarded, on every
+rank alike; with a ``Consensus``, also on ranks outside the channel that must stay equal. Futures
 are set after that, so that nobody sees half a step.
 
 Note: no overlap is lost. DDP waits for all futures of a backward at its end anyway.
@@ -24,31 +24,31 @@ ON_NONFINITE = ("skip", "propagate", "raise")
 
 
 def check_on_nonfinite(value: object, *, propagates: bool = True) -> None:
-    """``propagates``: of whoever hands gradients on; optimizers hand on none."""
+    """Check the option. ``propagates``: allow "propagate", which needs gradients to pass on."""
     if value not in ON_NONFINITE or (value == "propagate" and not propagates):
         expected = "'skip', 'propagate' or 'raise'" if propagates else "'skip' or 'raise'"
         raise InvalidArgument(f"on_nonfinite is {value!r}, expected {expected}")
 
 
 class Round:
-    """Exchanges that share one fate. ``begin`` each, ``last`` once, ``end`` each: the last to end
-    closes the round.
+    """Exchanges that are committed or discarded together. Call ``begin`` for each, ``last`` once,
+    ``end`` for each: the last to end closes the round.
 
-    ``begin`` and ``last`` are called by whoever submits, ``end`` by whoever runs the steps.
+    The submitting thread calls ``begin`` and ``last``, the thread that runs the steps ``end``.
     """
 
     def __init__(self, number: int = 0, *, consensus: Consensus | None = None) -> None:
         self.number, self.consensus = number, consensus
         self.finite = True
-        self.error: Exception | None = None  # for whoever began the round to raise
-        self.buffers: list[torch.Tensor] = []  # whose means have come
+        self.error: Exception | None = None  # to be raised by the thread that began the round
+        self.buffers: list[torch.Tensor] = []  # means that have arrived
         self._outcomes: list[Outcome] = []
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self._open, self._complete, self._abandoned, self._failed = 0, False, False, False
         self._lock = threading.Lock()
 
     def begin(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """One more exchange; its future is set to ``buffer`` when the round has closed."""
+        """Add an exchange; its future is set to ``buffer`` when the round has closed."""
         future = future_on(buffer.device)
         with self._lock:
             self._open += 1
@@ -56,13 +56,13 @@ class Round:
         return future
 
     def last(self) -> None:
-        """No more exchanges begin."""
+        """Declare that no more exchanges begin."""
         with self._lock:
             self._complete = True
 
     def end(self, buffer: torch.Tensor, finite: bool, outcomes: Iterable[Outcome]) -> Steps[bool]:
-        """The means in ``buffer`` are there, or not finite; True if the round has closed with it:
-        then say ``deliver``."""
+        """End an exchange whose means are in ``buffer``, or not finite; return True if this closes
+        the round: then call ``deliver``."""
         with self._lock:
             self._open -= 1
             self.finite &= finite
@@ -79,8 +79,8 @@ class Round:
         return True
 
     def close(self) -> None:
-        """No more exchanges begin, where nobody knew which is the last: it closes now, or when all
-        have ended."""
+        """Declare that no more exchanges begin, if the last one was not known: the round closes
+        when all have ended."""
         with self._lock:
             self._complete = True
             if not self._open:
@@ -94,10 +94,10 @@ class Round:
         self._futures.clear()
 
     def fail(self, error: Exception) -> None:
-        """It cannot be finished: futures are set to buffers as they are, ``error`` is raised by
-        whoever began the round.
+        """Give up the round: set futures to their buffers as they are, and keep ``error`` for the
+        thread that began the round.
 
-        What was proposed stays with the workspace: others may have finished the round
+        Proposed residuals stay in the workspace: other ranks may have finished the round
         (``handover``).
         """
         with self._lock:

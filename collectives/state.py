@@ -1,16 +1,16 @@
-"""State that moves: of one object that communicates, saved and loaded on as many ranks or on
-others, and handed over when ranks come, leave or die.
+"""State of an object that communicates: saved, loaded on the same or another number of ranks, and
+handed over when ranks join, leave or die.
 
-An object says what it has; the rest follows.
+An object declares its state; the rest follows.
 
     residuals     what its exchanges owe: a sum over the ranks, R = (1/P)·Σ eᵢ + s
     bases         learnt by codecs of matrices              equal on all ranks
     copies()      tensors of its own                        equal on all ranks
     schedule()    numbers, text and lists                   equal on all ranks
 
-Whoever saves gives its own part, exact, or its shard of the totals, elastic (``residual_state``).
-Whoever goes on among other ranks hands over residuals, and gives the rest to those that are behind
-or new (``handover``).
+A rank saves its own part (exact) or its shard of the totals (elastic), see ``residual_state``. When
+the ranks change, residuals are handed over and ranks that are behind or new receive the rest
+(``handover``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,45 +46,46 @@ State = dict[str, Any]
 
 
 class Reformable:
-    """Object that goes on when ranks come, leave or die: it hands residuals over, and those behind
-    or new get from others what all ranks have alike."""
+    """Object that continues when ranks join, leave or die: residuals are handed over, and ranks
+    that are behind or new receive the state that all ranks share."""
 
     channel: Channel
     handover: Handover
 
     def exchange_sets(self) -> Mapping[str, Exchanges]:
-        """All exchanges by name: their residuals are handed over, their bases are shared."""
+        """Return all exchanges by name: their residuals are handed over, their bases are shared."""
         raise NotImplementedError
 
     def shared(self) -> State:
-        """Numbers that are equal on all ranks, and that the last round may have changed on some of
-        them only."""
+        """Return numbers that are equal on all ranks, except that the last round may have changed
+        them on some only."""
         return {}
 
     def shared_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Likewise tensors, float32."""
+        """Return float32 tensors that are equal on all ranks in the same sense."""
         return {}
 
     def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
-        """Return a function that makes state equal in which ranks differ, for when all have come as
-        far."""
+        """Return a function that makes differing state equal, to be called once all ranks have got
+        here."""
         yield from ()
         return lambda: None
 
     def arrive(self, change: Change, standing: Standing) -> None:
-        """End what is under way, before exchanges are cut anew."""
+        """Finish or drop running work, before exchanges are cut again."""
 
     def catch_up(self, change: Change, standing: Standing) -> None:
-        """Take over ``shared`` tensors and numbers of others as a rank that is behind, or new."""
+        """Take over the ``shared`` tensors and numbers of others, on a rank that is behind or
+        new."""
 
     def go_on(self, change: Change, standing: Standing) -> None:
-        """Begin as all others do from here on."""
+        """Continue from the common state, like all other ranks."""
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Continue among the present ranks of the channel; collective. Call the result when all
-        have come as far.
+        """Continue among the present ranks of the channel; collective. Call the result once all
+        ranks have got here.
 
-        A step under way counts if it counts for others, else it is left out.
+        A running step counts if another rank has finished it, else it is dropped.
         """
         return self.channel.run(self.reforming(change))
 
@@ -175,30 +176,31 @@ class Stateful(Reformable):
     # ------------------------------------------------------------ what an object says
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """Tensors that are equal on all ranks, float32; loading writes into them."""
+        """Return float32 tensors that are equal on all ranks; loading writes into them."""
         return {}
 
     def schedule(self) -> State:
-        """Numbers that are equal on all ranks."""
+        """Return numbers that are equal on all ranks."""
         return {}
 
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
-        """Go on from a ``schedule`` that was saved, or that others have after a change of ranks."""
+        """Continue from a ``schedule`` that was saved, or that other ranks have after a change."""
 
     def check(self, schedule: Mapping[str, Any]) -> None:
-        """Raise ``StateMismatch`` unless ``follow`` can take it."""
+        """Raise ``StateMismatch`` unless ``follow`` accepts ``schedule``."""
         check_entries(schedule, tuple(self.schedule()), "the state that ranks share")
 
     def numels(self) -> dict[str, int]:
-        """Elements of each tensor that crosses the channel, as far as they are known."""
+        """Return the number of elements of each tensor that crosses the channel, as far as
+        known."""
         return {}
 
     # ------------------------------------------------------------ a round
 
     def averaging(self, buffer: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> Steps[bool]:
         """Replace ``buffer``, float32, by its mean over the ranks, and settle the round: False, and
-        nothing kept, if values were not finite on some rank. ``shapes``: of the tensors that lie in
-        it one after the other, by name."""
+        nothing kept, if values were not finite on some rank. ``shapes``: by name, of the tensors in
+        ``buffer``, one after the other."""
         spans, at = [], 0
         for name, shape in shapes.items():
             spans.append(Span(name, at, prod(shape)))
@@ -221,14 +223,14 @@ class Stateful(Reformable):
     # ------------------------------------------------------------ saving
 
     def state_dict(self) -> State:
-        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
-        its own."""
+        """Return this rank's part, for a bitwise resume at the same world size: every rank saves
+        and loads its own."""
         nodes = str(self.channel.levels or "")
         state = exact_state(self.exchanges.residuals, self.channel, self.steps_done, nodes)
         return state | self._common()
 
     def rank_state(self) -> State:
-        """Give this rank's part of a checkpoint; the parts of all ranks together fit any world
+        """Return this rank's part of a checkpoint; the parts of all ranks together fit any world
         size. Collective.
 
         In two levels it holds both forms: a rank's residuals there belong to its node, so the exact
@@ -238,8 +240,8 @@ class Stateful(Reformable):
         return own if self.channel.levels is None else own | {"elastic": self.elastic_state_dict()}
 
     def elastic_state_dict(self) -> State:
-        """This rank's shard of the total residual R, for a resume at any world size; collective,
-        between steps."""
+        """Return this rank's shard of the total residual R, for a resume at any world size;
+        collective, between steps."""
         return self.channel.run(self.elastic_steps())
 
     def elastic_steps(self) -> Steps[State]:
@@ -261,7 +263,7 @@ class Stateful(Reformable):
         return state | self._common()
 
     def shared_state(self) -> State:
-        """State that all ranks have alike, without residuals."""
+        """Return the state that is equal on all ranks, without residuals."""
         return {"step": self.steps_done} | self._common()
 
     def _common(self) -> State:
@@ -272,15 +274,15 @@ class Stateful(Reformable):
     # ------------------------------------------------------------ loading
 
     def load_state_dict(self, *states: State) -> None:
-        """From this rank's ``state_dict``, or at any world size from all ranks' states, of either
-        kind, in any order. What does not fit changes nothing."""
+        """Load this rank's ``state_dict``, or at any world size all ranks' states, of either kind,
+        in any order. A state that does not fit changes nothing."""
         levels, size = self.channel.levels, self.channel.size
         saved_as = size, str(levels or "")
         if all(
             "elastic" in state and (state["size"], state["nodes"]) != saved_as for state in states
         ):
             states = tuple(state["elastic"] for state in states)
-        # tensors whose residuals lie flat in two levels, too
+        # their residuals are flat, in two levels too
         whole = states[0].get("bases", {}).keys() if states else {}
 
         def share(totals: dict[Key, torch.Tensor]) -> Residuals:
@@ -314,7 +316,7 @@ class Stateful(Reformable):
         self.follow(state)
 
     def _checked(self, state: State) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies here and in the state, side by side, if all that is common fits."""
+        """Check the common state; return pairs of own and loaded copies."""
         here = type(self).__name__
         if (there := state.get("object", here)) != here:
             raise StateMismatch(f"the state is of {there}, this is {here}: load its own")
@@ -333,7 +335,7 @@ class Stateful(Reformable):
     # ------------------------------------------------------------ other ranks
 
     def passing(self) -> State:
-        """Numbers that newcomers need beside ``schedule``, and that no checkpoint holds."""
+        """Return numbers that newcomers need besides ``schedule`` and that no checkpoint has."""
         return {}
 
     def exchange_sets(self) -> Mapping[str, Exchanges]:

@@ -1,8 +1,8 @@
-"""Topologies: the ranks that share a node, given explicitly or read from what the launcher says,
-and agreed by all ranks.
+"""Topologies: the ranks that share a node, given explicitly or read from the launcher's
+environment, and agreed by all ranks.
 
-``Topology`` is data. ``agree`` is the one exchange: every rank says where it is (or which nodes it
-was given), all see the same answers, and so all reach the same topology or the same error.
+``Topology`` is data. ``agree`` is the one exchange: every rank reports its place (or the nodes it
+was given), all see the same reports, and so all reach the same topology or the same error.
 """
 
 import os
@@ -22,14 +22,14 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.work import Steps
 
-PLACE = 448  # bytes in which a rank says where it is
-GIVEN = "topology="  # where a place comes from if the caller named the nodes
+PLACE = 448  # bytes of a rank's report
+GIVEN = "topology="  # source of a place if the caller gave the nodes
 
 
 class Place(NamedTuple):
     """Place of one rank."""
 
-    source: str  # who says so
+    source: str  # launcher or variable that it was read from
     node: str  # equal for ranks of one node; with GIVEN, the whole topology
     local_rank: int = -1  # −1: unknown
     local_size: int = -1
@@ -57,11 +57,11 @@ class Place(NamedTuple):
         return cls(str(source), str(node), int(local_rank), int(local_size))
 
 
-# ---------------------------------------------------------------- what launchers say
+# ---------------------------------------------------------------- launchers
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Place of this process: the innermost launcher decides, and the host name where none says it.
+    """Place of this process: the innermost launcher decides, or the host name without one.
 
     torchrun and SLURM number nodes. MPI numbers ranks inside a host; the host's name says which.
     """
@@ -98,7 +98,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def slurm_tasks(text: str) -> list[int]:
-    """'2(x3),1' is SLURM's way to write [2, 2, 2, 1]."""
+    """Parse SLURM's notation: '2(x3),1' is [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -122,10 +122,10 @@ def agree(
     environment: Mapping[str, str] = os.environ,
     sequence: int = 0,
 ) -> Steps[Topology]:
-    """The topology of all ranks of ``transport``: ``topology`` if given, else from their
+    """Agree on the topology of all ranks of ``transport``: ``topology`` if given, else from their
     environments; collective.
 
-    ``note``: whatever else a given topology stands for, and all ranks must have alike.
+    ``note``: further text that must be equal on all ranks with a given topology.
     """
     size = transport.size
     if topology is not None and topology.size != size:
@@ -148,7 +148,8 @@ def agree(
 
 
 def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topology:
-    """Topology that the places of all ranks make up; ranks that contradict each other are named."""
+    """Build the topology from the places of all ranks; an error names ranks that contradict each
+    other."""
     for what, said in (("source", [p.source for p in places]), (GIVEN, [p.node for p in places])):
         odd = tuple(r for r, text in enumerate(said) if text != said[0])
         if odd and (what == "source" or places[0].source == GIVEN):

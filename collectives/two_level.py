@@ -1,13 +1,12 @@
-"""The hierarchical all-reduce: sums inside a node travel as float32, what crosses between nodes is
-compressed.
+"""The hierarchical all-reduce: float32 sums inside a node, compressed messages between nodes.
 
     S = sum over the node's ranks of x  each rank its slices, float32    (all-to-all inside)
     y = Q(scale·S + e)                  z = Σ y / divisor + s  o = Q(z)  (``average_rows`` between)
     o to the node's other ranks         encoded, the same bits for all   (all-gather inside)
 
-A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one
-row per node. In a node every rank owns the same number of slices, rounded up, and reduces each with
-the owners of that slice in the other nodes. So in a smaller node a rank owns several slices, or its
+A message is divided into ``slices``, one per rank of the largest node, and each slice into one row
+per node. In a node every rank owns the same number of slices, rounded up, and reduces each with the
+owners of that slice in the other nodes. So in a smaller node a rank owns several slices, or its
 last ranks none; no node sends more than another.
 
 Note: the divisor. Nodes send sums, because nodes of different size must not weigh the same,
@@ -53,19 +52,18 @@ from commpress.work import Steps, Work, overlapped
 
 T = TypeVar("T")
 
-# elements of a piece, and of a message: one is summed inside the node while another is between
-# nodes
+# elements of a piece and of a message: one is summed inside nodes while another is between nodes
 PIECE = 1 << 21
-EXCHANGES = 2  # between nodes, of a message in rows
-ALONGSIDE = 3  # messages under way at once: to their owners, between nodes, on the way back
+EXCHANGES = 2  # exchanges between nodes per message in rows
+ALONGSIDE = 3  # concurrent messages: to their owners, between nodes, on the way back
 
 Feedbacks = Mapping[int, ErrorFeedback | None]  # of one message, by slice
-# puts the mean of a slice in its place; called as ``reduce_message``
+# replaces a slice by its mean; called like ``reduce_message``
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """One rank's two ways to its peers."""
+    """One rank's transports inside its node and between nodes."""
 
     topology: Topology
     inside: Transport  # among the ranks of its node
@@ -82,7 +80,7 @@ class Hierarchy:
 
     @property
     def share(self) -> int:
-        """Slices that a rank of this node owns, unless it is one of the last."""
+        """Slices that a rank of this node owns; its last ranks may own fewer."""
         return share(self.slices, self.inside.size)
 
     @property
@@ -99,7 +97,7 @@ def share(slices: int, ranks: int) -> int:
 
 
 def owners(topology: Topology, index: int) -> list[int]:
-    """The owner of slice ``index`` in each node."""
+    """Return the owner of slice ``index`` in each node."""
     return [node[index // share(topology.widest, len(node))] for node in topology.nodes]
 
 
@@ -127,7 +125,7 @@ class Route:
 
     message: Message  # all its rows
     inside: Pieces  # the same pieces in float32, one row per rank of the node
-    between: Mapping[int, Message]  # the own slices, one row per node
+    between: Mapping[int, Message]  # this rank's slices, one row per node
 
     def zeros(self, device: torch.device | str = "cpu") -> Feedbacks:
         return {
@@ -196,9 +194,8 @@ def hierarchical_allreduce(
     """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed between nodes
     by ``codec``.
 
-    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. ``feedbacks``:
-    what ``feedback_for`` made. Uses as many sequence numbers as there are messages, one for each
-    ``PIECE`` elements.
+    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. ``feedbacks``
+    come from ``feedback_for``. Uses one sequence number per message of ``PIECE`` elements.
     """
     check_buffer(buffer)
     plan = routes(
@@ -230,15 +227,14 @@ def hierarchical_allreduce(
 def feedback_for(
     numel: int, codec: str | Codec, hierarchy: Hierarchy, device: torch.device | str = "cpu"
 ) -> list[Feedbacks]:
-    """Zero residuals of this rank for buffers of ``numel`` elements: about numel / ranks per node
-    of them."""
+    """Make zero residuals of this rank for buffers of ``numel`` elements: about numel / ranks per
+    node."""
     plan = routes([Span("", 0, numel)], policy_of(codec_named(codec)), hierarchy)
     return [route.zeros(device) for route in plan]
 
 
 class LevelsCall(TypedDict, total=False):
-    """Arguments that are the same for all messages of a buffer; ``allreduce.Call`` says what they
-    are."""
+    """Arguments that are the same for all messages of a buffer; see ``allreduce.Call``."""
 
     hierarchy: Required[Hierarchy]
     workspace: Required[Workspace]
@@ -254,8 +250,8 @@ def reduce_routes(
     sequence: int,
     **call: Unpack[LevelsCall],
 ) -> Steps[list[Outcome]]:
-    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome
-    for each slice."""
+    """Average all messages of one bucket, pipelined; ``sequence`` is the number of the first.
+    Returns one outcome per slice."""
     jobs = (
         reduce_route(buffer, feedback, route=route, sequence=sequence + i, **call)
         for i, (route, feedback) in enumerate(zip(plan, feedbacks, strict=True))
@@ -275,7 +271,7 @@ def reduce_route(
     key: int = 0,
     gain: float = 1.0,
 ) -> Steps[list[Outcome]]:
-    """One message: sum inside, average the own slices between nodes, gather inside, decode."""
+    """Average one message: sum inside, average own slices between nodes, gather inside, decode."""
     inside, message, flag = (
         hierarchy.inside,
         route.message,
@@ -334,7 +330,7 @@ def _sum_inside(
     workspace: Workspace,
     sequence: int,
 ) -> Steps[torch.Tensor]:
-    """Rows of which the first becomes this rank's slices, summed in the order of local ranks."""
+    """Return rows whose first is the sum of this rank's slices, in the order of local ranks."""
     size = HEADER + route.inside.row_bytes
     outbox, inbox = (workspace.rows(size, inside.size, buffer.device) for _ in range(2))
     start = perf_counter()
@@ -366,8 +362,8 @@ def _side_by_side(
     workspace: Workspace,
     device: torch.device,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The encoded rows of the own slices as one, whose first header is the only true one, and what
-    to give back for it."""
+    """Join the encoded rows of the own slices to one row, with a valid header only at the start;
+    also return the buffers to give back."""
     if len(own) == hierarchy.share == 1:
         return own[0].view(1, -1), own
     reply = workspace.rows(hierarchy.share * len(hierarchy.topology.nodes) * size, 1, device)
@@ -378,13 +374,13 @@ def _side_by_side(
 
 
 def _abreast(jobs: Sequence[Steps[T]]) -> Steps[list[T]]:
-    """The exchanges of each job side by side, as many waits in all as the longest job has, and two
-    if there is none.
+    """Run the exchanges of all jobs side by side, with as many waits as the longest job, or two
+    without jobs.
 
     Note: the same waits on every rank. A wait blocks the thread, and with it what other messages
-    would send next. Where every rank goes through the same phases of the same messages in the same
-    order, whoever is waited for has sent before it waits itself. So a rank of several slices must
-    not wait more often than one of a single slice, and buckets go one by one.
+    would send next. If every rank goes through the same phases of the same messages in the same
+    order, each has sent what others wait for before it waits. So a rank with several slices must
+    not wait more often than one with a single slice, and buckets run one by one.
     """
     results: dict[int, T] = {}
     for turn in count():
@@ -415,8 +411,8 @@ def _floats(row: torch.Tensor) -> torch.Tensor:
 
 
 def _mark(total: torch.Tensor, part: Message, flag: torch.Tensor) -> None:
-    """Spoil the sum if a rank of this node was not finite, also in elements of other owners: so all
-    nodes hear of it."""
+    """Make the sum non-finite if a rank of this node was, even in elements of other owners, so that
+    all nodes notice."""
     for line in part.pieces.table:
         if line[NUMEL] > 0:
             total[line[SOURCE] : line[SOURCE] + 1].masked_fill_(flag.bool(), math.nan)
