@@ -21,7 +21,7 @@ from commpress.collectives.handover import Handover
 from commpress.collectives.residual_state import check_fit, elastic_state, exact_state, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.feedback import ResidualStore, add_reduced
+from commpress.feedback import ResidualStore
 from commpress.optim.layout import mark_held
 from commpress.optim.outer import Average, Gossip, Nesterov, SparseLoCo
 from commpress.schedules import Every
@@ -178,7 +178,9 @@ class Rank:
         found = {name: value / size for name, value in self.means().items()}
         for place, kept in self.residuals(state).items():
             part, (name, _, offset) = kept["sent"].double(), place.rpartition("@")
-            add_reduced(part, kept["reduced"].double(), rank, size)
+            width = len(kept["reduced"])
+            own = part[rank * width :][:width]
+            own += size * kept["reduced"][: len(own)]
             added(found, name, int(offset), self.sign * part / size)
         return found
 
