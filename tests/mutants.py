@@ -95,14 +95,14 @@ MUTANTS = [
         "commpress/feedback.py",
         "own += size * reduced[: own.numel()]",
         "own += reduced[: own.numel()]",
-        "tests/state/test_real_ranks.py -k hook",
+        "tests/state/test_laws.py -k another_number",
     ),
     Mutant(
         "any rank's exact state is taken",
         "collectives/residual_state.py",
         'if (first["size"], first["rank"]) != (transport.size, transport.rank):',
         'if first["size"] != transport.size:',
-        "tests/state/test_real_ranks.py -k hook",
+        "tests/ddp/test_resume.py -k belong",
     ),
     Mutant(
         "a window decays no weights",
