@@ -1,14 +1,13 @@
 """Saving and loading an optimizer: exact for a bitwise resume, elastic for another number of ranks
 or another mesh.
 
-A state is what torch's Adam gives, ``state`` and ``param_groups``, plus ``commpress``: where the
-schedule stands and what compression left behind. An optimizer whose state is divided over the ranks
-has all of it there, each rank its rows. Plain tensors, numbers and text throughout: it loads with
-``weights_only=True``.
+A state has ``state`` and ``param_groups`` as in torch's Adam, and ``commpress``: the schedule and
+the residuals. An optimizer whose state is divided over the ranks saves all of it there, each rank
+its rows. All values are plain tensors, numbers and text, so it loads with ``weights_only=True``.
 
 Where parameters are DTensors, an elastic state holds the shards of one rank, or its rows of them,
-and their boxes. Those of all ranks are joined to whole tensors, residuals among them, and cut along
-the boxes of whoever loads them.
+and their boxes. The shards of all ranks are joined to whole tensors, residuals included, and cut
+along the boxes of the ranks that load them.
 """
 
 import logging
@@ -46,10 +45,10 @@ if TYPE_CHECKING:
 Part = dict[str, Any]  # the ``commpress`` entry of a rank's state
 
 EXCHANGES = ("full", "quantized")
-ENTRIES = ("optimizer", "step", "facts", "schedule", *EXCHANGES)  # of what every rank saves
-DIVIDED = ("shapes", "tensors", "shards", "waiting")  # besides, if it has rows
+ENTRIES = ("optimizer", "step", "facts", "schedule", *EXCHANGES)  # saved by every rank
+DIVIDED = ("shapes", "tensors", "shards", "waiting")  # also saved with rows
 ROWS = ("master", "momentum", "variance")
-LISTS = (*STATE, "trips", "lines")  # of what ``tensor_states`` knows
+LISTS = (*STATE, "trips", "lines")  # lists of ``tensor_states``
 
 log = logging.getLogger("commpress")
 
@@ -58,7 +57,7 @@ log = logging.getLogger("commpress")
 
 
 def exact(optimizer: "CompressedOptimizer") -> Part:
-    """This rank's own part, for as many ranks."""
+    """Return this rank's own part, for the same number of ranks."""
     part = _head(optimizer)
     if optimizer.experts is not None:
         part["own"] = optimizer.experts.state()
@@ -73,8 +72,8 @@ def exact(optimizer: "CompressedOptimizer") -> Part:
 
 
 def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """This rank's part: its shard of the residuals and its rows, and on rank 0 what all ranks
-    share. Of what differs between ranks the mean counts, which rank 0 saves."""
+    """Return this rank's part: its shard of the residuals, its rows, and on rank 0 the common
+    state. Of tensors that differ between ranks, rank 0 saves the mean."""
     channel, part = optimizer.channel, _head(optimizer)
     message = one_message(optimizer._flat.numel, EXACT, channel.size, name="window")
     means = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
@@ -111,7 +110,7 @@ def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[di
 
 
 def common(optimizer: "ReplicatedOptimizer") -> Part:
-    """Part of the state of a rank that all have in common."""
+    """Return the part of the state that is equal on all ranks."""
     head = _head(optimizer)
     if "trips" in head["schedule"]:
         head["schedule"]["trips"] = [0] * len(optimizer._flat.parameters)  # each rank's own
@@ -133,7 +132,7 @@ def _head(optimizer: "CompressedOptimizer") -> Part:
 
 
 def _rows(optimizer: "ShardedOptimizer") -> Part:
-    """Its rows, and what all ranks know of tensors."""
+    """Return the rows of this rank and the state of tensors that all ranks know."""
     check_complete(optimizer)
     shards = [
         {"parameter": part.parameter, "begin": part.begin}
@@ -147,7 +146,7 @@ def _rows(optimizer: "ShardedOptimizer") -> Part:
 
 
 def _choices(exchange: Any) -> dict[str, Any]:
-    """State that codecs have learnt besides residuals; rows have no such codecs."""
+    """Return what codecs have learnt besides residuals; rows have no such codecs."""
     return {} if isinstance(exchange, Scatter) else exchange.choices()
 
 
@@ -163,19 +162,19 @@ def _has_all(optimizer: "CompressedOptimizer") -> TypeGuard["ReplicatedOptimizer
 
 
 class _Read(NamedTuple):
-    """Parts that ranks saved, as far as they fit."""
+    """Saved parts, checked and joined."""
 
-    head: Part  # which has what all share
+    head: Part  # with the common state
     facts: Facts
     residuals: dict[str, Residuals]
-    own: State | None  # of what lies on this rank alone
+    own: State | None  # state of this rank alone
     rows: dict[str, torch.Tensor]  # whole buffers, as far as they are known
     waiting: dict[str, torch.Tensor]
-    missing: str  # what this rank lacks, as far as it cannot go on without
+    missing: str  # missing state that this rank cannot go on without
 
 
 def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> None:
-    """Take all of it, or nothing if something does not fit."""
+    """Load all of the state, or nothing if something does not fit."""
     if any("commpress" not in state for state in states):
         if _has_all(optimizer):
             _load_adam(optimizer, states[0])
@@ -202,7 +201,8 @@ def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> 
 
 
 def load_rank(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
-    """This rank's own part, or all ranks', after a state of another rank gave what all share."""
+    """Load this rank's own part, or all ranks', after another rank's state gave the common
+    state."""
     steps = sorted({int(part["step"]) for part in parts})
     if steps != [optimizer.steps_done]:
         raise StateMismatch(
@@ -214,7 +214,7 @@ def load_rank(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
 
 
 def load_common(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
-    """Take over another rank's ``common`` and torch's state; residuals stay."""
+    """Load another rank's ``common`` and torch's state; residuals stay."""
     check_entries(state, ("param_groups", "commpress"), "the state")
     head = state["commpress"]
     check_entries(head, ("optimizer", "step", "facts", "schedule"), "the state that ranks share")
@@ -245,7 +245,7 @@ def _read(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> _Read:
             f"in which ranks differ, and {mine.size} go on: call optimizer.synchronize() before "
             "state_dict(), or save with elastic_state_dict()"
         )
-    # the state of another rank alone, which gives what all share
+    # the state of another rank alone, which gives the common state
     partial = (
         len(parts) == 1 < of["size"]
         and of["kind"] == "exact"
@@ -275,7 +275,7 @@ def _read(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> _Read:
 
 
 def _take(optimizer: "CompressedOptimizer", read: _Read) -> None:
-    """Take over what fitted: rows, schedules and residuals."""
+    """Load the checked rows, schedules and residuals."""
     if _has_rows(optimizer):
         optimizer.missing = read.missing and (
             f"{read.missing}, which owns other parts: load each rank's own state_dict(), or all "
@@ -338,7 +338,7 @@ def _check_residuals(
 
 
 def _load_residuals(exchange: Any, residuals: Residuals, part: Part) -> None:
-    """Take over what compression left behind on this rank, and what codecs have learnt on all."""
+    """Load this rank's residuals, and what codecs have learnt on all ranks."""
     if isinstance(exchange, Scatter):
         exchange.load(residuals)
     else:
@@ -347,13 +347,14 @@ def _load_residuals(exchange: Any, residuals: Residuals, part: Part) -> None:
 
 
 def _own_of(parts: Sequence[Part], rank: int, size: int) -> Sequence[Part]:
-    """The one that this rank saved, if as many ranks saved exact ones; else all of them."""
+    """Return the part that this rank saved, if as many ranks saved exact ones; else all parts."""
     place = {"kind": "exact", "rank": rank, "size": size}
     return [part for part in parts if place.items() <= part["quantized"].items()] or parts
 
 
 def _own_in(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> State | None:
-    """State that this rank saved of its local experts; None in the state of another rank alone."""
+    """Return the saved state of this rank's local experts; None in the state of another rank
+    alone."""
     if optimizer.experts is None:
         return None
     transport = optimizer.channel.transport
@@ -406,8 +407,7 @@ def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None
 
 
 def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Hyperparameters as the state has them, and when each group came: of groups that do not say
-    so, at the beginning."""
+    """Load hyperparameters and the step at which each group was added, 0 if it is not saved."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group |= {"added_at": 0} | {
             key: value for key, value in saved.items() if key not in ("params", "param_names")
@@ -430,8 +430,8 @@ def _check_shapes(optimizer: "ShardedOptimizer", head: Part) -> None:
 def _joined_rows(
     optimizer: "ShardedOptimizer", parts: Sequence[Part], *, partial: bool
 ) -> dict[str, torch.Tensor]:
-    """Buffers of all parameters from their rows, laid out as these are; what this rank owns must be
-    there, unless the state is of another rank alone."""
+    """Join rows to buffers of all parameters; this rank's own rows must be there, unless the state
+    is of another rank alone."""
     flat = optimizer._flat
     whole, found = {name: flat.new() for name in ROWS}, torch.zeros(flat.numel, dtype=torch.bool)
     for shard in (shard for part in parts for shard in part["shards"]):
@@ -464,9 +464,8 @@ def _joined_rows(
 
 
 def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
-    """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps.
-    One that torch's tools have carried from here to here goes on as it was, but for what
-    compression left behind."""
+    """Load momentum, variance and steps of torch's Adam: its run continues with exact steps. A
+    state of ours that torch's tools have saved continues as it was, without residuals."""
     _check(optimizer, state)
     counts, own = _steps_of_groups(optimizer, state), optimizer.experts
     saved = [state["state"].get(i, {}) for i in _numbers(optimizer, state, shared=False)]
@@ -487,14 +486,14 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
 
 
 def _numbers(optimizer: "CompressedOptimizer", state: dict[str, Any], *, shared: bool) -> list[int]:
-    """The numbers that a state has for the parameters that all ranks hold, or for the others."""
+    """Return a state's numbers of the parameters that all ranks hold, or of the others."""
     every = [number for group in state["param_groups"] for number in group["params"]]
     known = set(optimizer.shared_numbers())
     return [number for i, number in enumerate(every) if (i in known) == shared]
 
 
 def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> list[int]:
-    """Steps that each group has taken, which a group that came late has taken fewer of."""
+    """Return the steps that each group has taken, fewer for a group that was added late."""
     counts: list[int] = []
     shared = set(_numbers(optimizer, state, shared=True)) & state["state"].keys()
     for number, group in enumerate(state["param_groups"]):
@@ -513,7 +512,7 @@ def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) ->
 
 
 def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bool = False) -> None:
-    """All groups and per-parameter tensors fit; ``whole``: none is missing."""
+    """Check that groups and per-parameter tensors fit; ``whole``: also that none is missing."""
     check_entries(state, ("state", "param_groups"), "the state")
     check_groups(optimizer, state["param_groups"])
     flat, numbers = optimizer._flat, _numbers(optimizer, state, shared=True)
@@ -535,7 +534,7 @@ def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bo
 def _unknown(
     optimizer: "ReplicatedOptimizer", name: str, parameter: torch.Tensor, key: str
 ) -> StateMismatch:
-    """The error for what this optimizer does not have of a parameter."""
+    """Return the error for an entry of a parameter that this optimizer does not know."""
     if key == "master":
         return StateMismatch(
             f"parameter {name!r} is {parameter.dtype}, and was in half precision when the state "
@@ -550,7 +549,7 @@ def _unknown(
 
 
 def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
-    """Hyperparameters and per-parameter tensors, which were found to fit."""
+    """Load the checked hyperparameters and per-parameter tensors."""
     flat, numbers = optimizer._flat, _numbers(optimizer, state, shared=True)
     take_groups(optimizer, state["param_groups"])
     for p, number in zip(flat.parameters, numbers, strict=True):
@@ -569,7 +568,8 @@ def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
 def recut(
     optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """One elastic state of this rank's boxes from those of all ranks, which may have had others."""
+    """Make one elastic state for this rank's boxes from the states of all ranks, whatever their
+    boxes."""
     if any(state["commpress"]["quantized"]["kind"] != "elastic" for state in states):
         return list(states)  # of this rank alone, for the same mesh
     mine, names = _boxes(optimizer), optimizer._flat.names
@@ -627,7 +627,7 @@ def _boxes(optimizer: "CompressedOptimizer") -> list[Box]:
 
 
 def _first(column: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state that holds what the ranks with the same shards have in common."""
+    """Return the state with the common part of the ranks that have the same shards."""
     ranks = {state["commpress"]["quantized"]["rank"]: state for state in column}
     size = column[0]["commpress"]["quantized"]["size"]
     if 0 not in ranks or len(ranks) < size:
@@ -656,15 +656,13 @@ def _check_boxes(names: Sequence[str], mine: Sequence[Box], there: Sequence[Sequ
 
 
 def _tensors_on_first(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tensors of each parameter as the ranks with the same shards have them: rank 0 has saved
-    all."""
+    """Return each parameter's tensors, saved by the first of the ranks with the same shards."""
     first = _first(column)
     return [first["state"].get(i, {}) for i in range(len(first["commpress"]["boxes"]))]
 
 
 def _tensors_in_rows(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tensors of each parameter, put together from what the ranks with the same shards own of
-    them."""
+    """Return each parameter's tensors, joined from the rows of the ranks with the same shards."""
     parts = [state["commpress"] for state in column]
     check_entries(parts[0], ("shapes",), "the state of a rank")
     every = [{name: torch.zeros(shape) for name in ROWS} for shape in parts[0]["shapes"]]
@@ -675,7 +673,7 @@ def _tensors_in_rows(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _residuals_by_name(column: Sequence[dict[str, Any]], exchange: str) -> dict[str, torch.Tensor]:
-    """R of every parameter, flat, as far as these ranks have the parameter."""
+    """Return the flat R of every parameter, as far as these ranks have it."""
     pieces: dict[str, list[torch.Tensor]] = {}
     totals = totals_of([dict(state["commpress"][exchange]) for state in column])
     for (name, _), values in sorted(totals.items()):
@@ -684,8 +682,7 @@ def _residuals_by_name(column: Sequence[dict[str, Any]], exchange: str) -> dict[
 
 
 def _cut(box: Box, parts: Sequence[tuple[Box, Any]], key: str) -> Any:
-    """The part that ``box`` has of a tensor of which there are these parts; numbers are the same
-    everywhere."""
+    """Cut the part in ``box`` from a tensor's ``parts``; numbers are the same in all parts."""
     example = parts[0][1]
     single = not isinstance(example, torch.Tensor) or (example.dim() == 0 and box["shape"])
     if single or key == "step":

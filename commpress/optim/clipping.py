@@ -1,4 +1,4 @@
-"""Clipping of gradients by one factor for all ranks, of which none knows the norm of the mean."""
+"""Clipping of gradients by one factor for all ranks, although none knows the norm of the mean."""
 
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Clipping:
     """Gradients clipped to ``max_norm`` by one factor for all ranks; None leaves them as they are.
 
-    After the freeze nobody has the mean gradient. Its norm is estimated as √(mean ‖g_i‖²) times the
-    ratio that the two had during the exact steps, which ``facts.norm_ratio`` records.
+    After the freeze no rank has the mean gradient. Its norm is estimated as √(mean ‖g_i‖²) times
+    their ratio during the exact steps, ``facts.norm_ratio``.
     """
 
     def __init__(self, max_norm: float | None) -> None:
@@ -29,14 +29,15 @@ class Clipping:
         self.last = 1.0  # the factor of this step, for gradients that are not in its messages
 
     def factor(self, norm: float, own: float = 0.0) -> float:
-        """Factor of gradients of this norm; ``own``: squares of local experts'."""
+        """Return the factor for gradients of this norm; ``own``: squares of local experts'
+        gradients."""
         whole = (norm * norm + own) ** 0.5 if isfinite(norm) else norm
         self.last = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (whole + 1e-6))
         return self.last
 
     def agreed(self, optimizer: "CompressedOptimizer", gain: float, *, exact: bool) -> Steps[float]:
-        """The factor of this rank's gradients, ``gain`` included; an exact round clips their mean
-        instead."""
+        """Agree on the factor of local gradients, ``gain`` included; an exact round clips their
+        mean instead."""
         if self.max_norm is None:
             return gain
         if optimizer.columns is not None:
@@ -52,7 +53,7 @@ class Clipping:
         return gain * self.of_local(optimizer, self._local_norm)
 
     def of_local(self, optimizer: "CompressedOptimizer", norm: float) -> float:
-        """The factor where ranks' own gradients have this norm."""
+        """Return the factor for local gradients of this norm."""
         return self.factor((optimizer.facts.norm_ratio or 1.0) * norm, optimizer.expert_squares)
 
     def clip(

@@ -1,4 +1,4 @@
-"""All parameters side by side: where each lies in a flat float32 buffer, and buffers laid out so.
+"""Places of all parameters in a flat float32 buffer, and buffers with this layout.
 
 Note: why flat. A message then is a table of runs in one buffer, whichever parameters it carries,
 and one call of a kernel walks all of them.
@@ -47,7 +47,7 @@ class Flat:
                 "or all without names"
             )
         shards = [local(p) for p in parameters]
-        self.shapes = [shard.shape for shard in shards]  # of what this rank has
+        self.shapes = [shard.shape for shard in shards]  # of this rank's shards
         self.places: list[tuple[int, int]] = []
         at = 0
         for shard in shards:
@@ -58,7 +58,7 @@ class Flat:
         self.shadowed = [
             i for i, p in enumerate(shards) if p.dtype != torch.float32 or not p.is_contiguous()
         ]
-        # float32 weights of parameters that are not
+        # float32 weights of parameters of other dtypes
         self.master = self.new() if self.shadowed else None
         self._cast: torch.Tensor | None = None
         self._placed: dict[range | tuple[int, ...], Segments] = {}
@@ -66,7 +66,7 @@ class Flat:
         self.adopt()
 
     def new(self) -> torch.Tensor:
-        """A buffer of zeros that begins with a cache line. NumPy asks for huge pages, torch does
+        """Return a buffer of zeros aligned to a cache line. NumPy asks for huge pages, torch does
         not."""
         if self.device.type == "cpu":
             room = np.zeros(self.numel + ALIGN, np.float32)
@@ -75,20 +75,19 @@ class Flat:
         return torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
     def grown(self, before: torch.Tensor | None) -> torch.Tensor:
-        """A buffer that begins as ``before``, one of fewer parameters, and goes on with zeros."""
+        """Return a copy of ``before``, a buffer of fewer parameters, extended with zeros."""
         buffer = self.new()
         if before is not None:
             buffer[: before.numel()] = before
         return buffer
 
     def shard(self, i: int) -> torch.Tensor:
-        """Values of a parameter as far as this rank has them: all of them, unless it is a
-        DTensor."""
+        """Return this rank's values of a parameter: its shard if it is a DTensor, else all."""
         return local(self.parameters[i]).detach()
 
     def follow(self, before: "Flat") -> None:
-        """Weights of the first parameters are those that ``before`` has of them, more exact than
-        the parameters may be."""
+        """Copy float32 weights of the first parameters from ``before``, where they may be more
+        exact."""
         for i in before.shadowed:
             self.weights[i].copy_(before.weights[i])
 
@@ -100,19 +99,19 @@ class Flat:
         return [self.view(buffer, i) for i in range(len(self.parameters))]
 
     def adopt(self) -> None:
-        """Start from what the parameters hold now."""
+        """Copy float32 weights from the parameters."""
         for i in self.shadowed:
             assert self.master is not None
             self.weights[i] = self.view(self.master, i)
             self.weights[i].copy_(self.shard(i))
 
     def publish(self) -> None:
-        """Parameters that are not float32 := their float32 weights."""
+        """Write float32 weights into parameters of other dtypes."""
         for i in self.shadowed:
             self.shard(i).copy_(self.weights[i])
 
     def check(self) -> None:
-        """Parameters are still where they were: ``module.to()`` may have moved them."""
+        """Check that parameters have not moved, as ``module.to()`` does."""
         shadowed = set(self.shadowed)
         for i, dtype in enumerate(self._dtypes):
             p = local(self.parameters[i])
@@ -128,8 +127,8 @@ class Flat:
                 self._placed.clear()
 
     def gradient(self, i: int, given: torch.Tensor | None = None) -> torch.Tensor | None:
-        """float32 and contiguous; None stands for zeros: membership is fixed, so a missing gradient
-        stops nobody."""
+        """Return a gradient, float32 and contiguous; None stands for zeros, so that a missing
+        gradient stops no rank."""
         g = self.parameters[i].grad if given is None else given
         if g is None:
             return None
@@ -143,7 +142,7 @@ class Flat:
         return self.view(self._cast, i).copy_(g)
 
     def placed(self, indices: range | tuple[int, ...]) -> Segments:
-        """Parameters without their gradients."""
+        """Return segments of parameters without their gradients."""
         if indices not in self._placed:
             weights, places = [self.weights[i] for i in indices], [self.places[i] for i in indices]
             self._placed[indices] = Segments(weights, [None] * len(weights), places)
@@ -154,8 +153,7 @@ class Flat:
         indices: Iterable[int],
         given: Mapping[int, torch.Tensor] | Sequence[torch.Tensor] | None = None,
     ) -> Segments:
-        """``given``: gradients, found by the number of their parameter, if not those in
-        ``grad``."""
+        """Return segments. ``given``: gradients by parameter number, in place of ``grad``."""
         every = indices if isinstance(indices, range) else tuple(indices)
         gradients = [self.gradient(i, None if given is None else given[i]) for i in every]
         return self.placed(every).having(gradients)
@@ -169,8 +167,8 @@ def adam_step(
     variances: list[torch.Tensor],
     counts: list[torch.Tensor],
 ) -> None:
-    """Adam's step: torch's own fused kernel, so equal in every bit. ``counts``: steps that each has
-    taken, ``ENDLESS`` without bias corrections."""
+    """Take Adam's step with torch's fused kernel, so equal bit for bit. ``counts``: steps taken by
+    each parameter, ``ENDLESS`` without bias correction."""
     adam(
         weights,
         gradients,

@@ -1,7 +1,6 @@
-"""Fragments of a model that is trained locally: parameters that are exchanged together, with their
-shared weights.
+"""Fragments of a locally trained model: parameters exchanged together, with their shared weights.
 
-Of a ``StoredFragment`` shared weights, outer state and residuals lie in a tiered store between its
+A ``StoredFragment`` keeps shared weights, outer state and residuals in a tiered store between
 exchanges:
 
 the step before it leaves   read ahead
@@ -33,12 +32,12 @@ from commpress.tiered_mem import TieredStore, show_bytes
 from commpress.tiered_mem.arena import padded
 from commpress.work import Steps
 
-Arrived = tuple[bool, Pace | None]  # whether the mean counts, and the pace that ranks told
+Arrived = tuple[bool, Pace | None]  # whether the mean counts, and the reported pace
 
 
 class Fragment:
-    """Weights that are exchanged together: what is shared of them (Θ and the outer state), and what
-    has been trained since."""
+    """Weights that are exchanged together: their shared state (Θ and the outer state) and the
+    trained change."""
 
     def __init__(
         self, number: int, locals_: Sequence[LocalWeights], outer: Outer, *, host: bool
@@ -67,7 +66,7 @@ class Fragment:
 
     @property
     def names(self) -> tuple[tuple[int, str], ...]:
-        """Names by which its exchange is known."""
+        """Names that identify its exchange."""
         return tuple((self.number, span.name) for span in self.spans)
 
     @property
@@ -76,7 +75,7 @@ class Fragment:
 
     @property
     def work(self) -> torch.Tensor:
-        """Δ on its way, where the parameters are."""
+        """Buffer of the change Δ, on the parameters' device."""
         if self._work is None:
             self._work = torch.empty(self.numel, dtype=torch.float32, device=self.device)
         return self._work
@@ -91,29 +90,30 @@ class Fragment:
 
     @contextmanager
     def opened(self, *, write: bool = False) -> Iterator[None]:
-        """``weights`` and ``state`` are in memory; with ``write`` their changes are kept."""
+        """Keep ``weights`` and ``state`` in memory inside the context; with ``write``, save
+        changes."""
         yield
 
     def attach(self, exchanges: Exchanges) -> Exchange:
-        """Its exchange, with its residuals in memory until ``detach``."""
+        """Return the exchange, with its residuals in memory until ``detach``."""
         return exchanges.of(self.names, lambda: (self.spans, self.shapes), self.device)
 
     def detach(self, exchanges: Exchanges) -> None:
-        """It is not needed before the next ``attach``."""
+        """Release residuals until the next ``attach``."""
 
     def bring(self, exchanges: Exchanges) -> None:
-        """Its residuals are in memory until ``put_back``, for a checkpoint."""
+        """Bring residuals to memory until ``put_back``, for a checkpoint."""
 
     def put_back(self, exchanges: Exchanges) -> None:
-        """They are not needed before the next ``attach`` or ``bring``."""
+        """Release residuals until the next ``attach`` or ``bring``."""
 
     def prefetch(self) -> None:
-        """It is needed soon."""
+        """Read ahead for the next exchange."""
 
     # ------------------------------------------------------------ ranks that are to be equal
 
     def average(self, exact: Exchanges, channel: Channel) -> Steps[None]:
-        """``work`` := its mean over the ranks in float32, the same bits on each."""
+        """Replace ``work`` by its float32 mean over the ranks, the same bits on each."""
         exchange = exact.of(self.names, lambda: (self.spans, self.shapes), self.device)
         outcomes = yield from exchange.steps(
             channel, self.work, sequence=channel.take(exchange.sequences), key=0
@@ -121,7 +121,7 @@ class Fragment:
         settle(outcomes, taken=True)
 
     def mean_of_all(self, flat: torch.Tensor, exact: Exchanges, channel: Channel) -> Steps[None]:
-        """``flat``, as long as the weights, := its mean over the ranks, by way of ``work``."""
+        """Replace ``flat``, as long as the weights, by its mean over the ranks, using ``work``."""
         self.work.copy_(flat)
         yield from self.average(exact, channel)
         flat.copy_(self.work)
@@ -135,7 +135,8 @@ class Fragment:
                 view.copy_(p)
 
     def change(self, weights: torch.Tensor | None = None) -> None:
-        """``work`` := Θ, or ``weights``, as the parameters would hold it, minus the parameters."""
+        """Set ``work`` to Θ, or ``weights``, rounded to the parameters' dtype, minus the
+        parameters."""
         weights = self.weights if weights is None else weights
         for shared, out, each in zip(
             self.views(weights), self.views(self.work), self.locals, strict=True
@@ -144,7 +145,7 @@ class Fragment:
                 out.copy_(shared.to(device=out.device, dtype=p.dtype)).sub_(p.to(out.device))
 
     def set_change(self, change: torch.Tensor) -> None:
-        """Parameters := Θ − change."""
+        """Set parameters to Θ − change."""
         for shared, moved, each in zip(
             self.views(self.weights), self.views(change), self.locals, strict=True
         ):
@@ -152,7 +153,7 @@ class Fragment:
                 p.copy_(shared - moved.to(shared.device))
 
     def merge(self, alpha: float) -> None:
-        """Parameters := α · parameters + (1 − α) · Θ, or Θ where they are not finite."""
+        """Set parameters to α · parameters + (1 − α) · Θ, or to Θ where they are not finite."""
         if alpha and not self.finite():
             alpha = 0.0
         for shared, each in zip(self.views(self.weights), self.locals, strict=True):
@@ -170,20 +171,19 @@ class Fragment:
         return True
 
     def digest(self) -> int:
-        """64 bits of Θ, and of which parameters it is."""
+        """Return a 64-bit hash of Θ and the parameters' names."""
         with self.opened():
             bits = self.weights.detach().cpu().numpy()
             return checksum_of(bits.data.cast("B"), self.layout) if bits.size else self.layout
 
     def halves(self) -> tuple[float, float]:
-        """The 64 bits of ``digest`` in two numbers that float64 holds exactly."""
+        """Return ``digest`` as two numbers that float64 holds exactly."""
         digest = self.digest()
         return float(digest >> 32), float(digest & 0xFFFFFFFF)
 
 
 class StoredFragment(Fragment):
-    """See ``Fragment``. ``weights`` and ``state`` have no elements unless they are opened, or the
-    fragment is attached."""
+    """Fragment in a store. ``weights`` and ``state`` are empty unless opened or attached."""
 
     def __init__(
         self,
@@ -201,9 +201,9 @@ class StoredFragment(Fragment):
             )
         super().__init__(number, locals_, outer, host=True)
         self.store, self._prefix = store, f"{prefix}/{number:04d}"
-        self._plain: dict[str, Any] = {}  # of the outer state, what is not as long as the weights
-        self._stored: list[str] = []  # names of that which is
-        # of residuals, in the order in which they lie in the store
+        self._plain: dict[str, Any] = {}  # the other entries of the outer state
+        self._stored: list[str] = []  # names of entries as long as the weights
+        # pieces of residuals, in the order of the store
         self._pieces: list[tuple[Key, list[int]]] = []
         self._borrowed: ExitStack | None = None
         self._attached = False
@@ -218,7 +218,7 @@ class StoredFragment(Fragment):
         return [*self._shared_names(), *self._residual_names()]
 
     def _residual_names(self) -> list[str]:
-        """Name residuals in pieces no longer than the weights, so that these need the largest
+        """Name residuals in pieces no longer than the weights, so that weights need the most
         room."""
         numel = sum(sum(numels) for _, numels in self._pieces)
         return [self._name(f"residuals/{i}") for i in range(-(-numel // self.numel))]
@@ -271,7 +271,7 @@ class StoredFragment(Fragment):
         return [self._name("weights"), *(self._name(key) for key in self._stored)]
 
     def _let_go(self) -> None:
-        """The tensors that were borrowed are empty from now on."""
+        """Replace borrowed tensors by empty ones."""
         stack, self._borrowed = self._borrowed, None
         if stack is not None:
             stack.close()
@@ -284,7 +284,7 @@ class StoredFragment(Fragment):
 
     def attach(self, exchanges: Exchanges) -> Exchange:
         if not self._attached:
-            # first: they are the largest, and nothing that is borrowed divides the memory now
+            # first, because they are the largest and no borrowed tensor splits the memory yet
             self.bring(exchanges)
             self._borrow(write=False)
             self._attached = True
@@ -296,7 +296,7 @@ class StoredFragment(Fragment):
         self.put_back(exchanges)
 
     def bring(self, exchanges: Exchanges) -> None:
-        """Residuals to ``exchanges``, unless they are there."""
+        """Bring residuals to ``exchanges``, unless they are there."""
         if self._attached or not self._pieces:
             return
         flat = torch.empty(sum(sum(numels) for _, numels in self._pieces))
@@ -309,7 +309,7 @@ class StoredFragment(Fragment):
         )
 
     def put_back(self, exchanges: Exchanges) -> None:
-        """Residuals to the store; ``exchanges`` has none of these weights any more."""
+        """Move residuals from ``exchanges`` to the store."""
         if self._attached:
             return
         exchanges.forget(self.names)
@@ -330,31 +330,31 @@ class StoredFragment(Fragment):
 
     @property
     def tensors(self) -> int:
-        """Number of those that are as long as the weights and borrowed at once."""
+        """Number of tensors as long as the weights that are borrowed at once."""
         return 1 + len(self._stored)
 
 
 @dataclass(eq=False)
 class Flight:
-    """An exchange under way: its fragment leaves after one step and arrives after another, however
-    long the network takes."""
+    """A running exchange: its fragment leaves after one step and arrives after a fixed later
+    one."""
 
     fragment: Fragment
     due: int  # step after which it arrives
-    # to be run, or ``future``, if it runs in the background; neither from a checkpoint
+    # steps to run, or ``future`` in the background; neither after loading a checkpoint
     steps: Steps[Arrived] | None = None
     future: torch.futures.Future[Arrived] | None = None
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
-    trained: tuple[int, int] = (0, 0)  # steps and tokens that its change came from
-    finite: bool = True  # whether this rank's change was, as it left
+    trained: tuple[int, int] = (0, 0)  # steps and tokens of its change
+    finite: bool = True  # whether this rank's change was finite when it left
     alpha: float = 0.0  # share of the rank's own weights when it arrives
-    long: bool = False  # of a round of every="auto" that needs an outer momentum
-    # of the slowest rank, as far as it was measured; once ``arrival`` has run
+    long: bool = False  # in a round of every="auto" that needs an outer momentum
+    # of the slowest rank, if measured; set by ``arrival``
     pace: Pace | None = None
     error: CommunicationError | None = None
 
     def arrival(self) -> Steps[bool]:
-        """``taken``, once the mean is there."""
+        """Wait for the mean and return ``taken``."""
         if self.error is not None:
             raise self.error
         try:
@@ -369,7 +369,7 @@ class Flight:
         return self.taken
 
     def give_up(self) -> None:
-        """It never arrives anywhere: its change goes with the next exchange."""
+        """Drop an exchange that arrives nowhere: its change goes with the next one."""
         self.fragment.steps, self.fragment.tokens = (
             of + left
             for of, left in zip(
@@ -381,8 +381,7 @@ class Flight:
 def cut(
     weights: Sequence[LocalWeights], fragments: int | Sequence[Sequence[torch.Tensor]]
 ) -> list[list[LocalWeights]]:
-    """Parts of these weights: so many of about equal size, or those given as lists of
-    parameters."""
+    """Divide weights into ``fragments`` parts of about equal size, or into the given lists."""
     if isinstance(fragments, int):
         if not 1 <= fragments <= len(weights):
             raise InvalidArgument(
@@ -400,8 +399,8 @@ def cut(
 
 
 def _even(weights: list[LocalWeights], count: int) -> list[list[LocalWeights]]:
-    """Consecutive parts of about equal size, none empty, of the same parameters on all ranks that
-    have shards of them."""
+    """Divide into consecutive non-empty parts of about equal size, the same on all ranks with
+    shards."""
     parts: list[list[LocalWeights]] = []
     left, rest = sum(each.parameter.numel() for each in weights), list(weights)
     for more in range(count, 0, -1):
@@ -421,9 +420,8 @@ def check_room(fragments: Sequence[Fragment], store: TieredStore, *, overlap: bo
     """Raise ``InvalidArgument`` if tensors of a fragment may find no room in the store's host
     memory.
 
-    n tensors that are borrowed leave up to n + 1 gaps, and the next finds room wherever they lie if
-    one gap is as large as it. With ``overlap`` a checkpoint reads another fragment while one is on
-    its way.
+    n borrowed tensors leave up to n + 1 gaps; the next tensor has room if one gap is as large as
+    it. With ``overlap`` a checkpoint reads another fragment while one is being exchanged.
     """
     stored = [f for f in fragments if isinstance(f, StoredFragment)]
     rooms = {f.number: (2 * f.tensors * (1 + overlap) - 1) * padded(4 * f.numel) for f in stored}

@@ -1,5 +1,5 @@
-"""Inner optimizers of local updates: which of them train weights that may be moved from outside,
-and over which ranks."""
+"""Inner optimizers of local updates: checks that their weights may be averaged, and over which
+ranks."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ BETWEEN = (
 
 
 class InnerOptimizers(list[torch.optim.Optimizer]):
-    """The optimizers that a rank trains with by itself, and the weights behind them."""
+    """Optimizers that train on one rank locally, and their weights."""
 
     def __init__(self, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         given = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
@@ -42,7 +42,7 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         self._holders = [each for each in self if isinstance(each, WeightHolder)]
         for holder in self._holders:
             holder.averaged = True
-        self._unaveraged = False  # it was checked
+        self._unaveraged = False  # the check has passed
 
     @property
     def together(self) -> bool:
@@ -64,17 +64,16 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All that they were given, frozen ones too."""
+        """All parameters, frozen ones too."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def rate(self) -> float:
-        """The learning rate, of several the largest."""
+        """The largest learning rate."""
         return max(float(group["lr"]) for group in self.param_groups)
 
     def weights(self) -> list[LocalWeights]:
-        """Weights that they train, as far as this rank has them; parameters without names are
-        counted."""
+        """List this rank's trained weights; unnamed parameters get numbers as names."""
         found: list[LocalWeights] = []
         first = 0
         for number, optimizer in enumerate(self):
@@ -92,7 +91,7 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
                         for name, p in zip(names, group["params"], strict=True)
                         if p.requires_grad
                     ]
-            # of optimizers before: of several modules, say, that name theirs alike
+            # names in earlier optimizers, such as those of modules with equal names
             taken = {each.name for each in found}
             for each in mine:
                 each.name = f"{number}: {each.name}" if each.name in taken else each.name
@@ -112,21 +111,20 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         return found
 
     def settle_weights(self) -> None:
-        """Before weights are read."""
+        """Finish running work before weights are read."""
         for holder in self._holders:
             holder.settle_weights()
 
     @contextmanager
     def weights_rewritten(self) -> Iterator[None]:
-        """Weights are written meanwhile; what has copies of them follows."""
+        """Write weights inside the context; holders of copies update them at its end."""
         self.settle_weights()
         yield
         for holder in self._holders:
             holder.weights_written()
 
     def restart(self) -> int:
-        """Let state of parameters that is not finite start anew, as before the first step; the
-        number of these parameters."""
+        """Reset the state of parameters whose state is not finite; return their number."""
         count = 0
         for optimizer in self:
             wild = [
@@ -144,7 +142,7 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         return count
 
     def check_unchanged(self) -> None:
-        """Raise ``InvalidArgument`` if they train more than in the beginning: it has no Θ."""
+        """Raise ``InvalidArgument`` if parameters were added: they have no Θ."""
         parameters = self.parameters
         if len(parameters) != self._given or any(p.requires_grad for p in self._frozen):
             more = len(parameters) != self._given
@@ -157,8 +155,8 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
             )
 
     def check_unaveraged(self) -> None:
-        """Raise ``InvalidArgument`` where DistributedDataParallel averages their gradients. Looks
-        once: wrappers come late."""
+        """Raise ``InvalidArgument`` if DistributedDataParallel averages their gradients. Checks
+        once, at the first step, since models are wrapped late."""
         if not self._unaveraged and initialized():
             _refuse_ddp(self.parameters)
         self._unaveraged = True
@@ -197,8 +195,8 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", exact_step
 
 
 def check_hidden(optimizers: InnerOptimizers, every: "Sync | Seconds") -> None:
-    """Raise ``InvalidArgument`` where ranks that train together would choose rounds apart: they
-    share no headers."""
+    """Raise ``InvalidArgument`` if ranks that train together would choose different rounds, because
+    they share no headers."""
     if isinstance(every, Hidden) and optimizers.communicate:
         raise InvalidArgument(
             "every is 'auto', but inner communicates in every step with ranks that have exchanges "
@@ -207,8 +205,8 @@ def check_hidden(optimizers: InnerOptimizers, every: "Sync | Seconds") -> None:
 
 
 def check_ranks(optimizers: InnerOptimizers, channel: Channel) -> None:
-    """Raise ``InvalidArgument`` where ranks that average here do so in every step already, or have
-    other shards."""
+    """Raise ``InvalidArgument`` if ranks that average here already do so in every step, or have
+    different shards."""
     for optimizer in optimizers:
         inner = (
             optimizer.inner_channel
@@ -237,12 +235,12 @@ def check_ranks(optimizers: InnerOptimizers, channel: Channel) -> None:
 
 
 def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
-    """Raise ``InvalidArgument`` where DistributedDataParallel averages gradients of these
-    parameters at every step."""
+    """Raise ``InvalidArgument`` if DistributedDataParallel averages gradients of these
+    parameters."""
     mine, kinds = {id(p) for p in parameters}, [DistributedDataParallel]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        for each in gc.get_referrers(kind):  # its instances are among them
+        for each in gc.get_referrers(kind):  # these include its instances
             if (
                 isinstance(each, kind)
                 and each not in ALONE
@@ -267,8 +265,8 @@ def _finite(state: Any) -> bool:
 
 
 def _first_state(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Numbers that fill the state of a parameter from its construction, as Adagrad's; nothing if
-    the first step makes it."""
+    """Return the values that fill a parameter's state at construction, as in Adagrad; empty if the
+    first step makes it."""
     one = torch.nn.Parameter(torch.zeros(1))
     try:
         state = type(optimizer)([one], **optimizer.defaults).state
@@ -278,5 +276,5 @@ def _first_state(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def _mesh(parameter: Any) -> Any:
-    """Mesh of a DTensor."""
+    """Return the mesh of a DTensor."""
     return getattr(parameter, "device_mesh", None)

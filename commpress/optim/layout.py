@@ -1,11 +1,11 @@
-"""Layout: which part of which tensor this rank has, which ranks have the same numbers, and which
-have the rest.
+"""Layout: this rank's part of each tensor, the ranks with the same part, and the ranks with the
+other parts.
 
-- A DTensor of tensor parallelism: this rank has a shard. A *row* of the mesh, the ranks with the
-  same shard, averages what it sends; a *column*, those with the other shards of the same replica,
-  decides together. Only norms, votes and steps cross a column: shards are never put together.
-- Local experts: a layer of experts says of its parameters on which ranks they lie, and everybody
-  who reduces, moves or clips parameters asks here.
+- A DTensor of tensor parallelism: this rank has a shard. Its *replicas*, the ranks with the same
+  shard, average messages; its *shard peers*, those with the other shards of the same replica,
+  decide together. Shard peers exchange only norms, votes and steps: shards are never joined.
+- Local experts: a layer of experts records the ranks of its parameters here, and code that reduces,
+  moves or clips parameters looks them up.
 - An optimizer that keeps weights elsewhere, in shards or in a store, is a ``WeightHolder``.
 """
 
@@ -40,7 +40,7 @@ from commpress.work import Steps
 
 
 def named_parameters(groups: Iterable[dict[str, Any]]) -> tuple[list[torch.Tensor], list[str]]:
-    """All of them, group by group, and what they are called: their numbers if nobody gave names."""
+    """List the parameters, group by group, and their names, or numbers if they have none."""
     parameters: list[torch.Tensor] = []
     names: list[str] = []
     for group in groups:
@@ -51,7 +51,7 @@ def named_parameters(groups: Iterable[dict[str, Any]]) -> tuple[list[torch.Tenso
 
 
 def tensors_in(params: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors of what torch's optimizers take: tensors, named ones or groups of them."""
+    """Yield the tensors of a torch optimizer's argument: tensors, named tensors or groups."""
     for each in params:
         if isinstance(each, dict):
             inner = each["params"]
@@ -61,7 +61,8 @@ def tensors_in(params: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Raise ``InvalidArgument`` for what has no plain numbers in memory; DTensors are welcome."""
+    """Raise ``InvalidArgument`` for a parameter without plain numbers in memory; DTensors are
+    accepted."""
     if is_lazy(parameter):
         raise InvalidArgument(
             f"parameter {name!r} has no shape yet: run the model once on a sample before you "
@@ -107,18 +108,18 @@ def is_cut(tensor: Any) -> bool:
 
 @torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part that this rank has of it: the same memory."""
+    """Return this rank's part of a tensor, in the same memory."""
     cut: Any = tensor
     return waited(cut.to_local()) if is_cut(cut) else cut
 
 
 def version_of(parameter: torch.Tensor) -> int:
-    """A number that rises when it is written, as a DTensor or by way of its shard."""
+    """Return a number that rises when the parameter or its shard is written."""
     return parameter._version + local(parameter)._version
 
 
 def move_to(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Make ``values`` the memory of what this rank has of it, with what they hold."""
+    """Make ``values`` the memory of this rank's part of the parameter, with their content."""
     if is_cut(parameter):
         set_shard(parameter, values)
     else:
@@ -126,32 +127,33 @@ def move_to(parameter: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def alike(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``values`` of this rank, cut as ``parameter`` is."""
+    """Return ``values`` of this rank, as a DTensor if ``parameter`` is one."""
     return shard_like(values, parameter) if is_cut(parameter) else values
 
 
 @torch.no_grad()
 def settle_gradient(parameter: Any) -> None:
-    """Sum a gradient that still is one summand per shard; collective over the parameter's mesh."""
+    """Sum a gradient that is still partial; collective over the parameter's mesh."""
     gradient = parameter.grad
     if is_cut(parameter) and is_cut(gradient) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _dimensions(parameter: Any) -> Iterator[tuple[int, Any]]:
-    """Ranks in each dimension of a DTensor's mesh, and its placement there; nothing of others."""
+    """Yield the size of each mesh dimension of a DTensor, and its placement there; nothing for
+    others."""
     if is_cut(parameter):
         yield from zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
 
 
 def shards_of(parameter: Any) -> int:
-    """Different shards that a parameter is cut into."""
+    """Return the number of different shards of a parameter."""
     # a _StridedShard of FSDP2 is no shard
     return prod(ranks for ranks, each in _dimensions(parameter) if not each.is_replicate())
 
 
 def largest_shard(parameter: Any) -> torch.Size:
-    """Shape of what the first rank has of it: nobody has more, and every rank knows."""
+    """Return the shape of the first rank's shard, the largest one, which every rank can compute."""
     shape = list(parameter.shape)
     for ranks, placement in _dimensions(parameter):
         if placement.is_shard():
@@ -164,7 +166,7 @@ Box = dict[str, list[int]]
 
 
 def box_of(parameter: Any) -> Box:
-    """The part of a parameter that this rank has: all of it, unless it is a DTensor."""
+    """Return the box of this rank's part of a parameter: all of it, unless it is a DTensor."""
     shape = list(parameter.shape)
     begin, size = [0] * len(shape), list(shape)
     places = parameter.device_mesh.get_coordinate() if is_cut(parameter) else ()
@@ -178,20 +180,19 @@ def box_of(parameter: Any) -> Box:
 
 
 class Columns(Consensus):
-    """Votes of the ranks that have the other shards of these parameters. None of this communicates
-    where there are no DTensors."""
+    """Votes of the shard peers of these parameters. Nothing is sent without DTensors."""
 
     def __init__(self, mesh: Any, *, timeout: timedelta | None) -> None:
         super().__init__(own_transport(group_of(mesh), timeout=timeout, votes=True))
         self.mesh = mesh
 
     def share(self, parameter: Any) -> float:
-        """Share of this rank in a sum over the column: its shard counts once, however many have
-        it."""
+        """Return this rank's weight in a sum over shard peers: a shard that several have counts
+        once."""
         return shards_of(parameter) / self.mesh.size()
 
     def all_of(self, indices: Sequence[int], count: int) -> Steps[list[int]]:
-        """Those that every rank names, out of so many."""
+        """Return the indices, below ``count``, that every rank names."""
         named = np.zeros(count)
         named[list(indices)] = 1
         every = yield from self.gathered(named.tolist())
@@ -205,7 +206,7 @@ def groups_on(
     process_group: Any,
     agree_over: AgreeOver | None = None,
 ) -> tuple[Any, AgreeOver | None]:
-    """The ranks that average, and all that must agree: as given, or those of ``mesh``.
+    """Return the ranks that average and the ranks that must agree: as given, or those of ``mesh``.
 
     The ranks of a mesh average over its dimensions in which no parameter is cut.
     """
@@ -239,7 +240,7 @@ def groups_on(
 
 
 def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:
-    """None where no parameter is a DTensor; else over their mesh, of several the largest;
+    """Return the shard peers over the DTensors' largest mesh, or None without DTensors;
     collective."""
     meshes = dict.fromkeys(p.device_mesh for p in parameters if is_cut(p))
     return Columns(max(meshes, key=lambda mesh: mesh.size()), timeout=timeout) if meshes else None
@@ -253,8 +254,8 @@ def columns_over(
     agree_over: AgreeOver | None,
     timeout: timedelta | None,
 ) -> Columns | None:
-    """None where no parameter is a DTensor; collective. ``process_group``: the ranks that
-    average."""
+    """Return the shard peers, or None without DTensors; collective. ``process_group``: the ranks
+    that average."""
     cut = check_cut(parameters, names, process_group)
     if cut is None:
         return None
@@ -268,7 +269,7 @@ def columns_over(
 
 
 def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: Any) -> str | None:
-    """Name of the first DTensor, if there is one. Raise ``InvalidArgument`` unless all lie on one
+    """Return the name of the first DTensor, if any. Raise ``InvalidArgument`` unless all are on one
     mesh, whose ranks do not average with each other."""
     cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
     if not cut:
@@ -307,41 +308,41 @@ def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: An
 
 # ---------------------------------------------------------------- local experts
 
-HELD: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → who holds it
+HELD: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → the ranks that hold it
 
 
 class Held(NamedTuple):
-    """Ranks of the whole world that matter to a parameter that not all of them hold."""
+    """Global ranks of a local expert's parameter, which only some ranks hold."""
 
-    divided: tuple[int, ...]  # among these it lies on one, or some
-    # these have it, this rank among them; its gradient is averaged over them before anybody sees it
+    divided: tuple[int, ...]  # the experts are divided over these
+    # ranks with this parameter, this one included; backward averages its gradient over them
     holders: tuple[int, ...]
-    rank: int  # this one
+    rank: int  # this rank
 
 
 def mark_held(
     parameter: torch.Tensor, divided: Sequence[int], holders: Sequence[int], rank: int
 ) -> None:
-    """Say of a parameter who holds it, for as long as it lives: also when it moves or is
+    """Record the ranks that hold a parameter, for its lifetime, even if it moves or is
     converted."""
     HELD[parameter] = Held(tuple(divided), tuple(holders), rank)
 
 
 def held_of(parameter: torch.Tensor) -> Held | None:
-    """The ranks that hold a parameter; None: all do."""
+    """Return the ranks that hold a parameter, or None if all do."""
     found: Held | None = HELD.get(parameter)
     return found
 
 
 def is_held(name: str, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-    """True if some of ``ranks`` have other values in this one's place, so that nobody may average
-    it over them."""
+    """True if some of ``ranks`` hold other experts under this name, so that it must not be averaged
+    over them."""
     held = held_of(parameter)
     if held is None:
         return False
     others = set(ranks) - {held.rank}
     if others.isdisjoint(held.divided):
-        return False  # they have the same experts
+        return False  # all have the same experts
     strangers = sorted(others - set(held.divided) - set(held.holders))
     # else these are other sets of such ranks
     if strangers and len(others) + 1 != len(held.divided) * len(held.holders):
@@ -355,8 +356,8 @@ def is_held(name: str, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
 
 
 def refuse_averaging(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> None:
-    """Raise ``InvalidArgument`` if DistributedDataParallel over ``ranks`` averages what is not the
-    same on all of them."""
+    """Raise ``InvalidArgument`` if DistributedDataParallel over ``ranks`` would average different
+    experts."""
     found = [name for name, parameter in named if is_held(name, parameter, ranks)]
     if found:
         raise InvalidArgument(
@@ -375,7 +376,7 @@ def refuse_held(
     cure: str = "train them with OneBitAdam or ZeroOneAdam, or with an optimizer of torch, to "
     "which commpress.moe.held_parameters(model) gives them",
 ) -> None:
-    """Raise ``InvalidArgument`` if a parameter is of divided experts, on however many ranks."""
+    """Raise ``InvalidArgument`` if a parameter is a local expert's, on any number of ranks."""
     found = [name for name, parameter in named if held_of(parameter) is not None]
     if found:
         raise InvalidArgument(
@@ -384,12 +385,12 @@ def refuse_held(
         )
 
 
-# ---------------------------------------------------------------- weights that lie elsewhere
+# ---------------------------------------------------------------- weights stored elsewhere
 
 
 class LocalWeights:
-    """This rank's part of ``parameter``: all of it, its shard of a distributed one, or what
-    ``source`` holds of it."""
+    """This rank's part of ``parameter``: all of it, the shard of a DTensor, or the part in
+    ``source``."""
 
     def __init__(
         self, name: str, parameter: torch.Tensor, source: torch.Tensor | None = None
@@ -412,7 +413,7 @@ class LocalWeights:
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[torch.Tensor]:
-        """The values in memory. ``write``: changes are kept."""
+        """Open the values in memory. ``write``: save changes."""
         here = local(self.source).detach()
         if here.shape != self.shape or here.dtype != self.dtype:
             raise InvalidArgument(
@@ -424,26 +425,27 @@ class LocalWeights:
 
 
 class WeightHolder(ABC):
-    """Optimizer whose weights do not lie in its parameters alone: other ranks or a store have
-    parts, or copies, of them."""
+    """Optimizer whose weights are not only in its parameters: other ranks or a store have parts or
+    copies."""
 
-    averaged = False  # somebody else sees to it that replicas do not train apart
+    averaged = False  # True if replicas are kept equal elsewhere
 
     @property
     @abstractmethod
     def inner_channel(self) -> Channel | None:
-        """To the ranks that have the other parts and average gradients in every step; None if there
-        are none."""
+        """Channel to the ranks that have the other parts and average gradients in every step; None
+        without any."""
 
     @abstractmethod
     def local_weights(self) -> list[LocalWeights]:
-        """This rank's part of all that is trained. Names and lengths are those of every replica's
-        corresponding rank."""
+        """List this rank's part of all trained weights. Names and lengths are equal on the same
+        rank of every replica."""
 
     @abstractmethod
     def settle_weights(self) -> None:
-        """Before weights are read: what is under way is finished."""
+        """Finish running work before weights are read."""
 
     @abstractmethod
     def weights_written(self) -> None:
-        """Copies follow. Collective over the ranks of ``inner_channel``."""
+        """Update copies after weights were written. Collective over the ranks of
+        ``inner_channel``."""

@@ -1,12 +1,12 @@
-"""Saving and loading local updates: exact for a resume in every bit, elastic for another number of
+"""Saving and loading local updates: exact for a bitwise resume, elastic for another number of
 ranks.
 
-A state has what ranks hold alike (Θ, the outer state, where the round stands), and this rank's own:
-its inner optimizers, what compression left behind, and the mean that is under way. Plain tensors,
+A state has the common part (Θ, the outer state, the position in the round) and this rank's own:
+inner optimizers, residuals, and the mean of a running exchange. All values are plain tensors,
 numbers and text: it loads with ``weights_only=True``.
 
-Among other ranks Θ and the outer state stay equal, residuals each rank's own, and rounds begin
-anew:
+When the ranks change, Θ and the outer state stay equal, each rank keeps its residuals, and a new
+round begins:
 
 exchange that nobody has finished         left out; what was trained goes with the next one
 exchange that some ranks have finished    counts: the others take its mean, or Θ where that has
@@ -53,7 +53,8 @@ log = logging.getLogger("commpress")
 
 
 def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
-    """This rank's state. What is under way is waited for, and stays under way until it is due."""
+    """Return this rank's state. A running exchange is waited for, and still arrives when it is
+    due."""
     flight, transport, under_way = local.flight, local.channel.transport, None
     if flight is not None:
         taken = yield from flight.arrival()
@@ -83,13 +84,14 @@ def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
 
 
 def common(local: "LocalUpdates") -> dict[str, Any]:
-    """State that all ranks hold alike, with this rank's inner optimizers for who has none."""
+    """Return the state that is equal on all ranks, with this rank's inner optimizers for
+    newcomers."""
     inner = [optimizer.state_dict() for optimizer in local.inner]
     return _shared(local) | {"kind": "shared", "inner": inner, "choices": local.exchanges.choices()}
 
 
 def load_common(local: "LocalUpdates", state: dict[str, Any]) -> None:
-    """Take over another rank's ``common``; residuals stay."""
+    """Load another rank's ``common``; residuals stay."""
     if (
         state.get("format") != FORMAT
         or state.get("kind") != "shared"
@@ -114,8 +116,8 @@ def load_common(local: "LocalUpdates", state: dict[str, Any]) -> None:
 
 
 def elastic(local: "LocalUpdates") -> Steps[dict[str, Any]]:
-    """This rank's part: of the mean change, with what compression owes, its shard, and on rank 0
-    what all ranks share."""
+    """Return this rank's part: its shard of the mean change plus residuals, and on rank 0 the
+    common state."""
     transport, changes = local.channel.transport, {}
     shared: dict[str, Any] = {"format": FORMAT}
     if transport.rank == 0 or not local.outer.equal:
@@ -144,7 +146,7 @@ def elastic(local: "LocalUpdates") -> Steps[dict[str, Any]]:
 
 
 def _shared(local: "LocalUpdates") -> dict[str, Any]:
-    """State that all ranks hold alike."""
+    """Return the state that is equal on all ranks."""
     weights, outer = [], []
     for fragment in local.fragments:
         with fragment.opened():
@@ -164,7 +166,7 @@ def _shared(local: "LocalUpdates") -> dict[str, Any]:
 
 @contextmanager
 def in_memory(local: "LocalUpdates") -> Iterator[ResidualStore]:
-    """Those of all fragments, in memory meanwhile."""
+    """Keep the residuals of all fragments in memory inside the context."""
     for fragment in local.fragments:
         fragment.bring(local.exchanges)
     try:
@@ -178,8 +180,8 @@ def in_memory(local: "LocalUpdates") -> Iterator[ResidualStore]:
 
 
 def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
-    """Take a rank's own exact state, or those of all ranks, exact or elastic; nothing if they do
-    not fit."""
+    """Load this rank's exact state, or those of all ranks, exact or elastic; nothing if they do not
+    fit."""
     for state in states:
         if state.get("format") != FORMAT or state.get("kind") not in ("exact", "elastic"):
             raise StateMismatch(
@@ -221,7 +223,7 @@ def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
 
 
 def _own(local: "LocalUpdates", states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The one that this rank saved, if as many ranks saved it; else all of them, which must be of
+    """Return the state that this rank saved, if as many ranks saved; else all, which must be from
     the end of a round."""
     place = local.channel.rank, local.channel.size
     own = [each for each in states if _place(each) == place]
@@ -234,7 +236,7 @@ def _own(local: "LocalUpdates", states: list[dict[str, Any]]) -> list[dict[str, 
     if (
         states[0]["flight"] is not None
         or any(steps for each in states for steps, _ in each["counts"])
-        or any(not torch.equal(*pair) for pair in pairs)  # of partners that gossip
+        or any(not torch.equal(*pair) for pair in pairs)  # with Gossip
     ):
         raise StateMismatch(
             f"the state was saved by rank {rank} of {size} in the middle of a round, in which "
@@ -253,8 +255,7 @@ def _own(local: "LocalUpdates", states: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _shared_of(local: "LocalUpdates", states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state with what ranks hold alike; where they are not equal, the one that this rank goes
-    on from."""
+    """Return the state with the common part; if the parts differ, the one for this rank."""
     shared = next((each for each in states if "weights" in each), None)
     if states[0]["kind"] == "exact" and not local.outer.equal:
         shared = states[local.channel.rank % len(states)]
@@ -268,7 +269,7 @@ def _shared_of(local: "LocalUpdates", states: list[dict[str, Any]]) -> dict[str,
 
 
 def _check_shared(local: "LocalUpdates", shared: dict[str, Any]) -> None:
-    """Raise ``StateMismatch`` unless what ranks share is whole, and of fragments like these."""
+    """Raise ``StateMismatch`` unless the common state is complete and has the same fragments."""
     check_entries(shared, SHARED, "the state that ranks share")
     Facts.of(shared["facts"])
     every = zip(local.fragments, shared["weights"], shared["outer"], strict=True)
@@ -285,7 +286,7 @@ def _check_shared(local: "LocalUpdates", shared: dict[str, Any]) -> None:
 
 
 def _check_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
-    """Likewise of what a rank has of its own."""
+    """Raise ``StateMismatch`` unless a rank's own state is complete and fits."""
     local.exchanges.check_choices(state["choices"])
     if (flight := state["flight"]) is not None:
         check_entries(flight, FLIGHT, "the exchange under way")
@@ -304,7 +305,7 @@ def _check_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
 
 
 def _forget_flight(local: "LocalUpdates") -> None:
-    """Let what is under way end, and leave it: a state is loaded over it."""
+    """Finish and drop a running exchange, because a state is about to be loaded."""
     flight, local.flight = local.flight, None
     if flight is not None:
         if flight.future is not None:
@@ -314,7 +315,7 @@ def _forget_flight(local: "LocalUpdates") -> None:
 
 def _load_shared(local: "LocalUpdates", state: dict[str, Any]) -> None:
     local.steps_done, local.exchanged = int(state["steps"]), int(state["exchanged"])
-    local.finished = local.exchanged  # a mean under way is known too
+    local.finished = local.exchanged  # the mean of a running exchange is known too
     local.facts = Facts.of(state["facts"])
     local.schedule.load(state["round"])
     for fragment, weights, outer in zip(
@@ -327,7 +328,7 @@ def _load_shared(local: "LocalUpdates", state: dict[str, Any]) -> None:
 
 
 def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
-    """Take from an exact state how much this rank has trained, and the mean under way."""
+    """Load from an exact state this rank's training progress and the mean of a running exchange."""
     for fragment, (steps, tokens) in zip(local.fragments, state["counts"], strict=True):
         fragment.steps, fragment.tokens = int(steps), int(tokens)
     local.exchanges.load_choices(state["choices"])
@@ -351,7 +352,7 @@ def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
 
 
 def _load_changes(local: "LocalUpdates", changes: dict[tuple[str, int], torch.Tensor]) -> None:
-    """Parameters := Θ less the mean change, from which every rank goes on."""
+    """Set parameters to Θ minus the mean change, from which every rank continues."""
     with local.inner.weights_rewritten():
         for fragment in local.fragments:
             with fragment.opened():
@@ -374,20 +375,20 @@ MEAN, WEIGHTS, OUTER = "mean", "weights", "outer "
 
 
 def has_arrived(local: "LocalUpdates") -> bool:
-    """True if the mean that is under way is known."""
+    """True if the mean of the running exchange is known."""
     return local.flight is not None and local.finished == local.exchanged
 
 
 def furthest(local: "LocalUpdates", change: Change) -> Steps[int]:
-    """Steps of the rank that has taken most."""
+    """Return the largest number of steps that a rank has taken."""
     mine = [0.0 if change.was is None else float(local.steps_done)]
     counts = yield from local.channel.gathered(mine)
     return int(counts.max())
 
 
 def last(local: "LocalUpdates") -> dict[str, torch.Tensor]:
-    """Outcome of the last exchange that this rank has finished: its mean, or the shared weights
-    that this has moved."""
+    """Return the outcome of the last exchange that this rank finished: its mean, or the shared
+    weights after it."""
     if local.flight is not None and has_arrived(local):
         return {MEAN: local.flight.fragment.work}
     if local.moved is None or local.flight is not None:
@@ -403,7 +404,7 @@ def last(local: "LocalUpdates") -> dict[str, torch.Tensor]:
 
 
 def arrive(local: "LocalUpdates", change: Change, standing: Standing) -> None:
-    """Let the exchange that is under way count if it counts for others."""
+    """Apply the running exchange if other ranks have finished it."""
     came, given = has_arrived(local), standing.tensors
     flight, local.flight = local.flight, None
     if flight is None:
@@ -422,7 +423,7 @@ def arrive(local: "LocalUpdates", change: Change, standing: Standing) -> None:
 
 
 def _move(local: "LocalUpdates", flight: Flight, given: dict[str, Any]) -> None:
-    """Θ := that of a rank where the mean has arrived; then this rank's weights follow as if it had
+    """Take Θ from a rank where the mean has arrived, and update this rank's weights as if it had
     arrived here."""
     fragment = flight.fragment
     with fragment.opened(write=True):

@@ -1,4 +1,4 @@
-"""Adam's steps of local experts: parameters that not all ranks hold, of which nothing is sent."""
+"""Adam's steps of local experts: parameters that only some ranks hold and that are never sent."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ State = dict[str, dict[str, torch.Tensor]]  # tensors of each parameter, by name
 class ExpertAdam:
     """Adam in float32. A parameter without a gradient stays as it is, as under torch's Adam.
 
-    ``squares`` and finite gradients are agreed on with the others by whoever calls it.
+    The caller agrees with the other ranks on ``squares`` and on finite gradients.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ExpertAdam:
         self.flat = Flat([p for _, _, p in entries], [name for _, name, _ in entries])
         if before is not None:
             self.flat.follow(before.flat)
-        self.total = 0.0  # Σ squares over all ranks, of this step
+        self.total = 0.0  # Σ squares over all ranks in this step
         self.states: list[dict[str, torch.Tensor]] = []
         for i, (p, weights) in enumerate(zip(self.flat.parameters, self.flat.weights, strict=True)):
             fresh = {name: torch.zeros_like(weights) for name in ("exp_avg", "exp_avg_sq")}
@@ -42,13 +42,13 @@ class ExpertAdam:
         return len(self.states)
 
     def squares(self, gain: float = 1.0) -> float:
-        """‖gain·g‖² of this rank."""
+        """Return ‖gain·g‖² of this rank."""
         found = (self.flat.gradient(i) for i in range(len(self)))
         total = sum(float(g.square().sum(dtype=torch.float64)) for g in found if g is not None)
         return total * gain * gain
 
     def step(self, factor: float) -> None:
-        """One step with the gradients times ``factor``."""
+        """Take one step with the gradients times ``factor``."""
         self.flat.check()
         for group in {id(group): group for group in self.groups}.values():
             at = [
@@ -75,12 +75,11 @@ class ExpertAdam:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """By name, the tensors in use."""
+        """Return the tensors in use, by name."""
         return {name: dict(own) for name, own in zip(self.flat.names, self.states, strict=True)}
 
     def of_adam(self, saved: Sequence[dict[str, Any]]) -> State:
-        """A ``state`` that begins as torch's Adam has it of these parameters; one that was never
-        stepped begins with zeros."""
+        """Make a ``state`` from torch's Adam for these parameters; zeros for one without steps."""
         found = {}
         for (name, own), each in zip(self.state().items(), saved, strict=True):
             beginning = {
@@ -94,7 +93,7 @@ class ExpertAdam:
         return found
 
     def check(self, saved: State) -> None:
-        """Raise ``StateMismatch`` unless it is a ``state`` of these parameters."""
+        """Raise ``StateMismatch`` unless ``saved`` is a ``state`` of these parameters."""
         for name, own in self.state().items():
             found, wanted = saved.get(name, {}), {k: tuple(v.shape) for k, v in own.items()}
             shapes = {key: tuple(found[key].shape) for key in own if key in found}
@@ -106,7 +105,7 @@ class ExpertAdam:
                 )
 
     def load(self, saved: State) -> None:
-        """Take over what fitted."""
+        """Load a state that ``check`` has accepted."""
         for name, own in self.state().items():
             for key, value in own.items():
                 value.copy_(saved[name][key])

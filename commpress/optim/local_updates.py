@@ -4,13 +4,12 @@ once.
     Δᵢ = Θ − θᵢ       aᵢ = K·wᵢ/Σw · Δᵢ + ρ·eᵢ  Δ̄ = mean of Q(aᵢ), the same bits on every rank
     Θ ← Outer(Θ, Δ̄)   θᵢ ← α·θᵢ + (1 − α)·Θ   α = τ / (τ + H): τ steps of H were computed meanwhile
 
-θᵢ are the parameters of rank i, Θ the shared weights, w its steps or tokens.
-``fragments`` of the parameters take turns within a round; with ``overlap`` a fragment's exchange
-runs while the next so many steps are computed. By default a round is as short as it can be while
-its exchange hides behind computing.
+θᵢ are the parameters of rank i, Θ the shared weights, w its steps or tokens. ``fragments`` of the
+parameters take turns within a round; with ``overlap`` a fragment's exchange runs during the next
+``overlap`` steps. By default a round is the shortest whose exchange hides behind computing.
 
-Note: Θ follows from the steps at which fragments leave and arrive alone. Where the network's pace
-decides these, all ranks go by the same recorded seconds.
+Note: Θ depends only on the steps at which fragments leave and arrive. If measured times decide
+these, all ranks use the same recorded seconds.
 """
 
 import logging
@@ -56,7 +55,7 @@ WEIGHTS = ("equal", "tokens", "steps")
 
 
 class LocalUpdates(Reformable, torch.optim.Optimizer):
-    """Train with ``inner`` on every rank by itself, and exchange changes once a round.
+    """Train with ``inner`` on every rank separately, and exchange changes once per round.
 
     This takes the optimizer's place in a loop, in learning rate schedulers, GradScaler and
     Accelerate's ``prepare``.
@@ -83,9 +82,9 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
       ranks average over the dimensions in which no parameter is cut.
     - ``exact_steps``: steps before the first round, in which gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
-    - ``store``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore
-      of this rank's own, which also has the residuals, under ``prefix``, and brings those of a
-      fragment to memory for its exchange.
+    - ``store``: "host" or "device", the place of Θ and the outer state; or this rank's own
+      TieredStore, which also keeps residuals, under ``prefix``, and brings a fragment's residuals
+      to memory for its exchange.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler calls ``step`` always: ranks count steps alike
@@ -113,7 +112,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         transport: Transport | None = None,
         seed: int = 0,
     ) -> None:
-        # as torch's own from a file: groups and state are those of ``inner``
+        # as torch does on unpickling: groups and state are those of ``inner``
         self.__setstate__({"defaults": {}})
         self.inner = InnerOptimizers(inner)
         if not 0 <= feedback_decay <= 1:
@@ -153,7 +152,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         process_group, _ = groups_on(mesh, (each.parameter for each in trained), process_group)
         ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         shared = [each for each in trained if not is_held(each.name, each.parameter, ranks)]
-        # parameters that not all of these ranks hold: each goes on with its own
+        # parameters that only some of these ranks hold: they are not averaged
         self.apart = len(trained) - len(shared)
         if not shared:
             raise InvalidArgument(
@@ -195,15 +194,15 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         if isinstance(store, TieredStore):
             check_room(self.fragments, store, overlap=overlap > 0 or isinstance(self.every, Hidden))
         self.steps_done, self.exchanged = 0, 0
-        # exchanges whose outcome is known here, and that of the last
+        # exchanges whose outcome is known here; whether the last counted
         self.finished, self.taken = 0, True
-        # the fragment whose shared weights followed from the last exchange
+        # the fragment whose shared weights the last exchange moved
         self.moved: int | None = None
-        self._decayed = -1  # the exchange for which residuals were
+        self._decayed = -1  # the exchange for which residuals were decayed
         self.handover = Handover(self.channel)
         self.flight: Flight | None = None
         self._ended = False  # this rank has no more data
-        self._all_ended = 0  # exchanges in a row in which every rank said so
+        self._all_ended = 0  # consecutive exchanges in which every rank reported this
         self._begin_round()
         if transport is None:
             on_reform(process_group, self)
@@ -231,11 +230,11 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, *, tokens: int = 0) -> Any:
-        """Step each inner optimizer; at the end of a round, exchange. ``tokens``: the number that
-        the step was computed from.
+        """Step each inner optimizer; at the end of a round, exchange. ``tokens``: number of tokens
+        in this step.
 
-        With a GradScaler a rank with overflowed gradients leaves its step out, and takes part in
-        the exchange all the same.
+        With a GradScaler a rank with overflowed gradients skips its step, but still takes part in
+        the exchange.
         """
         loss = loss_of(closure)
         run(self.stepping(tokens=tokens))
@@ -257,7 +256,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         yield from self.steps(tokens=tokens)
 
     def _unscale(self) -> None:
-        """Take off the scale that a GradScaler left on the gradients."""
+        """Remove a GradScaler's scale from the gradients."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             for p in self.inner.parameters:
@@ -267,7 +266,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
     @untraced
     def synchronize(self) -> None:
         """Average gradients over the ranks, in a step of the warm-up. Call it before clipping;
-        ``step`` does it otherwise."""
+        otherwise ``step`` calls it."""
         run(self.synchronizing())
 
     @torch.no_grad()
@@ -277,8 +276,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         yield from self._warmup.average(self.steps_done)
 
     def advance(self, *, tokens: int = 0) -> None:
-        """Somebody else has called the inner optimizers, such as a GradScaler or a trainer:
-        exchange where it is time."""
+        """Exchange if due, after a GradScaler or trainer has called the inner optimizers itself."""
         run(self.steps(tokens=tokens))
 
     def steps(self, *, tokens: int = 0) -> Steps[None]:
@@ -287,12 +285,12 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             for device in {
                 fragment.device for fragment in self.fragments if fragment.device.type == "cuda"
             }:
-                torch.cuda.synchronize(device)  # its computing is none of what an exchange takes
+                torch.cuda.synchronize(device)  # computing must not count as time of an exchange
         with self.meter.between_steps():
             yield from self._after_step(tokens)
 
     def _exchanges_next(self) -> bool:
-        """True if an exchange begins or ends after the step that has been computed."""
+        """True if an exchange begins or ends after this step."""
         done = self.steps_done + 1
         return self.schedule.due(done) or (self.flight is not None and done >= self.flight.due)
 
@@ -339,7 +337,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         return self.steps_done < self._warmup.steps
 
     def _end_warmup(self) -> None:
-        """Θ := parameters, which are the same on every rank; rounds begin here."""
+        """Set Θ to the parameters, which are equal on every rank, and begin rounds."""
         for fragment in self.fragments:
             with fragment.opened(write=True):
                 fragment.read(fragment.weights)
@@ -354,7 +352,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         self.counters.every, self.counters.overlap = self.schedule.length, self.schedule.overlap
 
     def _leave(self) -> Steps[None]:
-        """Send the change of the next fragment on its way; the one before it has arrived."""
+        """Send the change of the next fragment; the previous one has arrived."""
         if self.flight is not None:
             yield from self._arrive()
         fragment = self.fragments[self.schedule.next]
@@ -383,8 +381,8 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             self.flight.future = self.channel.submit(steps, fragment.work)
 
     def _alpha(self, overlap: int) -> float:
-        """Share of a rank's own weights where an exchange arrives after so many steps: that of what
-        the mean does not know."""
+        """Return the share of a rank's own weights when an exchange arrives after ``overlap``
+        steps: the share of training that the mean lacks."""
         if not overlap:
             return 0.0
         if self.alpha is not None:
@@ -392,7 +390,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         return overlap / (overlap + max(self.schedule.length, overlap))
 
     def _header(self, fragment: Fragment) -> ExchangeHeader:
-        """This rank's, of the exchange of the change in the fragment's ``work``."""
+        """Return this rank's header for the exchange of the change in the fragment's ``work``."""
         square = square_sum(fragment.work)
         weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[
             self.weight
@@ -410,7 +408,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         )
 
     def _key(self, exchanged: int) -> int:
-        """Seed of what is drawn in this exchange, the same on every rank."""
+        """Return the random seed of this exchange, the same on every rank."""
         return self.seed * 1_000_003 + exchanged
 
     def _exchange(
@@ -420,10 +418,10 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         header: ExchangeHeader,
         sequences: tuple[int, int],
     ) -> Steps[tuple[bool, Pace | None]]:
-        """``work`` := its weighted mean; True if it is to be taken, False if nobody has trained or
-        a mean is not finite.
+        """Replace ``work`` by its weighted mean; return True if it counts, False if no rank has
+        trained or a mean is not finite.
 
-        And the pace of the slowest rank before, if all have measured it.
+        Also return the previous pace of the slowest rank, if measured.
         """
         sent_before = self._sent_bytes()
         if self.columns is not None:
@@ -483,7 +481,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         return taken
 
     def _arrive(self) -> Steps[None]:
-        """Take in the mean change that is under way: move the shared weights, then the
+        """Wait for the mean change of the running exchange: move the shared weights, then the
         parameters."""
         flight, start = self.flight, monotonic()
         assert flight is not None
@@ -499,7 +497,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         self.counters.sent_bytes = self._sent_bytes()
 
     def land(self, flight: Flight, *, taken: bool) -> None:
-        """Take the mean in, if it counts, and let parameters follow the shared weights."""
+        """Apply the mean, if it counts, and move parameters toward the shared weights."""
         fragment, self.moved = flight.fragment, flight.fragment.number
         outer = self._outer_of_long_rounds if flight.long else self.outer
         if taken:
@@ -518,10 +516,9 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
                 fragment.merge(flight.alpha)
 
     def _restart(self) -> None:
-        """Replace weights that are not finite by Θ, and begin inner states that are not finite
-        anew.
+        """Replace non-finite weights by Θ and reset non-finite inner states.
 
-        All fragments at once: a forward through one that is not finite would spoil the others
+        This covers all fragments at once: a forward through a non-finite one would spoil the others
         again.
         """
         for each in self.fragments:
@@ -539,7 +536,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         self.counters.restarts += restarts
 
     def _fine(self, fragment: Fragment) -> bool:
-        """True if codecs' errors are small beside the spread of changes."""
+        """True if the codecs' errors are small compared with the spread of changes."""
         codecs = [self.exchanges.policy.choose(each.name, each.numel) for each in fragment.locals]
         return all(
             isinstance(c, CastCodec) or (isinstance(c, BlockCodec) and c.number != "log3")
@@ -553,7 +550,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
 
     @torch.no_grad()
     def reforming(self, change: Change) -> Steps[Callable[[], None]]:
-        """Go on among other ranks. An exchange under way counts if some rank has finished it; else
+        """Continue among other ranks. A running exchange counts if some rank has finished it; else
         its changes go with the next. A round begins on all ranks. Newcomers need
         ``load_shared_state``."""
         if self.inner.together:
@@ -589,7 +586,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         self.begin_at(standing.shared["steps"], standing.shared["exchanged"])
 
     def begin_at(self, steps: int, exchanged: int) -> None:
-        """So much is done, on all ranks alike, and a round begins."""
+        """Set the counts of steps and exchanges, equal on all ranks, and begin a round."""
         self.steps_done, self.exchanged, self.finished = steps, exchanged, exchanged
         self._all_ended = 0
         self._warmup.begin_anew()
@@ -606,15 +603,15 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             yield from super().leaving(ranks)
 
     def shared_state(self) -> dict[str, Any]:
-        """State that ranks hold alike, and this rank's inner optimizers to begin with."""
+        """Return the state that is equal on all ranks, and this rank's inner optimizers for
+        newcomers."""
         if self.warms_up:
             self._end_warmup()
         return local_checkpoint.common(self)
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take over another rank's ``shared_state``: parameters become Θ, this rank's residuals
-        stay."""
+        """Load another rank's ``shared_state``: parameters become Θ, this rank's residuals stay."""
         local_checkpoint.load_common(self, state)
         self._warmup.averaged = -1
 
@@ -626,10 +623,10 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         return self.flight is not None or any(fragment.steps for fragment in self.fragments)
 
     def drain(self) -> None:
-        """Exchange all that is left, until every rank has called it; afterwards parameters are Θ,
-        equal on every rank.
+        """Exchange all remaining changes, until every rank has called it; afterwards parameters are
+        Θ, equal on every rank.
 
-        A rank that runs out of data calls it and goes on taking part in the others' rounds, with
+        A rank that runs out of data calls it and keeps taking part in the others' rounds, with
         weight 0.
         """
         run(self.draining())
@@ -664,8 +661,8 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, the inner optimizers' included: with the model's it resumes in every
-        bit, also in an overlap."""
+        """Return this rank's state, including the inner optimizers': with the model's it resumes
+        bit for bit, even in an overlap."""
         return run(self.saving())
 
     @torch.no_grad()
@@ -677,8 +674,8 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             return (yield from local_checkpoint.exact(self))
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """Give this rank's part of a state for any number of ranks; collective. Load the parts of
-        all ranks, on each.
+        """Return this rank's part of a state for any number of ranks; collective. Load the parts of
+        all ranks on each.
 
         An exchange under way arrives first. Changes since the last exchange are in the state as
         their mean, with the residuals: all ranks that load it start from there, alike.
@@ -702,25 +699,25 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
-        """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. The model is to be
-        loaded before.
+        """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. Load the model
+        first.
 
-        Where ``drain`` came before ``state_dict``, the states of all ranks fit another number of
-        them too.
+        After ``drain``, the states of all ranks also fit another number of ranks.
         """
         local_checkpoint.load(self, [state_dict, *others])
-        # neither has been done in the step and the exchange that come next, whichever these are
+        # neither has been done yet for the next step and the next exchange
         self._decayed = self._warmup.averaged = -1
 
     # ------------------------------------------------------------ figures
 
     def digest(self) -> str:
-        """Hash of the shared weights: the same on every rank, with ``Gossip`` after ``drain``."""
+        """Return a hash of the shared weights: the same on every rank, with ``Gossip`` only after
+        ``drain``."""
         digests = b"".join(f.digest().to_bytes(8, "little") for f in self.fragments)
         return f"{checksum_of(digests):016x}"
 
     def report(self) -> str:
-        """Figures of the run so far, for people."""
+        """Return a readable summary of the run so far."""
         return (
             f"{self.counters.summary(spread_of=self.outer.spread_of)}, shared weights "
             f"{self.digest()}"

@@ -7,11 +7,11 @@ variance.
                 p ← mean of p_i, one bit both ways, error feedback both ways
                 x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · p      m ← s·p
 
-``tensor_states`` says what s is, which tensors freeze and which wake up. Others go on with Adam's
-steps, on gradients in eight bits.
+``tensor_states`` defines s, which tensors freeze and which wake up. Live tensors continue with
+Adam's steps, on gradients in eight bits.
 
-Note: what travels. Once v is frozen, p = m/s obeys the recursion of momentum. In p all elements are
-of one size, so one scale fits a block; sent as m, an element with a small variance would get its
+Note: messages. Once v is frozen, p = m/s obeys the recursion of momentum. In p all elements are of
+one size, so one scale fits a block; if m were sent, an element with a small variance would get its
 neighbours' magnitude and move by that over its own √v.
 
 Note: the trajectory. With R the residuals' total and d the difference between p and what an exact
@@ -28,7 +28,8 @@ Partitioned over the ranks (``ShardedOneBitAdam``) a compressed step of a frozen
 Live tensors send gradients in eight bits, and their owner takes Adam's step; exact steps send
 gradients to the owner and w to everybody as they are.
 
-Note: only what is new. The owner has β1·m already, so nothing is lost and nobody else needs m.
+Note: only new momentum is sent. The owner already has β1·m, so nothing is lost and no other rank
+needs m.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -82,7 +83,7 @@ class FreezingOptimizer(CompressedOptimizer):
                 "ranks that communicate would freeze its variance at a step of its own. Pass a "
                 "number of steps"
             )
-        # the end of the warm-up; each tensor has a time of its own
+        # the end of the warm-up; each tensor has its own time as well
         self.frozen_at: int | None = None
         super().__init__(params, lr, betas, eps, weight_decay, **options)
         if exact_steps == "auto":
@@ -95,7 +96,8 @@ class FreezingOptimizer(CompressedOptimizer):
         return self.frozen_at is not None
 
     def variance_sum(self) -> Steps[float]:
-        """The sum of the bias-corrected variance of all parameters, the same on every rank."""
+        """Return the sum of the bias-corrected variance of all parameters, the same on every
+        rank."""
         total = 0.0
         for i, v in enumerate(self._variances):
             own = self.tensors.own_steps(i, self.steps_done)
@@ -121,14 +123,14 @@ class FreezingOptimizer(CompressedOptimizer):
         return True
 
     def due(self) -> bool:
-        """True when live tensors may freeze again: not because a state was loaded."""
+        """True in steps in which live tensors may freeze; loading a state does not change these."""
         return (
             self.frozen_at is not None
             and (self.steps_done - self.frozen_at) % max(self.patience // 8, 1) == 0
         )
 
     def ready(self) -> Steps[list[int]]:
-        """Tensors that have been live for long enough and whose variance may freeze."""
+        """Return the tensors that have been live long enough and whose variance may freeze."""
         live, _ = self.tensors.part(self.numbers)
         woken = self.tensors.thawed_at.tolist()
         rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
@@ -141,8 +143,8 @@ class FreezingOptimizer(CompressedOptimizer):
         return ready
 
     def _warmed_up(self, i: int) -> bool:
-        """True unless the parameter came late: then it is live for as long as the warm-up took, at
-        most ``patience``."""
+        """True if the parameter's warm-up is over: one added late is live for as long as the
+        warm-up took, at most ``patience``."""
         assert self.frozen_at is not None
         own = self.tensors.own_steps(i, self.steps_done)
         return own == self.steps_done or own >= min(self.patience, self.frozen_at)
@@ -150,7 +152,7 @@ class FreezingOptimizer(CompressedOptimizer):
     def _warn_of_unstable(self, ready: Sequence[int]) -> None:
         found = self.tensors.unstable(ready, self.steps_done, self._variances)
         if found:
-            # then others have not seen these
+            # then other ranks have other tensors
             partial = sum(v.numel() for v in self._variances) < self._flat.numel
             warn_on_first(
                 0 if partial else self.channel.rank,
@@ -164,7 +166,7 @@ class FreezingOptimizer(CompressedOptimizer):
             )
 
     def _freeze(self, ready: Sequence[int]) -> None:
-        """Residuals of these are in units of p from here on."""
+        """Freeze these tensors; their residuals are in units of p from now on."""
         self.tensors.freeze(ready, self.steps_done)
         self._owe_momentum(ready)
         self.recut()
@@ -174,7 +176,7 @@ class FreezingOptimizer(CompressedOptimizer):
             self.quantized.residuals.scale(self._flat.names[i], self._share(i), self.channel.rank)
 
     def _share(self, i: int) -> torch.Tensor:
-        """Momentum in units of p, per unit of gradient."""
+        """Return the momentum, in units of p, per unit of gradient."""
         return (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).float()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
@@ -196,7 +198,7 @@ class FreezingOptimizer(CompressedOptimizer):
         self._let_wake(indices)
 
     def _take_owed(self, indices: Sequence[int]) -> None:
-        """m := m + s·residual (in ``work``), within Adam's own bound."""
+        """Add s·residual (in ``work``) to m, within Adam's own bound."""
         for i in indices:
             owed = self.own(self._flat.view(self.work, i), i)
             self._momenta[i].addcmul_(owed, self.unit(i))
@@ -226,22 +228,22 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
       slow links, or "log3" on the slowest, which costs final loss.
     - ``variance_floor``: no element's frozen variance is taken as less than this share of its
       tensor's mean.
-    - ``error_feedback``: False drops the residuals, which does not converge; to show just that.
+    - ``error_feedback``: False drops the residuals, which does not converge; for comparisons only.
     - ``max_grad_norm``: clips by one factor that all ranks agree on. Do not use
       ``clip_grad_norm_``: gradients are local.
-    - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing is changed either
-      way.
+    - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing changes in either
+      case.
     - ``mesh``: with tensor parallelism the whole DeviceMesh. Ranks that have the same shards
       average, over the dimensions in which no parameter is cut; all take or skip a step together.
       Needs a number as ``exact_steps``.
     - ``process_group``, ``agree_over``: in place of ``mesh``, the ranks that average, and a process
-      group or DeviceMesh of all ranks that must stay equal, where these are more, as in pipelines.
-      No ``max_grad_norm`` then, unless parameters are DTensors.
+      group or DeviceMesh of all ranks that must stay equal, if these are more, as in pipelines.
+      ``max_grad_norm`` then needs parameters that are DTensors.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
     - ``grad_scaler``: AMP's GradScaler, which then follows the verdict of all ranks.
-    - ``bias_correction``: of both moments, as in Adam; DeepSpeed's optimizers have none.
+    - ``bias_correction``: correct both moments, as in Adam; DeepSpeed's optimizers do not.
 
-    On one rank it is Adam, in every bit.
+    On one rank it equals Adam bit for bit.
     """
 
     schedule_entries = ("frozen_at", "trips")
@@ -284,7 +286,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         )
 
     def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
-        """Parameters and momentum of frozen tensors of one group, from p in ``work``."""
+        """Update parameters and momentum of frozen tensors of one group from p in ``work``."""
         if not frozen:
             return
         self.kernels.apply_mean(
@@ -327,7 +329,8 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take it over; residuals of tensors that froze meanwhile become those of momentum."""
+        """Load another rank's state; residuals of tensors that froze meanwhile become those of
+        momentum."""
         warmed_up, before = self.frozen, self.tensors.frozen.tolist()
         super().load_shared_state(state)
         frozen = [i for i, each in enumerate(self.tensors.frozen.tolist()) if each]
@@ -340,14 +343,15 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
         def finish() -> None:
             self._owe_late()
-            # theirs is in momentum already, and ranks behind have handed over more of it
+            # their residuals are in momentum already; those that ranks behind handed over would
+            # count twice
             self.quantized.residuals.clear(woken)
 
         return finish
 
     def _owe_late(self) -> None:
-        """Residuals of gradients from ranks for which the warm-up ended a step later become those
-        of momentum; what is owed in momentum already stays as it is."""
+        """Convert residuals of gradients, from ranks whose warm-up ended a step later, to those of
+        momentum; existing residuals of momentum stay."""
         if not self.frozen:
             return
         late = ResidualStore()
@@ -358,8 +362,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         self.quantized.residuals.merge(late)
 
     def _thaw_alone(self) -> None:
-        """A state of several ranks goes on with one, which has nothing to compress: Adam from here
-        on."""
+        """Continue a state of several ranks on one, which has nothing to compress, with Adam."""
         _, frozen = self.tensors.part(self.numbers)
         for i in frozen:
             part = self._works[i].view(-1).zero_()
@@ -385,8 +388,8 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
 
 class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
-    """AdamW with 12/P bytes of state a parameter, 2 for the variance that all ranks know and 4 for
-    the residual, on each rank.
+    """AdamW with state divided over P ranks: 12/P bytes per parameter, plus 2 for the shared
+    variance and 4 for the residual.
 
     Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step.
     Gradients must be local: under DistributedDataParallel call ``commpress.overlap(ddp,
@@ -416,8 +419,8 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
         self.unknown |= self.due() if self.frozen else (yield from self.ends_warmup())
 
     def sort(self) -> Steps[None]:
-        """Freeze live tensors whose variance may stand still, and convert their residuals to units
-        of p."""
+        """Freeze live tensors whose variance is stable, and convert their residuals to units of
+        p."""
         for i in self.tensors.part(self.numbers)[1]:
             self.tensors.divide(i)
         self._freeze((yield from self.ready()) if self.due() else [])

@@ -1,5 +1,5 @@
-"""1-bit LAMB: exact LAMB steps until the variance is known, then momentum in one bit; layers keep
-rates of their own.
+"""1-bit LAMB: exact LAMB steps until the variance is known, then momentum in one bit; each layer
+keeps its own rate.
 
     exact       w = m/(√v + ε) + λx      c = clip(‖x‖ / ‖w‖)
                 x ← x − γ·c·w      c̄ ← β_c·c̄ + (1 − β_c)·c
@@ -12,11 +12,11 @@ rates of their own.
 Without bias corrections, which a layer's norm would divide away. s, and which layers are
 compressed, as in ``tensor_states``.
 
-Note: two ways to a layer's rate. ``frozen`` is the published one: rates of the warm-up times a
-factor from the variance. It multiplies a rate of long ago by the size of today's momentum, and
-where gradients grow tenfold, steps do. ``live`` is LAMB's own rule, which costs no message, since
-all ranks hold the same x and p. Its norm is that of an average of the last p: one bit makes each p
-too long, but what is too much in one is taken back in the next.
+Note: two methods for a layer's rate. ``frozen`` is the published one: rates of the warm-up times a
+factor from the variance. It multiplies an old rate by the size of the present momentum, so if
+gradients grow tenfold, steps do. ``live`` is LAMB's own rule, which costs no message, since all
+ranks hold the same x and p. Its norm is that of an average of the last p: one bit makes each p too
+long, but what is too much in one is taken back in the next.
 
 Note: no united scale. The published form multiplies each layer's momentum so that one scale fits
 all of them. Here every tensor has scales of its own, and a power of two in front of a layer changes
@@ -168,8 +168,8 @@ class OneBitLamb(OneBitAdam):
     # ------------------------------------------------------------ shards of layers
 
     def measure(self, kind: RoundKind) -> Steps[None]:
-        """Norms of whole layers, of which ranks have shards: sums over the column in double, so
-        rates are the same on all."""
+        """Sum squared norms of sharded layers over shard peers, in double, so that rates are equal
+        on all."""
         if self.columns is None:
             return
         own = np.zeros(2 * len(self._works))
@@ -188,7 +188,7 @@ class OneBitLamb(OneBitAdam):
         self._squares = (yield from self.columns.gathered(own.tolist())).sum(axis=0)
 
     def _known(self, at: Sequence[int]) -> tuple[np.ndarray, ...]:
-        """Squares of the norms of these layers, where they are not those of what this rank has."""
+        """Return squared norms of these layers, if they differ from those of this rank's shards."""
         return () if self.columns is None else (self._squares[_pairs(at)],)
 
     def _check_codecs(self, flat: Flat) -> None:
@@ -250,5 +250,5 @@ class OneBitLamb(OneBitAdam):
 
 
 def _pairs(at: Sequence[int]) -> list[int]:
-    """Places of two numbers for each of these parameters."""
+    """Return the indices of two numbers for each of these parameters."""
     return [2 * i + k for i in at for k in (0, 1)]

@@ -1,11 +1,11 @@
 """Base of the compressed optimizers: rounds over the ranks, agreement, replicas, counters.
 
-``step`` drives an algorithm that may wait; a simulation steps many of them in lockstep.
+``step`` drives an algorithm that may wait; a simulation runs many ranks' algorithms in lockstep.
 
-Note: nothing happens before everybody agrees. A round writes what it wants to communicate into
-``work`` and leaves momentum, variance, parameters and residuals alone; only when every message of
-the step was finite on every rank are they replaced. A skipped step has changed nothing, on all
-ranks alike; nor has one that raised, on this rank.
+Note: nothing changes before all ranks agree. A round writes its messages into ``work``; momentum,
+variance, parameters and residuals are replaced only when every message of the step was finite on
+every rank. A skipped step changes nothing on any rank; a step that raised changes nothing on this
+rank.
 """
 
 import logging
@@ -82,9 +82,9 @@ log = logging.getLogger("commpress")
 
 
 class RoundKind(Enum):
-    EXACT = "exact"  # mean gradients, then what Adam or LAMB does
+    EXACT = "exact"  # mean gradients, then a step of Adam or LAMB
     COMPRESSED = "compressed"
-    LOCAL = "local"  # nothing leaves this rank
+    LOCAL = "local"  # nothing is sent
 
 
 class OptimizerOptions(TypedDict, total=False):
@@ -115,23 +115,23 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     Subclasses define the messages of a round and the use of their mean.
 
     Note: one verdict for all GradScalers. A scaler looks at the gradients of its own rank only. It
-    calls ``step`` in any case, as of optimizers that support scaling, and the verdict of all ranks
-    is then written into the tensors that its ``update`` reads: all halve their scale, or none does.
-    In a step without communication none does.
+    always calls ``step``, because this optimizer supports scaling, and the verdict of all ranks is
+    then written into the tensors that its ``update`` reads: all halve their scale, or none does. In
+    a step without communication none does.
     """
 
-    averages_gradients = True  # of all ranks, in ``step``: nobody else may
+    averages_gradients = True  # over all ranks, in ``step``: nothing else may
     clips_shards = False  # ``max_grad_norm`` is of whole gradients, where parameters are DTensors
     divided = False  # each rank has the state of a part of every tensor
     _step_supports_amp_scaling = True  # gradients keep their scale until they are read
-    full: Exchanges | Scatter  # how gradients cross the channel in exact rounds
-    quantized: Exchanges | Scatter  # what crosses it in compressed ones
-    # of the own part of every tensor
+    full: Exchanges | Scatter  # exchange gradients in exact rounds
+    quantized: Exchanges | Scatter  # exchange messages in compressed rounds
+    # buffers of this rank's part of every tensor
     momentum: torch.Tensor
     variance: torch.Tensor
-    mean: torch.Tensor  # of what was sent
+    mean: torch.Tensor  # mean of the messages
     master: torch.Tensor  # float32 weights, if ``divided``
-    schedule_entries: tuple[str, ...] = ()  # of ``schedule_state``
+    schedule_entries: tuple[str, ...] = ()  # keys of ``schedule_state``
 
     def __init__(
         self,
@@ -176,11 +176,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.counters = OptimizerCounters()
         self.steps_done = 0
-        # what an overlapping hook has started (``integrations.ddp.overlap``)
+        # rounds started by a hook (``integrations.ddp.overlap``)
         self.bucket_rounds: Any = None
-        self._asked = False  # whether some rank did in this step's headers
+        self._asked = False  # whether some rank asked in this step's headers
         refuse_model(params)
-        self._counted = 0  # bytes that ``counters`` know of
+        self._counted = 0  # bytes in ``counters`` so far
         self.flat: Flat | None = None
         own = {
             "lr": lr,
@@ -195,7 +195,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 mesh, tensors_in(params), process_group, agree_over
             )
         self._ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
-        self.experts: ExpertAdam | None = None  # steps of what not all ranks hold
+        self.experts: ExpertAdam | None = None  # steps of local experts
         super().__init__(params, own | {"added_at": 0})
         flat = Flat(*self.named_parameters())
         self._check_codecs(flat)
@@ -208,9 +208,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 "them hold would drift apart. Leave max_grad_norm out, or use OneBitAdam or "
                 "OneBitLamb on parameters that are DTensors, which say who holds what"
             )
-        # where ranks have shards of parameters
+        # shard peers, if parameters are sharded
         self.columns = columns_over(flat.parameters, flat.names, **among) if cut else None
-        # where more must stay equal
+        # votes of further ranks that must stay equal
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         self._laid_out = list(self.param_groups)
         name = "commpress-optimizer"
@@ -221,14 +221,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         )
         self.handover = Handover(self.channel)
         self._woken: list[int] = []  # tensors that the last round woke
-        self._reformed = False  # since the last step: replicas are compared
+        self._reformed = False  # since the last step: compare replicas
         self._place(flat)
         self._place_experts()
         if transport is None:
             on_reform(process_group, self)
 
     def _check_codecs(self, flat: Flat) -> None:
-        """Refuse what no round can send, on however many ranks."""
+        """Refuse codecs that no round can use, on any number of ranks."""
         for option, codec in (
             ("exact_codec", self.exact_codec),
             ("spiky_codec", self.tensors.finer),
@@ -267,8 +267,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def _follow_groups(self) -> None:
-        """Lay out anew if groups came, or others took their place: Lightning assigns
-        ``param_groups`` when it goes on."""
+        """Lay out again if groups were added or replaced: Lightning assigns ``param_groups`` when
+        it resumes."""
         groups, before = self.param_groups, self._flat
         same = len(groups) == len(self._laid_out) and all(
             a is b for a, b in zip(groups, self._laid_out, strict=True)
@@ -315,7 +315,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return [parameters[i] for i in shared], [names[i] for i in shared]
 
     def shared_numbers(self) -> list[int]:
-        """The numbers, as torch counts over all groups, of the parameters that all ranks hold."""
+        """Return torch's numbers, counted over all groups, of the parameters that all ranks
+        hold."""
         known = self._flat.index
         return [
             i
@@ -348,8 +349,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.flat = self.grad_scaler = self.experts = None
 
     def groups(self) -> Iterator[tuple[dict[str, Any], range | tuple[int, ...]]]:
-        """Each group and the numbers of those of its parameters that are trained, the same on every
-        rank."""
+        """Yield each group and the numbers of its trained parameters, the same on every rank."""
         first, known = 0, self._flat.index
         for group in self.param_groups:
             every = range(first, first + sum(id(p) in known for p in group["params"]))
@@ -364,7 +364,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def trained(self) -> list[int]:
-        """Numbers of those that are trained, the same on every rank."""
+        """Return the numbers of trained parameters, the same on every rank."""
         return [i for _, at in self.groups() for i in at]
 
     def is_trained(self, i: int) -> bool:
@@ -378,13 +378,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return [Span(flat.names[i], *flat.places[i]) for i in indices]
 
     def _place(self, flat: Flat) -> None:
-        """Make the buffers of these parameters; the first of them, which are known, keep theirs."""
+        """Make the buffers of these parameters; the first ones, if known, keep their values."""
         self.flat = flat
         self.kernels = adam_arithmetic(flat.device)
         self.work = flat.new()
 
     def _lay_out(self, variance: torch.Tensor) -> None:
-        """Describe the parameters to ``tensors``; ``variance`` is the one that all ranks know."""
+        """Describe the parameters to ``tensors``; ``variance`` is known to all ranks."""
         flat = self._flat
         every = [
             group for group in self.param_groups for p in group["params"] if id(p) in flat.index
@@ -392,7 +392,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.tensors.lay_out(flat, every, variance, self.channel.size)
 
     def recut(self) -> None:
-        """Parameters go by another codec from now on in compressed rounds."""
+        """Cut again, because codecs of compressed rounds have changed."""
         self.quantized.recut()
         self._count_shares()
 
@@ -403,20 +403,20 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             n: share(s, self.tensors.choose(n, s.numel()), size) for n, s in shapes.items()
         }
 
-    # ------------------------------------------------------------ what subclasses say
+    # ------------------------------------------------------------ for subclasses
 
     @abstractmethod
     def round(self) -> RoundKind:
-        """The kind of this step: a function of the step and of recorded facts, the same on every
-        rank."""
+        """Return the kind of this step: a function of the step and of recorded facts, the same on
+        every rank."""
 
     @abstractmethod
     def part_of(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
-        """The own part of a parameter in a buffer of all own parts."""
+        """View this rank's part of a parameter in a buffer of this rank's parts."""
 
     @abstractmethod
     def own(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
-        """The own part of a whole parameter."""
+        """View this rank's part in a whole parameter."""
 
     @abstractmethod
     def exchanged(self, kind: RoundKind) -> Steps[bool]:
@@ -431,9 +431,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         )
 
     def take(self, kind: RoundKind) -> Steps[bool]:
-        """One round; whether it was taken, the same on every rank that must stay equal."""
+        """Run one round; return whether it was taken, the same on every rank that must stay
+        equal."""
         alone = self.channel.size == 1 and not self.divided
-        # nobody else asks
+        # no message carries this verdict
         if self.consensus is not None and (kind is RoundKind.LOCAL or alone):
             finite = isfinite(self.squares()) and isfinite(self.expert_squares)
             if not (yield from self.consensus.agreed(finite)):
@@ -448,7 +449,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         yield from ()
 
     def after(self, kind: RoundKind) -> Steps[None]:
-        """Facts and schedules, once a step is taken."""
+        """Update facts and schedules after a step was taken."""
         yield from ()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
@@ -457,14 +458,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         yield from ()
 
     def replicated(self) -> list[torch.Tensor]:
-        """The tensors that every rank holds alike."""
+        """Return the tensors that are equal on every rank."""
         return [self._flat.shard(i) for i in self.numbers]
 
-    # ------------------------------------------------------------ the own part of every tensor
+    # ------------------------------------------------------------ this rank's part of every tensor
 
     def _show(self) -> None:
-        """View the own part of every tensor, by number: weights, momentum, variance and the mean of
-        the messages."""
+        """View this rank's part of every tensor, by number: weights, momentum, variance and the
+        mean of the messages."""
 
         def views(buffer: torch.Tensor) -> list[torch.Tensor]:
             return [self.part_of(buffer, i) for i in self.numbers]
@@ -474,21 +475,21 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._weights = views(self.master) if self.divided else self._flat.weights
 
     def unit(self, i: int) -> torch.Tensor:
-        """s of the own part, as whoever sends divides by it."""
+        """Return s of this rank's part, the divisor of messages."""
         return self.own(self.tensors.divisor(i), i)
 
     def root(self, i: int) -> torch.Tensor:
-        """√v̂ of the own part."""
+        """Return √v̂ of this rank's part."""
         correction = self.tensors.correction(i, int(self.tensors.variance_steps[i]))
         return (self._variances[i] / correction).sqrt_()
 
     def _bound(self, i: int, most: torch.Tensor) -> None:
-        """m within ±most."""
+        """Clamp m to ±``most``."""
         m = self._momenta[i]
         m.copy_(torch.minimum(torch.maximum(m, -most), most))
 
     def adam(self, indices: Iterable[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Adam's step of these parameters, with mean gradients by number."""
+        """Take Adam's step of these parameters, with mean gradients by number."""
         taken = set(indices)
         for group, every in self.groups():
             at = [i for i in every if i in taken]
@@ -526,8 +527,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def steps(self) -> Steps[bool]:
-        """One step as an algorithm that may wait; returns whether it was taken, the same on every
-        rank."""
+        """Take one step, as an algorithm that may wait; return whether it was taken, the same on
+        every rank."""
         self._follow_groups()
         self._flat.check()
         for p in self._flat.parameters if self.columns is not None else ():
@@ -545,7 +546,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             raise
         if taken:
             self._step_experts(kind)
-        waking = self.tensors.waking()  # as headers have asked for it
+        waking = self.tensors.waking()  # if a header asked for it
         self.tensors.remember(taken)
         if taken:
             self.steps_done += 1
@@ -560,7 +561,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _agree_on_experts(self, kind: RoundKind) -> Steps[None]:
         """Sum the squares of gradients of local experts over all ranks. In a step without
-        communication those of other ranks are estimated by the own."""
+        communication, this rank's own squares stand for those of the others."""
         if self.experts is None:
             return
         squares = inf if self.overflowed else self.experts.squares(self.gain())
@@ -571,8 +572,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def expert_squares(self) -> float:
-        """Squares that ``_agree_on_experts`` found, not finite if a gradient was not; 0 without
-        local experts."""
+        """Squares from ``_agree_on_experts``, not finite if a gradient was not; 0 without local
+        experts."""
         return 0.0 if self.experts is None else self.experts.total
 
     def _step_experts(self, kind: RoundKind) -> None:
@@ -584,15 +585,15 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.experts.step(self.gain() * self.clipping.last)
 
     def _key(self) -> int:
-        """Seed of the random numbers of this step."""
+        """Return the seed of this step's random numbers."""
         return self.seed * 1_000_003 + self.steps_done
 
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
-        """These numbers of every rank: float64[ranks, len(values)]."""
+        """Gather ``values`` of every rank as float64[ranks, len(values)]."""
         return self.channel.gathered(values)
 
     def exact_mean(self, indices: Sequence[int]) -> Steps[bool]:
-        """``work`` of these parameters := its exact mean; whether it is finite."""
+        """Replace ``work`` of these parameters by its exact mean; return whether it is finite."""
         exchanges = Exchanges(
             Same(EXACT), self.channel.size, self.channel.workspace, feedback=False
         )
@@ -604,7 +605,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return all(outcome.finite for outcome in outcomes)
 
     def gain(self) -> float:
-        """1 / loss scale if a GradScaler left its scale on the gradients."""
+        """Return 1 / loss scale if gradients still have a GradScaler's scale, else 1."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
 
@@ -614,19 +615,18 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return bool(float(getattr(self, "found_inf", 0.0)))
 
     def squares(self, gain: float = 1.0) -> float:
-        """‖gain·g‖² of this rank."""
+        """Return ‖gain·g‖² of this rank."""
         return self.kernels.square_sum(self._flat.segments(self.numbers)) * gain * gain
 
     def sent_bytes(self) -> int:
-        """Bytes that left this rank since it was last asked: rounds may begin long before
-        ``step``."""
+        """Return bytes sent since the last call: rounds may begin long before ``step``."""
         before, self._counted = self._counted, self.channel.sent_bytes
         return self._counted - before
 
     # ------------------------------------------------------------ agreement
 
     def settled(self, outcomes: Sequence[Outcome], finite: bool = True) -> Steps[bool]:
-        """Commit all of them if all ranks that must stay equal were finite, else discard them."""
+        """Commit all outcomes if all ranks that must stay equal were finite, else discard them."""
         finite = (
             finite and isfinite(self.expert_squares) and all(outcome.finite for outcome in outcomes)
         )
@@ -645,7 +645,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def squares_of_mesh(
         self, tensors: Sequence[torch.Tensor | None], gain: float = 1.0
     ) -> Steps[float]:
-        """‖gain·g‖² of whole gradients from the shards of all ranks; the mean over replicas."""
+        """Return ‖gain·g‖² of whole gradients from the shards of all ranks, averaged over
+        replicas."""
         assert self.columns is not None
         assert self.consensus is not None
         own = sum(
@@ -658,12 +659,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def patience(self) -> int:
-        """Steps after which a variance has forgotten its earlier values."""
+        """Number of steps in which a variance forgets its earlier values."""
         return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
 
     def agree_on_floor(self) -> Steps[None]:
-        """The floor of tensors without any variance is that of all others: with ``agree_over`` of
-        those of all its ranks, for each tensor-parallel column has others."""
+        """Agree on the floor of tensors without variance, taken over all other tensors; with
+        ``agree_over``, those of all its ranks."""
         if self.consensus is not None:
             squares = yield from self.consensus.gathered(self.tensors.squares())
             total, numel = squares.sum(axis=0)
@@ -676,9 +677,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _agree_who_wakes(self, waking: np.ndarray) -> Steps[None]:
         """Wake the tensors that ranks meant when they asked in a header.
 
-        Later findings wait for the next request: else the requests of other ranks would decide when
-        tensors wake, and ranks of tensor parallelism would differ. The step before this stays valid
-        even if a peer fails here; the next step raises."""
+        Later findings wait for the next request: otherwise the requests of other ranks would decide
+        when tensors wake, and shard peers would differ. The step before this stays valid even if a
+        peer fails here; the next step raises."""
         if not self._asked:
             return
         self._asked = False
@@ -725,8 +726,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return self.check_every > 0 and (came or self.steps_done % self.check_every == 0)
 
     def _compare_replicas(self) -> Steps[None]:
-        """Every rank has the same groups, and holds the same parameters (mid-window: the same
-        anchor), in every bit."""
+        """Check that groups and parameters (inside a window: the anchor) are equal on every rank,
+        bit for bit."""
         flat = self._flat
         sums = [0 if g is None else _bits(g) for g in map(flat.gradient, self.numbers)]
         gradients = _checksum(sums) if any(sums) else 0
@@ -764,7 +765,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def _layout(self) -> tuple[int, int, int]:
-        """Numbers of groups and of parameters, and a sum of names, shapes and dtypes."""
+        """Return the number of groups, of parameters, and a checksum of names, shapes and
+        dtypes."""
         flat = self._flat
         said = [
             (group["added_at"], sum(id(p) in flat.index for p in group["params"]))
@@ -777,7 +779,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return len(said), len(every), zlib.crc32(repr((said, every, self.experts is None)).encode())
 
     def _report_skipped(self) -> None:
-        """Raise, or warn at times, that the step was left out on all ranks."""
+        """Raise, or warn at intervals, that the step was skipped on all ranks."""
         step, count = self.steps_done, self.counters.skipped_steps
         if self.on_nonfinite == "raise":
             raise NonFiniteGradient(
@@ -807,20 +809,20 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Go on among other ranks, those of the channel by now; collective. Call the result when
-        all have come as far."""
+        """Continue among the channel's present ranks; collective. Call the result once all ranks
+        have got here."""
         raise cannot_follow(self, "every rank has a part of its state")
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, for a bitwise resume at the same world size: every rank saves and
-        loads its own."""
+        """Return this rank's state, for a bitwise resume at the same world size: every rank saves
+        and loads its own."""
         return super().state_dict() | {"commpress": self.rank_state()}
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """This rank's part of a state that fits any world size; collective, between steps. Rank 0's
-        is the large one."""
+        """Return this rank's part of a state for any world size; collective, between steps. Rank
+        0's part has the common state."""
         if self.experts is not None:
             name = self.experts.flat.names[0]
             raise InvalidArgument(
@@ -830,7 +832,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return self.channel.run(self.elastic_steps())
 
     def check_schedule(self, schedule: dict[str, Any]) -> None:
-        """Raise ``StateMismatch`` unless it is a whole ``schedule_state`` of such parameters."""
+        """Raise ``StateMismatch`` unless ``schedule`` is a complete ``schedule_state`` of these
+        parameters."""
         check_entries(schedule, self.schedule_entries, "the schedule of the state")
         if "trips" in self.schedule_entries:
             count = len(self._flat.parameters)
@@ -841,14 +844,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return checkpoint.elastic(self, super().state_dict())
 
     def schedule_state(self) -> dict[str, Any]:
-        """State of the schedule beyond ``facts``."""
+        """Return the state of the schedule besides ``facts``."""
         return {}
 
     def resume(self, schedule: dict[str, Any] | None) -> None:
         """Continue from a ``schedule_state``; None: from torch's Adam."""
 
     def waiting(self) -> dict[str, torch.Tensor]:
-        """Give the flat buffers that differ between ranks and count by their mean."""
+        """Return the flat buffers that differ between ranks, whose mean an elastic state saves."""
         return {}
 
     @torch.no_grad()
@@ -860,8 +863,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         checkpoint.load(self, [state_dict, *others])
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's own part, for ``load_rank_state`` after the state of another rank was
-        loaded."""
+        """Return this rank's own part, for ``load_rank_state`` after loading another rank's
+        state."""
         return checkpoint.exact(self)
 
     @torch.no_grad()
@@ -870,10 +873,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         ranks', however many."""
         checkpoint.load_rank(self, parts)
 
-    # ------------------------------------------------------------ what compression leaves behind
+    # ------------------------------------------------------------ residuals
 
     def owed(self) -> float:
-        """‖residual of this rank‖ / ‖momentum‖, both divided by s as in a step."""
+        """Return ‖residual of this rank‖ / ‖momentum‖, both divided by s as in a step."""
         numbers, left = {name: i for i, name in enumerate(self._flat.names)}, 0.0
         for (name, offset), sent, _ in self.quantized.residuals.places():
             left += float(self.as_momentum(numbers[name], offset, sent).square().sum())
@@ -890,12 +893,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         )
 
     def momentum_squares(self) -> float:
-        """‖m/s‖² of all parameters; rows of other ranks are taken to be like the own."""
+        """Return ‖m/s‖² of all parameters, estimated from this rank's rows if state is divided."""
         squares = (float((m / self.unit(i)).square().sum()) for i, m in enumerate(self._momenta))
         return (self.channel.size if self.divided else 1) * sum(squares)
 
 
-DEEPSPEED = {  # its words, and ours
+DEEPSPEED = {  # its options, and ours
     "freeze_step": "exact_steps=",
     "var_freeze_step": "variance_updates=, which become ever rarer and do not end",
     "var_update_scaler": "variance_updates=",
@@ -914,7 +917,7 @@ DEEPSPEED = {  # its words, and ours
 
 
 def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
-    """Options that no optimizer of ours has; of DeepSpeed's words with ours."""
+    """Raise an error for unknown options; for DeepSpeed's, name ours."""
     for word, value in options.items():
         if word in DEEPSPEED:
             name = kind.__name__
@@ -930,7 +933,7 @@ def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
 
 
 def check_numbers(group: dict[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for numbers of a parameter group with which no step is Adam's."""
+    """Raise ``InvalidArgument`` for hyperparameters of a group that Adam cannot use."""
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0:
             raise InvalidArgument(f"{name} is {group[name]!r}, expected a number of at least 0")
@@ -946,19 +949,19 @@ def check_numbers(group: dict[str, Any]) -> None:
 
 
 def rate_of(group: dict[str, Any], step: int) -> float:
-    """Learning rate over Adam's correction of momentum, in this step."""
+    """Return the learning rate divided by Adam's correction of momentum in this step."""
     own = step - group.get("added_at", 0)
     correction = 1 - group["betas"][0] ** (own + 1) if group.get("bias_correction", True) else 1.0
     return float(group["lr"]) / correction
 
 
 def decay_of(group: dict[str, Any]) -> float:
-    """Factor of weights in a step."""
+    """Return the weight decay factor of a step."""
     return 1 - float(group["lr"]) * group["weight_decay"]
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """The loss that a closure returns, None without one. Gradients are on while it runs."""
+    """Return the loss from a closure, run with gradients enabled, or None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -966,7 +969,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def _different(rows: np.ndarray) -> tuple[int, ...]:
-    """Ranks whose row is not that of rank 0."""
+    """Return the ranks whose row differs from rank 0's."""
     return tuple(np.flatnonzero((rows != rows[0]).any(axis=1)).tolist())
 
 

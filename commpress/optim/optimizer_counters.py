@@ -17,17 +17,17 @@ class OptimizerCounters(Totals):
     compressed_rounds: int = 0
     local_steps: int = 0
     skipped_steps: int = 0
-    ignored_gradients: int = 0  # not finite, in a step without communication
+    ignored_gradients: int = 0  # not finite in a step without communication
     woken_tensors: int = 0  # whose variance was frozen too early (``optim.tensor_states``)
-    # that died, and with each what it owed; those that handed it over are not counted
+    # ranks that died with their residuals; ranks that handed them over are not counted
     lost_ranks: int = 0
     exact_bytes: int = 0
     compressed_bytes: int = 0
-    local_bytes: int = 0  # zero, or something is wrong
+    local_bytes: int = 0  # always zero unless something is wrong
     # what float32 ring all-reduces of every step's gradients would have sent
     logical_bytes: int = 0
-    round_bytes: int = 0  # what one of them would have
-    # what each parameter sends in a compressed round, by name
+    round_bytes: int = 0  # bytes of one such all-reduce
+    # cost of each parameter in a compressed round, by name
     shares: Mapping[str, Share] = field(default_factory=dict)
 
     def step(self, kind: str, taken: bool, sent_bytes: int, numel: int, ranks: int) -> None:
@@ -58,8 +58,8 @@ class OptimizerCounters(Totals):
         return 32 * self.compressed_bytes / logical if logical else 0.0
 
     def by_codec(self) -> dict[str, tuple[list[str], int, float]]:
-        """Codec → the parameters that travel by it, how many elements they have, and bits of each;
-        most bits first."""
+        """Return, by codec, its parameters, their elements and bits per element; most bits
+        first."""
         found: dict[str, tuple[list[str], int, float]] = {}
         for name, (numel, codec, bits) in self.shares.items():
             names, elements, sent = found.get(codec, ([], 0, 0.0))
@@ -103,9 +103,9 @@ class LocalCounters:
     steps: int = 0
     rounds: int = 0  # of all fragments; empty ones do not count
     exchanges: int = 0  # of one fragment each
-    sent_bytes: int = 0  # all of them: warm-up, exchanges, means that a state or the end takes
-    change_bytes: int = 0  # of these, in exchanges that were not empty
-    changed: int = 0  # parameters that crossed in them: a fragment's at each
+    sent_bytes: int = 0  # total: warm-up, exchanges, and means for checkpoints or the end
+    change_bytes: int = 0  # part of them sent in exchanges that were not empty
+    changed: int = 0  # parameters exchanged: those of a fragment in each exchange
     waited: float = 0.0  # seconds in which training stood still for an exchange
     # exchanges, or steps of the warm-up, in which some rank was not finite and was left out
     dropped: int = 0
@@ -113,16 +113,16 @@ class LocalCounters:
     restarts: int = 0
     # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
     spread: float | None = None
-    # that died, and with each what it owed and had trained since its last exchange
+    # ranks that died with their residuals and their training since the last exchange
     lost_ranks: int = 0
     every: int = 0  # steps of the round under way; 0: it ends after so many seconds
-    overlap: int = 0  # of these, steps that are computed while an exchange is under way
-    participants: int = 0  # ranks whose weight in it was above zero
+    overlap: int = 0  # steps of the round that are computed during an exchange
+    participants: int = 0  # ranks with a weight above zero in it
 
     @property
     def bits(self) -> float:
-        """Sent per parameter and round, warm-up and empty exchanges apart: float32 has 32. 0.0
-        before the first exchange."""
+        """Bits sent per parameter and round, without warm-up and empty exchanges: float32 has 32.
+        0.0 before the first exchange."""
         return 8 * self.change_bytes / self.changed if self.changed else 0.0
 
     def _length(self) -> str:

@@ -26,11 +26,11 @@ State = dict[str, Any]  # tensors by name, as long as the weights
 
 
 class Outer(ABC):
-    """Rule of the outer step. ``buffers`` names what it keeps between rounds, 4 bytes per parameter
+    """Rule of the outer step. ``buffers`` names its state between rounds, 4 bytes per parameter
     each.
 
-    It also says how changes cross: ``exchanges`` makes the kind of exchange, ``exchange`` runs one.
-    ``equal``: whether the shared weights are the same on every rank after each.
+    The rule also chooses how changes are exchanged: ``exchanges`` makes the exchanges, ``exchange``
+    runs one. ``equal``: whether the shared weights are the same on every rank afterwards.
     """
 
     buffers: ClassVar[tuple[str, ...]] = ()
@@ -38,13 +38,14 @@ class Outer(ABC):
     spread_of: ClassVar[str] = "the mean change"
 
     def state(self, weights: torch.Tensor) -> State:
-        """State for these weights before the first round."""
+        """Return the state for these weights before the first round."""
         return {name: torch.zeros_like(weights) for name in self.buffers}
 
     def exchanges(
         self, policy: Policy, channel: Channel, *, feedback: bool, seed: int
     ) -> Exchanges:
-        """Exchanges of a run, and their residuals. Refuses a policy that it cannot carry."""
+        """Make the exchanges of a run, with residuals. Raises for a policy that the rule cannot
+        use."""
         return Exchanges(policy, channel.size, channel.workspace, feedback=feedback, seed=seed)
 
     def exchange(
@@ -56,16 +57,16 @@ class Outer(ABC):
         shares: Sequence[float],
         **numbers: Any,
     ) -> Steps[list[Outcome]]:
-        """``change`` := what ``step`` is to get, here its mean over the ranks; their ``shares`` are
-        1 in the mean. ``numbers``: ``sequence`` and ``key`` of the exchange.
+        """Replace ``change`` by the input of ``step``, here the mean weighted by ``shares``, which
+        are 1 on average. ``numbers``: ``sequence`` and ``key`` of the exchange.
 
         May run in the background: ``weights`` are read only until ``step``.
         """
-        if isinstance(exchange, FlatExchange):  # which weighs what has been decoded
+        if isinstance(exchange, FlatExchange):  # it weights decoded changes
             return (yield from exchange.steps(channel, change, shares=shares, **numbers))
         share = shares[channel.rank]
         if share == 0:
-            change.zero_()  # it may not be finite
+            change.zero_()  # it may be non-finite
         elif share != 1:
             change.mul_(share)
         return (yield from exchange.steps(channel, change, **numbers))
@@ -77,8 +78,8 @@ class Outer(ABC):
         weights: Sequence[float],
         squares: Sequence[float],
     ) -> float:
-        """Root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖. ``change``: Δ̄;
-        ``squares``: of the ranks' own."""
+        """Return the root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖. ``change``:
+        Δ̄; ``squares``: ‖Δᵢ‖²."""
         mean = square_sum(change)
         around = sum(w * s for w, s in zip(weights, squares, strict=True)) / sum(weights) - mean
         return sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0
@@ -94,13 +95,13 @@ class Outer(ABC):
 
     @abstractmethod
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
-        """Move ``weights``. ``change`` may be overwritten; ``lr`` is the inner learning rate of
-        now."""
+        """Move ``weights``. ``change`` may be overwritten; ``lr`` is the present inner learning
+        rate."""
 
 
 @dataclass(frozen=True)
 class Average(Outer):
-    """Local SGD: Θ ← Θ − Δ, which is the mean of the ranks' weights."""
+    """Local SGD: Θ ← Θ − Δ, the mean of the ranks' weights."""
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         weights.sub_(change)
@@ -140,7 +141,7 @@ class SlowMo(WithMomentum):
     momentum: float = 0.5
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
-        # a schedule's last step: its changes are zero, and momentum would be divided by nothing
+        # the last step of a schedule: changes are zero, and Δ/γ would divide by zero
         if lr <= 0:
             return
         u = state["momentum"].mul_(self.momentum).add_(change, alpha=1.0 / lr)
@@ -153,9 +154,9 @@ class SparseLoCo(Outer):
     Δ, stands in for it.
 
     Takes a sparse codec, such as "topk-64+bits2". Every rank sends its payload to every other, so
-    traffic grows with their number; it weighs what has been decoded, Δ̄ = Σ wᵢ·clip(yᵢ) / Σ wᵢ.
-    ``clip``: no rank's block counts for more than the median of the ranks' norms, which holds a
-    rank whose change is wild.
+    traffic grows with their number; decoded changes are weighted, Δ̄ = Σ wᵢ·clip(yᵢ) / Σ wᵢ.
+    ``clip``: limit the norm of each rank's block to the median over the ranks, so that no outlier
+    dominates.
     """
 
     lr: float = 1.0
@@ -183,8 +184,8 @@ class Gossip(WithMomentum):
     drawn anew each round.
 
     Θᵢ − x̄ = mean of Δ − (mean of Θ − Θᵢ): the pair's mean change, and a pull of its shared weights
-    to each other. These differ from rank to rank until ``LocalUpdates.drain``, which takes their
-    mean over all. An odd rank is alone for a round.
+    toward each other. Shared weights differ between ranks until ``LocalUpdates.drain`` averages
+    them over all. With an odd number of ranks one has no partner in a round.
     """
 
     equal: ClassVar[bool] = False
@@ -219,7 +220,7 @@ class Gossip(WithMomentum):
         weights: Sequence[float],
         squares: Sequence[float],
     ) -> float:
-        """Distance of this rank's weights from the mean of the pair, relative to it."""
+        """Return the distance of this rank's weights from the pair's mean, relative to it."""
         assert isinstance(exchange, PairMean)
         return exchange.apart
 
@@ -228,7 +229,7 @@ class Gossip(WithMomentum):
 
 
 class TorchOuter(Outer):
-    """Any optimizer of torch, given by a function from parameters to it: Δ is the gradient."""
+    """Any torch optimizer, made by a function of the parameters: Δ is the gradient."""
 
     def __init__(
         self, factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -250,7 +251,7 @@ class TorchOuter(Outer):
         return optimizer.state[parameter]
 
     def ready(self, weights: torch.Tensor, state: State) -> None:
-        """Nothing: the optimizer makes its state."""
+        """Do nothing: the optimizer makes its state."""
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         parameter, optimizer = self._of[weights.data_ptr()]

@@ -28,7 +28,7 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
     quantized: Exchanges
     _taken: torch.Tensor  # steps of each parameter, as torch's Adam counts them
 
-    # ------------------------------------------------------------ what subclasses say
+    # ------------------------------------------------------------ for subclasses
 
     @abstractmethod
     def prepare(
@@ -42,7 +42,7 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
 
     @abstractmethod
     def apply(self, kind: RoundKind) -> None:
-        """Take the mean, which is in ``work``, over into momentum and parameters."""
+        """Apply the mean, which is in ``work``, to momentum and parameters."""
 
     def allocate(self, had: int) -> None:
         """Make the buffers beyond those of ``_place``; the first ``had`` parameters keep their
@@ -70,7 +70,7 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
         return (yield from self._alone() if self.channel.size == 1 else self._together(kind))
 
     def _alone(self) -> Steps[bool]:
-        """World size 1: Adam, on the gradients as they are."""
+        """Take Adam's step on the local gradients, at world size 1."""
         if self.overflowed or not isfinite(self.squares()) or not isfinite(self.expert_squares):
             return False
         every = self.numbers
@@ -137,18 +137,18 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
     def take_gradients(
         self, indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
     ) -> None:
-        """work := gain·g."""
+        """Set ``work`` to gain·g."""
         self.kernels.scaled(self._flat.segments(indices, gradients), self.work, gain=gain)
 
     def add_known(self, indices: Sequence[int], factor: float) -> None:
-        """work := work + factor·m/s, for tensors that travel whole. All ranks know m, so only the
-        new part is sent: a product of low rank or few elements have no room for more."""
+        """Add factor·m/s to ``work``, for tensors with whole-tensor codecs. All ranks know m, so
+        only the new part is sent: a low-rank product has no room for more."""
         for i in indices:
             if self.tensors.travels_whole(i):
                 self._works[i].addcdiv_(self._momenta[i], self.tensors.divisor(i), value=factor)
 
     def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Exchange:
-        """The exchange by which these parameters cross the channel in a round of this kind."""
+        """Return the exchange of these parameters in a round of this kind."""
         exchanges, shapes = (
             self.full if kind is RoundKind.EXACT else self.quantized,
             self._flat.shapes,
@@ -160,7 +160,7 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
         )
 
     def reduce(self, kind: RoundKind, indices: Sequence[int]) -> Steps[list[Outcome]]:
-        """``work`` of these parameters := its mean."""
+        """Replace ``work`` of these parameters by its mean."""
         exchange = self.exchange(kind, indices)
         return exchange.steps(
             self.channel,
@@ -171,7 +171,7 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
         )
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
-        """An exact step with mean gradients, here Adam's. ``among``: only of these."""
+        """Take an exact step with mean gradients, here Adam's. ``among``: only these parameters."""
         trained = self.trained
         self.adam((i for i in trained if among is None or i in among), gradients)
 
@@ -223,8 +223,8 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
     # ------------------------------------------------------------ other ranks
 
     def reforming(self, change: Change) -> Steps[Callable[[], None]]:
-        """Go on among other ranks. Newcomers and ranks behind then need the weights of another rank
-        and ``load_shared_state``: the next step compares."""
+        """Continue among other ranks. Newcomers and ranks behind then need the weights of another
+        rank and ``load_shared_state``: the next step compares replicas."""
         if self.consensus is not None:
             raise cannot_follow(self, "agree_over names ranks that were")
         if self.bucket_rounds is not None:
@@ -245,7 +245,8 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
             self.follow_waking(standing)
 
     def follow_waking(self, standing: Standing) -> None:
-        """Tensors woke up elsewhere in the round that this rank could not finish."""
+        """Wake the tensors that woke on other ranks in the round that this rank could not
+        finish."""
 
     def go_on(self, change: Change, standing: Standing) -> None:
         self.tensors.ranks = self.channel.size
@@ -256,8 +257,8 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
         self.counters.lost_ranks = self.handover.lost
 
     def shared_state(self) -> dict[str, Any]:
-        """State that all ranks hold alike, weights that parameters do not show included; its
-        tensors are those in use."""
+        """Return the state that is equal on all ranks, including float32 weights of other dtypes'
+        parameters; its tensors are those in use."""
         return torch.optim.Optimizer.state_dict(self) | {"commpress": checkpoint.common(self)}
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Rounds of local updates: the steps after which fragments leave, evenly spread; the pace that a
-round's length follows from; and the header with which each exchange begins.
+"""Rounds of local updates: the steps after which fragments leave, evenly spread; the pace that
+determines a round's length; and the header that begins each exchange.
 
 fragment f of F leaves after step ⌈H·(f + 1)/F⌉ of a round of H steps, or after that share of a
 round's seconds
@@ -24,13 +24,13 @@ UNTIMED = 1  # first exchange among these ranks: connections are made, kernels c
 
 
 class RoundSchedule:
-    """Says when the next fragment leaves. ``next`` is its number; a round ends when the last has
-    left.
+    """Schedule of the next fragment to leave. ``next`` is its number; a round ends when the last
+    has left.
 
     A fragment arrives before the next one leaves, so no round has fewer than fragments · overlap
-    steps. A fixed length, or the ``base`` of QSR, below that is refused; other schedules are held
-    to it. ``overlap`` is that of the round; ``Hidden`` chooses it, others keep that which was
-    given.
+    steps. A fixed length, or the ``base`` of QSR, below that raises an error; other schedules are
+    raised to it. ``overlap`` is that of the round; ``Hidden`` chooses it, other schedules keep the
+    given one.
     """
 
     def __init__(self, every: Sync | Seconds, fragments: int, *, overlap: int) -> None:
@@ -53,7 +53,7 @@ class RoundSchedule:
         self._clock = monotonic()
 
     def begin(self, step: int, rate: float, facts: Facts, *, alone: bool = False) -> None:
-        """A round begins after so many steps. ``rate``: the inner learning rate; ``alone``: there
+        """Begin a round after ``step`` steps. ``rate``: the inner learning rate; ``alone``: there
         are no other ranks."""
         self.next, self.start, self.length, self._clock = 0, step, 0, monotonic()
         if isinstance(self.every, Hidden):
@@ -64,16 +64,15 @@ class RoundSchedule:
 
     @property
     def long(self) -> bool:
-        """True in a round of every="auto" that is so long that the shared weights move with
-        momentum."""
+        """True in a round of every="auto" that is long enough for an outer momentum."""
         return isinstance(self.every, Hidden) and self.length > self.every.long * self.fragments
 
     def due(self, step: int) -> bool:
-        """True if the next fragment is to leave after so many steps."""
+        """True if the next fragment is to leave after ``step`` steps."""
         return step > self.start and self._elapsed(step - self.start) >= self._turn
 
     def due_soon(self, step: int) -> bool:
-        """True if it is likely to leave after one step more."""
+        """True if the next fragment is likely to leave after one more step."""
         done = step - self.start
         if not isinstance(self.every, Seconds):
             return done + 1 >= self._turn
@@ -84,7 +83,7 @@ class RoundSchedule:
 
     @property
     def _turn(self) -> float:
-        """Steps, or seconds, of the round after which the next fragment leaves."""
+        """Return the steps, or seconds, of the round after which the next fragment leaves."""
         share = (self.next + 1) / self.fragments
         return (
             self.every.seconds * share
@@ -93,7 +92,8 @@ class RoundSchedule:
         )
 
     def leave(self) -> bool:
-        """The next fragment has left; True if it was the round's last: then ``begin``."""
+        """Record that the next fragment has left; return True if it was the round's last: then call
+        ``begin``."""
         self.next += 1
         return self.next == self.fragments
 
@@ -101,7 +101,7 @@ class RoundSchedule:
         return [self.next, self.start, self.length, self.overlap]
 
     def load(self, state: list[int]) -> None:
-        """Go on from a saved state. The time of a round in seconds begins anew."""
+        """Continue from a saved state. The clock of a round in seconds starts again."""
         self.next, self.start, self.length = (int(each) for each in state[:3])
         if isinstance(self.every, Hidden):
             self.overlap = int(state[3])
@@ -109,14 +109,14 @@ class RoundSchedule:
 
 
 class PaceMeter:
-    """Measures one rank. A step's seconds are their mean since the last ``tell``: a device may be
-    behind in single ones."""
+    """Measures the pace of one rank. Seconds per step are averaged since the last ``tell``, because
+    a device may lag in single steps."""
 
     def __init__(self) -> None:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Other ranks: their exchanges take another time."""
+        """Start again among other ranks, whose exchanges take a different time."""
         self._resumed: float | None = None  # when this rank began to compute
         self._steps, self._computing = 0, 0.0
         self._exchange = self._standing = self._waited = 0.0
@@ -124,7 +124,7 @@ class PaceMeter:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """A step has been computed; what is done here is not computing."""
+        """Exclude the time inside the context, between two steps, from computing."""
         start, self._waited = monotonic(), 0.0
         if self._resumed is not None:
             self._steps += 1
@@ -135,25 +135,26 @@ class PaceMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is no computing, and is not counted: a checkpoint is saved."""
+        """Exclude the time inside the context, such as saving a checkpoint, from all
+        measurements."""
         start = monotonic()
         yield
         if self._resumed is not None:
             self._resumed += monotonic() - start
 
     def waited(self, seconds: float) -> None:
-        """So much of the time between two steps was spent on waiting for an exchange."""
+        """Record seconds between two steps that were spent waiting for an exchange."""
         self._waited += seconds
 
     def exchanged(self, seconds: float) -> None:
-        """An exchange took so long from when all ranks had come."""
+        """Record the seconds of an exchange since all ranks had arrived."""
         if self._untimed:
             self._untimed -= 1
         else:
             self._exchange = seconds
 
     def tell(self) -> Pace:
-        """Pace since the last call."""
+        """Return the pace since the last call."""
         pace = Pace(self._computing / max(self._steps, 1), self._exchange, self._standing)
         self._steps, self._computing, self._exchange, self._standing = 0, 0.0, 0.0, 0.0
         return pace
@@ -168,35 +169,34 @@ class PaceMeter:
 
 
 def slowest(paces: Sequence[Pace]) -> Pace | None:
-    """Largest of each number; None where nobody has measured."""
+    """Return the largest of each number; None if no rank has measured."""
     pace = Pace(*(max(column) for column in zip(*paces, strict=True)))
     return pace if pace.known else None
 
 
 @dataclass(frozen=True)
 class ExchangeHeader:
-    """One rank's: where it is, what it starts from, and how much it has to say."""
+    """Report of one rank: its exchange, its starting point, and the weight of its change."""
 
     number: int  # of the exchange
     fragment: int
-    # 64 bits that ranks must have in common: the hash of Θ, or what partners are drawn from
+    # 64 bits that must be equal on all ranks: the hash of Θ, or the seed of partners
     origin: tuple[float, float]
-    weight: float  # how much its change counts; 0 if it has not trained, or not to finite numbers
+    weight: float  # weight of its change; 0 if it has not trained or is not finite
     square: float  # ‖Δᵢ‖²
     ended: bool  # it has no more data
-    pace: Pace = UNKNOWN  # since its last header
+    pace: Pace = UNKNOWN  # pace since its last header
 
     @property
     def finite(self) -> bool:
         return isfinite(self.square)
 
     def left_out(self) -> "ExchangeHeader":
-        """The same from a rank whose change does not count, because one with another shard of it is
-        not finite."""
+        """Return this header with weight 0, for a change that is not finite on a shard peer."""
         return replace(self, weight=0.0, square=nan)
 
     def gathered(self, channel: Channel, sequence: int) -> Steps[list["ExchangeHeader"]]:
-        """Those of all ranks, in their order."""
+        """Gather the headers of all ranks, in rank order."""
         row = [
             self.number,
             self.fragment,
@@ -218,10 +218,10 @@ class ExchangeHeader:
 
 
 def check_same(headers: Sequence[ExchangeHeader], *, shared: bool) -> None:
-    """Raise ``Mismatch`` where ranks are at another exchange than rank 0 or start from something
-    else.
+    """Raise ``Mismatch`` if ranks are at another exchange than rank 0 or have another starting
+    point.
 
-    ``shared``: they start from the same weights.
+    ``shared``: all ranks start from the same weights.
     """
     number, fragment = headers[0].number, headers[0].fragment
     places = [(each.number, each.fragment, each.origin) for each in headers]

@@ -1,16 +1,16 @@
 """Optimizers whose state is partitioned over the ranks (ZeRO-1): master weights, variance and
 momentum of 1/P each.
 
-Each rank owns an equal part of every tensor (``Scatter``); what goes to the owners and comes back
-is compressed both ways.
+Each rank owns an equal part of every tensor (``Scatter``); messages to the owners and back are
+compressed.
 
-Note: no second residual. What the all-gather could not say is w − x itself, the gap between master
+Note: no second residual. The error of the all-gather is w − x itself, the gap between master
 weights and the parameters that all ranks hold; the next step sends it.
 
-Note: what everybody knows of the variance. s is about √v̂, which only the owner has. Divided by it
-all elements are of one size, as one bit for each and one scale for a block assume; else an element
-with a small variance would get its neighbours' magnitude and move by that over its own √v. So
-owners tell v to everybody, in bfloat16, whenever it has moved and is to be divided by.
+Note: sharing the variance. s is about √v̂, which only the owner has. Divided by it all elements are
+of one size, as one bit for each and one scale for a block assume; else an element with a small
+variance would get its neighbours' magnitude and move by that over its own √v. So owners send v to
+all ranks, in bfloat16, whenever it has changed and is needed as a divisor.
 """
 
 import math
@@ -33,8 +33,8 @@ from commpress.work import Steps
 
 @dataclass(frozen=True)
 class Owned:
-    """This rank's part of a parameter: ``numel`` elements from ``begin`` on, in row buffers from
-    ``at`` on."""
+    """This rank's part of a parameter: ``numel`` elements beginning at ``begin``, in row buffers at
+    ``at``."""
 
     parameter: int
     begin: int
@@ -49,26 +49,26 @@ class Owned:
 
 
 def grown(before: torch.Tensor, numel: int, device: torch.device) -> torch.Tensor:
-    """A buffer that begins as ``before``, which is shorter, and goes on with zeros."""
+    """Return a copy of ``before``, which is shorter, extended with zeros."""
     buffer = torch.zeros(numel, dtype=before.dtype, device=device)
     buffer[: before.numel()] = before
     return buffer
 
 
 class ShardedOptimizer(CompressedOptimizer):
-    """Optimizer of which each rank has the state of an equal part of every tensor: rows go to their
-    owners and come back."""
+    """Optimizer whose ranks each have the state of an equal part of every tensor: rows go to their
+    owners and back."""
 
     full: Scatter
     quantized: Scatter
     divided = True
     unknown = False  # whether ``known`` is out of date and about to be divided by
-    missing = ""  # what an incomplete state lacks
+    missing = ""  # missing entry of an incomplete state
 
     def __init__(self, params: Any, *args: Any, **options: Unpack[OptimizerOptions]) -> None:
         self.known = torch.zeros(0, dtype=torch.bfloat16)  # v, as far as it is to be divided by
         self.parts: list[Owned] = []
-        self.master, self.momentum, self.variance, self.mean = torch.zeros(4, 0)  # of the own rows
+        self.master, self.momentum, self.variance, self.mean = torch.zeros(4, 0)  # own rows
         super().__init__(params, *args, **options)
 
     def _check_codecs(self, flat: Flat) -> None:
@@ -117,7 +117,7 @@ class ShardedOptimizer(CompressedOptimizer):
         return self.parts[i].of_whole(tensor)
 
     def owned(self, indices: Iterable[int]) -> list[int]:
-        """Those of these parameters of which this rank has a part."""
+        """Return those of these parameters of which this rank has a part."""
         return [i for i in indices if self.parts[i].numel]
 
     # ------------------------------------------------------------ one step
@@ -146,18 +146,18 @@ class ShardedOptimizer(CompressedOptimizer):
 
     @abstractmethod
     def update(self, kind: RoundKind) -> Steps[None]:
-        """Momentum, variance and master weights of the own rows, from ``mean``."""
+        """Update momentum, variance and master weights of this rank's rows from ``mean``."""
 
     @abstractmethod
     def schedule(self, kind: RoundKind) -> Steps[None]:
-        """Change for the steps to come what this one tells."""
+        """Update schedules and states of tensors after this step."""
 
     @abstractmethod
     def sort(self) -> Steps[None]:
-        """Divisors and codecs of the variance as it is ``known`` now."""
+        """Set divisors and codecs from the present ``known`` variance."""
 
     def _publish(self, scatter: Scatter, *, whole: bool) -> Steps[None]:
-        """Parameters := master weights, or x := x + w − x as far as that can be said."""
+        """Set parameters to master weights (``whole``), or move them by the encoded w − x."""
         self.mean.zero_()
         trained = [(i, self._flat.shard(i)) for i in self.trained]
         for i, p in trained:
@@ -172,8 +172,8 @@ class ShardedOptimizer(CompressedOptimizer):
             (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
 
     def longest(self, i: int) -> float:
-        """The longest way that parameters go in one step: Adam's own bound. What is more of w − x
-        goes in the next."""
+        """Return the longest move of a parameter in one step: Adam's own bound. The rest of w − x
+        follows in the next."""
         group = self.tensors.group(i)
         rate = float(group["lr"]) or self.facts.peak_lr
         return (
@@ -184,7 +184,7 @@ class ShardedOptimizer(CompressedOptimizer):
         )
 
     def correction(self, group: dict[str, Any]) -> float:
-        """m̂ = m / this, in this step."""
+        """Return the bias correction: m̂ = m / correction in this step."""
         return (
             1 - group["betas"][0] ** (self.steps_done + 1 - group["added_at"])
             if group["bias_correction"]
@@ -198,10 +198,10 @@ class ShardedOptimizer(CompressedOptimizer):
         every = yield from self.gathered([squares])
         return self.clipping.clip(self, self.mean, norm=float(every.sum()) ** 0.5)
 
-    # ---------------------------------------------------------- what travels and what becomes of it
+    # ---------------------------------------------------------- messages and their use
 
     def prepare(self, kind: RoundKind, gain: float) -> None:
-        """work := what goes to the owners."""
+        """Write the messages to the owners into ``work``."""
         live, frozen = self.tensors.part(self.numbers)
         for i in self.numbers if kind is RoundKind.EXACT else live:
             g, into = self._flat.gradient(i), self._flat.view(self.work, i)
@@ -214,7 +214,8 @@ class ShardedOptimizer(CompressedOptimizer):
                 )
 
     def cut(self, indices: Sequence[int], gain: float, out: torch.Tensor) -> None:
-        """out := gain·g within ±κ·s. What is not finite stays as it is, for all to see."""
+        """Write gain·g, clamped to ±κ·s, to ``out``. Non-finite values stay, so that all ranks see
+        them."""
         counts = torch.zeros(len(indices), dtype=torch.int64)
         for number, i in enumerate(indices):
             g, into = self._flat.gradient(i), self._flat.view(out, i)
@@ -238,7 +239,7 @@ class ShardedOptimizer(CompressedOptimizer):
         self._weights[i].mul_(decay).addcdiv_(self._momenta[i], divisor, value=-step)
 
     def bound_momentum(self, i: int) -> None:
-        """m within Adam's own bound where it is noise: whoever divides it by the true √v does no
+        """Clamp m to Adam's own bound where it is noise, so that dividing it by the true √v does no
         harm."""
         low, root = float(self.tensors.divisors([i])[0, 1]), self.root(i)
         self._bound(i, torch.where(root < low, root * self.tensors.bound(i), torch.inf))
@@ -251,7 +252,7 @@ class ShardedOptimizer(CompressedOptimizer):
             yield from self.learn()
 
     def learn(self) -> Steps[None]:
-        """known := the variance of all owners, and what follows from it."""
+        """Gather the variance of all owners into ``known`` and update what depends on it."""
         yield from self.rounded.gather(self.variance, self.work, key=0)
         self.known.copy_(self.work)
         self.unknown = False
@@ -261,4 +262,4 @@ class ShardedOptimizer(CompressedOptimizer):
     # ------------------------------------------------------------ checkpoints
 
     def check_waiting(self, schedule: dict[str, Any], waiting: dict[str, torch.Tensor]) -> None:
-        """Raise ``StateMismatch`` if ``waiting`` lacks what that schedule waits with."""
+        """Raise ``StateMismatch`` if ``waiting`` lacks buffers that the schedule needs."""

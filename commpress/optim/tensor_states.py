@@ -1,4 +1,4 @@
-"""States of tensors, frozen or live, and what everything is divided by.
+"""States of tensors, frozen or live, and the divisor s of momentum and messages.
 
     live    g travels, eight bits or more an element; m, v and the step are Adam's own
     frozen  v stands still, and in one bit travels
@@ -8,30 +8,30 @@
 
 Why: all that enters m in exact steps enters v too, so |m| ≤ c·√v with c² = (1 − β1)² / ((1 − β2)(1
 − β1²/β2)), and no step of Adam is longer than some 7.3 learning rates at the usual betas. The noise
-of one bit enters m alone. So every division has the floor ``low``; m keeps within Adam's own bound
-where it is noise (below the floor), so that exact steps and whoever loads the state divide by the
-true √v without harm; and no rank's gradient counts for more than κ times what the variance leads to
-expect. Of P ranks each has √P times the noise of their mean, so κ is 20, or 5·√P where that is
-more: steps stay within some κ learning rates, whatever the gradients are.
+of one bit enters m alone. So every division has the floor ``low``; m stays within Adam's own bound
+where it is noise (below the floor), so that exact steps and optimizers that load the state divide
+by the true √v without harm; and no rank's gradient counts for more than κ times its expected size.
+Each of P ranks has √P times the noise of their mean, so κ is 20, or 5·√P if that is more: steps
+stay within about κ learning rates, whatever the gradients are.
 
-Freezing: a tensor has been live for long enough, all but few of its elements (``UNSEEN``: units
-that are always off) have had a gradient, and its variance is not concentrated in few (``SPIKY``:
-embeddings, output layers), which one bit would serve badly. Tensors of fewer than ``min_numel``
-elements travel as they are in either state, and are live for ever.
+Freezing: a tensor has been live long enough, nearly all of its elements (``UNSEEN``: units that are
+always off) have had a gradient, and its variance is not concentrated in few elements (``SPIKY``:
+embeddings, output layers), for which one bit is too coarse. Tensors of fewer than ``min_numel``
+elements travel exactly and stay live.
 
-Note: the few. One bit cannot say zero. An element without variance has no momentum, so what it says
-too much in one step it takes back in the next, a fraction of a learning rate to and fro. Its first
-gradients move it at the floor's rate.
+Note: elements without gradients. One bit cannot encode zero. An element without variance has no
+momentum, so the next step takes back the error of this one, and it oscillates by a fraction of a
+learning rate. Its first gradients move it at the floor's rate.
 
 Waking: gradients beyond κ·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in
-``PATIENCE`` more steps than not. This is no longer the tensor whose variance was frozen. Ranks see
-different gradients, so one that saw it asks in the header of its next message, all ranks see that
-somebody asked, and say once, after that step, which tensors they mean. So all change the state, and
-with it what messages look like, between the same two steps.
+``PATIENCE`` more steps than not. The frozen variance then no longer fits the tensor. Ranks see
+different gradients, so a rank that saw this asks in the header of its next message, all ranks see
+the request, and after that step they exchange once which tensors they mean. So all ranks change the
+state, and the layout of messages, between the same two steps.
 
-Note: ``exp_avg_sq`` is what AdamW makes of it. AdamW divides v by 1 − β2^step, and step goes on
-while v stands still; so v is multiplied by (1 − β2^step)/(1 − β2^variance_steps) every now and
-then, and ``variance_steps`` says up to which step that was done. v̂ does not change.
+Note: ``exp_avg_sq`` stays valid for AdamW. AdamW divides v by 1 − β2^step, and step grows while v
+is frozen; so v is multiplied by (1 − β2^step)/(1 − β2^variance_steps) at intervals, and
+``variance_steps`` is the step of the last time. v̂ does not change.
 """
 
 import math
@@ -51,19 +51,19 @@ if TYPE_CHECKING:
 
 # (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
 SPIKY = 0.2
-UNSEEN = 1 / 16  # of a tensor's elements: so many may be without a gradient so far when it freezes
+UNSEEN = 1 / 16  # largest share of elements without any gradient when a tensor freezes
 REACH, DEVIATIONS = 20.0, 5.0  # κ is the first, or the second times √P
-# mean squares of gradients in two halves of the warm-up that are further apart than this
+# larger ratio of the mean squares of gradients in two halves of the warm-up
 UNSTABLE = 6.0
 FEW = 1 / 64
 PATIENCE = 3
-# of each parameter, as tensors of no dimension
+# entries of each parameter, 0-dimensional tensors
 STATE = ("frozen_at", "thawed_at", "variance_steps")
 
 
 class TensorStates:
-    """``floor``: φ. ``finer``: the codec of tensors that are spiky; None for no codec of their
-    own."""
+    """States of all tensors. ``floor``: φ. ``finer``: the codec of spiky tensors, if they have
+    their own."""
 
     def __init__(
         self, codec: Policy, finer: Codec | None, exact: Codec, min_numel: int, floor: float
@@ -77,7 +77,7 @@ class TensorStates:
             min_numel,
             floor,
         )
-        # ``low`` of tensors without variance, where others than these have a say in it
+        # ``low`` of tensors without variance, if tensors on other ranks count too
         self.common: float | None = None
         self.frozen_at, self.thawed_at, self.variance_steps = (
             torch.zeros(0, dtype=torch.int64) for _ in STATE
@@ -88,7 +88,7 @@ class TensorStates:
     def lay_out(
         self, flat: "Flat", groups: Sequence[dict[str, Any]], variance: torch.Tensor, ranks: int
     ) -> None:
-        """These parameters, each with its group: the first ones are as they were, the others
+        """Set the parameters, each with its group: the first ones keep their state, the others are
         live."""
         self.flat, self._group, self.variance, self.ranks = flat, groups, variance, ranks
         new = len(flat.parameters) - len(self.trips)
@@ -107,15 +107,15 @@ class TensorStates:
             sums += [0.0] * new
 
     def begin(self) -> None:
-        """Begin anew, after as many of Adam's steps as are counted elsewhere: all are live."""
+        """Start again with all tensors live, after steps of Adam that are counted elsewhere."""
         for name in STATE:
             getattr(self, name).zero_()
         self.trips[:] = 0
 
     def follow(self, steps: int, *, doubt: bool = False) -> None:
-        """The variance and ``STATE`` were loaded, after so many steps; ``doubt`` if it may have
-        come through an optimizer that does not know ``STATE``, moves v on and leaves these as they
-        were. Then v is as Adam counts it, and the tensor live."""
+        """Continue after variance and ``STATE`` were loaded, at ``steps`` steps. ``doubt``: an
+        optimizer that ignores ``STATE`` may have changed v since; then v counts as Adam's and the
+        tensor is live."""
         for i in range(len(self._group)):
             done, own = int(self.variance_steps[i]), self.own_steps(i, steps)
             if doubt and not (
@@ -128,28 +128,28 @@ class TensorStates:
     def views(self, i: int) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name)[i] for name in STATE}
 
-    # ------------------------------------------------------------ who is where
+    # ------------------------------------------------------------ frozen or live
 
     @property
     def frozen(self) -> torch.Tensor:
-        """One truth value for each parameter."""
+        """Return for each parameter whether it is frozen."""
         return self.frozen_at > self.thawed_at
 
     def part(self, indices: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those that are live and those that are frozen."""
+        """Split ``indices`` into live and frozen ones."""
         frozen, every = self.frozen.tolist(), tuple(indices)
         return tuple(i for i in every if not frozen[i]), tuple(i for i in every if frozen[i])
 
     def choose(self, name: str, numel: int) -> Codec:
-        """Codec in compressed rounds: this is a ``Policy``. Vectors that live are few elements that
-        move everything."""
+        """Choose the codec in compressed rounds, as a ``Policy``. Live vectors travel exactly: they
+        are few elements with large effect."""
         codec, i = self.codec.choose(name, numel), self._index[name]
         if codec.lossless or self.frozen[i]:
             return codec
         return EXACT if len(self.flat.shapes[i]) < 2 else self.finer or self.exact
 
     def travels_whole(self, i: int) -> bool:
-        """True of a frozen tensor whose codec takes it as a whole."""
+        """True for a frozen tensor with a whole-tensor codec."""
         codec = self.codec.choose(self.flat.names[i], self.flat.places[i][1])
         return travels_whole(codec, self.flat.shapes[i])
 
@@ -181,16 +181,15 @@ class TensorStates:
             self.trips[i] = 0
 
     def record(self, step: int, variances: Iterable[torch.Tensor]) -> None:
-        """Take note of Σv of each tensor, as far as this rank has it; steps of the warm-up that are
-        powers of two are noted."""
+        """Record this rank's Σv of each tensor, at steps of the warm-up that are powers of two."""
         if step & (step - 1) == 0:
             self._sums[step] = [float(v.sum(dtype=torch.float64)) for v in variances]
 
     def unstable(
         self, indices: Iterable[int], step: int, variances: Iterable[torch.Tensor]
     ) -> list[tuple[int, float]]:
-        """Those of these tensors whose gradients changed in size during the warm-up, the worst
-        first: their mean square since about half of the steps over that before."""
+        """Return the tensors whose gradients changed in size during the warm-up, the worst first,
+        with the ratio of mean squares in its two halves."""
         half, found = max((at for at in self._sums if 2 * at <= step), default=0), []
         sums = [float(v.sum(dtype=torch.float64)) for v in variances]
         for i in indices if half else ():
@@ -206,39 +205,38 @@ class TensorStates:
         return sorted(found, key=lambda each: min(each[1], 1 / max(each[1], 1e-30)))
 
     def name(self, i: int) -> str:
-        """Name and shape for people: parameters that were given without names have numbers."""
+        """Return a readable name and shape; unnamed parameters have numbers."""
         return f"{self.flat.names[i]} {tuple(self.flat.shapes[i])}"
 
-    # ------------------------------------------------------------ what is divided by
+    # ------------------------------------------------------------ divisors
 
     def group(self, i: int) -> dict[str, Any]:
         return self._group[i]
 
     def own_steps(self, i: int, step: int) -> int:
-        """Count, of so many steps of the optimizer, those since the parameter came."""
+        """Return the number of the optimizer's ``step`` steps since the parameter was added."""
         return step - int(self._group[i]["added_at"])
 
     def correction(self, i: int, steps: int) -> float:
-        """v̂ = v / this, after so many updates."""
+        """Return the bias correction after ``steps`` updates: v̂ = v / correction."""
         group = self._group[i]
         return (
             1 - group["betas"][1] ** steps if group.get("bias_correction", True) and steps else 1.0
         )
 
     def share_of_variance(self, i: int) -> float:
-        """Share of the mean square of gradients that v̂ has: all of it, unless nobody corrects
-        v."""
+        """Return v̂ as a share of the gradients' mean square: 1 with bias correction."""
         steps = int(self.variance_steps[i])
         return (
             (1 - self._group[i]["betas"][1] ** steps) / self.correction(i, steps) if steps else 1.0
         )
 
     def divide(self, i: int, *, total: float | None = None) -> None:
-        """Look at the variance of a parameter as it is now; ``total``: the sum of one that lies
-        elsewhere."""
+        """Set the divisor from a parameter's present variance; ``total``: its sum, if the variance
+        is on other ranks."""
         v = self.flat.view(self.variance, i)
         k, group = 1 / self.correction(i, int(self.variance_steps[i])), self._group[i]
-        # the same whatever order it is summed in
+        # the same in any order of summation
         total = float(v.sum(dtype=torch.float64)) if total is None else total
         mean = total / max(v.numel(), 1)
         reach = max(REACH, DEVIATIONS * math.sqrt(self.ranks)) / math.sqrt(
@@ -247,7 +245,7 @@ class TensorStates:
         self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], reach
 
     def divisors(self, indices: Sequence[int]) -> np.ndarray:
-        """Divisors as kernels want them. A tensor without any variance has the floor of the
+        """Return divisors in the kernels' form. A tensor without any variance has the floor of the
         others."""
         lines = self.lines[list(indices)]
         if not lines[:, 1].all():
@@ -258,32 +256,33 @@ class TensorStates:
         return lines
 
     def squares(self) -> tuple[float, int]:
-        """Σ low² over the elements of tensors that have some variance, and how many these are."""
+        """Return Σ low² over the elements of tensors with some variance, and the number of
+        elements."""
         seen = self.lines[:, 1] > 0
         return float(np.square(self.lines[seen, 1], dtype=np.float64) @ self._numels[seen]), int(
             self._numels[seen].sum()
         )
 
     def divisor(self, i: int) -> torch.Tensor:
-        """s of a whole parameter."""
+        """Return s of a whole parameter."""
         k, low, eps, _ = self.divisors([i])[0].tolist()
         return (self.flat.view(self.variance, i) * k).sqrt_().clamp_(min=low).add_(eps)
 
     def bound(self, i: int) -> float:
-        """c: no |m|/√v of Adam is larger."""
+        """Return c, the largest |m|/√v of Adam."""
         beta1, beta2 = self._group[i]["betas"]
         rest = (1 - beta2) * (1 - beta1**2 / beta2) if beta2 else 0.0
         return (1 - beta1) / math.sqrt(rest) if rest > 0 else math.inf
 
     def count(self, indices: Iterable[int], step: int) -> None:
-        """Variances of these were updated in the step before ``step``, as those of Adam are."""
+        """Record that these variances were updated as in Adam, in the step before ``step``."""
         every = list(indices)
         self.variance_steps[every] = torch.tensor(
             [self.own_steps(i, step) for i in every], dtype=torch.int64
         )
 
     def bring_up(self, i: int, step: int) -> None:
-        """v as AdamW would correct it after ``step`` steps of the optimizer."""
+        """Rescale v for AdamW's correction after ``step`` steps of the optimizer."""
         own = self.own_steps(i, step)
         ratio = self.correction(i, own) / self.correction(i, int(self.variance_steps[i]))
         if abs(ratio - 1) > 1e-6:
@@ -292,22 +291,20 @@ class TensorStates:
             self.divide(i)
 
     def keep_up(self, indices: Iterable[int], step: int) -> None:
-        """``bring_up``, at steps of which there are 16 from each power of two to the next."""
+        """Call ``bring_up`` at 16 steps between each power of two and the next."""
         if step % (1 << max(step.bit_length() - 5, 0)) == 0:
             for i in indices:
                 self.bring_up(i, step)
 
-    # ------------------------------------------------------------ who wakes up
+    # ------------------------------------------------------------ waking
 
     def see(self, indices: Sequence[int], beyond: torch.Tensor) -> None:
-        """Take note of how many elements of each of these parameters had a gradient out of
-        reach."""
+        """Record how many elements of each parameter had a gradient beyond κ·s."""
         self._seen[tuple(indices)] = beyond
 
     def remember(self, taken: bool) -> None:
-        """A step is over. What was seen in a step that was not taken does not count, nor new
-        elements of a tensor that is live and knows others: new rows of an embedding come all the
-        time."""
+        """End a step. Records of a step that was not taken do not count, nor do new elements of a
+        live tensor that has seen others: new rows of an embedding appear all the time."""
         watched = self.frozen.numpy() | (self.lines[:, 1] == 0)
         seen, self._seen = self._seen, {}
         for indices, beyond in seen.items() if taken else ():
@@ -318,5 +315,5 @@ class TensorStates:
                 )
 
     def waking(self) -> np.ndarray:
-        """Truth values: the tensors that this rank wants to be live."""
+        """Return for each tensor whether this rank wants it to wake."""
         return self.trips >= PATIENCE

@@ -1,8 +1,7 @@
-"""Shared warm-up of local updates: steps in which all ranks train as one, their gradients averaged
-exactly.
+"""Shared warm-up of local updates: synchronous steps with exactly averaged gradients.
 
-Note: it is synchronous training. Parameters and inner optimizers are the same on every rank until
-it ends, and the shared weights begin there.
+Note: parameters and inner optimizers are equal on every rank until the warm-up ends, and the shared
+weights start from there.
 """
 
 import numpy as np
@@ -33,21 +32,21 @@ class SharedWarmup:
     ) -> None:
         self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
         self._columns = columns
-        self.averaged = -1  # the step whose gradients are averaged already
-        self.finite = True  # whether some rank's gradients were, in that step
+        self.averaged = -1  # the last step with averaged gradients
+        self.finite = True  # whether some rank's gradients were finite in that step
         self.dropped = 0  # steps in which some rank's gradients were not finite
         self._parameters = {
             each.name: each.parameter for fragment in fragments for each in fragment.locals
         }
         self._exact = exact
-        self._checked = False  # that ranks begin with the same weights
+        self._checked = False  # whether ranks were found to begin with equal weights
 
     def average(self, step: int) -> Steps[None]:
-        """Gradients := their mean over the ranks whose own are finite; once a step, nothing after
-        the warm-up.
+        """Replace gradients by their mean over the ranks with finite ones; once per step, nothing
+        after the warm-up.
 
-        A parameter without a gradient on some ranks counts as 0 there, one without on all keeps
-        none. Where no rank is finite, all get infinity, as a loss scale expects.
+        A missing gradient on some ranks counts as 0 there; one missing on all stays missing. If no
+        rank is finite, all get infinity, as a loss scaler expects.
         """
         if step >= self.steps or self.averaged == step:
             return
@@ -61,7 +60,7 @@ class SharedWarmup:
             head, transport=self._control.transport, sequence=self._control.take()
         )
         same = len(head) - len(present)
-        # all but whether a rank's own gradients are finite
+        # without the column of whether a rank's gradients are finite
         agreed = np.delete(heads[:, :same], 1, axis=1)
         different = tuple(r for r in range(len(heads)) if (agreed[r] != agreed[0]).any())
         if different:
@@ -92,7 +91,7 @@ class SharedWarmup:
         self.averaged = step
 
     def begin_anew(self) -> None:
-        """Other ranks: the next step compares weights again."""
+        """Compare weights again in the next step, among other ranks."""
         self.averaged, self._checked = -1, False
 
     def _digests(self) -> list[float]:

@@ -1,8 +1,8 @@
-"""Windows of 0/1 Adam between synchronisations: when the variance was updated, how far one is, what
-its steps add up to.
+"""Windows of 0/1 Adam between synchronisations: updates of the variance, progress in a window, sums
+of its steps.
 
-Γ and D of each parameter group are what learning rates and weight decay make of a window: Γ ← (1 −
-γλ)·Γ + γ' and D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
+Γ and D of each parameter group are the effect of learning rates and weight decay in a window: Γ ←
+(1 − γλ)·Γ + γ' and D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
 """
 
 from abc import abstractmethod
@@ -49,8 +49,8 @@ ENTRIES = (
     "quiet_until",
 )
 WAKING = 8  # exact steps for tensors that woke up
-PATIENCE = 1000  # steps at its peak after which a rate that somebody schedules counts as constant
-LONGEST = 1000  # exact steps for parameters that came late
+PATIENCE = 1000  # steps at its peak after which a scheduled rate counts as constant
+LONGEST = 1000  # exact steps for parameters that were added late
 
 
 class Windows:
@@ -69,19 +69,19 @@ class Windows:
         self.begin_anew(0)
 
     def begin_anew(self, steps_done: int) -> None:
-        """Begin as after so many exact steps."""
-        # of the variance: how many, and the last one's step
+        """Start again as after ``steps_done`` exact steps."""
+        # updates of the variance: their number, and the step of the last
         self.updates, self.updated_at = steps_done, steps_done - 1
-        # steps since the last synchronisation; how many this window is to have
+        # steps since the last synchronisation; planned steps of this window
         self.held, self.span = 0, 1
         self.rates: list[float] = []  # Γ of each group
         self.decays: list[float] = []  # D of each group
-        # steps before which all are exact, and nobody may ask again
+        # wakes so far; steps before which all steps are exact, and no rank may ask again
         self.wakes, self.exact_until, self.quiet_until = 0, 0, 0
 
     def follow(self, updates: int, updated_at: int, steps_done: int) -> None:
-        """After ``begin_anew``, as far as a state knows of updates; not if another optimizer went
-        on from there meanwhile."""
+        """Load updates from a state after ``begin_anew``, unless another optimizer has trained
+        since."""
         count = self.variance_schedule.count
         if (
             0 < updates <= updated_at + 1 <= steps_done
@@ -90,7 +90,8 @@ class Windows:
             self.updates, self.updated_at = updates, updated_at
 
     def round(self, step: int, groups: Sequence[Group], facts: Facts) -> RoundKind:
-        """An exact step waits for the end of a window: inside it the variance must not move."""
+        """Return the kind of a step. Exact steps wait for the end of a window, in which the
+        variance must not move."""
         if step < self.warmup or (self.held == 0 and step < self.exact_until):
             return RoundKind.EXACT
         count = self.variance_schedule.count
@@ -109,8 +110,8 @@ class Windows:
         return max(self.sync.interval(step, max(float(group["lr"]) for group in groups), facts), 1)
 
     def waits_for_rate(self, step: int, groups: Sequence[Group], facts: Facts) -> bool:
-        """True if this step could be local and is not, because ``sync`` waits for a rate to fall
-        that is constant."""
+        """True if this step is not local only because ``sync`` waits for a constant rate to
+        fall."""
         count, rate = self.variance_schedule.count, max(float(group["lr"]) for group in groups)
         if (
             not isinstance(self.sync, FollowRate | InverseRate)
@@ -118,18 +119,18 @@ class Windows:
             or count(step + 1) > count(step)
         ):
             return False
-        # which torch's schedulers leave there
+        # set by torch's schedulers
         scheduled = any("initial_lr" in group for group in groups)
         passed = step - facts.peak_step > (PATIENCE if scheduled else 1)
         return passed and rate >= facts.peak_lr and self.sync.interval(step, rate, facts) <= 1
 
     @property
     def sums(self) -> list[tuple[float, float]]:
-        """(Γ, D) of each group, of the open window."""
+        """Return (Γ, D) of each group in the open window."""
         return list(zip(self.rates, self.decays, strict=True))
 
     def after(self, step: int, groups: Sequence[Group]) -> list[tuple[float, float]]:
-        """(Γ, D) of each group once this step is in."""
+        """Return (Γ, D) of each group after this step."""
         before = self.sums if self.held else [(0.0, 1.0)] * len(groups)
         return [
             (decay_of(group) * rate + rate_of(group, step), decay_of(group) * decay)
@@ -137,14 +138,14 @@ class Windows:
         ]
 
     def hold(self, window: Sequence[tuple[float, float]], span: int) -> None:
-        """A local step is taken."""
+        """Record a local step."""
         self.rates, self.decays = map(list, zip(*window, strict=True))
         self.span = span
         self.held += 1
 
     @property
     def opening(self) -> int:
-        """Exact steps with which a run begins, as long as they may be."""
+        """Return the largest number of exact steps at the beginning of a run."""
         count = self.variance_schedule.count
         scheduled = next(
             (step for step in range(LONGEST) if count(step + 1) == count(step)), LONGEST
@@ -152,8 +153,8 @@ class Windows:
         return max(self.warmup, scheduled, 1)
 
     def grow(self, step: int, groups: int) -> None:
-        """So many groups from here on. What comes into a run begins as the run did; an open window
-        knows nothing of it."""
+        """Continue with ``groups`` groups. Added ones begin with exact steps like a run; an open
+        window ignores them."""
         if self.held:
             self.rates += [0.0] * (groups - len(self.rates))
             self.decays += [1.0] * (groups - len(self.decays))
@@ -164,7 +165,7 @@ class Windows:
         self.updates, self.updated_at = self.updates + 1, step
 
     def wake(self, step: int, steps: int) -> None:
-        """So many exact steps from here on, and then rest, twice as long each time."""
+        """Take ``steps`` exact steps from now on, then ignore requests, twice as long each time."""
         self.wakes, self.exact_until = self.wakes + 1, step + steps
         self.quiet_until = self.exact_until + (steps << self.wakes)
 
@@ -172,7 +173,7 @@ class Windows:
         return {name: copy(getattr(self, name)) for name in ENTRIES}
 
     def load(self, state: dict[str, Any]) -> None:
-        """A state that ``WindowedOptimizer.check_schedule`` has seen."""
+        """Load a state that ``WindowedOptimizer.check_schedule`` has accepted."""
         for name in ENTRIES:
             setattr(self, name, copy(state[name]))
 
@@ -206,7 +207,7 @@ class WindowedOptimizer(CompressedOptimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         self.windows = Windows(sync, variance_updates, exact_steps)
-        self._warned = False  # of a rate that never falls
+        self._warned = False  # about a rate that never falls
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def check_schedule(self, schedule: dict[str, Any]) -> None:
@@ -238,12 +239,12 @@ class WindowedOptimizer(CompressedOptimizer):
                 )
         began = self.steps_done - self.windows.held
         if self.windows.held and any(group["added_at"] > began for group in self.param_groups):
-            yield from self.synchronizing()  # who came since then has no part in the window
+            yield from self.synchronizing()  # parameters added since then are not in the window
         return (yield from super().steps())
 
     def asks(self) -> bool:
-        """Never true with ``agree_over``: exact steps of one group of ranks alone would part
-        weights that others have too."""
+        """Return False with ``agree_over``: exact steps of one group of ranks alone would make
+        weights differ from those of others."""
         return (
             self.consensus is None
             and self.steps_done >= self.windows.quiet_until
@@ -251,7 +252,7 @@ class WindowedOptimizer(CompressedOptimizer):
         )
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """The window is closed. The more often this happens, the longer nobody asks again: rare
+        """Wake tensors after closing the window. Each time, ranks may ask again only later: rare
         tokens would ask for ever."""
         self.windows.wake(self.steps_done, WAKING)
         self.tensors.trips[:] = 0
@@ -265,7 +266,8 @@ class WindowedOptimizer(CompressedOptimizer):
         yield from ()
 
     def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
-        """Displacements are owed: that of one step divided by its rate."""
+        """Convert residuals, which are displacements, to momentum: one step's displacement divided
+        by its rate."""
         rate = rate_of(self.tensors.group(i), self.steps_done)
         return owed / rate if rate else torch.zeros_like(owed)
 

@@ -1,4 +1,4 @@
-"""0/1 Adam: the variance is updated ever more rarely, and most steps need no communication at all.
+"""0/1 Adam: the variance is updated more and more rarely, and most steps need no communication.
 
     exact  mean gradients, as Adam; at steps of the variance schedule, or at the first one after the
            window they fell in
@@ -7,18 +7,16 @@
 
 a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what
 weight decay leaves of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with
-γ' = γ/(1 − β1ᵗ). What s is, how gradients are cut and m is kept, and who wakes up is in
-``tensor_states``. No tensor takes Adam's steps, as most steps send nothing: tensors that
-``tensor_states`` calls live travel as d like all others, in eight bits, and what wakes up brings
-exact steps for all.
+γ' = γ/(1 − β1ᵗ). ``tensor_states`` defines s, the clamping of gradients and m, and waking. No
+tensor takes Adam's steps, as most steps send nothing: live tensors (``tensor_states``) travel as d
+like all others, in eight bits, and a tensor that wakes brings exact steps for all.
 
 Note: one message is enough. Between synchronisations the variance does not move, so the
 displacement is linear in m: d gives both the new parameters and the mean momentum of the window.
 
-Note: what travels is the displacement u/s, not u. Its elements are of one size, so one scale fits a
-block; of u, an element with a small variance would get its neighbours' magnitude and move by that
-over s. And what compression leaves behind is a displacement too, still right when the variance has
-moved.
+Note: messages are the displacement u/s, not u. Its elements are of one size, so one scale fits a
+block; in u, an element with a small variance would get its neighbours' magnitude and move by that
+over s. And residuals are displacements too, still right when the variance has moved.
 
 Note: nothing drifts. x is computed from the anchor at every step, never by undoing earlier steps,
 so after a synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in
@@ -28,8 +26,8 @@ Note: exact steps once windows have begun divide by s as all others do, and an e
 gradient so far begins with v̂ = ḡ²: with the weight that is due to one of many updates, √v̂ would
 stay far below |ḡ| until many more have come, and they come ever more rarely.
 
-Partitioned over the ranks (``ShardedZeroOneAdam``) nothing leaves in most steps, and no rank has it
-all:
+Partitioned over the ranks (``ShardedZeroOneAdam``), most steps send nothing, and no rank has all
+state:
 
     exact  as ``ShardedOneBitAdam``, at steps of the variance schedule
     local  q_i ← β1·q_i + (1 − β1)·g_i      u_i ← (1 − γλ)·u_i + γ'·q_i
@@ -37,9 +35,9 @@ all:
     sync   to the owner u_i/s in one bit    u = A·m + s·mean      w ← D·w − u/s      m ← u/Γ
            to everybody w − x in one bit
 
-Γ, D and γ' are those of ``windows``; q and u begin a window at zero, A at zero. What s is, how
-gradients are cut and who wakes up is in ``tensor_states``; as in ``ZeroOneAdam`` live tensors
-travel as others do, in eight bits, and waking up brings exact steps for all.
+Γ, D and γ' are those of ``windows``; q and u begin a window at zero, A at zero. ``tensor_states``
+defines s, the clamping of gradients and waking; as in ``ZeroOneAdam``, live tensors travel like
+others, in eight bits, and waking brings exact steps for all.
 
 Note: parameters stand still inside a window. To move them each rank would need all of the momentum
 and an anchor to come back to, 8 bytes more per parameter, and dividing the state would save nothing
@@ -50,8 +48,7 @@ a curvature of 38/γ (β1 = 0.9, in units of s), windows of n steps bear 2·(1 +
 for n = 4 at γ/2, 1.35/γ for n = 16 at γ/4. So they must grow more slowly than where ranks move:
 ``Linear`` keeps Γ within the largest γ so far.
 
-Note: only what is new. m decays by known factors, so the owner adds its part, A·m, and messages
-carry gradients alone.
+Note: only new gradients are sent. m decays by known factors, so the owner adds its part, A·m.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -78,11 +75,10 @@ from commpress.optim.windows import (
 )
 from commpress.work import Steps
 
-# flat buffers that ranks hold apart while one is open
+# flat buffers that differ between ranks while a window is open
 WINDOW = ("exp_avg", "accumulated", "anchor")
-WAITING = ("innovation", "pending")  # those of the sharded one
-# rates of a window together, in peaks of the rate: above this a sharded step at its end is warned
-# of
+WAITING = ("innovation", "pending")  # those of the sharded optimizer
+# sum of a window's rates, in units of the peak rate, above which a sharded step warns
 LONG = 2.0
 
 
@@ -90,30 +86,29 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     """AdamW that sends one bit per parameter every few steps. Options not named here are those of
     ``OneBitAdam``.
 
-    - ``sync``: how far apart synchronisations are: "qsr" (default) every step while the learning
-      rate rises, then by its inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16;
-      "linear" by its inverse: 2 at half, 4 at a quarter; "rate" 2 after the peak and doubling each
-      time the rate halves, at most 16; "every"; a number of steps, such as 4; or a
-      ``schedules.Sync``. At a constant rate no step is local with the first three, and a warning
-      says so: pass a number.
+    - ``sync``: steps between synchronisations: "qsr" (default) every step while the learning rate
+      rises, then by its inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16; "linear"
+      by its inverse: 2 at half, 4 at a quarter; "rate" 2 after the peak and doubling each time the
+      rate halves, at most 16; "every"; a number of steps, such as 4; or a ``schedules.Sync``. At a
+      constant rate no step is local with the first three, and a warning says so: pass a number.
     - ``variance_updates``: exact steps at each interval 1, 2, 4, … (default 16), or a
       ``schedules.Updates``.
-    - ``exact_steps``: so many first steps are exact in any case (default 0); short runs want a
+    - ``exact_steps``: number of first steps that are always exact (default 0); short runs need a
       tenth or more of their steps.
 
     Between synchronisations ranks hold different parameters: call ``synchronize()`` before
     evaluating or exporting.
     """
 
-    # of each parameter, how many updates its variance has, and the step of the last one
+    # per parameter, the number of updates of its variance, and the step of the last one
     updated: torch.Tensor
-    accumulated: torch.Tensor  # since the anchor; both empty while there is no window
+    accumulated: torch.Tensor  # since the anchor; both are empty outside a window
     anchor: torch.Tensor
-    _members: frozenset[int] = frozenset()  # of the open window
+    _members: frozenset[int] = frozenset()  # parameters in the open window
 
     schedule_entries = (*ENTRIES, "stale", "trips", "common")
 
-    # ------------------------------------------------------------ what a step does
+    # ------------------------------------------------------------ one step
 
     @property
     def frozen(self) -> bool:
@@ -160,10 +155,10 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             self._gather(self.windows.after(self.steps_done, self.param_groups))
 
     def _gather(self, window: list[tuple[float, float]]) -> None:
-        """Parameters and momentum from d in ``work``."""
+        """Update parameters and momentum from d in ``work``."""
         anchor = self.anchor if self.held else self._empty
         for (group, at), (rate, decay) in zip(self.groups(), window, strict=True):
-            if not self.held:  # else ranks have m of their own
+            if not self.held:  # otherwise ranks have different m
                 self.add_known(at, group["betas"][0] * rate)
             if len(at):
                 self.kernels.apply_mean(
@@ -181,7 +176,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.windows.held = 0
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
-        """Adam's own while no step was anything else."""
+        """Take an exact step, equal to Adam's as long as all steps were exact."""
         if self.channel.size == 1:
             self._close_alone()
         if self.windows.updates == self.steps_done:
@@ -213,10 +208,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             )
 
     def _close_alone(self) -> None:
-        """A state of several ranks goes on with one: its window ends where it stands, and what is
-        owed is paid."""
+        """Continue a state of several ranks on one: end its window here and apply the residuals."""
         self.windows.held = 0
-        # of one rank: none is reduced
+        # on one rank there are no reduced residuals
         for (name, offset), owed, _ in self.quantized.residuals.places():
             self._flat.weights[self._flat.names.index(name)].view(-1)[
                 offset : offset + owed.numel()
@@ -224,8 +218,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.quantized.residuals.load({})
 
     def local(self, gain: float) -> None:
-        """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the
-        window goes on."""
+        """Take a local step. A non-finite gradient leaves its momentum unchanged, because no other
+        rank can be asked."""
         self.refresh()
         if self.held == 0:
             self._members = frozenset(self.trained)
@@ -259,8 +253,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.windows.hold(window, span)
 
     def _local_gain(self, gain: float) -> float:
-        """The factor of the local gradients; 0, so that none of them counts, if they are to be
-        clipped and have no norm."""
+        """Return the factor of the local gradients; 0 if they are to be clipped and their norm is
+        not finite."""
         if self.clipping.max_norm is None:
             return gain
         squares = self.squares(gain)
@@ -282,7 +276,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     # ------------------------------------------------------------ the variance
 
     def refresh(self) -> None:
-        """Divisors and codecs of the variance as it is now."""
+        """Set divisors and codecs from the present variance."""
         if not self._stale:
             return
         for i in self.numbers:
@@ -309,8 +303,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             self.accumulated = self.anchor = self._empty
 
     def _count_updates(self) -> None:
-        """Write into ``state``, which is all that torch's tools carry along, that every step so far
-        was an update."""
+        """Record in ``state``, which torch's tools save, that every step so far was an update."""
         for i, row in enumerate(self.updated):
             row[0], row[1] = self.tensors.own_steps(i, self.steps_done), self.windows.updated_at
 
@@ -323,7 +316,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.updated.zero_()
 
     def is_trained(self, i: int) -> bool:
-        """Membership, fixed until a window ends: ranks hold different values of what it moves."""
+        """True if the parameter is trained; fixed until a window ends, because ranks hold different
+        values inside."""
         return i in self._members if self.held else super().is_trained(i)
 
     def replicated(self) -> list[torch.Tensor]:
@@ -357,10 +351,10 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         return super().shared() | {"windows": self.windows.state()}
 
     def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
-        """A window that is open ends here, with the exact mean of the displacements of those who
-        have come furthest in it.
+        """End an open window with the exact mean of the displacements of the ranks that are
+        furthest in it.
 
-        Who took fewer steps of it, because another rank asked for a change in its middle, is
+        A rank that took fewer of its steps, because another rank asked for a change in between, is
         behind.
         """
         channel, taking = self.channel, not standing.behind
@@ -411,7 +405,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         return state
 
     def waiting(self) -> dict[str, torch.Tensor]:
-        """Mid-window ranks differ in momentum and accumulated steps."""
+        """Return momentum and accumulated steps, which differ between ranks inside a window."""
         differ = {"exp_avg": self.momentum, "accumulated": self.accumulated}
         return differ if self.held else {}
 
@@ -432,7 +426,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             if self.windows.updates == self.steps_done:
                 self._count_updates()
             if self.consensus is not None:
-                # it ends with an agreement on the floor
+                # an exact step ends with an agreement on the floor
                 self.windows.exact_until = self.steps_done + 1
             return
         self.windows.load(schedule)
@@ -469,11 +463,11 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     ``ShardedOneBitAdam``.
 
     ``sync`` is "linear" by default: windows grow by the inverse of the learning rate, not by its
-    square, for parameters stand still inside one and take all its steps at its end. Longer ones are
-    taken and, where they may do harm, warned of.
+    square, for parameters stand still inside one and take all its steps at its end. Longer windows
+    are allowed, with a warning if they may do harm.
 
-    Per parameter 8 bytes of what waits for the end of a window more than there. ``synchronize()``
-    at the end of training takes in what an open window has gathered.
+    The state that waits for the end of a window takes 8 more bytes per parameter than there.
+    ``synchronize()`` at the end of training applies an open window.
     """
 
     schedule_entries = (*ENTRIES, "carried")
@@ -490,7 +484,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     def __init__(
         self, params: Any, *args: Any, sync: Spans = "linear", **options: Unpack[WindowOptions]
     ) -> None:
-        self._long = False  # whether a long step was warned of
+        self._long = False  # whether the warning about a long step was given
         super().__init__(params, *args, sync=sync, **options)
 
     def _place(self, flat: Flat) -> None:
@@ -508,8 +502,8 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         return self.windows.round(self.steps_done, self.param_groups, self.facts)
 
     def local(self, gain: float) -> None:
-        """A gradient that is not finite counts as zero: nobody can be asked, and the window goes
-        on."""
+        """Take a local step. A non-finite gradient counts as zero, because no other rank can be
+        asked."""
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
         self._warn_of_long_step(span)
         squares = self.squares(gain)
@@ -569,7 +563,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
                 d.div_(self.tensors.divisor(i))
 
     def _carry(self) -> list[float]:
-        """A of each group once this step is in."""
+        """Return A of each group after this step."""
         before, step = (
             self.carried if self.windows.held else [0.0] * len(self.param_groups),
             self.windows.held + 1,
@@ -588,7 +582,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
             yield from self._observe()
 
     def longest(self, i: int) -> float:
-        """The longest way of all steps of the window together."""
+        """Return the longest move in all steps of the window together."""
         window = self.windows.after(self.steps_done, self.param_groups)
         rate = next(
             rate for (_, at), (rate, _) in zip(self.groups(), window, strict=True) if i in at
@@ -600,7 +594,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         )
 
     def _gather(self, window: Sequence[tuple[float, float]], carried: Sequence[float]) -> None:
-        """Master weights and momentum from the displacement in ``mean``."""
+        """Update master weights and momentum from the displacement in ``mean``."""
         for (_, at), (rate, decay), own in zip(self.groups(), window, carried, strict=True):
             for i in self.owned(at):
                 m = self._momenta[i].mul_(own).addcmul_(self._means[i], self.unit(i))
@@ -609,7 +603,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
                 self.bound_momentum(i)
 
     def _observe(self) -> Steps[None]:
-        """An exact step after windows have begun: its variance counts, and an element without any
+        """Update the variance in an exact step after windows have begun; an element without any
         begins with v̂ = g²."""
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
@@ -625,7 +619,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
                 ).mul_(after)
                 m.lerp_(g, 1 - beta1)
         own = [float(v.sum(dtype=torch.float64)) for v in self._variances]
-        # owners alone know v as it is now
+        # only owners know the present v
         for i, total in enumerate((yield from self.gathered(own)).sum(axis=0)):
             self.tensors.divide(i, total=float(total))
         for group, at in self.groups():
@@ -649,7 +643,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     # ------------------------------------------------------------ the variance
 
     def sort(self) -> Steps[None]:
-        """Divisors and codecs of the variance as it is now."""
+        """Set divisors and codecs from the present variance."""
         yield from ()
         frozen = self.tensors.frozen.tolist()
         for i in self.numbers:
