@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     for phase in phases:
         phase.fresh = next(one.seconds for one in phases if one.run == f"fresh {phase.rate}")
     table = [cells(phase) for phase in phases]
-    terminal.show(list(table[0]), [list(row.values()) for row in table])
+    print(terminal.table(table))
     return harness.deliver(options, phases, judge=judge)
 
 

@@ -29,7 +29,7 @@ PREDICTED = {"bf16": "bf16-ring"}
 COMPUTE = "compute"
 BUCKET_MB, WARM = 25.0, 3
 CLOSE = 0.10  # slower than the fastest way that was measured, at most
-HEAD = ["way", "measured ms", "predicted ms", "off by", ""]
+PANELS = {"one step, ms": ("measured ms", "predicted ms")}
 
 
 @dataclass
@@ -53,13 +53,14 @@ def run(options: argparse.Namespace) -> int:
     measured, seconds = found
     rows, why = planned(measured, seconds, load)
     print(f"computing alone takes {1e3 * seconds[COMPUTE]:.1f} ms")
-    print(harness.render(HEAD, [cells(row) for row in rows]))
+    print(harness.table(list(map(cells, rows))))
     print(f"the plan: {why}")
     chosen, best = choice(rows)
     print(
         f"chosen: {chosen.way}, fastest: {best.way}; the choice takes "
         f"{chosen.seconds / best.seconds:.2f} of the fastest"
     )
+    draw = harness.drawing("A training step in every way", cells, PANELS)
     return harness.deliver(
         options, rows, judge=judge, draw=draw, machines=measured.as_dict(), why=why, seconds=seconds
     )
@@ -128,14 +129,14 @@ def choice(rows: list[Row]) -> tuple[Row, Row]:
     return next(row for row in rows if row.chosen), min(rows, key=lambda row: row.seconds)
 
 
-def cells(row: Row) -> list[str]:
-    return [
-        row.way,
-        f"{1e3 * row.seconds:.1f}",
-        f"{1e3 * row.predicted_seconds:.1f}",
-        f"{100 * row.off:+.0f} %",
-        "chosen" if row.chosen else "",
-    ]
+def cells(row: Row) -> dict[str, str]:
+    return {
+        "way": row.way,
+        "measured ms": f"{1e3 * row.seconds:.1f}",
+        "predicted ms": f"{1e3 * row.predicted_seconds:.1f}",
+        "off by": f"{100 * row.off:+.0f} %",
+        "": "chosen" if row.chosen else "",
+    }
 
 
 def judge(rows: list[Row]) -> list[tuple[str, bool]]:
@@ -143,21 +144,3 @@ def judge(rows: list[Row]) -> list[tuple[str, bool]]:
     ratio = chosen.seconds / best.seconds
     says = f"{chosen.way} takes {ratio:.2f} of the fastest, {best.way}; at most {1 + CLOSE:.2f}"
     return [(says, ratio <= 1 + CLOSE)]
-
-
-def draw(path: str, rows: list[Row]) -> None:
-    from commpress.cli import charts
-
-    chosen, _ = choice(rows)
-    with charts.chart(
-        path, f"A training step in every way; the plan takes {chosen.way}", size=(8, 4)
-    ) as (panel,):
-        charts.bars(
-            panel,
-            [row.way for row in rows],
-            {
-                "measured": [1e3 * row.seconds for row in rows],
-                "predicted": [1e3 * row.predicted_seconds for row in rows],
-            },
-            "one step, ms",
-        )

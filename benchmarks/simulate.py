@@ -33,7 +33,7 @@ from commpress.tiered_mem import parse_bytes, show_bytes
 WAYS, SIZES = "plain,int8,sign", "1MiB,8MiB"
 TIMEOUT = timedelta(minutes=5)
 MEDIAN, WORST = 0.10, 0.25
-HEAD = ["way", "size", "measured ms", "simulated ms", "off by"]
+PANELS = {"one call, ms": ("measured ms", "simulated ms")}
 
 
 @dataclass
@@ -85,10 +85,12 @@ def run(options: argparse.Namespace) -> int:
         return 0
     measured, rows = found  # machines as a buffer of each size finds them
     simulate(measured, rows)
-    print(harness.render(HEAD, list(map(cells, rows))))
+    print(harness.table(list(map(cells, rows))))
     offs = sorted(abs(row.off) for row in rows)
     print(f"off by {100 * median(offs):.0f} % (median), {100 * offs[-1]:.0f} % (worst)")
     every = {show_bytes(size): one.as_dict() for size, one in measured.items()}
+    title = f"All-reduces among {rows[0].ranks} ranks, measured and simulated"
+    draw = harness.drawing(title, cells, PANELS)
     return harness.deliver(options, rows, judge=judge, draw=draw, machines=every)
 
 
@@ -163,14 +165,14 @@ def simulate(measured: dict[int, machines.Machines], rows: list[Row]) -> None:
         row.simulated_seconds = found.seconds
 
 
-def cells(row: Row) -> list[str]:
-    return [
-        row.way,
-        show_bytes(row.size),
-        f"{1e3 * row.seconds:.2f}",
-        f"{1e3 * row.simulated_seconds:.2f}",
-        f"{100 * row.off:+.0f} %",
-    ]
+def cells(row: Row) -> dict[str, str]:
+    return {
+        "way": row.way,
+        "size": show_bytes(row.size),
+        "measured ms": f"{1e3 * row.seconds:.2f}",
+        "simulated ms": f"{1e3 * row.simulated_seconds:.2f}",
+        "off by": f"{100 * row.off:+.0f} %",
+    }
 
 
 def judge(rows: list[Row]) -> list[tuple[str, bool]]:
@@ -182,26 +184,3 @@ def judge(rows: list[Row]) -> list[tuple[str, bool]]:
         ),
         (f"all are within {100 * offs[-1]:.0f} %, at most {100 * WORST:.0f}", offs[-1] <= WORST),
     ]
-
-
-def draw(path: str, rows: list[Row]) -> None:
-    from commpress.cli import charts
-
-    ways = list(dict.fromkeys(row.way for row in rows))
-    with charts.chart(
-        path,
-        f"All-reduces among {rows[0].ranks} ranks, measured and simulated",
-        panels=len(ways),
-        share=True,
-        size=(4.6, 4.2),
-    ) as panels:
-        for panel, way in zip(panels, ways, strict=True):
-            mine = [row for row in rows if row.way == way]
-            charts.over_sizes(
-                panel,
-                {
-                    "measured": [(r.size, r.seconds) for r in mine],
-                    "simulated": [(r.size, r.simulated_seconds) for r in mine],
-                },
-            )
-            panel.set_title(way, fontsize=10)

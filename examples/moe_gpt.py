@@ -13,12 +13,12 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from expert_load import draw
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli.expert_load import draw
 from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
 
 

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         if room not in rooms:
             about = f"{ROOMS[room]}\n\n{overview(room)}"
             home = rooms[""].add_parser(room, description=about, **WHOLE)
-            home.set_defaults(run=partial(_incomplete, room), parser=home)
+            home.set_defaults(parser=home)
             rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
         below = rooms[room].add_parser(name, description=command.help, **WHOLE)
         command.options(below)
@@ -81,13 +81,6 @@ def _start(module: str, function: str, options: argparse.Namespace) -> int:
     return int(getattr(import_module(module), function)(options))
 
 
-def _incomplete(room: str, options: argparse.Namespace) -> int:
-    from commpress.cli.commands import COMMANDS
-
-    known = ", ".join(command.words for command in COMMANDS if command.words.startswith(f"{room} "))
-    raise InvalidArgument(f"what shall 'commpress {room}' do? expected one of {known}")
-
-
 def _check_words(argv: Sequence[str]) -> None:
     """Refuse words that are no command, with the one that was meant."""
     from commpress.cli.commands import COMMANDS
@@ -103,6 +96,9 @@ def _check_words(argv: Sequence[str]) -> None:
             hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(known)}"
             raise InvalidArgument(f"there is no command {' '.join(typed)!r}: {hint}")
         beside = [words[1:] for words in beside if words and words[0] == word]
+    if typed[1:] and [] not in beside:
+        known = ", ".join(" ".join([*typed[1:], *words]) for words in beside)
+        raise InvalidArgument(f"what shall {' '.join(typed)!r} do? expected one of {known}")
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
@@ -157,6 +153,7 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
             _refuse_unknown(vars(options).get("parser", commands), "--")
         options.command = words[end + 1 :]
     own, refuses = vars(options).pop("parser", commands), vars(options).pop("refuses", None)
+    options.usual = own.get_default
     if unknown:
         _refuse_unknown(own, unknown[0])
     try:
@@ -166,6 +163,7 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
 
             if together := getattr(refusals, refuses, None):
                 together(options)
+        del options.usual  # options travel to ranks
         return int(options.run(options))
     # who read our output has gone; nothing more is to be flushed to it at exit
     except BrokenPipeError:

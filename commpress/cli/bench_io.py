@@ -16,14 +16,11 @@ from time import perf_counter
 import torch
 
 from commpress.cli import harness
-from commpress.errors import InvalidArgument
 from commpress.tiered_mem import FileLayer, Options, TieredStore, engines, parse_bytes, show_bytes
 
 ENOUGH = 0.95  # of fio
-HUGE = "io_uring huge"  # with its buffers in huge pages, as the store's memory is
-FIO = ("io_uring", "libaio", "psync", HUGE)
+FIO = ("io_uring", "libaio", "psync")
 TENSOR = 16 << 20
-TRIES = 6
 
 
 @dataclass
@@ -37,7 +34,6 @@ class ChunkRates:
     high: float
     fio: float = 0.0
     fio_engine: str = ""
-    huge: float = 0.0
 
     @property
     def of_fio(self) -> float | None:
@@ -65,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
                 table(rows[-1])
     suggest(rows, engine, speeds)
     title = f"The tiered store on this disk, engine {engine}"
-    draw = harness.drawing(title, cells, {"GB per second": ("store", "fio", "huge")})
+    draw = harness.drawing(title, cells, {"GB per second": ("store", "fio")})
     return harness.deliver(options, rows, judge=judge, draw=draw, engine=engine)
 
 
@@ -84,12 +80,8 @@ def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]
 def summary(chunk: int, verb: str, figures: dict[str, list[float]]) -> ChunkRates:
     ours = figures[f"store {verb}"]
     row = ChunkRates(chunk, verb, median(ours), min(ours), max(ours))
-    fio = {
-        kind: median(figures[f"fio {kind} {verb}"]) for kind in FIO if "fio psync read" in figures
-    }
-    if fio:
-        row.huge = fio.pop(HUGE)
-        row.fio, row.fio_engine = max((speed, kind) for kind, speed in fio.items())
+    fio = [(median(figures[f"{kind} {verb}"]), kind) for kind in FIO if f"{kind} {verb}" in figures]
+    row.fio, row.fio_engine = max(fio, default=(0.0, ""))
     return row
 
 
@@ -105,7 +97,6 @@ def cells(row: ChunkRates) -> dict[str, str]:
         "fio": gb(row.fio),
         "its engine": row.fio_engine,
         "of fio": "" if row.of_fio is None else f"{100 * row.of_fio:.0f}%",
-        "huge": gb(row.huge),
     }
 
 
@@ -137,126 +128,60 @@ def judge(rows: list[ChunkRates]) -> list[tuple[str, bool]]:
 # ---------------------------------------------------- one pass over the same bytes, again and again
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A part of a file that is written already; ``direct``: past the page cache."""
+@contextmanager
+def passes(
+    folder: Path, chunk: int, size: int, engine: str, depth: int, fio: str | None
+) -> Iterator[dict[str, Callable[[], float]]]:
+    """Name → call that moves ``size`` bytes once and returns bytes per second. fio has a file of
+    its own beside the store's."""
+    settings = Options(chunk_bytes=chunk, segment_bytes=max(1 << 30, 2 * size))
+    host = size + (4 << 20)
+    with TieredStore.open(folder, host=host, engine=engine, depth=depth, options=settings) as store:
+        each = max(chunk, min(TENSOR, size))
+        names = [f"t{i}" for i in range(size // each)]
+        for name in names:
+            store.put(name, torch.randint(0, 256, (each,), dtype=torch.uint8))
 
-    path: Path
-    offset: int
-    size: int
-    direct: bool
+        def write() -> float:
+            for name in names:
+                with store.borrow(name):  # newer in memory from now on
+                    pass
+            return timed(lambda: store.flush().wait())
+
+        def read() -> float:
+            store.flush().wait()
+            store.evict(names).wait()
+            return timed(lambda: store.prefetch(names).wait())
+
+        def timed(call: Callable[[], object]) -> float:
+            begin = perf_counter()
+            call()
+            return each * len(names) / (perf_counter() - begin)
+
+        calls: dict[str, Callable[[], float]] = {"store write": write, "store read": read}
+        for kind in FIO if fio else ():
+            for verb in ("write", "read"):
+                words = (fio or "", folder / "fio", kind, verb, chunk, size, depth, store.direct)
+                calls[f"{kind} {verb}"] = partial(run_fio, *words)
+        yield calls
 
 
-def run_fio(fio: str, stretch: Stretch, kind: str, chunk: int, depth: int, verb: str) -> float:
-    """One pass; psync gets ``depth`` threads instead of a queue. Nothing for huge pages where none
-    are set aside.
+def run_fio(
+    fio: str, file: Path, kind: str, verb: str, chunk: int, size: int, depth: int, direct: bool
+) -> float:
+    """One pass; psync gets ``depth`` threads instead of a queue.
 
     fio rounds its time up to whole milliseconds, half a millisecond too long on average, of the 30
     that 512 MiB take on a fast device: that half is taken off.
     """
     jobs, queue = (depth, 1) if kind == "psync" else (1, depth)
     command = f"""
-        {fio} --name=b --rw={verb} --bs={chunk} --size={stretch.size // jobs}
-        --offset={stretch.offset} --offset_increment={stretch.size // jobs}
-        --ioengine={kind.split()[0]} --iodepth={queue} --numjobs={jobs}
-        --direct={int(stretch.direct)} --thread --fallocate=none --group_reporting
-        --output-format=json {"--mem=mmaphuge" if kind == HUGE else ""}
+        {fio} --name=b --rw={verb} --bs={chunk} --size={size // jobs}
+        --offset_increment={size // jobs} --ioengine={kind} --iodepth={queue} --numjobs={jobs}
+        --direct={int(direct)} --thread --fallocate=none --group_reporting --output-format=json
     """.split()
-    command.append(f"--filename={stretch.path}")
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = subprocess.run([*command, f"--filename={file}"], capture_output=True, text=True)
     if ran.returncode:
         return 0.0
     found = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0][verb]
     return float(found["io_bytes"] / max(found["runtime"] - 0.5, 0.5) * 1e3)
-
-
-@contextmanager
-def passes(
-    folder: Path, chunk: int, size: int, engine: str, depth: int, fio: str | None
-) -> Iterator[dict[str, Callable[[], float]]]:
-    """Name → call that moves ``size`` bytes once and returns bytes per second.
-
-    Where on a disk a file lies can change its speed by a tenth and more, so all of them use one
-    stretch of one of the store's own files. Changes of the store alternate between this stretch and
-    another; the others run while the store keeps to that.
-    """
-    settings = Options(chunk_bytes=chunk, segment_bytes=max(1 << 30, 2 * size))
-    with TieredStore.open(
-        folder, host=size + (4 << 20), engine=engine, depth=depth, options=settings
-    ) as store:
-        stored = Stored(store, size, max(chunk, TENSOR))
-        calls = {"store write": stored.write, "store read": stored.read}
-        for kind in FIO if fio else ():
-            for verb in ("write", "read"):
-                call = partial(run_fio, fio or "", stored.stretch, kind, chunk, depth, verb)
-                calls[f"fio {kind} {verb}"] = partial(stored.aside, call)
-        yield calls
-
-
-class Stored:
-    """Tensors of a store that are changed and written, evicted and read."""
-
-    def __init__(self, store: TieredStore, size: int, tensor_bytes: int) -> None:
-        self._store, self._size = store, size
-        self._names = [f"t{i}" for i in range(size // tensor_bytes)]
-        for name in self._names:
-            store.put(name, torch.randint(0, 256, (tensor_bytes,), dtype=torch.uint8))
-
-        def whole(found: Stretch | None) -> bool:
-            return found is not None and found.offset + size <= found.path.stat().st_size
-
-        self._change()
-        found = self._change_until(whole, "the store's files have a stretch of that length")
-        assert found is not None
-        self.stretch = found
-
-    def write(self) -> float:
-        self._settle(here=False)
-        self._dirty()
-        return self._rate(lambda: self._store.flush().wait())
-
-    def read(self) -> float:
-        self._settle(here=True)
-        self._store.evict(self._names).wait()
-        return self._rate(lambda: self._store.prefetch(self._names).wait())
-
-    def aside(self, call: Callable[[], float]) -> float:
-        """While the stretch is free for others."""
-        self._settle(here=False)
-        return call()
-
-    def _rate(self, call: Callable[[], object]) -> float:
-        begin = perf_counter()
-        call()
-        return self._size / (perf_counter() - begin)
-
-    def _settle(self, *, here: bool) -> None:
-        why = "the store writes to two places by turns"
-        self._change_until(lambda place: (place == self.stretch) == here, why)
-
-    def _change_until(self, fits: Callable[[Stretch | None], bool], why: str) -> Stretch | None:
-        """The place of the tensors, which are written anew until it fits."""
-        for _ in range(TRIES):
-            if fits(place := self._place()):
-                return place
-            self._change()
-        raise InvalidArgument(f"--size is {self._size}: with a power of two {why}")
-
-    def _change(self) -> None:
-        self._dirty()
-        self._store.flush().wait()
-
-    def _dirty(self) -> None:
-        for name in self._names:
-            with self._store.borrow(name):
-                pass
-
-    def _place(self) -> Stretch | None:
-        """The stretch in which the tensors lie, if they lie side by side."""
-        places = [place for name in self._names for place in self._store.places(name)]
-        at = places[0].offset
-        for place in places:
-            if place.file != places[0].file or place.offset != at:
-                return None
-            at += place.nbytes
-        return Stretch(Path(places[0].file), places[0].offset, self._size, self._store.direct)

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.choice import AUTO, METHODS, steps_of_trial
 from commpress.cli import harness, training
-from commpress.cli.refusals import bucket_sizes, variants_of
+from commpress.cli.refusals import variants_of
 
 WARM = 4  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD begins with the third
 
@@ -46,8 +46,7 @@ def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Traine
 
 def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[TrainedVariant | str]:
     load, variants = training.load_of(options), variants_of(options.ways)
-    sizes = bucket_sizes(variants, options.bucket_mb)
-    trainees = {name: trainee(name, sizes.get(name, sizes[""]), load) for name in variants}
+    trainees = {name: trainee(name, options.bucket_mb, load) for name in variants}
     for one in trainees.values():
         one.train(WARM + (steps_of_trial(METHODS) if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())

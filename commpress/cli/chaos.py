@@ -9,23 +9,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
 
-from commpress.cli import harness, refusals
+from commpress.cli import fault_schedule, harness, refusals, victims
 from commpress.cli.fault_schedule import LAUNCHER, Fault
 from commpress.cli.history import History, Hit, Verdict
 from commpress.cli.hosts import Hosts
-from commpress.cli.victims import Ended, LauncherStore, Victim, free_port, none_left
+from commpress.cli.victims import Ended, LauncherStore, Victim, none_left
 from commpress.collectives.transports.run_key import VARIABLE, new_run_key, run_key
 
 SOAK = (sys.executable, "-m", "commpress.cli.soak")
 TICK = 0.02  # seconds between two looks at the processes
 RUNS, RESTS = 1, 4  # ticks of a slowed process
+RESTART = 1.0  # seconds until a process that has ended starts again
 ENDING = 10.0  # seconds between SIGTERM and SIGKILL
 SETTLE = 5  # steps that all commit together before the run is over
+# of --check: shares, and seconds
+GOODPUT, PARTICIPATION = 0.9, 0.8
+MEDIAN_PAUSE, LONGEST_PAUSE, LONGEST_HEALING = 2.5, 30.0, 20.0
 FIGURES = (
     "goodput",
     "participation",
@@ -59,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
                 chaos.run(progress)
             return _report(options, chaos)
     except Ended as asked:
-        print(f"commpress: chaos ended by {signal.Signals(asked.number).name}", file=sys.stderr)
-        return 128 + asked.number
+        return asked.status("chaos")
 
 
 class Chaos:
@@ -70,7 +73,7 @@ class Chaos:
         self, options: argparse.Namespace, faults: list[Fault], folder: Path, hosts: Hosts | None
     ) -> None:
         self.options, self.faults, self.hosts = options, faults, hosts
-        command = options.command or [*SOAK, str(options.step_seconds)]
+        command = options.command or SOAK
         self.victims = [Victim(i, command, folder, hosts) for i in range(options.ranks)]
         self.store = LauncherStore(hosts)
         # the store is open to whoever reaches its port
@@ -94,9 +97,9 @@ class Chaos:
             return
         seconds = self.options.seconds
         now = self.start = time.monotonic()
-        first = [fault.at for fault in self.faults[:1]]
-        self.begin = self.start + min(self.options.calm, *first, seconds)
         waiting = [replace(fault, at=self.start + fault.at) for fault in self.faults]
+        first = [fault.at for fault in self.faults[:1]]
+        self.begin = self.start + min([fault_schedule.calm(seconds), *first])
         while now < self.start + seconds and not self._over() and not self.hung:
             while waiting and waiting[0].at <= now and self._may(waiting[0]):
                 self._make(waiting.pop(0))
@@ -127,13 +130,11 @@ class Chaos:
 
     def _all_train(self) -> bool:
         self.history.read()
-        if {commit.victim for commit in self.history.commits} == set(range(len(self.victims))):
-            return True
         for victim in self.victims:
             if not victim.alive:
                 said = victim.last_words()
                 self.hung = f"rank {victim.number} ended before all had committed a step: {said}"
-        return False
+        return len({commit.victim for commit in self.history.commits}) == len(self.victims)
 
     def _settled(self, since: int) -> bool:
         """All ranks have committed some steps together, or need not any more."""
@@ -143,8 +144,7 @@ class Chaos:
             if commit.step > since:
                 together.setdefault(commit.step, set()).add(commit.victim)
         whole = sum(len(who) == len(self.victims) for who in together.values())
-        late = self.options.no_restart and time.monotonic() > self.end + 2
-        return whole >= SETTLE or self._over() or late
+        return whole >= SETTLE or self._over()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -155,25 +155,32 @@ class Chaos:
                 self._slow(victim, now)
         for commit in self.history.read():
             if commit.life == self.victims[commit.victim].life:
-                self._came_back(commit.victim, commit.clock)
+                self.victims[commit.victim].away = False
+                for hit in self._open(commit.victim):
+                    if commit.clock > hit.end:
+                        hit.back = commit.clock
         for victim in self.victims:
             self._ended(victim, now)
         newest = max((commit.clock for commit in self.history.commits), default=now)
         if now - newest > self.options.patience:
-            self._hangs(newest, now)
+            self.hung = f"no step was committed for {now - newest:.0f} s"
+            for number in (signal.SIGCONT, signal.SIGABRT):  # each writes where it is
+                self._send(number)
 
     def _finish(self) -> None:
         """Ask the processes to end; then make them."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for victim in self.victims:
-                if victim.alive:
-                    if victim.stopped:
-                        victim.send(signal.SIGCONT)
-                    victim.send(number)
+            self._send(number)
+            self._send(signal.SIGCONT)
             until = time.monotonic() + ENDING
             while time.monotonic() < until and any(victim.alive for victim in self.victims):
                 time.sleep(TICK)
         self.history.read()
+
+    def _send(self, number: signal.Signals) -> None:
+        for victim in self.victims:
+            if victim.alive:
+                victim.send(number)
 
     def _over(self) -> bool:
         """The command has done all its work: every process has ended well."""
@@ -198,7 +205,6 @@ class Chaos:
         self.made.append(f"{now - self.start:7.1f} s  {fault}")
         self.hits.append(Hit(fault.kind, number, now, end))
         target = self.store if number == LAUNCHER else self.victims[number]
-        host = len(self.victims) if number == LAUNCHER else number
         if fault.kind == "kill":
             target.send(signal.SIGKILL)
         elif fault.kind == "stop":
@@ -207,6 +213,7 @@ class Chaos:
         elif fault.kind == "slow" and isinstance(target, Victim):
             target.slowed_until = end
         elif fault.kind == "cut" and hosts is not None:
+            host = number % len(hosts)  # the launcher's is the last
             hosts.cut(host, fault.share)
             self._at(end, lambda: hosts.restore(host))
 
@@ -230,69 +237,45 @@ class Chaos:
             said = f"rank {victim.number} ended with status {victim.status}: {victim.last_words()}"
             self.ends.append(said)
             self.made.append(f"{now - self.start:7.1f} s  {said}")
-        victim.away, victim.slowed_until = True, None
-        # ended for good, with --no-restart
-        victim.pending = True
-        if not self.options.no_restart:
-            self._at(now + self.options.restart_after, lambda: self._again(victim))
-
-    def _again(self, victim: Victim) -> None:
-        self._begin(victim, again=True)
-        for hit in self._open(victim.number):
-            hit.restarted = time.monotonic()
+        victim.away, victim.slowed_until, victim.pending = True, None, True
+        self._at(now + RESTART, lambda: self._begin(victim, again=True))
 
     def _begin(self, victim: Victim, *, again: bool = False) -> None:
         victim.start(self._environment(victim.number, again=again))
         self.history.follow(victim.events, victim.number, victim.life)
-
-    def _came_back(self, number: int, clock: float) -> None:
-        self.victims[number].away = False
-        for hit in self._open(number):
-            if clock > hit.end:
-                hit.back = clock
+        for hit in self._open(victim.number):
+            hit.restarted = time.monotonic()
 
     def _open(self, number: int) -> list[Hit]:
         """Hits of a victim that has committed nothing since."""
         return [hit for hit in self.hits if hit.victim == number and hit.back is None]
 
-    def _hangs(self, newest: float, now: float) -> None:
-        """Say so, and let every process write where it is."""
-        self.hung = f"no step was committed for {now - newest:.0f} s"
-        for victim in self.victims:
-            if victim.alive:
-                victim.send(signal.SIGCONT)
-                victim.send(signal.SIGABRT)
-
     def _environment(self, number: int, *, again: bool = False) -> dict[str, str]:
         """torchrun's variables; who starts again begins alone, and finds the others in the
         store."""
-        store = f"{self.store.address}:{self.store.port}"
-        common = {
+        size, store = len(self.victims), f"{self.store.address}:{self.store.port}"
+        variables: dict[str, object] = {
             "COMMPRESS_STORE": store,
-            "COMMPRESS_HASH_EVERY": str(self.options.hash_every),
-            "OMP_NUM_THREADS": "1",
+            "COMMPRESS_HASH_EVERY": 1,
+            "OMP_NUM_THREADS": 1,
+            "RANK": number,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": 0 if self.hosts else number,
+            "LOCAL_WORLD_SIZE": 1 if self.hosts else size,
+            "MASTER_ADDR": self.store.address,
+            "MASTER_PORT": self.store.port,
             **self.key,
         }
         if self.hosts is None:
-            common["GLOO_SOCKET_IFNAME"] = "lo"
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
         if again:
-            alone = "127.0.0.1" if self.hosts is None else self.hosts.addresses[number]
-            meeting = (0, 1, 0, 1, alone, free_port())
-            common["COMMPRESS_JOIN"] = store
+            variables |= {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            variables["MASTER_ADDR"] = self.hosts.addresses[number] if self.hosts else "127.0.0.1"
+            variables["MASTER_PORT"] = victims.free_port()
+            variables["COMMPRESS_JOIN"] = store
         else:
-            size = len(self.victims)
-            local = (number, size) if self.hosts is None else (0, 1)
-            meeting = (number, size, *local, self.store.address, self.store.port)
-            common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        names = [
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        ]
-        return common | dict(zip(names, map(str, meeting), strict=True))
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        return {name: str(value) for name, value in variables.items()}
 
 
 # ---------------------------------------------------------------- the report
@@ -303,9 +286,9 @@ def _report(options: argparse.Namespace, chaos: Chaos) -> int:
     bars = [(f"nothing hangs{f': {chaos.hung}' if chaos.hung else ''}", not chaos.hung)]
     print("\n".join(chaos.made))
     if chaos.begin:
-        print("\n".join(_lines(verdict)))
-        bars += _always(verdict)
-        bars += _bars(options, verdict) if options.check else []
+        print("\n".join(lines(verdict)))
+        bars += always(verdict)
+        bars += checked(verdict) if options.check else []
     if options.json:
         content = {
             **harness.machine(),
@@ -315,15 +298,15 @@ def _report(options: argparse.Namespace, chaos: Chaos) -> int:
             "hung": chaos.hung,
             "faults": chaos.made,
             "ends": chaos.ends,
-            "hits": [harness.row(hit) for hit in chaos.hits],
-            "pauses": [harness.row(pause) for pause in verdict.pauses],
+            "hits": list(map(asdict, chaos.hits)),
+            "pauses": list(map(asdict, verdict.pauses)),
         }
         harness.write_json(options.json, content)
     print()
     return harness.verdict(bars)
 
 
-def _lines(verdict: Verdict) -> Iterator[str]:
+def lines(verdict: Verdict) -> Iterator[str]:
     seconds, steps = verdict.end - verdict.begin, len(verdict.disturbed)
     yield (
         f"goodput        {verdict.goodput:.1%}: {steps} steps in {seconds:.0f} s; undisturbed one "
@@ -352,7 +335,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
     )
 
 
-def _always(verdict: Verdict) -> Iterator[tuple[str, bool]]:
+def always(verdict: Verdict) -> Iterator[tuple[str, bool]]:
     """Bars of every run."""
     for what, steps in (
         ("no step lost", verdict.skipped),
@@ -366,17 +349,18 @@ def _always(verdict: Verdict) -> Iterator[tuple[str, bool]]:
         yield "no sample used twice", not verdict.samples_twice
 
 
-def _bars(options: argparse.Namespace, verdict: Verdict) -> Iterator[tuple[str, bool]]:
+def checked(verdict: Verdict) -> Iterator[tuple[str, bool]]:
+    """Bars of --check."""
     for what, share, least in (
-        ("goodput", verdict.goodput, options.min_goodput),
-        ("participation", verdict.participation, options.min_participation),
+        ("goodput", verdict.goodput, GOODPUT),
+        ("participation", verdict.participation, PARTICIPATION),
     ):
-        yield f"{what} {share:.1%} ≥ {least:g} %", 100 * share >= least
+        yield f"{what} {share:.1%} ≥ {least:.0%}", share >= least
     pauses = [pause.seconds for pause in verdict.pauses]
     for what, figures, of, most in (
-        ("median pause", pauses, median, options.median_pause),
-        ("longest pause", pauses, max, options.longest_pause),
-        ("longest healing", verdict.healing, max, options.longest_healing),
+        ("median pause", pauses, median, MEDIAN_PAUSE),
+        ("longest pause", pauses, max, LONGEST_PAUSE),
+        ("longest healing", verdict.healing, max, LONGEST_HEALING),
     ):
         if figures:
             yield f"{what} {of(figures):.2f} s ≤ {most:g} s", of(figures) <= most

@@ -1,4 +1,4 @@
-"""Pictures of one look: curves over sizes, bars side by side, losses over steps, matrices."""
+"""Pictures of one look: curves, bars side by side, matrices."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from matplotlib.ticker import FuncFormatter, NullLocator
-
-from commpress.tiered_mem import show_bytes
+from matplotlib.ticker import FuncFormatter
 
 COLOURS = ("#999999", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 ALONE = "#6b6f8a"  # of bars that no legend names
@@ -66,39 +64,10 @@ def _explain(figure: Any, panels: Sequence[Any]) -> None:
         )
 
 
-def over_sizes(
-    panel: Any,
-    curves: Mapping[str, Sequence[tuple[int, float]]],
-    axis: str = "time of one call, ms",
-    *,
-    scale: float = 1e3,
-) -> None:
-    """Seconds, or another figure, against bytes, both logarithmic; the first curve is the one to
-    beat."""
-    for i, (name, points) in enumerate(curves.items()):
-        sizes, values = zip(*points, strict=True)
-        panel.plot(
-            sizes,
-            [scale * v for v in values],
-            label=name,
-            **curve(i, first=i == 0 and len(curves) > 1),
-        )
-    panel.set(xscale="log", xlabel="size of the buffer", ylabel=axis)
-    ticks = sorted({size for points in curves.values() for size, _ in points})
-    panel.set_xticks(ticks[:: -(-len(ticks) // 7)])
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: show_bytes(int(size))))
-    panel.xaxis.set_minor_locator(NullLocator())
-    logarithmic(panel)
-
-
-def curve(i: int, *, first: bool = False) -> dict[str, Any]:
-    """Looks of the i-th curve; the first one, if it is to be beaten, is thick."""
-    return {
-        "color": COLOURS[i % len(COLOURS)],
-        "marker": MARKERS[i % len(MARKERS)],
-        "markersize": 5,
-        "linewidth": 3.0 if first else 1.7,
-    }
+def curve(i: int) -> dict[str, Any]:
+    """Looks of the i-th curve."""
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    return {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.7}
 
 
 def logarithmic(panel: Any) -> None:
@@ -137,10 +106,7 @@ def bars(
             )
             panel.text(value, at, " " + _shown(show, value), va="center", fontsize=8, bbox=PAPER)
             longest = max(longest, value)
-    panel.set_yticks(range(len(names)), names)
-    panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_xlim(0, 1.16 * longest or 1)
-    panel.set_xlabel(axis)
+    _rows(panel, names, longest, axis)
 
 
 def of_table(
@@ -173,29 +139,23 @@ def stacked(
     parts: Mapping[str, Sequence[float]],
     axis: str,
     *,
-    show: str = "{:.3g}",
     first: int = 0,
-    colours: Sequence[str] = COLOURS,
 ) -> None:
-    """Lying bars made of parts, with their sums; ``first``: of the colours."""
+    """Lying bars made of parts, with their sums; parts that are nothing are left out. ``first``: of
+    the colours."""
     left = [0.0] * len(names)
-    for i, (label, values) in enumerate(parts.items()):
-        shown = [max(v, 0.0) for v in values]
-        panel.barh(
-            range(len(names)),
-            shown,
-            left=left,
-            color=colours[first + i],
-            label=label or None,
-            height=0.7,
-        )
-        left = [a + b for a, b in zip(left, shown, strict=True)]
+    for colour, (label, values) in zip(COLOURS[first:], parts.items(), strict=False):
+        if any(values):
+            panel.barh(range(len(names)), values, left=left, color=colour, label=label, height=0.7)
+            left = [a + b for a, b in zip(left, values, strict=True)]
     for row, total in enumerate(left):
-        panel.text(total, row, " " + _shown(show, total), va="center", fontsize=9)
-    panel.set_yticks(range(len(names)), names)
-    panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_xlim(0, 1.17 * max(left) or 1)
-    panel.set_xlabel(axis)
+        panel.text(total, row, " " + _shown("{:.3g}", total), va="center", fontsize=9)
+    _rows(panel, names, max(left), axis)
+
+
+def _rows(panel: Any, names: Sequence[str], longest: float, axis: str) -> None:
+    panel.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+    panel.set(xlim=(0, 1.17 * longest or 1), xlabel=axis)
 
 
 def _shown(show: str, value: float) -> str:

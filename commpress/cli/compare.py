@@ -2,7 +2,6 @@
 bytes beside each other."""
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -20,7 +19,6 @@ from commpress.cli.hosts import Hosts
 from commpress.errors import CommpressError
 
 METHOD, SEED = "{method}", "{seed}"  # in the command
-HEAD = ["method", "runs", "final loss", "gap", "seconds", "speed", "MB sent"]
 SHOWN = 15  # last lines of a command that failed
 # gaps of less than these shares count as none: of one seed, of several
 CLOSE, CLOSEST = 0.005, 0.001
@@ -73,8 +71,7 @@ def run(options: argparse.Namespace) -> int:
                 runs.append(one)
                 said = f"{method}, seed {seed}: {len(one.losses)} losses, final {one.final:.4g}"
                 print(f"{said}, {one.seconds:.1f} s", flush=True)
-    print()
-    terminal.show(HEAD, rows(runs, methods))
+    print("\n" + terminal.table(rows(runs, methods)))
     print("\n".join(["", *map(terminal.wrapped, verdicts(runs, methods))]))
     if find_spec("matplotlib") is None:
         print("\nno picture: it needs matplotlib (pip install 'commpress[demo]')")
@@ -83,8 +80,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"\npicture: {options.out}")
     if options.json:
         found = [asdict(each) | {"final": each.final, "seconds": each.seconds} for each in runs]
-        content = {"command": options.command, "runs": found}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        terminal.write_json(options.json, {"command": options.command, "runs": found})
     return 1 if unused(runs, methods) else 0
 
 
@@ -198,7 +194,7 @@ def gaps(runs: Sequence[TrainedRun], method: str, baseline: str) -> list[float]:
     return [each.final / floor[each.seed] - 1 for each in runs if each.method == method]
 
 
-def rows(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[list[str]]:
+def rows(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[dict[str, str]]:
     groups = _by_method(runs, methods)
     base = mean(each.seconds for each in groups[methods[0]])
     table = []
@@ -207,15 +203,15 @@ def rows(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[list[str]]:
         seconds = mean(each.seconds for each in group)
         gap = "" if name == methods[0] else _percent(gaps(runs, name, methods[0]))
         table.append(
-            [
-                name,
-                str(len(group)),
-                _spread([each.final for each in group]),
-                gap,
-                f"{seconds:.1f}",
-                f"{base / seconds:.2f}",
-                f"{mean(sent) / 1e6:.1f}" if sent else "-",
-            ]
+            {
+                "method": name,
+                "runs": str(len(group)),
+                "final loss": _spread([each.final for each in group]),
+                "gap": gap,
+                "seconds": f"{seconds:.1f}",
+                "speed": f"{base / seconds:.2f}",
+                "MB sent": f"{mean(sent) / 1e6:.1f}" if sent else "-",
+            }
         )
     return table
 
@@ -269,12 +265,12 @@ def verdicts(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[str]:
             f"One seed does not show how much runs differ: write {SEED} into the command and give "
             f"--seeds 3. Gaps under {100 * CLOSE:g} % count as none here."
         )
-    said.append(
+    return [
+        *said,
         "Loss: the last held-out one, else the mean of the last tenth. Seconds: from the first "
         "loss to the last. Bytes: as the kernel counts them, of the busiest host, or of all "
-        "interfaces of this machine."
-    )
-    return said
+        "interfaces of this machine.",
+    ]
 
 
 def draw(path: str, runs: Sequence[TrainedRun], methods: Sequence[str]) -> None:

@@ -7,9 +7,6 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-from commpress.errors import InvalidArgument
 
 HEADERS = 52  # IP and TCP with time stamps, per segment
 # offsets of tcpi_total_retrans, _segs_out, _bytes_sent in struct tcp_info
@@ -39,15 +36,6 @@ def sent_bytes() -> int | None:
         )
         total += sent - sent_again + HEADERS * (segments - again)
     return total
-
-
-def interface_bytes(name: str) -> int:
-    """Bytes that a network interface of this process's namespace has sent."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        interface, colon, counters = line.partition(":")
-        if colon and interface.strip() == name:
-            return int(counters.split()[8])
-    raise InvalidArgument(f"interface is {name!r}, which is not there")
 
 
 def pace(rate: float) -> int:

@@ -3,7 +3,6 @@ time is up is shown."""
 
 import argparse
 import contextlib
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,8 +30,7 @@ def run(options: argparse.Namespace) -> int:
         with none_left() if sys.platform.startswith("linux") else contextlib.nullcontext():
             return _race(options, _plan(options))
     except Ended as asked:
-        print(f"commpress: demo ended by {signal.Signals(asked.number).name}", file=sys.stderr)
-        return 128 + asked.number
+        return asked.status("demo")
 
 
 def _plan(options: argparse.Namespace) -> list[Lane]:
@@ -116,8 +114,7 @@ def slow_network(count: int, kind: str, rate: float) -> Iterator[SlowNetwork]:
 
 def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
     with slow_network(options.ranks, options.network, options.rate) as network:
-        interface = "" if network.hosts is None else "eth0"
-        course = replace(plan[0].course, paced=network.paced, interface=interface)
+        course = replace(plan[0].course, paced=network.paced)
         plan = [replace(lane, course=course) for lane in plan]
         print(headline(plan, network), flush=True)
         with LocalRanks(options.ranks, hosts=network.hosts) as pool:
@@ -201,7 +198,7 @@ def summary(finishes: list[Finish]) -> None:
     """The table and how to read it."""
     groups = grouped(finishes)
     rows = [_cells(name, group, groups.get("plain")) for name, group in groups.items()]
-    terminal.show(list(rows[0]), [list(row.values()) for row in rows], best=[0])
+    print(terminal.table(rows, best=[0]))
     print("\n".join(["", *map(terminal.wrapped, _notes(groups))]))
 
 
@@ -224,7 +221,10 @@ def _cells(name: str, group: list[Finish], plain: list[Finish] | None) -> dict[s
 
 def _notes(groups: Groups) -> Iterator[str]:
     """Sentences on groups that come with the lowest loss first."""
-    yield "Losses in nats per byte, on held-out text."
+    yield (
+        "Losses in nats per byte, on held-out text, and their standard deviation over seeds; bytes "
+        "as the kernel counts them, headers included."
+    )
     if short := [name for name, group in groups.items() if min(f.steps for f in group) < FEWEST]:
         yield (
             f"Nothing can be compared: {', '.join(short)} did fewer than {FEWEST} steps. Give more "
@@ -236,13 +236,6 @@ def _notes(groups: Groups) -> Iterator[str]:
         others = [name for name in groups if not known[name].searched]
         each = "Each way" + (f" but {', '.join(others)}" if others else "")
         yield f"{each} has the best of two to four learning rates that were tried for it."
-    if len(first) > 1:
-        yield "Mean and standard deviation over seeds."
-    if "sign" in groups:
-        yield (
-            "sign may end at another loss in a long run: see exact_steps= and finer codecs for the "
-            "output layer."
-        )
     best = {True: "", False: ""}  # of ours, and of the others
     for name, group in reversed(groups.items()):
         if name != FLOOR:
@@ -253,11 +246,6 @@ def _notes(groups: Groups) -> Iterator[str]:
         told = [f"commpress's best way, {ours},", f"the best of the others, {peer},"]
         ahead, behind = told if gap > 0 else reversed(told)
         yield f"{ahead} ends {abs(gap):.3f} nats lower than {behind.removesuffix(',')}."
-    yield (
-        "Bytes: as the kernel counts them, headers and acknowledgements included."
-        if first[0].sent_bytes is not None
-        else "Bytes are not told by this system."
-    )
     yield (
         f"{first[0].ranks} ranks of one thread share this machine's cores; one run of a way "
         "differs from the next in the last digits."

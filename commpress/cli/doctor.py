@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from commpress import __version__
-from commpress.cli import harness, option_groups, terminal
+from commpress.cli import option_groups, terminal
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import CommpressError
 from commpress.tiered_mem import FileLayer, engines, show_bytes
@@ -82,16 +82,9 @@ def run(options: argparse.Namespace) -> int:
             ]
             print(f"  {state}  {chr(10).join(lines)[8:]}", flush=True)
     states = [finding.state for findings in found.values() for finding in findings]
-    count = {state: states.count(state) for state in COLOURS}
-    if options.report:
-        print(report(found))
-    else:
-        print(f"\n{count['ok']} ok, {count['note']} to note, {count['bad']} bad")
-    if options.json:
-        sections = {title: list(map(asdict, findings)) for title, findings in found.items()}
-        content = {**harness.machine(), "count": count, "sections": sections}
-        harness.write_json(options.json, content)
-    return int(count["bad"] > 0)
+    fine, notes, bad = map(states.count, COLOURS)
+    print(report(found) if options.report else f"\n{fine} ok, {notes} to note, {bad} bad")
+    return int(bad > 0)
 
 
 # ---------------------------------------------------------------- software

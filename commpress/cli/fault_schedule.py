@@ -1,6 +1,7 @@
 """Schedule of the faults that ``commpress chaos`` makes: drawn from a seed at a rate, or read from
-a file."""
+a file. Loads no torch."""
 
+import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ KINDS = {  # → seconds that it lasts: from, to
     "cut": (2.0, 10.0),
 }
 LAUNCHER = -1  # the process that holds the store of the rendezvous
-_LAUNCHER = "launcher"
 FORM = "SECONDS kill|stop|slow|cut RANK|launcher [for SECONDS] [all|half|bulk]"
 
 
@@ -31,37 +31,36 @@ class Fault:
     share: str = "all"  # of packets, of a link that is cut
 
     def __str__(self) -> str:
-        whom = _LAUNCHER if self.victim == LAUNCHER else f"{self.victim}"
+        whom = "launcher" if self.victim == LAUNCHER else f"{self.victim}"
         lasts = f" for {self.seconds:.3g} s" if self.kind != "kill" else ""
         return f"{self.kind} {whom}{lasts}" + (f" {self.share}" if self.kind == "cut" else "")
 
 
-def check_kinds(text: str) -> None:
-    """Raise ``InvalidArgument`` unless these are kinds of faults."""
-    for kind in text.split(","):
-        if kind and kind not in KINDS:
-            raise InvalidArgument(f"fault is {kind!r}, expected some of {', '.join(KINDS)}")
+def calm(seconds: float) -> float:
+    """Seconds before faults: what goodput is compared with."""
+    return min(10.0, seconds / 6)
+
+
+def of(options: argparse.Namespace) -> list[Fault]:
+    """The faults that the options of ``commpress chaos`` ask for."""
+    if options.schedule:
+        return read(options.schedule, options.ranks)
+    kinds, seconds = options.faults.split(","), options.seconds
+    return drawn(kinds, options.faults_per_hour, options.ranks, seconds, options.seed)
 
 
 def drawn(
-    kinds: Sequence[str],
-    per_hour: float,
-    ranks: int,
-    seconds: float,
-    seed: int,
-    *,
-    first: float = 0.0,
+    kinds: Sequence[str], per_hour: float, ranks: int, seconds: float, seed: int
 ) -> list[Fault]:
-    """Faults of these kinds at random times, ``per_hour`` on average, from ``first`` to
-    ``seconds``.
+    """Faults of these kinds at random times, ``per_hour`` on average, until ``seconds``.
 
     The gaps between them are exponential, as between failures that know nothing of each other; the
     same seed draws the same.
     """
-    draws, at, found = random.Random(seed), first, []
-    while per_hour > 0 and kinds:
+    draws, at, found = random.Random(seed), calm(seconds), []
+    while per_hour > 0:
         at += draws.expovariate(per_hour / 3600)
-        kind, victim = draws.choice(list(kinds)), draws.randrange(ranks)
+        kind, victim = draws.choice(kinds), draws.randrange(ranks)
         lasts, share = draws.uniform(*KINDS[kind]), draws.choice(list(SHARES))
         if at >= seconds:
             break
@@ -72,14 +71,9 @@ def drawn(
 def read(path: str | Path, ranks: int) -> list[Fault]:
     """Faults of a file with one a line, in the order of their times; empty lines and what follows #
     are left out."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise InvalidArgument(f"--schedule {path}: {error.strerror}") from None
     found = []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if words:
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        if words := line.partition("#")[0].split():
             try:
                 found.append(_fault(words, ranks))
             except (ValueError, IndexError) as error:
@@ -91,13 +85,8 @@ def read(path: str | Path, ranks: int) -> list[Fault]:
 
 def _fault(words: list[str], ranks: int) -> Fault:
     at, kind, whom, *rest = words
-    victim = LAUNCHER if whom == _LAUNCHER else int(whom)
-    if (
-        kind not in KINDS
-        or not LAUNCHER <= victim < ranks
-        or (victim == LAUNCHER and whom != _LAUNCHER)
-        or float(at) < 0
-    ):
+    victim = LAUNCHER if whom == "launcher" else int(whom)
+    if kind not in KINDS or float(at) < 0 or not (whom == "launcher" or 0 <= victim < ranks):
         raise ValueError(f"no such time, fault, or rank of {ranks}")
     seconds, share = KINDS[kind][1], "all"
     while rest:

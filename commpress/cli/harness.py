@@ -2,7 +2,6 @@
 --plot use them."""
 
 import argparse
-import json
 import os
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from commpress.cli.terminal import Table as Table
 from commpress.cli.terminal import line as line
 from commpress.cli.terminal import render as render
 from commpress.cli.terminal import table as table
+from commpress.cli.terminal import write_json as write_json
 
 T = TypeVar("T")
 Bars = Sequence[tuple[str, bool]]
@@ -193,10 +193,6 @@ def verdict(bars: Bars) -> int:
     for what, holds in bars:
         print(f"{'ok  ' if holds else 'FAIL'}  {what}")
     return 0 if all(holds for _, holds in bars) else 1
-
-
-def write_json(path: str, content: Any) -> None:
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def row(measured: Any) -> Any:

@@ -1,7 +1,6 @@
 """A command on several hosts at once, each a network namespace of this machine with a slow link."""
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -9,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import IO, Any
 
@@ -20,7 +18,6 @@ from commpress.cli.hosts import Hosts
 GRACE = 10.0
 LOOK = 0.05  # seconds between two looks at what still runs
 Line = Callable[[int, str], None]  # takes a host's number and a line that it printed
-HEAD = ["host", "address", "status", "seconds", "MB sent"]
 
 
 @dataclass
@@ -38,19 +35,21 @@ def run(options: argparse.Namespace) -> int:
     with Hosts(options.count, rate=options.rate, delay=options.delay) as hosts:
         print(terminal.wrapped(headline(options)), flush=True)
         ended = together(hosts, options.command, _printed(hosts))
-    print()
-    terminal.show(
-        HEAD,
-        [
-            [e.host, e.address, str(e.status), f"{e.seconds:.1f}", f"{e.sent_bytes / 1e6:.1f}"]
-            for e in ended
-        ],
-    )
+    print("\n" + terminal.table(list(map(_cells, ended))))
     if options.json:
-        settings = {name: getattr(options, name) for name in ("command", "rate", "delay")}
-        found = settings | {"hosts": [asdict(e) for e in ended]}
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        found = {name: getattr(options, name) for name in ("command", "rate", "delay")}
+        terminal.write_json(options.json, found | {"hosts": [asdict(e) for e in ended]})
     return status(ended)
+
+
+def _cells(ended: HostEnded) -> dict[str, str]:
+    return {
+        "host": ended.host,
+        "address": ended.address,
+        "status": str(ended.status),
+        "seconds": f"{ended.seconds:.1f}",
+        "MB sent": f"{ended.sent_bytes / 1e6:.1f}",
+    }
 
 
 def headline(options: argparse.Namespace) -> str:

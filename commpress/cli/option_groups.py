@@ -1,11 +1,16 @@
 """Options, their kinds, and groups that several commands share. Nothing here loads torch: help is
-shown at once."""
+shown at once.
+
+A kind is a function of a text that returns the value or raises; its error is what the command says.
+"""
 
 import argparse
 import os
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from difflib import get_close_matches
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +21,7 @@ from commpress.errors import CommpressError, InvalidArgument, MissingPackage
 from commpress.units import parse_bytes, parse_count, parse_link, parse_nodes
 
 T = TypeVar("T")
+Kind = Callable[[str], object]
 
 # contents of files
 GRADIENTS = "{n: p.grad for n, p in model.named_parameters()} that torch.save wrote"
@@ -29,7 +35,7 @@ HEADS = 4  # of the small model that commands train
 def option(
     to: Any,
     name: str,
-    kind: Callable[[str], object] | None = None,
+    kind: Kind | None = None,
     default: object = None,
     says: str = "",
     **more: Any,
@@ -40,22 +46,16 @@ def option(
     if default not in (None, "") and "default" not in says:
         says += f" (default {default})"
     if metavar:
-        more |= {"type": kind or str, "default": default, "metavar": metavar}
+        more |= {"type": told(kind or str), "default": default, "metavar": metavar}
     else:
         more |= {"action": "store_true"}
     to.add_argument(flag, help=says.strip().replace("%", "%%"), **more)
 
 
-# ---------------------------------------------------------------- kinds
-
-
-def refused(text: str, expected: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
-
-
 def told(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` as the kind of an option: its own error is what the command says."""
+    """``parse`` as argparse takes it: the error is what the command says."""
 
+    @wraps(parse)
     def convert(text: str) -> T:
         try:
             return parse(text)
@@ -65,11 +65,30 @@ def told(parse: Callable[[str], T]) -> Callable[[str], T]:
     return convert
 
 
-def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+# ---------------------------------------------------------------- kinds
+
+
+def refused(text: str, expected: str) -> InvalidArgument:
+    return InvalidArgument(f"got {text!r}, expected {expected}")
+
+
+def checked(parse: Kind) -> Callable[[str], str]:
     """The text itself, if ``parse`` takes it."""
 
     def convert(text: str) -> str:
-        told(parse)(text)
+        parse(text)
+        return text
+
+    return convert
+
+
+def word(name: str) -> Callable[[str], str]:
+    """The text itself, if the function of ``refusals`` takes it."""
+
+    def convert(text: str) -> str:
+        from commpress.cli import refusals
+
+        getattr(refusals, name)(text)
         return text
 
     return convert
@@ -87,12 +106,29 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
 
 
 natural, from_zero, several = at_least(1), at_least(0), at_least(2)
-size = told(parse_bytes)  # bytes of '32MiB'
+
+
+def from_(least: float, says: str = "") -> Callable[[str], float]:
+    """A number of at least ``least``."""
+
+    def convert(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = float("nan")
+        if not least <= found < float("inf"):
+            raise refused(text, says or f"a number of at least {least:g}")
+        return found
+
+    return convert
+
+
+positive = from_(5e-324, "a number above 0")
 
 
 def large(text: str) -> int:
     """Bytes of at least a KiB."""
-    if (found := size(text)) < 1024:
+    if (found := parse_bytes(text)) < 1024:
         raise refused(text, "at least 1KiB")
     return found
 
@@ -105,38 +141,24 @@ def shared_width(text: str) -> int:
     return width
 
 
-def number(least: float, says: str) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = float("nan")
-        if not least <= found < float("inf"):
-            raise refused(text, says)
-        return found
+def some_of(known: Collection[str]) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        for name in text.split(","):
+            if name not in known:
+                raise refused(name, f"some of {', '.join(known)}{meant(name, known)}")
+        return text
 
     return convert
 
 
-def from_(least: float) -> Callable[[str], float]:
-    """A number of at least ``least``."""
-    return number(least, f"a number of at least {least:g}")
-
-
-positive = number(5e-324, "a number above 0")
-
-
-def sections(text: str) -> str:
-    """Of what ``commpress doctor`` looks at."""
-    for name in text.split(","):
-        if name not in SECTIONS:
-            raise refused(name, f"some of {', '.join(SECTIONS)}{meant(name, SECTIONS)}")
-    return text
+def meant(word: str, known: Collection[str]) -> str:
+    close = get_close_matches(word, known, 1)
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def byte_counts(text: str) -> list[int]:
     """Bytes of each of '1MiB,4MiB'."""
-    return [size(part) for part in text.split(",")]
+    return [parse_bytes(part) for part in text.split(",")]
 
 
 def counts(text: str) -> list[int]:
@@ -146,17 +168,12 @@ def counts(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def meant(word: str, known: Collection[str]) -> str:
-    close = get_close_matches(word, known, 1)
-    return f": did you mean {close[0]!r}?" if close else ""
-
-
 def readable(what: str) -> Callable[[str], str]:
     """The name of a file that is there."""
 
     def convert(text: str) -> str:
         if os.path.isdir(text) or not os.access(text, os.R_OK):
-            raise argparse.ArgumentTypeError(f"{text!r} cannot be read, expected {what}")
+            raise InvalidArgument(f"{text!r} cannot be read, expected {what}")
         return text
 
     return convert
@@ -166,14 +183,10 @@ def saved(what: str) -> Callable[[str], str]:
     """The name of a file that ``torch.save`` made, which is an archive of zip."""
 
     def convert(text: str) -> str:
-        try:
-            with ZipFile(readable(what)(text)) as file:
-                whole = any(name.endswith("/data.pkl") for name in file.namelist())
-        except BadZipFile:
-            whole = False
-        if not whole:
-            raise argparse.ArgumentTypeError(f"{text!r} is no file of torch.save, expected {what}")
-        return text
+        with suppress(BadZipFile), ZipFile(readable(what)(text)) as file:
+            if any(name.endswith("/data.pkl") for name in file.namelist()):
+                return text
+        raise InvalidArgument(f"{text!r} is no file of torch.save, expected {what}")
 
     return convert
 
@@ -183,17 +196,6 @@ def folder(text: str) -> Path:
     if not os.path.isdir(text) or not os.access(text, os.W_OK):
         raise refused(text, "a folder that is there and can be written")
     return Path(text)
-
-
-def word(name: str) -> Callable[[str], str]:
-    """The text itself, if the function of ``refusals`` takes it."""
-
-    def convert(text: str) -> str:
-        from commpress.cli import refusals
-
-        return checked(getattr(refusals, name))(text)
-
-    return convert
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -206,10 +208,10 @@ def read_config(path: str) -> dict[str, Any]:
     return content
 
 
-def parameters(text: str) -> str:
-    if told(parse_count)(text) < 1000:
+def parameters(text: str) -> int:
+    if (found := parse_count(text)) < 1000:
         raise refused(text, "at least 1000 parameters")
-    return text
+    return found
 
 
 def factory(text: str) -> str:
@@ -229,19 +231,6 @@ def device(text: str) -> str:
 # ---------------------------------------------------------------- files that are written
 
 
-def check_file(name: str, path: str | None) -> None:
-    """A name under which a file can be written, or nothing."""
-    if not path:
-        return
-    folder = os.path.dirname(path) or "."
-    written = path if os.path.exists(path) else folder
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(written, os.W_OK):
-        raise InvalidArgument(
-            f"--{name} is {path!r}, expected the name of a file in a folder that is there and can "
-            "be written"
-        )
-
-
 def check_picture(name: str, path: str) -> None:
     if Path(path).suffix not in PICTURES:
         raise InvalidArgument(
@@ -255,9 +244,17 @@ def refuse_early(options: argparse.Namespace) -> None:
     """Files that cannot be written and pictures that cannot be drawn, before minutes of
     measuring."""
     for name in FILES:
-        check_file(name, getattr(options, name, None))
-    if path := getattr(options, "plot", None):
-        check_picture("plot", path)
+        if not (path := getattr(options, name, None)):
+            continue
+        home = os.path.dirname(path) or "."
+        written = path if os.path.exists(path) else home
+        if os.path.isdir(path) or not os.path.isdir(home) or not os.access(written, os.W_OK):
+            raise InvalidArgument(
+                f"--{name} is {path!r}, expected the name of a file in a folder that is there and "
+                "can be written"
+            )
+        if name == "plot":
+            check_picture(name, path)
 
 
 # ---------------------------------------------------------------- groups
@@ -273,8 +270,8 @@ def add_output(parser: argparse.ArgumentParser, *, check: str | None = None) -> 
 
 
 def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
-    option(parser, "--min-bytes SIZE", size, least)
-    option(parser, "--max-bytes SIZE", size, most)
+    option(parser, "--min-bytes SIZE", parse_bytes, least)
+    option(parser, "--max-bytes SIZE", parse_bytes, most)
     option(parser, "--factor N", several, factor, "from one size to the next")
 
 
@@ -322,35 +319,20 @@ def add_topology(parser: argparse.ArgumentParser) -> None:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machines")
-    nodes, link, cores = checked(parse_nodes), checked(parse_link), from_(0)
-    says = "nodes x ranks per node; several kinds as 8x4,2x4"
-    option(group, "--nodes NxR", nodes, "4x1", says)
-    says = (
-        "of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node (default "
-        "1gbit,100us)"
-    )
-    option(group, "--link RATE,TIME", link, None, says, action="append")
+    says = "nodes x ranks per node; of several sizes as 8x4,2x2"
+    option(group, "--nodes NxR", checked(parse_nodes), "4x1", says)
+    says = "of a node: rate and one-way latency (default 1gbit,100us)"
+    option(group, "--link RATE,TIME", checked(parse_link), None, says)
     probed = readable("what commpress probe wrote")
     says = "what commpress probe wrote, for --nodes, --link and --inside"
     option(group, "--links FILE", probed, None, says)
     says = "of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
-    option(group, "--inside RATE,TIME", link, None, says)
-    says = "between nodes of different kinds, where that is slower"
-    option(group, "--foreign RATE", link, None, says)
-    option(group, "--rack N", from_zero, 0, "nodes below one switch (default: all)")
-    option(group, "--oversubscription F", from_(1), 1.0, "of a rack's uplink")
-    option(group, "--straggler F", positive, 1.0, "one node computes F times slower")
+    option(group, "--inside RATE,TIME", checked(parse_link), None, says)
     says = (
         "cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, 900GB/s"
     )
     option(group, "--device D", device, "cpu", says)
-    option(group, "--cores N", cores, 0, "of each node, for its ranks (default: enough)")
-    says = "all nodes lie on one machine of N cores (namespaces; default: they do not)"
-    option(group, "--machine-cores N", cores, 0, says)
-    says = "of a core for each message (default 60 over cpu, else 5)"
-    option(group, "--message-us T", cores, None, says)
-    says = "of a core for each byte sent or received (default 0.4, else 0)"
-    option(group, "--byte-ns T", cores, None, says)
+    option(group, "--cores N", from_(0), 0, "of each node, for its ranks (default: enough)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -362,17 +344,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     option(group, "--config FILE", checked(read_config), None, says)
     says = "of a step on a rank of its own, without communication"
     option(group, "--compute-ms T", positive, None, says)
-    option(group, "--bucket-mb MB", positive, 25.0, "of DDP")
-
-
-def add_batch(group: Any) -> None:
-    says = "sequences of a step on all ranks (default 4 for each rank)"
-    option(group, "--batch N", natural, None, says)
-    option(group, "--length N", natural, 512, "tokens of a sequence")
-    option(group, "--micro N", natural, 1, "sequences of a micro-batch")
-    says = "of a layer, all ranks together (default: many)"
-    option(group, "--experts E", from_zero, 0, says)
-    option(group, "--experts-per-token K", natural, 2, "that a gate chooses")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -382,8 +353,14 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     probed = readable("what commpress probe --pairs --json wrote")
     says = "links of every two ranks: what commpress probe --pairs --json wrote"
     option(group, "--pairs FILE", probed, None, says)
-    add_batch(group)
     says = "codecs, as dp=int4,ep=int8 (default: dp chosen)"
     option(group, "--dims D=C,…", word("dims"), "", says)
     says = "of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)"
-    option(group, "--speeds A,B", None, None, says)
+    option(group, "--speeds A,B", says=says)
+    says = "sequences of a step on all ranks (default 4 for each rank)"
+    option(group, "--batch N", natural, None, says)
+    option(group, "--length N", natural, 512, "tokens of a sequence")
+    option(group, "--micro N", natural, 1, "sequences of a micro-batch")
+    says = "of a layer, all ranks together (default: many)"
+    option(group, "--experts E", from_zero, 0, says)
+    option(group, "--experts-per-token K", natural, 2, "that a gate chooses")

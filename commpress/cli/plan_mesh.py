@@ -24,9 +24,6 @@ from commpress.plan.grids import (
 from commpress.plan.pair_links import PairLinks, load_pairs
 from commpress.plan.placement import place
 
-HEAD = [
-    "grid", "step ms", "compute", "bubble", "tp", "sp+ep", "pp", "dp", "MB/rank", "MB/node", "GB",
-]  # fmt: skip
 SAYS = {
     "dp": "averaging gradients",
     "tp": "rings of tensor parallelism",
@@ -45,7 +42,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         links = PairLinks.of_cluster(cluster_options.cluster_of(options))
     fixed, speeds = dims_of(options.dims), speeds_of(options.speeds, links.size)
-    work = cluster_options.work_of(options, model, links.size)
+    work = MeshWork.of(
+        model,
+        1e-3 * options.compute_ms,
+        batch=options.batch or 4 * links.size,
+        length=options.length,
+        micro=options.micro,
+        experts=options.experts,
+        experts_per_token=options.experts_per_token,
+    )
     if options.experts and not work.has_experts:
         no_experts(options)
     limit = options.memory.get("device", np.inf)
@@ -62,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     best = chosen(found)
     what = f"a step of {work.batch} sequences of {work.length} tokens"
     print(f"{model.numel / 1e6:.1f} M parameters on {links.size} ranks, {what}")
-    terminal.show(HEAD, [cells(step) for step in found], best=[found.index(best)])
+    print(terminal.table(list(map(cells, found)), best=[found.index(best)]))
     print("dp: with its codec, if not exact; MB of the rank and out of the node that send most\n")
     terminal.say(why(best, found))
     for says, numbers, usual in (
@@ -104,46 +109,38 @@ def best_of(
 
 
 def why(best: MeshStep, found: list[MeshStep]) -> str:
-    """Sentence with what it saves against data parallelism alone, and the next one's heaviest
-    part."""
-
-    def takes(step: MeshStep, would: str = "takes") -> str:
-        return f"{step.grid} {would} {1e3 * step.seconds:.4g} ms"
-
+    """Sentence with what it saves against data parallelism alone and against the next one, and the
+    part that costs these most more."""
     parts = [f"take {best.grid}: {1e3 * best.seconds:.4g} ms a step"]
-    alone = next((step for step in found if step.kinds == 0), best)
-    others = [step for step in found if step.fits and step is not best]
-    if others and others[0].seconds < best.seconds:
-        parts.append(f"{takes(others[0], 'would take')} with more kinds of parallelism")
-    if alone is not best:
-        no_room = "" if alone.fits else f", and does not fit: {alone.memory / 1e9:.2f} GB"
-        parts.append(f"{takes(alone)}, {heaviest(alone, best)}{no_room}")
-    slower = [step for step in others if step is not alone and step.seconds >= best.seconds]
-    if slower:
-        parts.append(f"then {takes(slower[0])}, {heaviest(slower[0], best)}")
+    alone = [step for step in found if step.kinds == 0]
+    others = [step for step in found if step.fits and step not in (best, *alone)]
+    for step in [*alone, *others[:1]]:
+        if step is not best:
+            part = max(SAYS, key=lambda name: step.parts[name] - best.parts[name])
+            no_room = "" if step.fits else f", and does not fit: {step.memory / 1e9:.2f} GB"
+            parts.append(
+                f"{step.grid} takes {1e3 * step.seconds:.4g} ms, {1e3 * step.parts[part]:.4g} of "
+                f"them {SAYS[part]} (here {1e3 * best.parts[part]:.4g}){no_room}"
+            )
     return "; ".join(parts)
 
 
-def heaviest(step: MeshStep, best: MeshStep) -> str:
-    """The part that costs it most more than the best one."""
-    part = max(step.parts, key=lambda name: step.parts[name] - best.parts[name])
-    return f"{1e3 * step.parts[part]:.4g} of them {SAYS[part]} (here {1e3 * best.parts[part]:.4g})"
+def shown(seconds: float, digits: float = 1e3) -> str:
+    value = digits * seconds
+    return "-" if value < 5e-4 else f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def shown(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def cells(step: MeshStep) -> list[str]:
+def cells(step: MeshStep) -> dict[str, str]:
     parts = step.parts
-    ms = [parts["compute"], parts["bubble"], parts["tp"], parts["sp"] + parts["ep"], parts["pp"]]
-    codec = "" if step.dims.dp == "none" else f" {step.dims.dp}"
-    return [
-        str(step.grid),
-        shown(1e3 * step.seconds),
-        *(shown(1e3 * s) if s > 5e-7 else "-" for s in ms),
-        (f"{shown(1e3 * parts['dp'])}{codec}" if parts["dp"] else "-"),
-        shown(sum(step.sent.values()) / 1e6),
-        shown(step.between / 1e6),
-        f"{step.memory / 1e9:.2f}" + ("" if step.fits else " !"),
-    ]
+    codec = "" if step.dims.dp == "none" or not parts["dp"] else f" {step.dims.dp}"
+    return {
+        "grid": str(step.grid),
+        "step ms": shown(step.seconds),
+        **{name: shown(parts[name]) for name in ("compute", "bubble", "tp")},
+        "sp+ep": shown(parts["sp"] + parts["ep"]),
+        "pp": shown(parts["pp"]),
+        "dp": shown(parts["dp"]) + codec,
+        "MB/rank": shown(sum(step.sent.values()), 1e-6),
+        "MB/node": shown(step.between, 1e-6),
+        "GB": f"{step.memory / 1e9:.2f}" + ("" if step.fits else " !"),
+    }

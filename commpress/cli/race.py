@@ -40,13 +40,7 @@ class Course:
     seconds: float = 50.0
     steps: int = 0
     paced: float = 0.0  # bits per second of each connection; 0: the network is what it is
-    interface: str = ""  # that carries nothing else; without one bytes are counted on sockets
     error_feedback: bool = True  # of ways that are a codec
-
-    def sent_bytes(self) -> int | None:
-        if self.interface:
-            return connections.interface_bytes(self.interface)
-        return connections.sent_bytes()
 
     def model(self, seed: int) -> GPT:
         torch.manual_seed(seed)
@@ -217,19 +211,19 @@ def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
     racer, draws = Racer(lane), torch.Generator().manual_seed(lane.seed * 4096 + rank)
     gc.collect()  # sockets of the way before
     dist.barrier()
-    before = course.sent_bytes()
+    before = connections.sent_bytes()
     step, loss, sent = 0, None, 0
     while (share := ask(step, loss, sent)) is not None:
         if course.paced:
             connections.pace(course.paced)  # in every step: some connections open in the first
         loss = racer.step(course.windows(draws), lane.lr * schedule(step, share))
         step += 1
-        sent = (course.sent_bytes() or 0) - (before or 0)
+        sent = (connections.sent_bytes() or 0) - (before or 0)
     racer.finish()
     dist.barrier()
     if rank == 0:
         ask()
-    sent = (course.sent_bytes() or 0) - (before or 0)
+    sent = (connections.sent_bytes() or 0) - (before or 0)
     loss = held_out_loss(racer.model, course.length, rank)
     means = torch.tensor([loss, sent], dtype=torch.float64)
     dist.all_reduce(means)

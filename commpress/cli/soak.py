@@ -6,7 +6,6 @@ survivors' cores. All else is real: DDP with a compressed hook, the backend "com
 in data, weights hashed after every step.
 """
 
-import sys
 import time
 from datetime import timedelta
 
@@ -20,6 +19,7 @@ import commpress
 import commpress.backend
 
 SAMPLES, FEATURES, BATCH = 1 << 22, 64, 8
+STEP = 0.25  # seconds
 TIMEOUT = timedelta(seconds=10)
 
 
@@ -33,7 +33,7 @@ class Noise(Dataset[torch.Tensor]):
         return torch.randn(FEATURES, generator=torch.Generator().manual_seed(index))
 
 
-def main(step_seconds: float) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("commpress", timeout=TIMEOUT)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def main(step_seconds: float) -> None:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
     def train_step(batch: torch.Tensor) -> float:
-        time.sleep(step_seconds)
+        time.sleep(STEP)
         loss = nn.functional.mse_loss(ddp(batch), batch.roll(1, dims=1))
         loss.backward()
         optimizer.step()
@@ -64,4 +64,4 @@ def main(step_seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main()

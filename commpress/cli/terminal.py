@@ -1,10 +1,12 @@
 """The terminal: tables and progress, in colour where somebody looks, else plain text."""
 
+import json
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import IO, Any
 
@@ -52,13 +54,9 @@ def line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first.strip().ljust(widths[0]), *rest]).rstrip()
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> str:
+def table(rows: Sequence[Mapping[str, str]], *, best: Collection[int] = ()) -> str:
     """Rows that name their columns."""
-    return render(list(rows[0]), [list(row.values()) for row in rows]) if rows else ""
-
-
-def show(head: Sequence[str], rows: Sequence[Sequence[str]], *, best: Collection[int] = ()) -> None:
-    print(render(head, rows, best=best))
+    return render(list(rows[0]), [list(row.values()) for row in rows], best=best) if rows else ""
 
 
 class Table:
@@ -91,6 +89,10 @@ def wrapped(text: str, indent: str = "") -> str:
 def say(text: str) -> None:
     """Print a paragraph within 100 columns."""
     print(wrapped(text))
+
+
+def write_json(path: str, content: Any) -> None:
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------- what is under way

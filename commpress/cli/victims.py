@@ -135,6 +135,12 @@ class Ended(BaseException):
         super().__init__(number)
         self.number = number
 
+    def status(self, command: str) -> int:
+        """The exit status, after a line that names the signal."""
+        said = f"commpress: {command} ended by {signal.Signals(self.number).name}"
+        print(said, file=sys.stderr)
+        return 128 + self.number
+
 
 @contextmanager
 def none_left() -> Iterator[None]:

@@ -1,14 +1,13 @@
 """Published weights at the command line: serve a folder, copy it, check it, say what is in it."""
 
 import argparse
-import json
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import sleep
 
-from commpress.cli.terminal import table
+from commpress.cli.terminal import table, write_json
 from commpress.errors import InvalidArgument
 from commpress.integrations.weights import mirror
 from commpress.integrations.weights.http_server import WeightServer
@@ -78,7 +77,7 @@ def stat(options: argparse.Namespace) -> int:
 
 def _write(path: str | None, found: list[mirror.Verified]) -> None:
     if path:
-        Path(path).write_text(json.dumps(list(map(asdict, found)), indent=1) + "\n")
+        write_json(path, list(map(asdict, found)))
 
 
 def _cells(found: mirror.Verified) -> dict[str, str]:

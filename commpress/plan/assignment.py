@@ -4,9 +4,9 @@ formulation).
     minimise Σ cost[l][o(l)]  subject to   Σ error[l][o(l)] ≤ bound   one option o for every layer l
 
 ``cheapest`` solves it exactly, by dynamic programming over the layers. Kept are the states that no
-other beats in both cost and error and that may still lead to a better end than the best one known:
-for any price λ ≥ 0 of an error, Σ min(cost + λ·error) − λ·(what is left of the bound) is the least
-that the layers to come can cost.
+other beats in both cost and error and that may still lead to a better end than a known one: at a
+price λ ≥ 0 of an error, Σ min(cost + λ·error) − λ·(what is left of the bound) is the least that the
+layers to come can cost.
 
 Errors are squared norms of what a codec loses of a gradient that was measured (``errors_of``);
 costs are bytes or seconds.
@@ -26,7 +26,6 @@ from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import width_of
 
 OPTIONS = ("sign", "bits2", "bits3", "bits4", "int4", "bits6", "int8", "topk-64", "topk-16", "none")
-_PRICES = 48
 _ROUNDING = 1e-9
 
 
@@ -45,7 +44,7 @@ def cheapest(
     """The least cost with Σ error ≤ bound, of as many options for each layer; of equal costs, the
     least error."""
     cost, error = _table(costs, errors)
-    # what the layers from each on err by at least, and what they cost at least at each price
+    # what the layers from each on err by at least
     least = _from_each(error.min(axis=1))
     slack = _ROUNDING * (abs(bound) + least[0])
     if least[0] > bound + slack:
@@ -53,16 +52,15 @@ def cheapest(
             f"bound is {bound:g}, but the finest options err by {least[0]:g} in sum: add a finer "
             "codec"
         )
-    prices = _prices(cost, error, bound)
-    rest = _from_each((cost[..., None] + prices * error[..., None]).min(axis=1))
-    known = _known(cost, error, prices, bound) * (1 + _ROUNDING) + _ROUNDING
+    price = _price(cost, error, bound)
+    rest = _from_each((cost + price * error).min(axis=1))
+    known = _known(cost, error, price, bound) * (1 + _ROUNDING) + _ROUNDING
     spent, erred = np.zeros(1), np.zeros(1)  # of each state
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each layer: state before, option
     for layer in range(len(cost)):
         spent = (spent[:, None] + cost[layer]).ravel()
         erred = (erred[:, None] + error[layer]).ravel()
-        # the least that is still to come, at the best of all prices
-        ahead = (rest[layer + 1] - prices * (bound - erred)[:, None]).max(axis=1)
+        ahead = rest[layer + 1] - price * (bound - erred)  # the least that is still to come
         possible = (erred + least[layer + 1] <= bound + slack) & (spent + ahead <= known)
         states = np.flatnonzero(possible)
         states = states[_front(spent[states], erred[states])]
@@ -109,21 +107,14 @@ def _from_each(values: np.ndarray) -> np.ndarray:
     return np.append(np.cumsum(values[::-1], axis=0)[::-1], np.zeros_like(values[:1]), axis=0)
 
 
-def _prices(cost: np.ndarray, error: np.ndarray, bound: float) -> np.ndarray:
-    """Prices of an error: what a layer pays for less of it, from one option to another. Those near
-    the least at which all layers together stay within the bound, and a few of all others."""
+def _price(cost: np.ndarray, error: np.ndarray, bound: float) -> float:
+    """The least of all prices, from one option of a layer to another, at which the best option of
+    each layer errs by no more than the bound in sum."""
     less = error[:, :, None] - error[:, None]
     paid = (cost[:, None] - cost[:, :, None])[less > 0] / less[less > 0]
-    paid = np.unique(paid[paid > 0])
-    if not len(paid):
-        return np.zeros(1)
-
-    def within(price: float) -> bool:
-        return bool(_at(cost + price * error, error).sum() <= bound)
-
-    critical = bisect_left(paid, True, key=within)
-    near = paid[max(critical - _PRICES // 2, 0) :][:_PRICES]
-    return np.unique([0.0, *near, *np.quantile(paid, np.linspace(0, 1, _PRICES // 2))])
+    paid = np.unique(np.append(paid[paid > 0], 0.0))
+    at = bisect_left(paid, True, key=lambda price: _at(cost + price * error, error).sum() <= bound)
+    return float(paid[min(at, len(paid) - 1)])
 
 
 def _at(choosing: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -131,20 +122,17 @@ def _at(choosing: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.take_along_axis(table, choosing.argmin(axis=1)[:, None], 1)[:, 0]
 
 
-def _known(cost: np.ndarray, error: np.ndarray, prices: np.ndarray, bound: float) -> float:
-    """The cost of some choice within the bound: the finest, or at a price the best option of each
+def _known(cost: np.ndarray, error: np.ndarray, price: float, bound: float) -> float:
+    """The cost of some choice within the bound: the finest, or at the price the best option of each
     layer, made cheaper where room is left."""
-    best = float(_at(error, cost).sum())
-    for price in prices:
-        chosen = cost + price * error
-        total, left = _at(chosen, cost).sum(), bound - _at(chosen, error).sum()
-        if left < 0:
-            continue
-        for c, e, option in zip(cost, error, chosen.argmin(axis=1), strict=True):
-            cheaper = np.where(e - e[option] <= left, c, np.inf).argmin()
-            total, left = total + c[cheaper] - c[option], left - e[cheaper] + e[option]
-        best = min(best, float(total))
-    return best
+    chosen = (cost + price * error).argmin(axis=1)
+    total, left = 0.0, bound - error[np.arange(len(error)), chosen].sum()
+    if left < 0:
+        return float(_at(error, cost).sum())
+    for c, e, option in zip(cost, error, chosen, strict=True):
+        cheaper = np.where(e - e[option] <= left, c, np.inf).argmin()
+        total, left = total + c[cheaper], left - e[cheaper] + e[option]
+    return float(total)
 
 
 # ---------------------------------------------------------------- measured

@@ -39,6 +39,7 @@ WAYS = (PLAIN, "bf16-ring", "int8", "int4", "sign", "powersgd-4")
 CHOSEN = (PLAIN, "int8", "int4")
 HOOK = {"bf16-ring"}  # torch's own hook: no codec of ours, so no plan can name it
 RARELY = 16  # steps between two rounds of 0/1 Adam late in a run
+RATES = {"host": 12e9, "disk": 2e9}  # bytes per second between a rank and a tier
 SCRATCH = 10  # buckets that sharded candidates have in memory beside what they keep
 SHARDED_LIMIT = 512  # ranks up to which sharded candidates are simulated
 MARGIN = 0.03  # of its step that a coarser way must save to be worth it, as in codec="auto"
@@ -53,24 +54,20 @@ AT_ALL = 0.06
 
 @dataclass(frozen=True)
 class Settings:
-    """Seconds are those of one rank on its own; rates are bytes per second between a rank and a
-    tier."""
+    """Seconds are those of one rank on its own."""
 
     compute_seconds: float
     bucket_mb: float = 25.0
     # tier → bytes of one rank, where there is a limit
     memory: dict[str, float] = field(default_factory=dict)
-    host_rate: float = 12e9
-    disk_rate: float = 2e9
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
     name: str
     call: str  # how a user gets it
     seconds: float
     sent_bytes: float  # by a rank and step
-    between_bytes: float
     memory: dict[str, float]  # tier → bytes
     codec: str = ""  # if a plan can name it
     layered: bool = False
@@ -111,14 +108,9 @@ def candidates(
     found += _local(cluster, costs, model, settings)
     if cluster.size <= SHARDED_LIMIT:
         found += _sharded(cluster, costs, model, settings)
-    checked = [
-        replace(
-            one,
-            fits=all(one.memory.get(tier, 0.0) <= most for tier, most in settings.memory.items()),
-        )
-        for one in found
-    ]
-    return sorted(checked, key=lambda c: (not c.fits, c.seconds))
+    for one in found:
+        one.fits = all(one.memory.get(tier, 0.0) <= most for tier, most in settings.memory.items())
+    return sorted(found, key=lambda c: (not c.fits, c.seconds))
 
 
 def recommended(found: Sequence[Candidate], ways: Sequence[str] = CHOSEN) -> Candidate:
@@ -235,8 +227,7 @@ def _ddp(
 def _candidate(
     name: str, call: str, simulated: Simulated, memory: dict[str, float], **more: Any
 ) -> Candidate:
-    seconds, traffic = simulated.seconds, simulated.traffic
-    return Candidate(name, call, seconds, traffic.nbytes, traffic.between, memory, **more)
+    return Candidate(name, call, simulated.seconds, simulated.traffic.nbytes, memory, **more)
 
 
 def _one_bit(sign: Simulated, model: Model, cluster: Cluster) -> list[Candidate]:
@@ -289,11 +280,7 @@ def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -
         )
         down = simulate_step(cluster, costs, scatter, most, steps)
         up = simulate_calls(cluster, costs, gather, most)
-        sent, between = (
-            getattr(down.traffic, name) + getattr(up.traffic, name)
-            for name in ("nbytes", "between")
-        )
-        seconds = down.seconds + up.seconds
+        seconds, sent = down.seconds + up.seconds, down.traffic.nbytes + up.traffic.nbytes
         tail = "" if codec == "none" else f', codec="{codec}", weights="{codec}"'
         one, two, three = (scratch + sharded_bytes(stage, n, ranks, codec) for stage in (1, 2, 3))
         again = "compress_fsdp" if tail else "fully_shard"  # gathers for backward, too
@@ -304,13 +291,13 @@ def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -
         ]
         # gradients out, weights back, master weights and moments in and out of the tier
         moved = 7 * n / ranks
-        for tier, rate in (("host", settings.host_rate), ("disk", settings.disk_rate)):
+        for tier, rate in RATES.items():
             memory = {"device": two - 2 * n / ranks, tier: 3 * n / ranks}
             call = f"Partitioned(store=…{tail})"
             rows.append((f"offload to {tier}", call, seconds + moved / rate, sent, memory))
         effect = "exact" if codec == "none" else "rounded"
         found += [
-            Candidate(f"{name} {codec}", call, took, nbytes, between, memory, effect=effect)
+            Candidate(f"{name} {codec}", call, took, nbytes, memory, effect=effect)
             for name, call, took, nbytes, memory in rows
         ]
     return found

@@ -26,22 +26,13 @@ class Node:
     nic: float  # to other nodes, each direction
     inside: float = UNLIMITED  # all ranks of the node together, among themselves
     cores: float = UNLIMITED  # for all ranks of the node
-    slowdown: float = 1.0  # of everything that its ranks compute: a straggler has more than 1
-    # to nodes of another kind, where that is slower than ``nic`` (0: it is not)
-    foreign: float = 0.0
     # bytes that pass ``nic`` at once after a rest: shapers of virtual machines and containers allow
     # some
     burst: float = 0.0
 
     def __post_init__(self) -> None:
-        if (
-            self.ranks < 1
-            or min(self.nic, self.inside, self.cores, self.slowdown) <= 0
-            or min(self.foreign, self.burst) < 0
-        ):
-            raise InvalidArgument(
-                f"a node is {self}: ranks, rates, cores and slowdown must be positive"
-            )
+        if self.ranks < 1 or min(self.nic, self.inside, self.cores) <= 0 or self.burst < 0:
+            raise InvalidArgument(f"a node is {self}: ranks, rates and cores must be positive")
 
 
 @dataclass(frozen=True)
@@ -71,16 +62,10 @@ class Cluster:
     uneven: float = 1.0
     # > 0: all nodes lie on one machine and share its cores (network namespaces)
     machine_cores: float = 0.0
-    rack: int = 0  # nodes below one switch (0: all)
-    oversubscription: float = 1.0  # a rack's uplink carries its nodes' rates divided by this
 
     def __post_init__(self) -> None:
         if not self.kinds or min(count for _, count in self.kinds) < 1:
             raise InvalidArgument("a cluster needs at least one node of each kind that it names")
-        if self.oversubscription < 1:
-            raise InvalidArgument(
-                f"oversubscription is {self.oversubscription}, expected at least 1"
-            )
 
     def row_seconds(self, nbytes: float) -> float:
         """Seconds of a core at each end of a message of so many bytes, besides

@@ -1,6 +1,6 @@
-"""A grid of parallelism and the codecs of its dimensions, as data and as text. Loads no torch."""
+"""Words of a plan: rings of a library, a grid of parallelism, codecs of its dimensions. Loads no
+torch."""
 
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from commpress.codecs.registry import codec_named
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.errors import InvalidArgument
 
+RINGS = {"plain": 4, "bf16-ring": 2}  # ways to average that are no codec → bytes of an element
 AXES = ("pp", "dp", "ep", "sp", "tp")  # from the outermost: neighbours share tensors
 
 
@@ -50,20 +51,6 @@ class MeshDims:
                     f"codec {name!r} takes whole tensors: expected one of rows on a mesh, such as "
                     "int8"
                 )
-
-
-def grid_of(text: str) -> Grid:
-    """The grid that 'pp2,dp4,tp4' names."""
-    parts = [
-        re.fullmatch(r"(pp|dp|ep|sp|tp)([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")
-    ]
-    found = {part[1]: int(part[2]) for part in parts if part}
-    if None in parts or len(found) < len(parts):
-        raise InvalidArgument(
-            f"grid is {text!r}, expected ranks of {', '.join(AXES)}, each at most once, as "
-            "pp2,dp4,tp4"
-        )
-    return Grid(**found)
 
 
 def dims_of(text: str) -> dict[str, str]:

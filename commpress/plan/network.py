@@ -24,8 +24,7 @@ from commpress.plan.cluster import Class, Classes, Cluster
 from commpress.plan.costs import Costs, SizedKernels
 from commpress.work import Work
 
-# where a peer is: in the node, below the switch, beyond it, of another kind
-INSIDE, RACK, ABROAD, FOREIGN = range(4)
+INSIDE, OUTSIDE = 0, 1  # places of a peer: in the node or not
 Where = tuple[int, int]  # class, place
 
 
@@ -149,9 +148,6 @@ class Network:
         self.scripts: list[list[tuple[float, Posted]]] = [[] for _ in self.classes.every]
         self.waits: list[Posted] = []
         self.computing = [False] * len(self.kernels)  # forward or backward, of each class
-        self._kinds = np.repeat(
-            np.arange(len(cluster.kinds)), [node.ranks * count for node, count in cluster.kinds]
-        )
         self._lines: dict[tuple[str, int], TokenBucket] = {}
         self._cores: dict[int, Cores] = {}
         # by sender, receiver, tag and place: signals that only one side has asked for
@@ -163,12 +159,8 @@ class Network:
 
     def where(self, me: int, peers: np.ndarray) -> list[Where]:
         """Class and place of each peer as rank ``me`` sees it."""
-        nodes, rack = self.cluster.node_of, self.cluster.rack
-        place = np.full(len(peers), RACK)
-        if rack:
-            place[nodes[peers] // rack != nodes[me] // rack] = ABROAD
-        place[self._kinds[peers] != self._kinds[me]] = FOREIGN
-        place[nodes[peers] == nodes[me]] = INSIDE
+        nodes = self.cluster.node_of
+        place = np.where(nodes[peers] == nodes[me], INSIDE, OUTSIDE)
         return list(zip(self.classes.of[peers].tolist(), place.tolist(), strict=True))
 
     def cores(self, cls: Class) -> tuple[Cores, float]:
@@ -181,9 +173,8 @@ class Network:
 
     def compute(self, cls: int, seconds: float) -> Signal:
         """One thread of each rank of the class."""
-        one = self.classes.every[cls]
-        cores, threads = self.cores(one)
-        return cores.work(seconds * self.cluster.kinds[one.kind][0].slowdown, threads)
+        cores, threads = self.cores(self.classes.every[cls])
+        return cores.work(seconds, threads)
 
     # ------------------------------------------------------------ what is posted
 
@@ -226,7 +217,10 @@ class Network:
             last = self._carry("inside", source, flow.nbytes, rate)
         else:
             traffic.between += flow.nbytes
-            last, latency = self._between(source, sink, flow, each), cluster.latency
+            a, b = (cluster.kinds[cls.kind][0] for cls in (source, sink))
+            out = self._carry("out", source, flow.nbytes, a.nic, a.burst)
+            last = max(out, self._carry("in", sink, each, b.nic, b.burst))
+            latency = cluster.latency
         gone = Signal()
         ends = [gone]
         if wire is not None and wire.byte is not None:
@@ -248,22 +242,6 @@ class Network:
         self.clock.at(last, gone.fire)
         when_all(ends, arrive)
         return gone
-
-    def _between(self, source: Class, sink: Class, flow: Flow, each: float) -> float:
-        """The time at which the last byte has passed the lines of both nodes, and those between."""
-        a, b = self.cluster.kinds[source.kind][0], self.cluster.kinds[sink.kind][0]
-        ends = [
-            self._carry("out", source, flow.nbytes, a.nic, a.burst),
-            self._carry("in", sink, each, b.nic, b.burst),
-        ]
-        if flow.place == FOREIGN and a.foreign:
-            ends.append(self._carry("foreign out", source, flow.nbytes, a.foreign))
-        if flow.place == FOREIGN and b.foreign:
-            ends.append(self._carry("foreign in", sink, each, b.foreign))
-        if flow.place != RACK and (slower := self.cluster.oversubscription) > 1:
-            ends.append(self._carry("up", source, flow.nbytes, a.nic / slower))
-            ends.append(self._carry("down", sink, each, b.nic / slower))
-        return max(ends)
 
     def _carry(
         self, name: str, cls: Class, nbytes: float, rate: float, burst: float = 0.0

@@ -53,7 +53,7 @@ class PairLinks:
         nodes = int(self.node.max()) + 1
         home = np.zeros(len(self.bandwidth), np.int64)
         home[self.site] = self.node
-        apart = np.where(_differ(home), self.bandwidth, 0.0)
+        apart = np.where(home[:, None] != home, self.bandwidth, 0.0)
         found = np.zeros(nodes)
         np.maximum.at(found, home, apart.max(axis=1))
         return np.where(found > 0, found, np.inf)
@@ -96,15 +96,10 @@ class PairLinks:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "PairLinks":
-        """Read a description: one rate for each kind of node, and those between kinds."""
+        """Read a description: one rate for each kind of node."""
         nodes = [node for node, count in cluster.kinds for _ in range(count)]
-        kinds = np.repeat(np.arange(len(cluster.kinds)), [count for _, count in cluster.kinds])
         nic = np.array([node.nic for node in nodes])
-        foreign = np.minimum(nic, [node.foreign or np.inf for node in nodes])
-        rate = np.where(_differ(kinds), _least(foreign), _least(nic))
-        if cluster.rack and cluster.oversubscription > 1:
-            racks = np.arange(len(nodes)) // cluster.rack
-            rate = np.where(_differ(racks), rate / cluster.oversubscription, rate)
+        rate = np.minimum(nic[:, None], nic)
         latency = np.full(rate.shape, cluster.latency)
         np.fill_diagonal(rate, [node.inside for node in nodes])
         np.fill_diagonal(latency, cluster.inside_latency)
@@ -154,16 +149,6 @@ def load_pairs(path: str | Path) -> PairLinks:
     if not whole or not isinstance(rows, list) or not rows:
         raise InvalidArgument(f"{path} has no nodes and rows of pairs, expected {WRITER}")
     return PairLinks.of_pairs(nodes, rows)
-
-
-def _differ(values: np.ndarray) -> np.ndarray:
-    """[first, second]: True where they are not the same."""
-    return values[:, None] != values
-
-
-def _least(values: np.ndarray) -> np.ndarray:
-    """[first, second]: the smaller one."""
-    return np.minimum(values[:, None], values)
 
 
 def _one(values: np.ndarray) -> bool:

@@ -9,7 +9,7 @@ sends abroad and one receives. A class of several ranks of a node counts as thei
 
 from collections import deque
 
-from commpress.plan.network import FOREIGN, INSIDE, RACK, Flow, SizedTransport, Where, Wire
+from commpress.plan.network import INSIDE, OUTSIDE, Flow, SizedTransport, Where, Wire
 from commpress.work import Steps, Work
 
 PART = 1 << 20  # bytes of the longest part
@@ -82,13 +82,13 @@ def neighbours(
     if cls > first:
         froms.add((cls - 1, INSIDE))
     if count > 1 and cls == last:
-        send(first, RACK, chunk / own.in_node)
+        send(first, OUTSIDE, chunk / own.in_node)
     if count > 1 and cls == first:
-        froms.add((last, RACK))
+        froms.add((last, OUTSIDE))
     # one node of each kind passes on to the next kind
     if kinds > 1 and cls == last:
         after = classes(own.kind + 1)[0]
-        send(after, FOREIGN, chunk / own.in_node, chunk / every[after].in_node)
+        send(after, OUTSIDE, chunk / own.in_node, chunk / every[after].in_node)
     if kinds > 1 and cls == first:
-        froms.add((classes(own.kind - 1)[-1], FOREIGN))
+        froms.add((classes(own.kind - 1)[-1], OUTSIDE))
     return flows, froms

@@ -19,6 +19,7 @@ from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.kernels.pieces import Pieces
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
+from commpress.plan.grid import RINGS
 from commpress.plan.model import Model, ModelBucket, Shape, bucket_of
 from commpress.plan.network import SizedTransport
 from commpress.plan.ring import ring_allreduce
@@ -32,7 +33,6 @@ from commpress.plan.simulator import (
     simulate_calls,
     simulate_step,
 )
-from commpress.plan.way_names import RINGS
 from commpress.work import Steps
 
 Way = str | Codec | Policy

@@ -34,8 +34,8 @@ def planned(path):
     assert bench_plan.judge(rows)[0][1]
     rows.append(bench_plan.Row("int8", seconds=0.45, predicted_seconds=0.7))
     assert not bench_plan.judge(rows)[0][1], "more than a tenth slower than the fastest"
-    bench_plan.draw(path, rows)
-    return ["the plan takes sign", "measured", "predicted", "one step, ms"]
+    charts.of_table(path, "A step", list(map(bench_plan.cells, rows)), bench_plan.PANELS)
+    return ["A step", "measured ms", "predicted ms", "one step, ms"]
 
 
 def simulated(path):
@@ -44,8 +44,8 @@ def simulated(path):
     ]
     assert [holds for _, holds in bench_simulate.judge(rows)] == [True, True]
     assert not bench_simulate.judge([*rows, bench_simulate.Row(2, "sign", 64, 1e-3, 3, 2e-3)])[1][1]
-    bench_simulate.draw(path, rows)
-    return ["among 2 ranks", "measured", "simulated", "time of one call, ms"]
+    charts.of_table(path, "Calls", list(map(bench_simulate.cells, rows)), bench_simulate.PANELS)
+    return ["Calls", "measured ms", "simulated ms", "one call, ms"]
 
 
 def scaling(path):
@@ -60,7 +60,7 @@ def scaling(path):
 
 def candidates(path):
     found = [
-        Candidate(name, "", seconds, 1e6, 1e6, {"device": 1e9}, codec, fits=name != "int8")
+        Candidate(name, "", seconds, 1e6, {"device": 1e9}, codec, fits=name != "int8")
         for name, seconds, codec in (
             ("plain", 12.0, "plain"),
             ("bf16-ring", 6.0, ""),
@@ -71,7 +71,7 @@ def candidates(path):
     return [
         "Predicted: two ranks",
         "chosen",
-        "done otherwise",
+        "otherwise",
         "int8 (does not fit)",
         "GB on a rank",
         " 12000",

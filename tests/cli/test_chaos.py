@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ch
 
 def test_a_seed_draws_the_same_faults_at_the_rate_asked_for():
     def draw(seed):
-        return list(fault_schedule.drawn(("kill", "stop", "cut"), 125, 4, 360_000, seed, first=10))
+        return fault_schedule.drawn(("kill", "stop", "cut"), 125, 4, 360_000, seed)
 
     faults = draw(3)
     assert faults == draw(3) != draw(4)
@@ -82,7 +82,7 @@ def test_all_processes_of_a_run_get_one_key(given, monkeypatch, tmp_path):
     monkeypatch.delenv(VARIABLE, raising=False)
     if given:
         monkeypatch.setenv(VARIABLE, given)
-    options = SimpleNamespace(command=["true"], ranks=2, hash_every=0)
+    options = SimpleNamespace(command=["true"], ranks=2)
     run, other = (chaos_command.Chaos(options, [], tmp_path, None) for _ in range(2))
     keys = {
         run._environment(number, again=again).get(VARIABLE, given)
@@ -173,7 +173,7 @@ def test_half_a_line_is_read_when_the_rest_of_it_is_there(tmp_path):
 def chaos(folder, *arguments, toy=()):
     """The exit status of a short run of a training that is none, and its report."""
     report = folder / "report.json"
-    common = ["--seconds", "3", "--calm", "0.5", "--restart-after", "0.1", "--json", report]
+    common = ["--seconds", "3", "--json", report]
     status = main(
         [str(a) for a in ["chaos", *common, *arguments, "--", sys.executable, TOY, folder, *toy]]
     )
@@ -183,10 +183,9 @@ def chaos(folder, *arguments, toy=()):
 @pytest.mark.slow
 def test_the_small_model_goes_on_when_a_rank_is_killed(tmp_path, capsys):
     (tmp_path / "faults").write_text("2 kill 1\n")
-    bars = "--min-goodput 10 --min-participation 50 --longest-healing 60 --median-pause 30"
-    short = "chaos --check --ranks 3 --step-seconds 0.1 --seconds 8 --calm 2"
+    short = "chaos --ranks 3 --seconds 12"
     files = ["--json", tmp_path / "report", "--schedule", tmp_path / "faults"]
-    status = main([*short.split(), *bars.split(), *map(str, files)])
+    status = main([*short.split(), *map(str, files)])
     report = json.loads((tmp_path / "report").read_text())
     assert status == 0, capsys.readouterr().out
     assert len(report["figures"]["healing"]) == 1
@@ -195,11 +194,26 @@ def test_the_small_model_goes_on_when_a_rank_is_killed(tmp_path, capsys):
 
 
 def test_two_minutes_of_faults_hold_their_bars(soak):
-    """It has run since the first test began."""
+    """It has run since the first test began. The bars of --check need a quiet machine: a rank that
+    starts again imports torch while others use the cores."""
     status, report, said = soak.result()
+    figures = report["figures"]
     assert status == 0, said
     assert len(report["hits"]) >= 3
-    assert (report["figures"]["samples_lost"], report["figures"]["samples_twice"]) == (0, 0)
+    assert (figures["samples_lost"], figures["samples_twice"]) == (0, 0)
+    assert figures["goodput"] > 0.7, said
+    assert figures["participation"] > 0.65, said
+    assert max(figures["healing"]) < 60, said
+    assert figures["hashed_steps"] > 0
+
+
+def test_bars_of_a_check(tmp_path):
+    """A rank that is back after 40 s is late, and the other has been alone meanwhile."""
+    lines = [(victim, float(t), t, 0, f"h{t}", None) for t in range(1, 21) for victim in (0, 1)]
+    lines += [(0, float(t), t, 1, "h", None) for t in range(21, 61)] + [(1, 61.0, 61, 2, "h", None)]
+    hits = [Hit("kill", 1, 20.5, 20.5, back=61.0, restarted=21.0)]
+    bars = dict(chaos_command.checked(Verdict(written(tmp_path, lines), hits, 2, 15.0, 60.0)))
+    assert [*bars.values()] == [True, False, True, True, False, True], bars
 
 
 @pytest.mark.slow
@@ -237,9 +251,7 @@ def test_a_run_that_survives_holds_all_bars(tmp_path, capsys):
     (tmp_path / "faults").write_text(
         "0.6 kill 1\n1 stop 2 for 0.3\n1.4 slow 0 for 0.3\n2 kill launcher\n"
     )
-    status, report = chaos(
-        tmp_path, "--schedule", tmp_path / "faults", "--check", "--min-goodput", "50"
-    )
+    status, report = chaos(tmp_path, "--schedule", tmp_path / "faults")
     said = capsys.readouterr().out
     assert status == 0, said
     assert [hit["kind"] for hit in report["hits"]] == ["kill", "stop", "slow", "kill"]
@@ -247,6 +259,7 @@ def test_a_run_that_survives_holds_all_bars(tmp_path, capsys):
     assert killed["begin"] < killed["restarted"] < killed["back"]
     assert len(report["figures"]["healing"]) == 1
     assert 0.5 < report["figures"]["participation"] <= 1
+    assert report["figures"]["goodput"] > 0.5
     assert "kill 1" in said
     assert "ok    weights equal on all ranks" in said
     assert left_over(tmp_path) == []
@@ -257,8 +270,10 @@ def test_what_goes_wrong_is_said_and_told_by_the_exit_status(tmp_path, capsys):
     status, report = chaos(tmp_path, "--faults-per-hour", "0", "--patience", "3", toy=toy)
     said = capsys.readouterr().out
     assert status == 1
-    assert {what for what, holds in report["bars"] if not holds} >= {
-        "no step lost: 50",
+    missed = {what for what, holds in report["bars"] if not holds}
+    # and what the others, who hang, do not commit before the first is back
+    assert any(what.startswith("no step lost: 50") for what in missed)
+    assert missed >= {
         "no step committed twice: 40",
         "weights equal on all ranks: 30",
         "no sample lost",

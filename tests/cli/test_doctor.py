@@ -1,6 +1,6 @@
 """The doctor: what it finds here, and what it says on machines that are not at hand."""
 
-import json
+import re
 import socket
 
 import pytest
@@ -14,18 +14,14 @@ def commpress(*arguments: object) -> int:
     return main([str(a) for a in arguments])
 
 
-def test_one_screen_and_a_file(compiled, tmp_path, capsys):
+def test_one_screen(compiled, tmp_path, capsys):
     """Everything but MPI, which starts another process."""
     sections = [name for name in doctor.SECTIONS if name != "MPI"]
-    file = tmp_path / "found.json"
-    status = commpress(
-        "doctor", "--directory", tmp_path, "--only", ",".join(sections), "--json", file
-    )
-    said, content = capsys.readouterr().out, json.loads(file.read_text())
-    assert list(content["sections"]) == sections
-    bad = [f for findings in content["sections"].values() for f in findings if f["state"] == "bad"]
-    assert status == int(bool(bad)) == int(content["count"]["bad"] > 0)
-    assert not bad, bad
+    status = commpress("doctor", "--directory", tmp_path, "--only", ",".join(sections))
+    said = capsys.readouterr().out
+    assert re.findall(r"^\w+$", said, re.M) == sections
+    assert status == 0, said
+    assert said.endswith(" 0 bad\n")
     for phrase in (
         "ok    Gloo connects and sums",
         "bytes equal the reference",
@@ -36,7 +32,7 @@ def test_one_screen_and_a_file(compiled, tmp_path, capsys):
         "wall clock",
     ):
         assert phrase in said
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_what_is_bad_is_exit_status_1(tmp_path, capsys):

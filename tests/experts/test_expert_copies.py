@@ -1,6 +1,8 @@
 """Hot experts on several ranks: the sums, gradients and weights of one copy, and less to do for who
 has them."""
 
+import runpy
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli.expert_load import draw, expert_table
+import sources
 from commpress.collectives.all_to_all.routes import Nodes
 from commpress.collectives.all_to_all.tokens import Placement
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -253,7 +255,8 @@ def sampled(tokens, dropped=0):
 def test_a_picture_of_load_has_every_expert_once(tmp_path):
     pytest.importorskip("matplotlib")
     ranks = [sampled({0: 10, 10: 3}), sampled({2: 4, 0: 6}, dropped=25)]
-    names, table = expert_table(ranks)
+    example = runpy.run_path(str(sources.ROOT / "examples/expert_load.py"))
+    draw, (names, table) = example["draw"], example["expert_table"](ranks)
     assert names == ["layer 0/0", "layer 0/2", "layer 0/10"]
     # a copy's tokens are its expert's
     assert table.tolist() == [[16, 32, 48], [4, 8, 12], [3, 6, 9]]

@@ -17,7 +17,6 @@ from commpress.plan.cluster import Cluster, Node
 from commpress.plan.costs import device_costs
 from commpress.plan.expert_way import ExpertWay, hop_seconds
 from commpress.plan.grids import Grid, MeshDims, MeshWork, Numel, predicted
-from commpress.plan.mesh_simulator import simulate_mesh
 from commpress.plan.pair_links import PairLinks
 from test_experts import made
 from test_moe import Net, assert_as_one_process, of_this_rank, trained
@@ -89,7 +88,7 @@ def sparse(**more):
     )
 
 
-def test_plan_and_simulation_have_the_same_experts():
+def test_a_plan_knows_what_experts_cost():
     """Codecs make experts cheaper between nodes; ranks of a node share what they deduplicate."""
     cluster = Cluster(((Node(4, 1e8, inside=1e10), 2),))
     links = PairLinks.of_cluster(cluster)
@@ -100,9 +99,6 @@ def test_plan_and_simulation_have_the_same_experts():
     }
     assert found["none"] > 1.6 * found["bf16"]
     assert found["bf16"] > 1.2 * found["int8"]
-    simulated = simulate_mesh(cluster, COSTS, sparse(), Grid(dp=2, ep=4), "plain")
-    foreseen = predicted(Grid(dp=2, ep=4), sparse(), links, COSTS)
-    assert simulated.parts["ep"] == foreseen.parts["ep"] > 0
     orders = list(range(8)), [0, 4, 1, 5, 2, 6, 3, 7]
     inside, apart = (
         predicted(Grid(dp=2, ep=4), sparse(), links, COSTS, order=order) for order in orders

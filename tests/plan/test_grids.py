@@ -30,7 +30,6 @@ from commpress.plan.grids import (
     pipeline_seconds,
     predicted,
 )
-from commpress.plan.mesh_simulator import simulate_mesh
 from commpress.plan.model import Model, Shape, transformer
 from commpress.plan.pair_links import PairLinks, load_pairs
 from commpress.plan.placement import place
@@ -397,18 +396,3 @@ def test_what_the_command_prints_runs_with_the_fast_links_under_tensor_paralleli
     for tp in (0, 1):
         one, other = (own for place, own in found if place["tp"] == tp)
         assert torch.equal(one, other)
-
-
-def test_a_simulated_mesh_runs_the_collectives_of_one_group_on_its_share_of_the_line():
-    """Four ranks of a node average in four groups at once: each has a quarter of the line."""
-    cluster, grid = Cluster(((Node(4, 4e8, 1e10), 4),), latency=LATE), Grid(dp=4, tp=4)
-    plain, eight = (simulate_mesh(cluster, COSTS, work(8), grid, way) for way in ("plain", "int8"))
-    alone = 2 * 3 / 4 * 4 * 8e6 / 4 / 1e8
-    assert plain.parts["dp"] == pytest.approx(alone, rel=0.35), "less what backward hides"
-    assert 3.5 < plain.sent["dp"] / eight.sent["dp"] < 4.2
-    assert eight.seconds < plain.seconds
-    closed = step_of(grid, work(8), PairLinks.of_cluster(cluster))
-    assert plain.parts["tp"] == closed.parts["tp"]
-    kinds = Cluster(((Node(4, 1e8), 2), (Node(4, 2e8), 2)))
-    with pytest.raises(InvalidArgument, match="kinds of nodes"):
-        simulate_mesh(kinds, COSTS, work(8), grid, "plain")

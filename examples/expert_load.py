@@ -1,4 +1,5 @@
-"""Picture of the load of experts over time, from what ``Metrics`` sampled on every rank."""
+"""Picture of the load of experts over time, from what ``Metrics`` sampled on every rank: put this
+file beside your script and ``from expert_load import draw``, as ``moe_gpt.py`` does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ LINE = 0.16  # inches of one expert
 def draw(path: str, ranks: Sequence[Sequence[StepMetrics]], title: str = "Load of experts") -> None:
     """Tokens of every expert, of every rank, and what was dropped; ``ranks`` has the samples of
     each, of the same steps."""
-    from commpress.cli import charts
+    from commpress.cli import charts  # needs matplotlib
 
     steps = load_steps(ranks)
     experts, tokens = expert_table(ranks)
