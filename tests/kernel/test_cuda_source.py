@@ -27,13 +27,18 @@ from variants import seldom
 # ---------------------------------------------------------------- compiled for GPUs
 
 
-# codes, headers, passes of optimizers: nothing in the source asks for the architecture
-ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS, modules.ADAM]
+# codes, headers, passes of optimizers, exact code: nothing in the source asks for the architecture
+ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS, modules.ADAM, modules.EXACT]
 
 
 @pytest.mark.parametrize(
     ("architecture", "families"),
-    [(80, ONE_OF_EACH), (100, ONE_OF_EACH), *(seldom(n, twin.FAMILIES) for n in (80, 90, 100))],
+    [
+        (80, ONE_OF_EACH),
+        (90, [modules.EXACT]),
+        (100, ONE_OF_EACH),
+        *(seldom(n, twin.FAMILIES) for n in (80, 90, 100)),
+    ],
 )
 def test_source_compiles_for_every_family(architecture, families):
     """With the options that CuPy adds to ours, of which the first would flush denormals if the
