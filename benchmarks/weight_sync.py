@@ -1,9 +1,11 @@
 """seconds from an optimizer step to three readers over a slow link, beside three dense downloads
 
 Hosts (network namespaces): two trainer ranks under FSDP2 on the first, whose link is slow (--rate);
-three readers on the others, of which the first copies and serves the other two. The trainers go on
+three readers on the others, of which the first relays to all. The trainers go on
 at a rate of fine-tuning, publish bfloat16 every few steps, and wait until all have installed it.
   sync     from the end of the step until the last reader has installed the version
+  scan     of them, until the weights are compared and coded
+  commit   and until the version can be had
   crossed  bytes over the slow link for all three, of those of a version
   dense    until three readers have downloaded all weights in bfloat16 at once over the same link
   install  seconds of Receiver.install, and of a copy of the same tensors
@@ -39,11 +41,12 @@ from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import at_least, option
 from commpress.units import parse_time
-from commpress.weights import Publisher, Receiver, WeightServer, pull
+from commpress.weights import Publisher, Receiver, WeightServer
 
-READERS, PORT, COPY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
+READERS, PORT, RELAY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
 LENGTH, LOOK = 32, 0.01
-SETTLE = 4  # steps before the first version: Adam's moments begin at zero
+BEGIN = 1e-3  # rate of --begin
+SETTLE = 8  # steps at --lr before the first version
 SOONER, INSTALL, STEP = 40.0, 1.2, 1.05  # bars of --check
 DENSE = "dense.bin"
 
@@ -54,9 +57,10 @@ class Setting:
 
     folder: str
     server: str  # address of the trainers' host
-    copy: str  # of the first reader's
+    relay: str  # of the first reader's
     width: int
     layers: int
+    begin: int
     lr: float
     steps: int
     rounds: int
@@ -69,7 +73,9 @@ class Measured:
     density: float
     version_bytes: int
     crossed: float  # bytes that left the trainers' host, of those of the versions
-    sync_seconds: float  # median of the rounds
+    sync_seconds: float  # median of the rounds, as the next two
+    scan_seconds: float  # of them, until weights are compared
+    commit_seconds: float  # and until the version can be had
     dense_seconds: float
     install_seconds: float
     copy_seconds: float
@@ -86,6 +92,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--delay T", None, "0ms", "of each link, one way; needs netem")
     option(parser, "--width N", at_least(64), 896, "of the model")
     option(parser, "--layers N", at_least(1), 13, "of the model")
+    option(parser, "--begin N", at_least(0), 12, f"steps at {BEGIN:g} before those at --lr")
     option(parser, "--lr X", float, 1e-6, "of AdamW")
     option(parser, "--steps N", at_least(1), 4, "from one version to the next")
     option(parser, "--rounds N", at_least(1), 3, "versions that are timed")
@@ -107,13 +114,14 @@ def run(options: argparse.Namespace) -> int:
         Hosts(1 + READERS, delay=delay) as hosts,
     ):
         hosts.shape(0, rate, delay)
-        server, copy = hosts.addresses[:2]
+        server, relay = hosts.addresses[:2]
         setting = Setting(
             folder,
             server,
-            copy,
+            relay,
             options.width,
             options.layers,
+            options.begin,
             options.lr,
             options.steps,
             options.rounds,
@@ -131,6 +139,8 @@ def cells(m: Measured) -> dict[str, str]:
         "MB": f"{m.version_bytes / 1e6:.2f}",
         "crossed": f"{m.crossed:.2f}x",
         "sync s": f"{m.sync_seconds:.3f}",
+        "scan s": f"{m.scan_seconds:.3f}",
+        "commit s": f"{m.commit_seconds:.3f}",
         "dense s": f"{m.dense_seconds:.1f}",
         "sooner": f"{m.sooner:.1f}x",
         "install ms": f"{1e3 * m.install_seconds:.1f}",
@@ -184,6 +194,8 @@ def _measure(hosts: Hosts, setting: Setting) -> Measured:
         trained["bytes"],
         trained["crossed"],
         median(end - begin for end, begin in zip(ends, begun, strict=True)),
+        median(trained["scan"]),
+        median(trained["commit"]),
         max(reader["dense"] for reader in readers),
         median(reader["install"] for reader in readers),
         median(reader["copy"] for reader in readers),
@@ -218,7 +230,8 @@ def trainer(given: str, rank: int, store: str) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, fused=True)
+    rate, betas = torch.tensor(BEGIN), (0.9, 0.95)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, fused=True)
     text, draws = standard_library(), torch.Generator().manual_seed(rank)
 
     def step() -> None:
@@ -226,6 +239,9 @@ def trainer(given: str, rank: int, store: str) -> None:
         model(*batch(text, 1, LENGTH, draws)).backward()
         optimizer.step()
 
+    for _ in range(setting.begin):
+        step()
+    rate.fill_(setting.lr)
     for _ in range(SETTLE):
         step()
     run = Path(setting.folder, "run")
@@ -239,7 +255,7 @@ def trainer(given: str, rank: int, store: str) -> None:
         Path(setting.folder, "dense", DENSE).write_bytes(bytes(report.dense_bytes))
         _serve_dense(setting)
         _tell(setting, "ready")
-    begun, nbytes = dict[int, float](), 0
+    begun, nbytes, scan, commit = dict[int, float](), 0, list[float](), list[float]()
     _all_have(setting, report.version)
     sent = server.sent_bytes if server is not None else 0
     for _ in range(setting.rounds):
@@ -250,6 +266,8 @@ def trainer(given: str, rank: int, store: str) -> None:
         report = publisher.publish()
         assert report is not None
         begun[report.version], nbytes = begins, nbytes + report.bytes
+        scan.append(report.scan_seconds)
+        commit.append(report.seconds)
         _all_have(setting, report.version)
     if server is not None:
         sent = server.sent_bytes - sent
@@ -269,7 +287,7 @@ def trainer(given: str, rank: int, store: str) -> None:
     publisher.wait()
     if rank == 0:
         found = {"begun": begun, "parameters": parameters, "density": report.density}
-        found |= {"crossed": sent / nbytes}
+        found |= {"crossed": sent / nbytes, "scan": scan, "commit": commit}
         found |= {"bytes": report.bytes, "plain": median(plain), "published": median(published)}
         _tell(setting, "trained", found)
     if server is not None:
@@ -298,36 +316,25 @@ def _serve_dense(setting: Setting) -> None:
 
 
 def reader(given: str, number: int) -> None:
-    """One of three readers; the first copies for all."""
-    setting, over = Setting(**json.loads(given)), threading.Event()
+    """One of three readers; the first relays for all."""
+    setting = Setting(**json.loads(given))
     torch.set_num_threads(1)
     _told(setting, "ready")
     if number == 0:
-        copies = Path(setting.folder, "copy")
-        source = f"http://{setting.server}:{PORT}"
-        pull(source, copies, key=_KEY)
-        WeightServer(copies, COPY_PORT, host=setting.copy, key=_KEY)
-
-        def follow() -> None:
-            while not over.wait(LOOK):
-                pull(source, copies, key=_KEY)
-
-        threading.Thread(target=follow, daemon=True).start()
-        _tell(setting, "copied")
-    _told(setting, "copied")
-    receiver = Receiver(f"http://{setting.copy}:{COPY_PORT}", key=_KEY)
+        WeightServer(f"http://{setting.server}:{PORT}", RELAY_PORT, host=setting.relay, key=_KEY)
+        _tell(setting, "relayed")
+    _told(setting, "relayed")
+    receiver = Receiver(f"http://{setting.relay}:{RELAY_PORT}", key=_KEY)
     model = GPT(width=setting.width, layers=setting.layers, heads=8, length=LENGTH).bfloat16()
     installed, took = dict[int, float](), list[float]()
     while not Path(setting.folder, "over").exists():
-        if receiver.prepare() is None:
-            time.sleep(LOOK)
+        if receiver.prepare(wait=0.5) is None:
             continue
         begins = time.monotonic()
         version = receiver.install(model)
         installed[version] = time.monotonic()
         took.append(installed[version] - begins)
         _tell(setting, f"has-{number}-{version}")
-    over.set()
     targets = list(model.state_dict().values())
     values = [receiver.weights[name] for name in model.state_dict()]
     copying = []

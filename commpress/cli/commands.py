@@ -545,16 +545,18 @@ def _source(parser: argparse.ArgumentParser) -> None:
 
 @command("weights serve", WEIGHTS, "weight_copies.serve")
 def weights_serve(parser: argparse.ArgumentParser) -> None:
-    """let readers have the versions in a folder over HTTP
+    """let readers have published versions over HTTP, or relay those of another server
 
-    The folder is one that a commpress.weights.Publisher writes to, or a copy of one. Readers take
+    SOURCE is a folder that a commpress.weights.Publisher writes to, a copy of one, or another
+    server: of that one each byte is fetched once for all readers here. Readers take
     Receiver("http://HOST:PORT"). Except on this machine, both sides need the same
     COMMPRESS_RUN_KEY: it is never sent, and nothing is encrypted.
 
       commpress weights serve /shared/run1        to this machine, port 9500
       COMMPRESS_RUN_KEY_FILE=key commpress weights serve /shared/run1 --host 0.0.0.0
+      COMMPRESS_RUN_KEY_FILE=key commpress weights serve http://trainer:9500 --host 0.0.0.0
     """
-    parser.add_argument("folder", metavar="FOLDER", help="of published versions")
+    parser.add_argument("source", metavar="SOURCE", help="a folder, or http://HOST:PORT")
     option(parser, "--port N", from_zero, 9500, "0 takes a free one")
     option(parser, "--host H", None, "127.0.0.1", "address to listen on")
 
@@ -563,20 +565,17 @@ def weights_serve(parser: argparse.ArgumentParser) -> None:
 def weights_pull(parser: argparse.ArgumentParser) -> None:
     """copy new versions into a folder
 
-    The copy is published weights itself: readers and further copies may take it as their source, so
-    a slow link is crossed once for all of them. It may be interrupted at any byte and goes on when
-    it is called again.
+    The copy is published weights itself: readers, servers and further copies may take it as their
+    source. It may be interrupted at any byte and goes on when it is called again.
 
-      commpress weights pull http://trainer:9500 /data/run1                once
-      commpress weights pull http://trainer:9500 /data/run1 --serve 9500   and for others, on and on
+      commpress weights pull http://trainer:9500 /data/run1             once
+      commpress weights pull http://trainer:9500 /data/run1 --follow    every new version
       commpress weights pull http://trainer:9500 /data/run1 --safetensors model.safetensors
     """
     add = partial(option, parser)
     _source(parser)
     parser.add_argument("folder", metavar="FOLDER", help="of the copy")
     add("--follow", says="go on with every new version")
-    add("--serve N", from_zero, None, "follow, and serve the copy at this port")
-    add("--host H", None, "127.0.0.1", "address to serve on")
     add("--safetensors FILE", says="write the newest version as one file, too")
     add("--limit SIZE", checked(parse_bytes), "64GiB", "of its weights in memory")
 

@@ -1,7 +1,7 @@
 """Published weights at the command line: serve a folder, copy it, check it, say what is in it."""
 
 import argparse
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,16 @@ from commpress.integrations.weights.http_server import WeightServer
 from commpress.units import show_bytes
 
 NOTHING = "nothing is published there yet"
-LOOK = 0.5  # seconds between two looks at readers, or for a newer version
+LOOK = 0.5  # seconds between two looks at readers
+PATIENCE = 60.0  # of one wait for a newer version
 
 say = partial(print, flush=True)
 
 
 def serve(options: argparse.Namespace) -> int:
-    server, told = _served(options, options.port), dict[str, int]()
-    try:
+    told = dict[str, int]()
+    with closing(WeightServer(options.source, options.port, host=options.host)) as server:
+        say(f"{options.source} can be read at {server.url}")
         while True:
             sleep(LOOK)
             for reader, (version, _) in server.readers.items():
@@ -29,32 +31,20 @@ def serve(options: argparse.Namespace) -> int:
                     told[reader] = version
                     sent = show_bytes(server.sent_bytes)
                     say(f"{reader} reads version {version}; {sent} sent")
-    finally:
-        server.close()
-
-
-def _served(options: argparse.Namespace, port: int) -> WeightServer:
-    server = WeightServer(options.folder, port, host=options.host)
-    say(f"{options.folder} can be read at {server.url}")
-    return server
 
 
 def pull(options: argparse.Namespace) -> int:
-    with ExitStack() as stack:
-        if options.serve is not None:
-            Path(options.folder).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(closing(_served(options, options.serve)))
-        saved = 0
-        while True:
-            version = mirror.pull(options.source, options.folder, tell=say)
-            if options.safetensors and version > saved:
-                saved = mirror.save_safetensors(
-                    options.folder, options.safetensors, limit=options.limit
-                )
-                say(f"version {saved} is in {options.safetensors}")
-            if not options.follow and options.serve is None:
-                break
-            sleep(LOOK)
+    saved, wait = 0, 0.0
+    while True:
+        version = mirror.pull(options.source, options.folder, wait=wait, tell=say)
+        if options.safetensors and version > saved:
+            saved = mirror.save_safetensors(
+                options.folder, options.safetensors, limit=options.limit
+            )
+            say(f"version {saved} is in {options.safetensors}")
+        if not options.follow:
+            break
+        wait = PATIENCE
     say(f"{options.folder} has version {version}" if version else NOTHING)
     return 0 if version else 1
 

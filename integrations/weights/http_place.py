@@ -7,7 +7,6 @@ read from. Nothing is encrypted.
 
 import http.client
 import os
-import threading
 import time
 from hashlib import blake2b
 from urllib.parse import urlsplit
@@ -26,9 +25,11 @@ from commpress.collectives.transports.run_key import (
 )
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument
 from commpress.integrations.weights.places import FolderPlace, ObjectPlace, ReadablePlace
+from commpress.integrations.weights.weight_records import HEAD_NAME, LONGEST_HEAD
 
 SCHEME, CHALLENGE, PROOF_HEADER = "Commpress", "X-Commpress-Challenge", "X-Commpress-Proof"
 MOST = 8 << 20  # bytes of an answer
+LONGEST_WAIT = 20.0  # seconds of an answer that waits for the next version
 TRIES, PAUSE = 4, 0.25  # and seconds before the second try, twice as many before each further one
 
 
@@ -59,10 +60,19 @@ def answered(status: int, total: int, body: bytes) -> bytes:
     return b"%d %d " % (status, total) + blake2b(body, digest_size=32).digest()
 
 
-class HttpPlace:
-    """A server's versions; one connection, which is opened again where it breaks."""
+class _Connection:
+    """A connection, and the random number that the server's last answer on it brought."""
+
+    def __init__(self, wire: http.client.HTTPConnection) -> None:
+        self.wire, self.challenge = wire, b""
+
+
+class HttpPlace(ReadablePlace):
+    """A server's versions; a connection for each request that is under way, opened again where it
+    breaks."""
 
     def __init__(self, url: str, key: bytes | None, *, timeout: float = 30.0) -> None:
+        super().__init__()
         parts = urlsplit(url)
         try:
             self._host, self._port = parts.hostname, parts.port
@@ -71,56 +81,69 @@ class HttpPlace:
         if not self._host or parts.username or parts.query or parts.path.strip("/"):
             raise InvalidArgument(f"{url!r} is no server, expected such as http://trainer:9500")
         self._url, self._secure = url, parts.scheme == "https"
-        self._key, self._timeout, self._lock = key, timeout, threading.Lock()
-        self._connection, self._challenge = self._fresh(), b""
+        self._key, self._timeout = key, timeout
+        self._idle: list[_Connection] = []
 
     def __str__(self) -> str:
         return self._url
 
-    def _fresh(self) -> http.client.HTTPConnection:
+    def _fresh(self) -> _Connection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(str(self._host), self._port, timeout=self._timeout)
+        return _Connection(kind(str(self._host), self._port, timeout=self._timeout))
 
     def read(self, name: str, first: int, most: int) -> bytes:
         parts: list[bytes] = []
         total = first + most
         while most > 0 and first < total:
-            part, total = self._range(name, first, first + min(most, MOST) - 1)
+            part, total = self.range(name, first, first + min(most, MOST) - 1)
             if not part:
                 break
             parts.append(part)
             first, most = first + len(part), most - len(part)
         return b"".join(parts)
 
-    def _range(self, name: str, first: int, last: int) -> tuple[bytes, int]:
+    def head(self, after: int, seconds: float) -> bytes:
+        wait = f"?after={after}&seconds={min(seconds, LONGEST_WAIT):.3f}" if seconds > 0 else ""
+        return self.range(HEAD_NAME + wait, 0, LONGEST_HEAD - 1)[0]
+
+    def range(self, name: str, first: int, last: int) -> tuple[bytes, int]:
         """(bytes, size of the whole file)."""
-        with self._lock:
-            for pause in (*(PAUSE * 2**i for i in range(TRIES - 1)), None):
-                try:
-                    return self._ask(name, first, last)
-                except FileNotFoundError:
-                    raise
-                except (http.client.HTTPException, OSError) as error:
-                    self._connection.close()
-                    self._connection, self._challenge = self._fresh(), b""
-                    if pause is None:
-                        what = f"{self._url} gave no {name} in {TRIES} tries: {error!r}"
-                        raise CommunicationError(what) from error
-                    time.sleep(pause)
+        for pause in (*(PAUSE * 2**i for i in range(TRIES - 1)), None):
+            try:  # another thread may take the last one meanwhile
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._fresh()
+            try:
+                found = self._ask(connection, name, first, last)
+            except FileNotFoundError:
+                self._idle.append(connection)
+                raise
+            except (http.client.HTTPException, OSError) as error:
+                connection.wire.close()
+                if pause is None:
+                    what = f"{self._url} gave no {name} in {TRIES} tries: {error!r}"
+                    raise CommunicationError(what) from error
+                time.sleep(pause)
+            except BaseException:
+                connection.wire.close()
+                raise
+            else:
+                self._idle.append(connection)
+                return found
         raise AssertionError
 
-    def _ask(self, name: str, first: int, last: int) -> tuple[bytes, int]:
+    def _ask(self, connection: _Connection, name: str, first: int, last: int) -> tuple[bytes, int]:
         own, request = nonce(), asked(name, first, last)
         for _ in range(2):
             headers = {"Range": f"bytes={first}-{last}"}
-            if self._key is not None and self._challenge:
-                shown = proof(self._key, CALLER, "", request, self._challenge, own)
+            if self._key is not None and connection.challenge:
+                shown = proof(self._key, CALLER, "", request, connection.challenge, own)
                 headers["Authorization"] = f"{SCHEME} {own.hex()} {shown.hex()}"
-            self._connection.request("GET", f"/{name}", headers=headers)
-            response = self._connection.getresponse()
+            connection.wire.request("GET", f"/{name}", headers=headers)
+            response = connection.wire.getresponse()
             body = response.read(MOST + 1)
-            self._challenge = _octets(response.headers.get(CHALLENGE, ""), NONCE)
-            if response.status != 401 or not self._challenge or "Authorization" in headers:
+            connection.challenge = _octets(response.headers.get(CHALLENGE, ""), NONCE)
+            if response.status != 401 or not connection.challenge or "Authorization" in headers:
                 break
             if self._key is None:
                 cure = "set COMMPRESS_RUN_KEY, or pass key="

@@ -1,4 +1,4 @@
-"""Serve a folder of published versions over HTTP, to readers that have the run's key."""
+"""Serve published versions over HTTP, to readers that have the run's key."""
 
 import ipaddress
 import logging
@@ -13,32 +13,40 @@ from time import monotonic
 from typing import Any
 
 from commpress.collectives.transports.run_key import CALLER, DOOR, nonce, proof, proves
-from commpress.errors import InvalidArgument
+from commpress.errors import CommpressError, InvalidArgument
 from commpress.integrations.weights.http_place import (
     CHALLENGE,
+    LONGEST_WAIT,
     MOST,
     PROOF_HEADER,
     SCHEME,
+    HttpPlace,
     answered,
     asked,
     checked_key,
+    reading_place,
 )
 from commpress.integrations.weights.places import PART, FolderPlace
-from commpress.integrations.weights.weight_records import is_plain
+from commpress.integrations.weights.relay import RelayPlace
+from commpress.integrations.weights.weight_records import HEAD_NAME, is_plain
 
 log = logging.getLogger("commpress")
-AT_ONCE = 64  # connections, a thread each; strangers make room first
+AT_ONCE = 256  # connections, a thread each; strangers make room first
 STRANGER_SECONDS = 5.0  # until a connection must have shown the key
 IDLE_SECONDS = 120.0  # between its requests
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 _AUTHORIZATION = re.compile(rf"{SCHEME} ([0-9a-f]{{32}}) ([0-9a-f]{{64}})")
+ServedPlace = FolderPlace | RelayPlace
 _VERSION = re.compile(r"v(\d{15})")
+_WAIT = re.compile(HEAD_NAME + r"\?after=(\d{1,15})&seconds=(\d{1,3}\.\d{3})")
 
 
 class WeightServer:
     """``server = WeightServer("/shared/run1", port=9500)``; readers take
     ``Receiver("http://this-machine:9500")``.
 
+    ``source``: a folder of published versions or a copy, or the ``http://`` of another server, of
+    which this one is then a relay: each byte crosses the link between them once for all readers.
     ``host``: an address of this machine. Without a key (``key`` or ``COMMPRESS_RUN_KEY``) only one
     that others cannot reach. ``port``: 0 takes a free one. ``readers``: by address, the version
     that each asked for last, and seconds since.
@@ -46,21 +54,25 @@ class WeightServer:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        source: str | os.PathLike[str],
         port: int = 0,
         *,
         host: str = "127.0.0.1",
         key: bytes | None = None,
     ) -> None:
-        self._place = FolderPlace(folder)
         key = checked_key(key)
+        place = reading_place(source, key)
+        if isinstance(place, HttpPlace):
+            place = RelayPlace(place)
+        elif not isinstance(place, FolderPlace):
+            raise InvalidArgument(f"source is {source!r}, which readers can read without a server")
         if key is None and not _is_loopback(host):
             raise InvalidArgument(
                 f"host is {host!r}, which others can reach, and there is no key: set "
                 "COMMPRESS_RUN_KEY to the same secret here and at the readers, or serve on "
                 "127.0.0.1"
             )
-        self._server = _serve(host, port, self._place, key)
+        self._server = _serve(host, port, place, key)
         self.host, self.port = host, self._server.server_address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         serve = partial(self._server.serve_forever, 0.1)
@@ -85,7 +97,7 @@ class _WeightServer(ThreadingMixIn, TCPServer):
     daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 128
-    place: FolderPlace
+    place: ServedPlace
     key: bytes | None
 
     def server_bind(self) -> None:
@@ -141,6 +153,7 @@ class _WeightServer(ThreadingMixIn, TCPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body follows its headers at once
     server: _WeightServer
     timeout = IDLE_SECONDS
 
@@ -153,7 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name, found = self.path.removeprefix("/"), _RANGE.fullmatch(self.headers.get("Range", ""))
-        if not is_plain(name) or name.endswith(PART) or found is None:
+        wait = _WAIT.fullmatch(name)
+        if not (wait or is_plain(name)) or name.endswith(PART) or found is None:
             self._answer(400, b"", 0, None)
             return
         first, last = int(found[1]), int(found[2])
@@ -168,8 +182,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.heard(self.request, proven=True)
         place, count = self.server.place, min(last - first + 1, MOST)
         try:
-            total, body = place.size(name), place.read(name, first, count) if count > 0 else b""
+            if wait:
+                whole = place.head(int(wait[1]), min(float(wait[2]), LONGEST_WAIT))
+                body, total = whole[first : first + count], len(whole)
+            else:
+                body, total = place.range(name, first, first + count - 1)
             status = 206 if body else 416
+        except CommpressError as error:  # of a relay, whose source has gone, or of a head
+            log.warning("%s cannot be served: %s", name, error)
+            status, total, body = 502, 0, b""
         except OSError:  # not there, or no file
             status, total, body = 404, 0, b""
         self._answer(status, body, total, (name, first, last, reader))
@@ -203,7 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
                     readers[address] = int(version[1]), monotonic()
 
 
-def _serve(host: str, port: int, place: FolderPlace, key: bytes | None) -> _WeightServer:
+def _serve(
+    host: str, port: int, place: FolderPlace | RelayPlace, key: bytes | None
+) -> _WeightServer:
     try:
         if not host:
             raise OSError("an empty name")

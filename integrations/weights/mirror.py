@@ -93,15 +93,7 @@ def _rebuild(
 
 def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
     """The chunks of a file; Damaged at its end, if it is not the one that was published."""
-
-    def parts() -> Iterator[bytes]:
-        for first in range(0, file.nbytes, replay.AHEAD):
-            try:
-                yield place.read(file.name, first, min(replay.AHEAD, file.nbytes - first))
-            except FileNotFoundError as error:
-                raise Damaged(f"{file.name} is not there", file=file.name) from error
-
-    summed = replay.Summed(parts())
+    summed = replay.Summed(replay.read_ahead(place, file))
     yield from summed
     if (summed.nbytes, summed.checksum) != (file.nbytes, file.checksum):
         raise Damaged(
@@ -131,10 +123,11 @@ def pull(
     folder: str | os.PathLike[str],
     *,
     key: bytes | None = None,
+    wait: float = 0.0,
     tell: Told = lambda _: None,
 ) -> int:
     """Bring the folder's copy up to the source's newest version; returns its number, 0 if there is
-    none.
+    none. ``wait``: seconds for one to come, if the folder has the newest already.
 
     A copy is published weights itself: readers and other copies may take it as their source, so a
     slow link is crossed once for all of them. It may be interrupted at any byte: what is whole
@@ -142,7 +135,13 @@ def pull(
     each version.
     """
     place, copy = reading_place(source, key), FolderPlace(folder, make=True)
-    return replay.up_to_date(place, lambda head: _pull(place, copy, head, tell) if head else 0)
+    own = replay.read_head(copy)
+    return replay.up_to_date(
+        place,
+        lambda head: _pull(place, copy, head, tell) if head else 0,
+        own.newest if own else 0,
+        wait,
+    )
 
 
 def _pull(place: ReadablePlace, copy: FolderPlace, head: records.HeadRecord, tell: Told) -> int:

@@ -6,42 +6,78 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from time import monotonic, sleep
+from typing import Any
 
 from commpress.errors import InvalidArgument, MissingPackage
+from commpress.integrations.weights.weight_records import HEAD_NAME, LONGEST_HEAD, HeadRecord
 
 PART = ".part"  # ends the names of files that are not whole yet
+AT_ONCE = 8  # parts of files that are read in the background at the same time
+LOOK = 0.005  # seconds between two looks for a newer version
 
 
-class ReadablePlace(Protocol):
+class ReadablePlace:
     """Files by name. FileNotFoundError for one that is not there."""
+
+    def __init__(self) -> None:
+        self._readers = ThreadPoolExecutor(AT_ONCE, "commpress-read")
 
     def read(self, name: str, first: int, most: int) -> bytes:
         """Bytes from ``first`` on, ``most`` of them or as many as there are."""
+        raise NotImplementedError
+
+    def begin(self, name: str, first: int, most: int) -> "Future[bytes]":
+        """Read in the background, ``AT_ONCE`` parts at a time."""
+        return self._readers.submit(self.read, name, first, most)
+
+    def head(self, after: int, seconds: float) -> bytes:
+        """The file ``head``, as soon as it has a version later than ``after``; after ``seconds`` as
+        it is."""
+        ends, before = monotonic() + seconds, b""
+        while True:
+            late = monotonic() >= ends
+            try:
+                found = self.read(HEAD_NAME, 0, LONGEST_HEAD)
+            except FileNotFoundError:
+                if late:
+                    raise
+            else:
+                if late or (found != before and HeadRecord.unpack(found).newest > after):
+                    return found
+                before = found
+            sleep(LOOK)
 
 
-class WeightPlace(ReadablePlace, Protocol):
+class WeightPlace(ReadablePlace):
     """One that can be written, too."""
 
     def write(self, name: str, chunks: Iterable[bytes]) -> None:
         """Write a file anew; it is on the disk when this returns."""
+        raise NotImplementedError
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file whole or not at all; FileExistsError if there is one."""
+        raise NotImplementedError
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a file in place of another: readers find the one or the other."""
+        raise NotImplementedError
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        raise NotImplementedError
 
-    def remove(self, name: str) -> None: ...
+    def remove(self, name: str) -> None:
+        raise NotImplementedError
 
 
-class FolderPlace:
+class FolderPlace(WeightPlace):
     """A folder, which all ranks of a publisher see."""
 
     def __init__(self, path: str | os.PathLike[str], *, make: bool = False) -> None:
+        super().__init__()
         self._path = Path(path)
         if make:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -64,11 +100,12 @@ class FolderPlace:
         finally:
             os.close(file)
 
-    def size(self, name: str) -> int:
+    def range(self, name: str, first: int, last: int) -> tuple[bytes, int]:
+        """(bytes, size of the whole file)."""
         found = os.stat(self._path / name, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(name)
-        return found.st_size
+        return self.read(name, first, last - first + 1), found.st_size
 
     def write(self, name: str, chunks: Iterable[bytes]) -> None:
         with open(self._path / name, "wb") as file:
@@ -114,7 +151,7 @@ class FolderPlace:
         (self._path / name).unlink(missing_ok=True)
 
 
-class ObjectPlace:
+class ObjectPlace(WeightPlace):
     """An object store that fsspec knows, such as ``s3://bucket/run``. Its files appear whole or not
     at all.
 
@@ -123,6 +160,7 @@ class ObjectPlace:
     """
 
     def __init__(self, url: str, *, make: bool = False) -> None:
+        super().__init__()
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commpress.errors import Damaged, InvalidArgument, StateMismatch
 from commpress.integrations.weights import held_weights, replay, version_log
 from commpress.integrations.weights import weight_records as records
-from commpress.integrations.weights.own_part import OwnPart, Scanned
+from commpress.integrations.weights.own_part import Compared, OwnPart
 from commpress.integrations.weights.places import WeightPlace, writable_place
 from commpress.integrations.weights.weight_layout import WeightLayout
 from commpress.tiered_mem.store import TieredStore
@@ -126,7 +126,7 @@ class Publisher:
                 "Publisher, which goes on with the last one that was"
             ) from self._failure
         started = monotonic()
-        scanned: Scanned | Exception
+        scanned: list[Compared] | Exception
         try:
             scanned = self._part.scan(first=not self._held.version)
         except Exception as error:  # of this rank: the others learn of it where all meet
@@ -164,17 +164,19 @@ class Publisher:
     # ---------------------------------------------------------------- in the background
 
     def _finish(
-        self, asked: int | None, scanned: Scanned | Exception, started: float, spent: float
+        self, asked: int | None, scanned: list[Compared] | Exception, started: float, spent: float
     ) -> None:
         """Payload first, then the record, then the head; copies advance after that."""
         base, numel = self._held, self._layout.numel
         version = self._number(asked, scanned)
-        assert isinstance(scanned, Scanned)
-        files = self._written(version, scanned.codes, anchor=False) if base.version else []
+        assert not isinstance(scanned, Exception)
+        codes = [each.code for each in scanned]
+        files = self._written(version, codes, anchor=False) if base.version else []
         nbytes, anchors = sum(file.nbytes for file in files), []
         if anchor := not base.version or self._anchor_due(nbytes):
-            anchors = self._written(version, self._part.anchor_codes(scanned.codes), anchor=True)
-        own = [[each.tobytes() for each in self._part.by_stream(scanned.hashes)], scanned.changed]
+            anchors = self._written(version, self._part.anchor_codes(codes), anchor=True)
+        hashed = self._part.by_stream([each.hashed for each in scanned])
+        own = [[each.tobytes() for each in hashed], sum(each.changed for each in scanned)]
         every = self._gather.together(lambda: own)
         hashes = [[np.frombuffer(each, np.uint64) for each in part] for part, _ in every]
         record = records.VersionRecord(
@@ -191,7 +193,8 @@ class Publisher:
         )
         versions = version_log.kept([*self._versions, (version, base.version, anchor)], self._keep)
         self._gather.first(lambda: version_log.commit(self._place, self._layout, record, versions))
-        self._part.advance(scanned.codes)
+        seconds = monotonic() - started
+        self._part.advance(codes)
         self._held, self._versions = replay.held_by(record), versions
         self._since, self._count = (0, 0) if anchor else (self._since + nbytes, self._count + 1)
         if anchor:
@@ -206,11 +209,10 @@ class Publisher:
                 version,
                 100 * nbytes / dense,
             )
-        seconds = monotonic() - started
         report = Report(version, nbytes, record.anchor_nbytes, dense, density, seconds, spent)
         self._report = report
 
-    def _number(self, asked: int | None, scanned: Scanned | Exception) -> int:
+    def _number(self, asked: int | None, scanned: list[Compared] | Exception) -> int:
         """The version's, on which all ranks agree; the first error of a scan is raised on all."""
         last = self._held.version
 

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -60,7 +59,6 @@ class Receiver:
         self._held, self._layout = replay.HeldVersion(), WeightLayout([], {}, [])
         self._prepared: _Prepared | None = None
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), "commpress-receive")
-        self.seconds = 0.0  # of the last prepare
 
     @property
     def version(self) -> int:
@@ -80,20 +78,17 @@ class Receiver:
         head = self._seen(replay.read_head(self._place))
         return head.newest if head else 0
 
-    def prepare(self, version: int | None = None) -> int | None:
+    def prepare(self, version: int | None = None, *, wait: float = 0.0) -> int | None:
         """Fetch, decode and verify the newest version, or ``version``, while the live one goes on
-        being used.
+        being used. ``wait``: seconds for a newer one to come, if there is none yet.
 
         Returns its number, or None if there is nothing newer. An error leaves everything as it was:
         StateMismatch where versions do not follow from what is held, Damaged where bytes are
         missing or changed.
         """
-        started = monotonic()
-        target = replay.up_to_date(
-            self._place, lambda head: self._prepare(self._seen(head), version)
+        return replay.up_to_date(
+            self._place, lambda head: self._prepare(self._seen(head), version), self.version, wait
         )
-        self.seconds = monotonic() - started
-        return target
 
     def _prepare(self, head: HeadRecord | None, version: int | None) -> int | None:
         if head is None:

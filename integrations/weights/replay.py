@@ -1,7 +1,12 @@
 """Versions read back: records from a place, and blocks rebuilt from codes, each checked by its
 hash."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import islice
+from time import monotonic, sleep
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -9,11 +14,9 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.errors import Damaged, StateMismatch
-from commpress.integrations.weights.places import ReadablePlace
+from commpress.integrations.weights.places import AT_ONCE, ReadablePlace
 from commpress.integrations.weights.weight_layout import WeightLayout
 from commpress.integrations.weights.weight_records import (
-    HEAD_NAME,
-    LONGEST_HEAD,
     LONGEST_RECORD,
     HeadRecord,
     PayloadFile,
@@ -25,7 +28,7 @@ from commpress.kernels.cpu.exact import decode
 
 T = TypeVar("T")
 TRIES = 8  # as often as a publisher removes what is being read
-AHEAD = 4 << 20  # bytes of a file that are read at once
+CHUNK = 1 << 20  # bytes of a file that are asked for at once
 
 
 class HeldVersion(NamedTuple):
@@ -37,18 +40,29 @@ class HeldVersion(NamedTuple):
     digest: int = 0
 
 
-def read_head(place: ReadablePlace) -> HeadRecord | None:
-    """None if nothing was published yet."""
-    try:
-        return HeadRecord.unpack(place.read(HEAD_NAME, 0, LONGEST_HEAD))
-    except FileNotFoundError:
-        return None
+def read_head(place: ReadablePlace, after: int = 0, wait: float = 0.0) -> HeadRecord | None:
+    """The head, after up to ``wait`` seconds if it has nothing later than ``after``; None if
+    nothing was published yet."""
+    ends = monotonic() + wait
+    while True:
+        head, left = None, ends - monotonic()
+        with suppress(FileNotFoundError):
+            head = HeadRecord.unpack(place.head(after, max(left, 0.0)))
+        if left <= 0 or (head is not None and head.newest > after):
+            return head
+        if head is None:
+            sleep(min(left, 0.1))  # before the first version there is no head to wait at
 
 
-def up_to_date(place: ReadablePlace, call: Callable[[HeadRecord | None], T]) -> T:
+def up_to_date(
+    place: ReadablePlace,
+    call: Callable[[HeadRecord | None], T],
+    after: int = 0,
+    wait: float = 0.0,
+) -> T:
     """``call(head)``; again with the head of then, where versions were removed as they were
     read."""
-    head = read_head(place)
+    head = read_head(place, after, wait)
     for _ in range(TRIES):
         try:
             return call(head)
@@ -117,31 +131,55 @@ def held_by(record: VersionRecord) -> HeldVersion:
     return HeldVersion(record.run, record.epoch, record.version, record.digest)
 
 
-class Codes:
-    """Codes of one version and part, read in order, some MiB at a time."""
+def read_ahead(
+    place: ReadablePlace, file: PayloadFile, *, first: int = 0, ahead: int = AT_ONCE
+) -> Iterator[bytes]:
+    """The chunks of a file from byte ``first`` on; ``ahead`` of them are always under way."""
+    places = iter(range(first, file.nbytes, CHUNK))
 
-    def __init__(self, place: ReadablePlace, file: PayloadFile) -> None:
-        self._place, self._file, self._offsets = place, file, file.offsets()
-        self._first, self._content = 0, b""
+    def ask(count: int) -> list[Future[bytes]]:
+        return [place.begin(file.name, at, CHUNK) for at in islice(places, count)]
+
+    coming = deque(ask(ahead))
+
+    def found() -> Iterator[bytes]:
+        while coming:
+            try:
+                chunk = coming.popleft().result()
+            except FileNotFoundError as error:
+                raise Damaged(f"{file.name} is not there", file=file.name) from error
+            coming.extend(ask(1))
+            yield chunk
+
+    return found()
+
+
+class Codes:
+    """Codes of one version and part, read in order."""
+
+    def __init__(self, file: PayloadFile, read: Callable[[PayloadFile, int], Iterator[bytes]]):
+        self._file, self._offsets, self._read = file, file.offsets(), read
+        self._first, self._content, self._coming = 0, bytearray(), read(file, 0)
 
     def code(self, stream: int, block: int) -> bytes:
         first, size = int(self._offsets[stream][block]), int(self._file.sizes[stream][block])
-        if not self._first <= first <= first + size <= self._first + len(self._content):
-            try:
-                content = self._place.read(self._file.name, first, max(AHEAD, size))
-            except FileNotFoundError as error:
-                raise Damaged(f"{self._file.name} is not there", file=self._file.name) from error
-            self._first, self._content = first, content
-        found = self._content[first - self._first : first - self._first + size]
-        if len(found) != size:
-            raise Damaged(
-                f"{self._file.name} ends before byte {first + size:,}", file=self._file.name
-            )
-        return found
+        if not self._first <= first <= self._first + len(self._content) + CHUNK:
+            self._first = first // CHUNK * CHUNK
+            self._content, self._coming = bytearray(), self._read(self._file, self._first)
+        while self._first + len(self._content) < first + size:
+            if not (chunk := next(self._coming, b"")):
+                raise Damaged(
+                    f"{self._file.name} ends before byte {first + size:,}", file=self._file.name
+                )
+            self._content += chunk
+        if first - self._first >= CHUNK:
+            del self._content[: first - self._first]
+            self._first = first
+        return bytes(self._content[first - self._first : first - self._first + size])
 
 
 class Summed:
-    """Bytes on their way to a file, in chunks of ``AHEAD``, with their count and a running
+    """Bytes on their way to a file, in chunks of ``CHUNK``, with their count and a running
     checksum."""
 
     def __init__(self, parts: Iterable[bytes]) -> None:
@@ -151,9 +189,9 @@ class Summed:
         held = bytearray()
         for part in self._parts:
             held += part
-            while len(held) >= AHEAD:
-                yield self._counted(bytes(held[:AHEAD]))
-                del held[:AHEAD]
+            while len(held) >= CHUNK:
+                yield self._counted(bytes(held[:CHUNK]))
+                del held[:CHUNK]
         if held:
             yield self._counted(bytes(held))
 
@@ -184,9 +222,14 @@ class Rebuilder:
         every: bool = False,
     ) -> None:
         self.layout, self._every = layout, every
+        share = max(1, AT_ONCE // (len(records) * max(len(layout.parts), 1)))
+
+        def read(file: PayloadFile, first: int) -> Iterator[bytes]:
+            return read_ahead(place, file, first=first, ahead=share)
+
         files = [r.anchors if anchor and not i else r.differences for i, r in enumerate(records)]
         self._steps = [
-            (record, [Codes(place, file) for file in each])
+            (record, [Codes(file, read) for file in each])
             for record, each in zip(records, files, strict=True)
         ]
         self._recent: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}

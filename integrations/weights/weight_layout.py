@@ -39,6 +39,10 @@ class NumberType(NamedTuple):
         """A flat tensor on the CPU as unsigned integers, without a copy."""
         return values.view(torch.uint8).numpy().view(self.unsigned)
 
+    def integers(self, values: torch.Tensor) -> torch.Tensor:
+        """The same of a tensor anywhere."""
+        return values.view({"u1": torch.uint8, "u2": torch.int16, "u4": torch.int32}[self.unsigned])
+
 
 _F8 = [getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")]
 NUMBERS = {

@@ -205,6 +205,21 @@ T __shfl_xor_sync(unsigned mask, T value, int offset) {
     return value;
 }
 
+// The value of the lane so many below; its own, where there is none.
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int offset) {
+    host::need_all(mask);
+    host::Warp &warp = host::warp();
+    const int lane = threadIdx.x % host::WARP;
+    memcpy(warp.slots[warp.meeting.generation & 1][lane], &value, sizeof value);
+    const int parity = host::meet(warp.meeting, host::WARP);
+    memcpy(&value, warp.slots[parity][lane < offset ? lane : lane - offset], sizeof value);
+    return value;
+}
+
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+
 inline int __popc(unsigned bits) {
     int count = 0;
     for (; bits; bits &= bits - 1) ++count;
@@ -230,6 +245,20 @@ template <class T>
 T atomicAdd(T *to, T more) {
     const T before = *to;
     *to += more;
+    return before;
+}
+
+template <class T>
+T atomicOr(T *to, T bits) {
+    const T before = *to;
+    *to |= bits;
+    return before;
+}
+
+template <class T>
+T atomicMax(T *to, T other) {
+    const T before = *to;
+    *to = max(before, other);
     return before;
 }
 

@@ -69,27 +69,28 @@ def test_nothing_published_is_said(tmp_path, capsys):
     assert "is no folder" in capsys.readouterr().err
 
 
-def test_a_copy_is_followed_and_served(folder, tmp_path, capfd):
-    """A chain of two: the second reads from the first."""
-    command = [
-        sys.executable,
-        "-m",
-        "commpress",
-        "weights",
-        "pull",
-        str(folder),
-        str(tmp_path / "one"),
-        "--serve",
-        "0",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
+def test_a_copy_is_followed_and_a_relay_of_its_server_read(folder, tmp_path, capfd):
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    command = [sys.executable, "-m", "commpress", "weights", "pull", str(folder), one, "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as copying:
         try:
-            url = relay.stdout.readline().split()[-1]
-            assert "version 3" in "".join(relay.stdout.readline() for _ in range(3))
-            assert main(["weights", "pull", url, str(tmp_path / "two")]) == 0
+            assert "version 3" in [copying.stdout.readline() for _ in range(3)][-1]
+            weights = {"w": torch.zeros(5000, dtype=torch.int32), "v": torch.ones(3).bfloat16()}
+            with Publisher(weights, folder) as publisher:
+                publisher.publish()
+            assert "version 4" in copying.stdout.readline()
         finally:
-            relay.terminate()
-    assert "has version 3" in capfd.readouterr().out
+            copying.terminate()
+    server = WeightServer(one)
+    command = [*command[:4], "serve", server.url, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relaying:
+        try:
+            url = relaying.stdout.readline().split()[-1]
+            assert main(["weights", "pull", url, two]) == 0
+        finally:
+            relaying.terminate()
+    server.close()
+    assert "has version 4" in capfd.readouterr().out
 
 
 def test_serving_says_who_reads(folder, capsys, monkeypatch):

@@ -86,17 +86,18 @@ def test_a_stranger_reads_nothing(server, tmp_path):
 def test_what_was_heard_cannot_be_said_again(server):
     """A request is good once, for one range, on one connection."""
     place = http_place.HttpPlace(server.url, KEY)
-    heard = []
-    connection = place._connection
-    request = connection.request
-    connection.request = lambda *a, **k: (heard.append(k["headers"]), request(*a, **k))
+    place.read("head", 0, 100)
+    heard, wire = [], place._idle[0].wire
+    request = wire.request
+    wire.request = lambda *a, **k: (heard.append(k["headers"]), request(*a, **k))
     place.read("head", 0, 100)
     said = next(headers for headers in heard if "Authorization" in headers)
     assert asked(server, "/head", said) == (401, b"")
     fresh = http_place.HttpPlace(server.url, KEY)
     fresh.read("head", 0, 100)
-    fresh._connection.request("GET", "/head", headers=said)
-    response = fresh._connection.getresponse()
+    wire = fresh._idle[0].wire
+    wire.request("GET", "/head", headers=said)
+    response = wire.getresponse()
     assert (response.status, response.read()) == (401, b"")
 
 
@@ -213,3 +214,103 @@ def test_rubbish_is_answered_or_ended(server):
             assert b" 200 " not in answer
             assert b" 206 " not in answer
     assert Receiver(server.url, key=KEY).prepare() == 3
+
+
+# ---------------------------------------------------------------- waiting, and relays
+
+
+@pytest.mark.parametrize("kind", ["folder", "server", "relay"])
+def test_a_reader_that_waits_has_a_version_as_soon_as_it_can_be_had(tmp_path, kind):
+    """Not at the end of its patience; and it waits for the first version too."""
+    weights = {"w": torch.zeros(1000)}
+    (tmp_path / "run").mkdir()
+    server = WeightServer(tmp_path / "run", key=KEY)
+    relay = WeightServer(server.url, key=KEY)
+    source = {"folder": tmp_path / "run", "server": server.url, "relay": relay.url}[kind]
+    reader, came = Receiver(source, key=KEY), []
+    assert reader.prepare(wait=0.1) is None
+
+    def read():
+        for _ in range(3):
+            reader.prepare(wait=60)
+            came.append((reader.install(), time.monotonic()))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    with Publisher(weights, tmp_path / "run") as publisher:
+        for version in (1, 2, 3):
+            time.sleep(0.3)
+            publisher.publish()
+            committed = time.monotonic()
+            weights["w"] += 1
+            while len(came) < version and time.monotonic() < committed + 10:
+                time.sleep(0.01)
+            assert came[-1][0] == version
+            assert came[-1][1] - committed < 5
+    reading.join()
+    begins = time.monotonic()
+    assert reader.prepare(wait=0.3) is None
+    assert time.monotonic() - begins > 0.25
+    relay.close()
+    server.close()
+
+
+def readers_of(source, count):
+    """All at once, each by itself; what they have then."""
+    readers = [Receiver(source, key=KEY) for _ in range(count)]
+    threads = [threading.Thread(target=reader.prepare) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [(reader.install(), reader.weights) for reader in readers]
+
+
+def test_readers_of_a_relay_and_of_its_relay_cross_the_slow_link_once(tmp_path):
+    """Three readers of a relay, three of a relay of that: the first server sends each byte of a
+    version once, and little else."""
+    weights = {"w": torch.arange(3_000_000, dtype=torch.int32)}
+    with Publisher(weights, tmp_path / "run") as publisher:
+        report = publisher.publish()
+        server = WeightServer(tmp_path / "run", key=KEY)
+        relay = WeightServer(server.url, key=KEY)
+        further = WeightServer(relay.url, key=KEY)
+        for turn in range(3):
+            before = server.sent_bytes, relay.sent_bytes
+            found = readers_of(relay.url, 3) + readers_of(further.url, 3)
+            assert all(version == report.version for version, _ in found)
+            assert all(torch.equal(each["w"], weights["w"]) for _, each in found)
+            crossed = server.sent_bytes - before[0]
+            needed = report.anchor_bytes if turn == 0 else report.bytes
+            assert needed <= crossed <= 1.1 * needed  # the rest is in the relay already
+            assert 4 * needed <= relay.sent_bytes - before[1]
+            weights["w"][torch.randperm(3_000_000)[:300_000]] += 1
+            report = publisher.publish()
+    for each in (further, relay, server):
+        each.close()
+
+
+def test_a_relay_begins_anew_with_another_run_and_says_when_its_source_is_gone(folder, tmp_path):
+    server = WeightServer(folder, key=KEY)
+    relay = WeightServer(server.url, key=KEY)
+    assert readers_of(relay.url, 1)[0][0] == 3
+    for path in folder.iterdir():
+        path.unlink()
+    weights = {"w": torch.ones(7)}
+    with Publisher(weights, folder) as publisher:
+        for _ in range(3):  # files of the same names
+            publisher.publish()
+    version, found = readers_of(relay.url, 1)[0]
+    assert version == 3
+    assert torch.equal(found["w"], weights["w"])
+    server.close()
+    with pytest.raises(CommunicationError, match="502"):
+        Receiver(relay.url, key=KEY).prepare()
+    relay.close()
+
+
+def test_a_stranger_at_a_relay_reads_nothing(server):
+    relay = WeightServer(server.url, key=KEY)
+    for name in ("/head", "/head?after=0&seconds=9.000", "/v000000000000001"):
+        assert asked(relay, name) == (401, b"")
+    relay.close()
