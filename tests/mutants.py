@@ -964,13 +964,6 @@ MUTANTS = [
         "tests/state/test_real_ranks.py -k hook",
     ),
     Mutant(
-        "bases stay behind when a hook's ranks change",
-        "integrations/ddp/hook.py",
-        "            if standing.behind:\n",
-        "            if False:\n",
-        "tests/state/test_real_ranks.py -k hook",
-    ),
-    Mutant(
         "exchanges of a hook stay cut for the ranks that were",
         "integrations/ddp/hook.py",
         "        self.exchanges.reform(self.channel.size)\n",
