@@ -4,7 +4,6 @@ import argparse
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from time import sleep
 
 from commpress.cli.terminal import table, write_json

@@ -40,7 +40,7 @@ EVERY = KINDS | REAL
 def test_resumes_in_every_bit(name, at):
     """The object that loads went astray before."""
     kind = EVERY[name]
-    for how in kind.of.loads:
+    for how in kind.of.exactly or kind.of.loads:
         one, two = trained(kind, at), kind.world(kind.size, at)
         two.run(range(at + 20, at + 23))
         two.load(one.saved(), how)
@@ -128,6 +128,7 @@ def test_another_number_of_ranks_goes_on_with_all_that_is_owed(name, at, size):
     kind = EVERY[name]
     if not kind.of.joins:
         return refuse(kind, at, size)
+    assert carries(kind)
     for how, elastic in carries(kind):
         one, two = trained(kind, at), kind.world(size, at)
         two.run(range(at + 20, at + 23))

@@ -314,7 +314,7 @@ def hook(codec: Any, of: type[Process] = Hooked, ats: Any = (3,), **options: Any
 
 
 class Sharding(Process):
-    joins, loads = True, ("own",)
+    joins, exactly = True, ("own",)  # states of all ranks are averaged
 
     def wrapped(self, model: nn.Module, group: Any) -> nn.Module:
         self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))

@@ -91,6 +91,7 @@ class Rank:
     heals = True  # a rank behind takes over what others have
     sign = 1  # with which residuals are in what the ranks have together
     loads: tuple[str, ...] = ("own", "all")
+    exactly: tuple[str, ...] = ()  # of these ways those that resume in every bit; (): all
 
     def __init__(self, make: Callable[..., Any], rank: int, transport: Any) -> None:
         self.weights = [torch.nn.Parameter(p) for p in drawn(0, self.shapes)]
