@@ -1,4 +1,4 @@
-"""DistributedDataParallel."""
+"""Compressed communication for DistributedDataParallel."""
 
 from commpress.integrations.ddp.hook import CompressedState, compress, compressed_allreduce_hook
 from commpress.integrations.ddp.overlap import overlap

@@ -1,4 +1,4 @@
-"""One backward of a DDP model, and how its errors reach whoever called it."""
+"""One backward of a DDP model, and the delivery of its errors to the caller."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ from commpress.collectives.round import Round
 
 
 class Backward:
-    """A round of buckets, and what was submitted for each."""
+    """A round of buckets with the job submitted for each."""
 
     def __init__(self, round: Round) -> None:
         self.round = round
         self.submitted: list[torch.futures.Future[Any]] = []
 
     def raise_errors(self) -> None:
-        """At the end of this backward, as what they are. Called once, inside the hook of the last
-        bucket.
+        """Raise errors at the end of this backward, with their own types. Called once, inside the
+        hook of the last bucket.
 
-        Note: who raises. DDP makes "RuntimeError: Unable to cast" of an exception in a future, so
-        autograd is asked to call back before DDP looks at the futures. Where no node of the graph
-        is being evaluated (the first step of a static graph, a rank that has joined) it is too late
-        for that: wait here. Errors come after DDP has finished, so that training may go on after
-        them, as after ``group.reform``.
+        Note: where errors are raised. DDP turns an exception in a future into "RuntimeError: Unable
+        to cast", so autograd calls back before DDP looks at the futures. If no node of the graph is
+        being evaluated (the first step of a static graph, a rank that has joined) it is too late
+        for that: wait here. Errors are raised after DDP has finished, so that training may continue
+        after them, as after ``group.reform``.
         """
         if torch._C._current_autograd_node() is None:
             self._wait()

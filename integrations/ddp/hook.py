@@ -1,7 +1,7 @@
 """DistributedDataParallel: the hook, its state, and the one-line form ``compress``.
 
-Stop 1 of a gradient bucket: autograd fills it and calls the hook, which hands the steps to the
-state's worker and gives DDP a future. Backward goes on meanwhile.
+A gradient bucket starts here: autograd fills it and calls the hook, which submits the steps to the
+state's worker and returns a future to DDP. Backward continues meanwhile.
 """
 
 import logging
@@ -62,7 +62,7 @@ BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a
 
 
 class HookOptions(TypedDict, total=False):
-    """Keyword options of ``compress`` beside its own; ``CompressedState`` explains them."""
+    """Further keyword options of ``compress``; ``CompressedState`` explains them."""
 
     error_feedback: bool
     on_nonfinite: Literal["skip", "propagate", "raise"]
@@ -92,9 +92,9 @@ def compress(
     ``codec="auto"`` tries no compression, ``int8``, ``int4`` and, in one level, ``powersgd-4`` for
     a few steps each and keeps the fastest; powersgd only while its residual is at most two
     gradients. ``"auto+sign"`` tries ``sign`` as well, however large its residual;
-    ``"auto:int8,sign"`` tries these alone. ``PerLayer`` chooses a codec for every layer, again and
-    again. ``plan``: a file written by ``commpress plan``, or its content, in place of a codec. If
-    the plan advises no compression, DDP gets no hook.
+    ``"auto:int8,sign"`` tries these alone. ``PerLayer`` chooses a codec for every layer,
+    repeatedly. ``plan``: a file written by ``commpress plan``, or its content, in place of a codec.
+    If the plan advises no compression, DDP gets no hook.
 
     ``topology="auto"`` sums exactly inside a node and compresses between nodes, if the launcher
     says which ranks share one; None reduces flat. Groups whose ranks may change, exact codecs and
@@ -111,7 +111,7 @@ def compress(
     (``integrations.ddp.mesh.MeshStates``). See ``docs/meshes.md``.
     """
     if mesh is not None or dims is not None:
-        from commpress.integrations.ddp.mesh import compress_mesh  # which is built on this file
+        from commpress.integrations.ddp.mesh import compress_mesh  # it imports this file
 
         if plan is not None:
             raise InvalidArgument(
@@ -144,7 +144,7 @@ def compress(
 
 
 def _divides(codec: Any, ddp: DistributedDataParallel, options: HookOptions) -> bool:
-    """Return true if this run can do everything in two levels too: "auto" may ask the launcher."""
+    """Return true if all options work in two levels too, so that "auto" may read the launcher."""
     if (
         ddp.process_group.size() == 1
         or can_reform(ddp.process_group)
@@ -182,17 +182,17 @@ class CompressedState(Stateful):
     """State of the hook between calls: residuals, counters, a worker and a process group.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other
-    groups: it makes a new one. torch's own all-reduce averages gradients that codecs do not take
+    groups: it makes a new one. torch's own all-reduce averages gradients that codecs do not support
     (float64, complex, sparse); ``counters`` count them.
 
     - ``codec``, ``min_numel``, ``exclude``: see ``compress``.
-    - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to
-      match. Without it, parameters are numbered in the order in which DDP first brings them.
+    - ``named_parameters``: names for residuals in checkpoints and for ``exclude``. Without it,
+      parameters are numbered in the order in which DDP first brings them.
     - ``error_feedback``: True keeps the error of compression and sends it later; False drops it,
       which does not converge.
     - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks,
-      warns and counts; "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient
-      on all ranks. No residual changes.
+      warns and counts; "propagate" by NaN, for code that tests them; "raise" raises
+      NonFiniteGradient on all ranks. No residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, if these are
       more than the ranks of ``process_group``: with tensor parallelism the whole mesh. A value that
       is not finite on one of them makes all buckets of that step zeros on all of them, or raises on
@@ -292,12 +292,12 @@ class CompressedState(Stateful):
             seed=seed,
         )
         self._plain = Plain(self._plain_group(), self.counters)
-        self._survives = can_reform(process_group)  # backwards that fail: another may follow
-        # what is owed is to be paid in the next step, which sends exactly or nothing
+        self._survives = can_reform(process_group)  # failed backwards: another may follow
+        # the next step, exact or without messages, must apply the residuals
         self._owing = False
         self._backward: Backward | None = None
         self.handover = Handover(self.channel)
-        self._told = False  # what was compressed
+        self._told = False  # whether the log has reported the first compressed step
         on_reform(process_group, self)
         if self.channel.size == 1:
             log.warning(
@@ -312,13 +312,13 @@ class CompressedState(Stateful):
             )
 
     def _codecs(self, numel: int) -> list[Codec]:
-        """Codecs that the choice may give to a tensor of this size."""
+        """List the codecs that may be chosen for a tensor of this size."""
         if methods := methods_of(self.options["codec"]):
             return [codec_named(each) for each in methods[1:]]
         return [] if self.choice.usual is None else [self.choice.usual.choose("", numel)]
 
     def _check(self, *, named: bool, agrees: bool) -> None:
-        """Refuse options that do not go together, the same on every rank."""
+        """Raise an error for options that exclude each other, the same on every rank."""
         o, tries = self.options, methods_of(self.options["codec"])
         codec = o["codec"]
         if o["exclude"] and not named:
@@ -376,31 +376,31 @@ class CompressedState(Stateful):
 
     @property
     def compresses(self) -> bool:
-        """False where torch's all-reduce carries everything, as of now."""
+        """False while torch's all-reduce averages all gradients."""
         return self._now.policy is not None
 
     @property
     def transport(self) -> Any:
-        """To the other ranks, counted."""
+        """The transport to the other ranks, with counters."""
         return self.channel.transport
 
     def _plain_group(self) -> Any:
-        """The channel's own group, or the user's."""
+        """Return the channel's own group, or the user's."""
         return getattr(self.channel.inner, "group", self.process_group or dist.group.WORLD)
 
     @property
     def residuals(self) -> ResidualStore:
-        """Residuals that compression has left behind on this rank."""
+        """Residuals of this rank."""
         return self.exchanges.residuals
 
     @property
     def policy(self) -> Policy:
-        """The codec of every parameter, as of now."""
+        """The present codec of every parameter."""
         return self.exchanges.policy
 
     # ------------------------------------------------------------ one bucket
 
-    @torch.compiler.disable  # sockets and threads are nothing to trace
+    @torch.compiler.disable  # sockets and threads cannot be traced
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         if self.channel.size == 1 and self.consensus is None:
@@ -423,7 +423,7 @@ class CompressedState(Stateful):
             backward.round.last()
         try:
             self._submit(bucket, buffer, backward)
-        except CommunicationError as error:  # of a group that is broken already
+        except CommunicationError as error:  # the group is broken already
             backward.round.fail(error)
         if last:
             self._backward = None
@@ -437,7 +437,7 @@ class CompressedState(Stateful):
         backward.submitted.append(self.channel.submit(steps, buffer, waits=waits))
 
     def _begin_backward(self, device: torch.device) -> None:
-        """Nothing is under way between two backwards, unless the last one was aborted."""
+        """Begin a backward; drop what an aborted one has left."""
         before, self._backward = (
             self._backward,
             Backward(Round(self.step, consensus=self.consensus)),
@@ -450,7 +450,7 @@ class CompressedState(Stateful):
             self._backward.round.fail(error)
 
     def _choose(self, device: torch.device, *, aborted: bool) -> None:
-        """The codecs of this step; collective where they may change."""
+        """Choose the codecs of this step; collective if they may change."""
         rank, size = self.channel.rank, self.channel.size
 
         def total(table: torch.Tensor) -> torch.Tensor:
@@ -480,7 +480,7 @@ class CompressedState(Stateful):
         return self._plain.reduce(bucket, last=last)
 
     def _pay(self, bucket: dist.GradBucket, *, last: bool) -> None:
-        """Add the residuals to the gradients once these, or their mean, travel exactly."""
+        """Add the residuals to the gradients once these, or their mean, are sent exactly."""
         if self._owing and self._plain.compressible(bucket):
             scale = self._scale.of(self.grad_scaler)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -493,7 +493,7 @@ class CompressedState(Stateful):
     def _steps(
         self, bucket: dist.GradBucket, buffer: torch.Tensor, backward: Backward
     ) -> tuple[Steps[None], int | None]:
-        """The steps of one bucket, and how often they wait, where that is known."""
+        """Return the steps of one bucket, and how often they wait, if known."""
         if self.channel.size == 1 or not self.compresses or not self._plain.compressible(bucket):
             waits, begin = (
                 1 if self.consensus is None else None,
@@ -515,7 +515,7 @@ class CompressedState(Stateful):
     def _exchanged(
         self, bucket: torch.Tensor, exchange: Exchange, round: Round, sequence: int
     ) -> Steps[None]:
-        """A bucket that crosses the channel."""
+        """Average a bucket over the channel."""
         workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
@@ -534,7 +534,7 @@ class CompressedState(Stateful):
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
             bucket.copy_(buffer)
-            # a mean that does not fit overflows on every rank alike
+            # a mean too large for float16 overflows on every rank alike
             if bucket.dtype == torch.float16:
                 finite = bool(torch.isfinite(bucket).all())
         if bucket is not buffer:
@@ -552,8 +552,8 @@ class CompressedState(Stateful):
         """Average a bucket by torch's own all-reduce; values that are not finite stay in an
         uncompressed step.
 
-        Note: the thread. A call that begins on autograd's ends the backward when it fails, before
-        DDP has finished it.
+        Note: the thread. If a call begins on autograd's thread and fails, it ends the backward
+        before DDP has finished it.
         """
         yield begin()
         finite = not self.compresses or bool(torch.isfinite(values_of(bucket)).all())
@@ -562,8 +562,8 @@ class CompressedState(Stateful):
     def _end(
         self, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome], round: Round
     ) -> Steps[None]:
-        """The means of a bucket are there; with the last of them its backward is taken or refused
-        as a whole."""
+        """End a bucket whose means have arrived; the last one commits or discards the whole
+        backward."""
         closed = yield from round.end(bucket, finite, outcomes)
         if not closed:
             return
@@ -628,7 +628,7 @@ class CompressedState(Stateful):
         return self.choice.saved()
 
     def check(self, schedule: Mapping[str, Any]) -> None:
-        """Any choice may go on from any other's."""
+        """Accept every schedule: a choice may continue from any other."""
 
     def passing(self) -> dict[str, Any]:
         return self.choice.state() | {"brought": list(self.names.brought)}
@@ -655,7 +655,7 @@ class CompressedState(Stateful):
         return (yield from super().reforming(change))
 
     def __getstate__(self) -> NoReturn:
-        """Connections, threads and groups cannot be saved, nor copied."""
+        """Raise an error: connections, threads and groups cannot be saved or copied."""
         raise InvalidArgument(
             "a CompressedState cannot be pickled or copied: save state.state_dict(), and load it "
             "into what commpress.compress returns for the model that goes on"
@@ -668,14 +668,14 @@ class Plain:
 
     def __init__(self, group: dist.ProcessGroup, counters: Counters) -> None:
         self.group, self.counters = group, counters
-        self.sent_bytes = 0  # as a ring sends them
+        self.sent_bytes = 0  # as in a ring all-reduce
 
     @staticmethod
     def compressible(bucket: dist.GradBucket) -> bool:
-        """True if codecs know such gradients; else their bucket travels as torch sends it: float64,
+        """True if codecs support these gradients; torch's all-reduce averages others: float64,
         complex, sparse.
 
-        Complex gradients come as pairs of real numbers.
+        Complex gradients arrive as pairs of real numbers.
         """
         buffer = bucket.buffer()
         return (
@@ -691,7 +691,7 @@ class Plain:
         return work.get_future().then(lambda future: future.value()[0])
 
     def average(self, buffer: torch.Tensor) -> Work:
-        """Begin it, in the order of the calls, among the group's other collectives."""
+        """Start the all-reduce, in call order with the group's other collectives."""
         if self.group.size() == 1:
             return Done()
         self.counters.plain_elements += values_of(buffer).numel()
@@ -704,7 +704,7 @@ class Plain:
     def _count(self, buffer: torch.Tensor) -> None:
         size, numel = self.group.size(), values_of(buffer).numel()
         nbytes = 2 * (size - 1) * numel * buffer.element_size() // size
-        if buffer.is_sparse:  # everybody's, with their places
+        if buffer.is_sparse:  # values of all ranks, with their indices
             nbytes = (size - 1) * (buffer._values().nbytes + buffer._indices().nbytes)
         self.sent_bytes += nbytes
         self.counters.wire_bytes += nbytes
@@ -713,5 +713,5 @@ class Plain:
 
 
 def values_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Its elements; of a sparse one those that it has."""
+    """Return the elements of a buffer; the stored ones if it is sparse."""
     return buffer._values() if buffer.is_sparse else buffer

@@ -1,5 +1,5 @@
-"""DistributedDataParallel whose ranks keep their own gradients, for local updates where a framework
-insists on the wrapper."""
+"""DistributedDataParallel whose ranks keep their own gradients, for local updates in frameworks
+that require the wrapper."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from commpress.work import future_on
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
-    """Leave gradients as each rank computed them: nothing is sent in backward. Call it before the
-    first backward.
+    """Keep each rank's gradients local: nothing is sent in backward. Call it before the first
+    backward.
 
-    Nor are buffers, such as running means, sent in forward: each rank keeps its own, and a file
-    holds those of who writes it.
+    Buffers, such as running means, are not sent in forward either: each rank keeps its own, and a
+    checkpoint has those of the rank that saved it.
     """
     check_wrapped(ddp)
     if ddp not in ALONE:
@@ -28,7 +28,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
 
 def own_gradients(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP gets its own gradients back."""
+    """Return DDP's local gradients unchanged."""
     buffer = bucket.buffer()
     future = future_on(buffer.device)
     future.set_result(buffer)

@@ -1,5 +1,5 @@
-"""One call for a mesh: each dimension whose traffic is named gets its codec, and ranks that must
-stay together agree."""
+"""Compression of a whole mesh in one call: each named dimension gets its codec, and ranks that must
+stay equal agree."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,25 +34,23 @@ PIPELINE = ("pp", "pipe", "stage")
 
 
 class MeshStates:
-    """States of the dimensions of a mesh, by name, and what has to be done on all of its ranks
-    together."""
+    """States of the dimensions of a mesh, by name, with operations on all of its ranks together."""
 
     def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module], data: Sequence[str]) -> None:
         self.mesh, self.models = mesh, list(models)
         self.by_name: dict[str, Any] = {}
         self.replicas: Replicas | None = None
-        self.sharded: list[ShardedState] = []  # of a pipeline's stages under fully_shard
+        self.sharded: list[ShardedState] = []  # states of a pipeline's stages under fully_shard
         names = mesh.mesh_dim_names or ()
         sizes = dict(zip(names, mesh.mesh.shape, strict=True))
         pipelined = [name for name in names if is_pipeline(name)]
-        self._copies = 1  # ranks of a stage and replica: other shards, or the same weights
+        self._copies = 1  # ranks of one stage and replica, with other shards or the same weights
         for name in names:
             self._copies *= 1 if name in data or name in pipelined else sizes[name]
         self._replicas = 1
         for name in data:
             self._replicas *= sizes[name]
-        # as they are now: forwards of torch's DDP under tensor parallelism put others in their
-        # places
+        # the present tensors: forwards of torch's DDP under tensor parallelism replace them
         self._held = [
             (p, tensor_parallel_parts(p) or shards_of(p))
             for model in models
@@ -68,8 +66,7 @@ class MeshStates:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up on this rank, of a model that was given without
-        DistributedDataParallel."""
+        """Accumulate gradients on this rank, for a model without DistributedDataParallel."""
         with self._own_replicas("no_sync").no_sync():
             yield
 
@@ -77,8 +74,8 @@ class MeshStates:
         """Average the gradients between replicas, once after the backwards of a pipeline or under
         ``no_sync``; collective.
 
-        Of stages under fully_shard, which have reduced them: agree with all other stages whether
-        the step is taken.
+        Stages under fully_shard have reduced their gradients already: they agree with all other
+        stages whether the step is taken.
         """
         if self.replicas is None and self.sharded:
             finite = all(state.finite for state in self.sharded)
@@ -101,8 +98,8 @@ class MeshStates:
         """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` would those of the whole model;
         collective over the mesh.
 
-        Shards and stages add up, what several ranks hold counts once, so all ranks scale by the
-        same factor. What is not finite stays as it is.
+        Squares of shards and stages are summed, copies count once, so all ranks scale by the same
+        factor. Non-finite gradients stay unchanged.
         """
         if not max_norm > 0:
             raise InvalidArgument(f"max_norm is {max_norm!r}, expected a positive number")
@@ -119,8 +116,8 @@ class MeshStates:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals of every dimension that keeps some, for a bitwise resume on the
-        same mesh."""
+        """Return this rank's residuals of every dimension, for a bitwise resume on the same
+        mesh."""
         return {
             name: state.state_dict()
             for name, state in self.by_name.items()
@@ -133,8 +130,7 @@ class MeshStates:
 
 
 class ShardedStages:
-    """States of several stages under fully_shard that this rank runs, by the numbers of the
-    stages."""
+    """States of this rank's stages under fully_shard, by stage number."""
 
     def __init__(self, by_stage: Mapping[int, ShardedState]) -> None:
         self.by_stage = dict(by_stage)
@@ -151,16 +147,16 @@ class ShardedStages:
         return Counters.together([state.weights for state in self.by_stage.values()])
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of each stage, for a bitwise resume on the same mesh."""
+        """Return this rank's part of each stage, for a bitwise resume on the same mesh."""
         return {str(stage): state.state_dict() for stage, state in self.by_stage.items()}
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """Of each stage, for torch's distributed checkpoints; collective."""
+        """Return each stage's state for torch's distributed checkpoints; collective."""
         return {str(stage): state.elastic_state_dict() for stage, state in self.by_stage.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """From ``state_dict`` on the same mesh, or ``elastic_state_dict`` with these stages,
-        whoever ran them."""
+        """Load a ``state_dict`` of the same mesh, or an ``elastic_state_dict`` of these stages,
+        from any ranks."""
         if missing := [stage for stage in self.by_stage if str(stage) not in states]:
             raise StateMismatch(
                 f"the state is of {', '.join(map(repr, states))}, and this rank runs stages "
@@ -175,7 +171,7 @@ class ShardedStages:
 def compress_mesh(
     target: Any, mesh: Any, dims: Mapping[str, Any] | None, options: dict[str, Any]
 ) -> MeshStates:
-    """``commpress.compress(target, mesh=mesh, dims=dims)``; see there."""
+    """Implement ``commpress.compress(target, mesh=mesh, dims=dims)``."""
     _check_mesh(mesh, dims)
     assert dims
     stages = _stages(target)
@@ -188,7 +184,7 @@ def compress_mesh(
         check_backwards(target, stages)
     _check_dims(models, mesh, dims, data, pipelined, piped=stages is not None)
     states = MeshStates(mesh, models, [name for name in mesh.mesh_dim_names or () if is_data(name)])
-    # who can wait in a backward
+    # dimensions whose ranks can wait for each other in a backward
     together = tuple(name for name in mesh.mesh_dim_names or () if not is_pipeline(name))
     for name in data:
         given = {"agree_over": mesh[together]} | options

@@ -1,5 +1,5 @@
-"""Names of parameters, by which residuals are kept: a user's, or numbers in the order in which DDP
-brings them."""
+"""Names of parameters, the keys of residuals: the user's, or numbers in the order of DDP's
+buckets."""
 
 from collections.abc import Iterable, Sequence
 
@@ -27,7 +27,7 @@ def averaged_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.n
         (name, p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore
     ]
     for name, p in held:
-        is_held(name, p, ranks_of(ddp.process_group))  # raises where nobody would average it
+        is_held(name, p, ranks_of(ddp.process_group))  # raises if no rank would average it
     return found
 
 
@@ -38,14 +38,14 @@ class ParameterNames:
         parameters = dict(named_parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.device = next((each.device for each in parameters.values()), None)
-        # of those known beforehand
+        # sizes of parameters known beforehand
         self.numels = {name: parameter.numel() for name, parameter in parameters.items()}
         # name → elements, in the order in which DDP first brought them
         self.brought: dict[str, int] = {}
         self._expected: list[str] = []
 
     def expect(self, names: Sequence[str]) -> None:
-        """DDP brings parameters that nobody named in this order, as in the run that was saved."""
+        """Expect unnamed parameters from DDP in this order, as in the saved run."""
         self._names, self._expected = {}, list(names)
 
     def known(self, parameter: torch.Tensor) -> str | None:
@@ -60,7 +60,7 @@ class ParameterNames:
         return name
 
     def tensors(self, bucket: dist.GradBucket) -> Tensors:
-        """Spans of a bucket's gradients in its buffer, and their shapes."""
+        """Return the spans of a bucket's gradients in its buffer, and their shapes."""
         parameters, spans, at = bucket.parameters(), [], 0
         for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
             spans.append(Span(self.of(parameter), at, gradient.numel()))

@@ -1,13 +1,13 @@
 """Optimizers under DistributedDataParallel: a bucket's round starts while backward still computes
 the next bucket.
 
-The hook keeps DDP from averaging gradients. For each bucket it writes what the optimizer wants to
-send and hands the round to a worker; ``step()`` finds it done or waits for the rest. Gradients stay
-local: clip with ``max_grad_norm``.
+The hook keeps DDP from averaging gradients. For each bucket it writes the optimizer's messages and
+submits the round to a worker; ``step()`` waits for rounds that are not done. Gradients stay local:
+clip with ``max_grad_norm``.
 
-Note: who computes what. The sum of gradient and momentum runs inside the hook, on autograd's
-thread, so that nothing reads a gradient after backward has returned; encoding, waiting and decoding
-run on the worker.
+Note: threads. The sum of gradient and momentum runs inside the hook, on autograd's thread, so that
+nothing reads a gradient after backward has returned; encoding, waiting and decoding run on the
+worker.
 """
 
 from typing import Any
@@ -32,15 +32,14 @@ def overlap(
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> CompressedOptimizer:
-    """Let ``optimizer`` do all communication of ``ddp``, during backward where it can; returns the
+    """Let ``optimizer`` do all communication of ``ddp``, during backward if possible; return the
     optimizer.
 
-    The optimizers with divided state cannot: they communicate in ``step()``, and gradients stay
-    local until then.
+    Optimizers with divided state communicate in ``step()``, and gradients stay local until then.
 
     With ``max_grad_norm`` rounds wait for ``step()``, because the norm needs every gradient. Pass
     the ``grad_scaler`` of mixed precision here or to the optimizer. Parameters of ``ddp`` that the
-    optimizer does not have are not averaged at all, and refused.
+    optimizer does not have raise an error, because nothing would average them.
     """
     if hasattr(optimizer, "optimizer"):  # accelerate's wrapper
         optimizer, grad_scaler = (
@@ -72,7 +71,7 @@ def overlap(
             check_unhooked(ddp)
             ddp.register_comm_hook(None, own_gradients)
         return optimizer
-    # DDP takes one hook, and for good
+    # DDP accepts one hook and never removes it
     registered = [
         state for _, state in ddp._comm_hooks if isinstance(state, BucketRounds) and state.optimizer
     ]
@@ -86,20 +85,20 @@ def overlap(
 
 
 def averages(optimizer: torch.optim.Optimizer) -> bool:
-    """True if it averages gradients itself, so that nobody else may: ours say so."""
+    """True if the optimizer averages gradients itself, so that DDP must not."""
     return getattr(optimizer, "averages_gradients", False)
 
 
 def momentum_hook(
     state: "BucketRounds", bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Start the round of one bucket; DDP gets its own gradients back."""
+    """Start the round of one bucket; return DDP's local gradients."""
     state.start(bucket)
     return own_gradients(None, bucket)
 
 
 class BucketRounds:
-    """The rounds that backward has started and ``step`` has not taken yet."""
+    """Rounds that backward has started and ``step`` has not finished."""
 
     def __init__(self, optimizer: ReplicatedOptimizer) -> None:
         self.optimizer = optimizer
@@ -147,20 +146,20 @@ class BucketRounds:
         return o.round()
 
     def _take_back(self, indices: tuple[int, ...]) -> None:
-        """Another backward before ``step``: its buckets hold the sums of both, so what was started
-        is void."""
+        """Drop the started round of a bucket: a second backward before ``step`` holds the sum of
+        both."""
         for key in [key for key in self._futures if not set(key).isdisjoint(indices)]:
             self._discard(key)
 
     def take_back(self) -> None:
-        """All that was started is void: parameters came, or a window was closed. ``step`` sends it
-        anew."""
+        """Drop all started rounds, because parameters were added or a window closed. ``step`` sends
+        again."""
         for key in list(self._futures):
             self._discard(key)
 
     def drop(self) -> None:
-        """Nothing that was started comes back: the ranks are others. What it proposed is settled by
-        who knows of it."""
+        """Forget started rounds, because the ranks have changed. The hand-over settles their
+        proposals."""
         self._futures.clear()
 
     def _discard(self, key: tuple[int, ...]) -> None:
@@ -172,7 +171,7 @@ class BucketRounds:
         yield from self._futures.values()
 
     def finish(self, kind: RoundKind) -> Steps[tuple[list[Outcome], set[int]]]:
-        """Outcomes of what was started, and for which parameters; none if it was started as another
+        """Return the outcomes of started rounds and their parameters; none if started as another
         kind of round."""
         futures, self._futures = self._futures, {}
         outcomes: list[Outcome] = []

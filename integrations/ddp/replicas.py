@@ -1,9 +1,9 @@
-"""Replicas of a model whose parameters are DTensors: gradients of shards are averaged between ranks
-that have the same ones.
+"""Replicas of a model whose parameters are DTensors: gradients are averaged between ranks with the
+same shards.
 
-DistributedDataParallel takes plain tensors only. Here parameters stay what tensor parallelism has
-made of them: hooks collect the local gradients in buckets, in the reverse order of parameters as
-DDP does, and hand each to a ``CompressedState``.
+DistributedDataParallel supports plain tensors only. Here parameters stay DTensors: hooks collect
+the local gradients in buckets, in the reverse order of parameters like DDP, and pass each to a
+``CompressedState``.
 """
 
 import weakref
@@ -24,8 +24,7 @@ BUCKET_BYTES = 25 << 20
 
 
 class LocalBucket:
-    """Gradients of some parameters side by side, with the methods of ``dist.GradBucket`` that a
-    state calls."""
+    """Bucket of gradients with the methods of ``dist.GradBucket`` that a state calls."""
 
     def __init__(self, number: int, members: Sequence[torch.Tensor], *, last: bool) -> None:
         shards = [local(p) for p in members]
@@ -59,7 +58,7 @@ class LocalBucket:
         return len(self.arrived) == len(self.members)
 
     def fetch(self, i: int) -> None:
-        """Take the gradient of a parameter over; none is zero."""
+        """Copy a parameter's gradient into the bucket, zeros if it has none."""
         settle_gradient(self.members[i])
         gradient = self.members[i].grad
         if gradient is None:
@@ -68,7 +67,7 @@ class LocalBucket:
             self.views[i].copy_(local(gradient))
 
     def give_back(self) -> None:
-        """Gradients := the means."""
+        """Write the means into the gradients."""
         for p, mean in zip(self.members, self.views, strict=True):
             if p.grad is None:
                 p.grad = alike(mean.clone(), p)
@@ -80,7 +79,7 @@ class Replicas:
     """Averages the gradients of ``parameters`` in each backward, or in ``synchronize``; ``grad``
     then holds the means.
 
-    ``in_backward``: False where many backwards make one step, as under a pipeline.
+    ``in_backward``: False if a step has many backwards, as in a pipeline.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Replicas:
         self._next = 0
         self._ending: weakref.ref[Any] | None = None
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
-        # versions of parameters when the first gradient came that was not averaged yet
+        # versions of parameters at the first gradient that is not averaged yet
         self._owed: list[int] | None = None
         for bucket in self.buckets:
             for i, p in enumerate(bucket.members):
@@ -99,21 +98,20 @@ class Replicas:
                 p.register_post_accumulate_grad_hook(hook)
 
     def watch(self, stage: torch.nn.Module) -> None:
-        """Before a forward of ``stage``: raise if parameters have moved by gradients that nobody
-        has averaged."""
+        """Check before each forward of ``stage`` that parameters were not updated by unaveraged
+        gradients."""
         stage.register_forward_pre_hook(_weakly(self._check_averaged))
 
     @torch.no_grad()
     def start_alike(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        """Parameters and buffers := those of the first rank that has the same shards, as DDP
-        does."""
+        """Copy parameters and buffers from the first rank with the same shards, as DDP does."""
         first = dist.get_process_group_ranks(group)[0]
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(local(tensor), first, group=group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up on this rank; the next one outside averages the sum."""
+        """Accumulate gradients on this rank; the next backward outside averages the sum."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -122,8 +120,8 @@ class Replicas:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Average all gradients as they are now; collective. Call it once, after the last backward
-        of a step."""
+        """Average all present gradients; collective. Call it once, after the last backward of a
+        step."""
         if self.in_backward and self.syncing:
             raise InvalidArgument(
                 "synchronize is for gradients of backwards under no_sync() or a pipeline: call it "
@@ -151,7 +149,7 @@ class Replicas:
     def _arrived(self, bucket: LocalBucket, i: int) -> None:
         if not self.syncing:
             return
-        # the first of a backward; of one that was aborted nothing counts
+        # the first gradient of a backward; an aborted one does not count
         if self._ending is None or self._ending() is None:
             self._clear()
             ending = partial(self._finish)
@@ -163,7 +161,7 @@ class Replicas:
             self._launch()
 
     def _clear(self) -> None:
-        """Wait for what is under way; no gradient has arrived from here on."""
+        """Wait for running buckets, then forget all arrived gradients."""
         for future in self._futures:
             future.wait()
         self._futures.clear()
@@ -178,7 +176,7 @@ class Replicas:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Send what is left, wait for all, and hand the means out."""
+        """Send the remaining buckets, wait for all, and write the means."""
         self._ending = None
         if not self.in_backward or not self.syncing:
             self._clear()
@@ -194,7 +192,7 @@ class Replicas:
 
 
 def _weakly(method: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """A hook that calls ``method`` with ``given`` as long as its owner is there: modules and
+    """Return a hook that calls ``method`` with ``given`` while its owner lives: modules and
     parameters must not keep it alive."""
     reference = weakref.WeakMethod(method)
 
@@ -206,7 +204,7 @@ def _weakly(method: Callable[..., None], *given: Any) -> Callable[..., None]:
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> list[LocalBucket]:
-    """In the order in which backward is likely to fill them; one dtype and device each."""
+    """Make buckets in the likely order of backward, each with one dtype and device."""
     plans: list[list[torch.Tensor]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for p in reversed(parameters):

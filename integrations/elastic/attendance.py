@@ -80,7 +80,7 @@ class Attendance:
         return found
 
     def join_again(self, error: Excluded) -> None:
-        """As a newcomer, because the others have gone on."""
+        """Join the others as a newcomer, because they have continued without this rank."""
         place = os.environ.get("COMMPRESS_STORE")
         if not error.contact and not place:
             raise error
@@ -91,7 +91,7 @@ class Attendance:
 
 
 def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
-    """A store that a launcher holds, where the members of a run are found.
+    """Connect to a launcher's store, in which a run registers its members.
 
     Note: the thread. torch waits for ever for a server that takes connections and is no store,
     whatever the timeout.
@@ -123,8 +123,8 @@ def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
 
 
 def at_sigterm(call: Callable[[], None]) -> Callable[[], object]:
-    """Have the first SIGTERM call this, unless the program has a use of its own for it; the result
-    ends that."""
+    """Call ``call`` at the first SIGTERM, unless the program handles it; return a function that
+    undoes this."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -145,7 +145,7 @@ def at_sigterm(call: Callable[[], None]) -> Callable[[], object]:
 
 
 def reformable(group: Any) -> Any:
-    """The group itself, if it can be formed anew."""
+    """Return the group itself, if it can be formed again."""
     found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
     if found is None:
         raise InvalidArgument(
@@ -170,7 +170,7 @@ _HEALED, _HALFWAY, _LEAVES = 1, 2, 4
 
 @dataclass(frozen=True)
 class Declaration:
-    """Declaration of one rank, as it makes it to the others.
+    """Report of one rank to the others.
 
     - ``healed``: it has the state of the run; a newcomer does not before it is healed.
     - ``halfway``: its last step ended with an error after the optimizer's part of it.
@@ -188,7 +188,7 @@ class Declaration:
 
     @classmethod
     def of(cls, said: bytes) -> "Declaration | None":
-        """The one that was said; None if something else was."""
+        """Parse a report; None if it is no ``Declaration``."""
         if len(said) <= COMMITTED.size:
             return None
         (steps,), flags = COMMITTED.unpack_from(said), said[COMMITTED.size]
@@ -201,7 +201,7 @@ class Declaration:
 
     @classmethod
     def all(cls, change: Change) -> Mapping[int, "Declaration"]:
-        """Of the ranks from now on that have said it."""
+        """Return the declarations of present ranks that have made one."""
         return {
             rank: each
             for rank, said in enumerate(change.said)
@@ -234,5 +234,5 @@ class Declaration:
 
     @classmethod
     def leavers(cls, change: Change) -> list[int]:
-        """Ranks that are about to leave."""
+        """Return the ranks that are about to leave."""
         return [rank for rank, each in cls.all(change).items() if each.leaves]

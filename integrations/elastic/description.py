@@ -1,5 +1,5 @@
-"""Description of a process that takes part in a run: everything in which all of them must be alike,
-by name, in words.
+"""Description of a process in a run: all settings that must be equal on all of them, as text by
+name.
 
 A newcomer sends its description behind its greeting, and the member that answers compares it with
 its own.
@@ -83,7 +83,7 @@ def _tensors(module: torch.nn.Module) -> Iterable[tuple[str, str]]:
 
 
 def _options(each: Any) -> Iterable[tuple[str, Any]]:
-    """Options of its constructor that it has kept."""
+    """Yield the constructor's options that the object has stored."""
     for kind in type(each).__mro__:
         if kind.__module__.startswith("commpress.") and "__init__" in vars(kind):
             kept = [name for name in inspect.signature(kind).parameters if name in vars(each)]
@@ -107,7 +107,7 @@ def _sizes(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _text(value: Any) -> str:
-    """One value in words, the same in every process."""
+    """Format a value as text, the same in every process."""
     spec = getattr(value, "spec", None)
     text = (
         spec

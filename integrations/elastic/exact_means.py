@@ -113,7 +113,7 @@ class ExactMeans:
         return finished
 
     def _begin(self) -> None:
-        """A worker whose job has failed takes no other."""
+        """Replace a worker whose job has failed, which takes no other."""
         if self._backward is not None and self._backward.round.error is not None:
             self._worker = None
         if self._worker is None:
@@ -129,5 +129,5 @@ class ExactMeans:
 def exact_means_hook(
     state: ExactMeans, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average ``bucket`` over the ranks that there are."""
+    """Average ``bucket`` over the present ranks."""
     return state.reduce(bucket)

@@ -1,4 +1,4 @@
-"""Healing: ranks that are new, or a step behind, become like those that are not, in every bit.
+"""Healing: ranks that are new or a step behind receive the state of the others, bit for bit.
 
     1  everybody tells how long its document is, and a hash of it; who is no donor tells zeros
     2  the first donor sends the document to all: which tensors there are, and all that is no tensor
@@ -73,7 +73,8 @@ def share(
     needy: Sequence[int],
     slice_bytes: int = SLICE,
 ) -> Steps[tuple[bytes, list[torch.Tensor], Healed]]:
-    """The donors' document and tensors, on those in ``needy`` too, which bring none."""
+    """Return the donors' document and tensors on every rank, also on those in ``needy``, which
+    bring none."""
     if not donors or set(donors) & set(needy):
         raise InvalidArgument(
             f"donors are {list(donors)} and needy {list(needy)}, expected at least one donor that "
@@ -147,7 +148,7 @@ def _swapped(
     outs: Sequence[int],
     sequence: int,
 ) -> Steps[torch.Tensor]:
-    """Bytes that come, when ``ins[r]`` of ``inp`` go to rank r and ``outs[r]`` come from it."""
+    """Send ``ins[r]`` bytes of ``inp`` to each rank r; return the ``outs[r]`` bytes from each."""
     if not isinstance(inp, torch.Tensor):
         inp = torch.frombuffer(inp, dtype=torch.uint8) if inp else torch.empty(0, dtype=torch.uint8)
     out = torch.empty(sum(outs), dtype=torch.uint8)
@@ -158,7 +159,7 @@ def _swapped(
 
 
 def gathered_hashes(channel: Channel, hashes: Sequence[int]) -> Steps[np.ndarray]:
-    """uint64[ranks, tensors]."""
+    """Gather the hashes of all ranks as uint64[ranks, tensors]."""
     halves = [float(part) for each in hashes for part in (each >> 32, each & 0xFFFFFFFF)]
     every = yield from channel.gathered(halves)
     numbers = every.astype(np.uint64).reshape(channel.size, -1, 2)
@@ -242,13 +243,12 @@ def packed(content: Any, tensors: list[torch.Tensor]) -> bytes:
 
 
 def unpacked(document: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The content again."""
+    """Rebuild the content from a document and its tensors."""
     return _filled(_read(document)["outline"], tensors)
 
 
 def empty_tensors(document: bytes) -> list[torch.Tensor]:
-    """Tensors on the host for what a document describes, their content whatever was there
-    before."""
+    """Make uninitialized host tensors for those that a document describes."""
     found = []
     for kind, shape in _read(document)["tensors"]:
         if kind not in DTYPES:
@@ -337,11 +337,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    """xxh3 of its bytes."""
+    """Return the xxh3 hash of a tensor's bytes."""
     part = bytes_of(tensor)
     return checksum_of(memory_of(part)) if part.numel() else 0
 
 
 def hash_of_all(document: bytes, hashes: Sequence[int]) -> int:
-    """One number for a whole state."""
+    """Return one hash of a whole state."""
     return checksum_of(document + b"".join(each.to_bytes(8, "little") for each in hashes))

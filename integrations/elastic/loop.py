@@ -222,7 +222,7 @@ class Elastic:
     # ------------------------------------------------------------ what is trained
 
     def _take(self, train_step: Callable[..., Any], state: Mapping[str, Any]) -> None:
-        """Train these from here on."""
+        """Train these objects from now on."""
         if not isinstance(state, Mapping) or (not state and train_step is not _nothing):
             raise InvalidArgument(
                 f"state is {state!r}, expected a dictionary, as {{'model': model, 'optimizer': "
@@ -271,7 +271,7 @@ class Elastic:
 
     @property
     def step(self) -> int:
-        """Steps that are committed."""
+        """Number of committed steps."""
         return self.progress.step
 
     @property
@@ -326,11 +326,11 @@ class Elastic:
 
     @property
     def left(self) -> bool:
-        """True when it has, and the others go on without it."""
+        """True if this rank has left and the others continue without it."""
         return self.attendance.left
 
     def close(self) -> None:
-        """Give the snapshots' directory and the file of events free."""
+        """Release the snapshots' directory and the file of events."""
         self._mark.close()
         if self.snapshots is not None:
             self.snapshots.close()
@@ -458,7 +458,7 @@ class Elastic:
     # ------------------------------------------------------------ faults
 
     def _recover(self, fault: CommunicationError, error: Exception) -> None:
-        """Undo the failed step, and go on with the ranks that are left."""
+        """Undo the failed step, and continue with the remaining ranks."""
         self._note(fault)
         log.warning("step %d was interrupted: %s", self.step, fault)
         self._failures += not self._others_reform()
@@ -774,7 +774,7 @@ class Elastic:
             self._reform()
 
     def _write(self) -> None:
-        """Keep this step, to which all have agreed."""
+        """Save a snapshot of this step, as agreed by all ranks."""
         assert self.snapshots is not None
         begun = monotonic()
         content = self.state.taken_apart()
@@ -835,4 +835,4 @@ class Elastic:
 
 
 def _nothing() -> None:
-    """The step of no model."""
+    """Do nothing, as the step without a model."""

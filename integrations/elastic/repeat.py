@@ -45,7 +45,7 @@ def without_frames(error: BaseException | None) -> None:
 
 
 class RandomState:
-    """Generators of Python, NumPy and torch, as they were."""
+    """Saved random states of Python, NumPy and torch."""
 
     def __init__(self) -> None:
         self.python, self.numpy, self.torch = (
@@ -107,7 +107,7 @@ class StepMark:
         self._stepped = True
 
     def begin(self) -> None:
-        """A step begins here."""
+        """Mark the beginning of a step."""
         self._random, self._stepped = RandomState(), False
         self._counts = [getattr(each, "steps_done", 0) for each in self._optimizers]
         self._scales = list(map(scales_of, self._scalers))
@@ -122,7 +122,7 @@ class StepMark:
         ]
 
     def undo(self) -> None:
-        """Buffers and scales are as they were, and there are no gradients."""
+        """Restore buffers and scales, and drop gradients."""
         if self._buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, self._kept)
@@ -141,7 +141,7 @@ class StepMark:
             forget_found(scaler)
 
     def draw_again(self) -> None:
-        """Random numbers are those that the step began with."""
+        """Restore the random numbers at the step's beginning."""
         self._random.put_back()
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Rehearsal:
         return steps >= self.steps
 
     def end(self) -> None:
-        """Replicas are past their first steps."""
+        """Record that replicas are past their first steps."""
         self.steps = 0
 
     def run(
@@ -195,7 +195,7 @@ class Rehearsal:
 
 
 def _own_state(owner: Any) -> tuple[Any, Any]:
-    """Functions that give and take what this rank has and others do not."""
+    """Return functions that get and set the state of this rank alone."""
     if isinstance(owner, CompressedOptimizer):
         return owner.rank_state, owner.load_rank_state
     return getattr(owner, "state_dict", None), getattr(owner, "load_state_dict", None)

@@ -129,7 +129,8 @@ class ElasticSampler(Sampler[int]):
     # ------------------------------------------------------------ what has been read
 
     def commit(self, steps: int = 1) -> None:
-        """All ranks have taken so many steps. After the last of an epoch the next one begins."""
+        """Record steps that all ranks have taken. After the last of an epoch the next one
+        begins."""
         check_counts(steps=steps)
         if steps > self.steps:
             raise InvalidArgument(
@@ -148,7 +149,7 @@ class ElasticSampler(Sampler[int]):
             self._follow()
 
     def reform(self, change: Change) -> None:
-        """Read as one of the ranks that there are from now on."""
+        """Continue as one of the present ranks."""
         self.rank, self.size = change.rank, change.size
         self._follow()
 
@@ -169,7 +170,7 @@ class ElasticSampler(Sampler[int]):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank, and good for any number of them."""
+        """Return the state, equal on every rank and valid for any number of them."""
         same = {"samples": self.samples, "shuffle": self.shuffle, "seed": self.seed}
         return same | {"epoch": self.epoch, "position": self.position, "dropped": self.dropped}
 
@@ -221,13 +222,13 @@ class Batches:
         self.sampler, self.count = sampler, sampler.batch_size // size
 
     def ready(self) -> None:
-        """Begin to read where nobody has begun."""
+        """Begin reading if it has not begun."""
         if self.loader is not None and self.sampler is not None and not self._left:
             self._left = self.sampler.steps
             self._iterator = iter(self.loader)
 
     def next(self) -> tuple[Any, ...]:
-        """Of one step."""
+        """Return the batches of one step."""
         if self.loader is None:
             return ()
         self.ready()

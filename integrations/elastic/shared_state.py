@@ -85,7 +85,7 @@ class SharedState:
         return packed(content, tensors), tensors
 
     def load(self, document: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Become like who took these apart."""
+        """Load a document and tensors from ``taken_apart``."""
         content = unpacked(document, tensors)
         if content.keys() != self.objects.keys():
             raise StateMismatch(
@@ -119,7 +119,7 @@ class SharedState:
         return each.state_dict, each.load_state_dict
 
     def _parts(self, own: dict[str, Any]) -> list[Any]:
-        """Every rank's part, on every rank."""
+        """Gather the parts of all ranks on every rank."""
         channel, parts = self.channel, []
         assert channel is not None
         for rank in range(channel.size):
@@ -134,7 +134,7 @@ class SharedState:
         return parts
 
     def _module_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-        """The module whose parameters it trains."""
+        """Return the module whose parameters the optimizer trains."""
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for each in self.objects.values():
             if isinstance(each, torch.nn.Module) and wanted <= {id(p) for p in each.parameters()}:

@@ -99,7 +99,7 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of which there is a snapshot, ascending."""
+        """Steps with a snapshot, ascending."""
         return sorted(
             int(found[1]) for name in self.store.snapshots() if (found := _NAME.fullmatch(name))
         )
@@ -157,7 +157,7 @@ class Snapshots:
         self._last = 0
 
     def load(self) -> tuple[int, bytes, list[torch.Tensor]]:
-        """The newest: its step, document and tensors."""
+        """Return step, document and tensors of the newest snapshot."""
         self._make_room(max((self.store.info(name).nbytes for name in self.store), default=0))
         with self.store.borrow("document", write=False) as content:
             document = content.numpy().tobytes()

@@ -1,5 +1,5 @@
-"""FullyShardedDataParallel, the older class: a communication hook for its gradients. For new
-programs take FSDP2."""
+"""Communication hook for gradients of FullyShardedDataParallel, the older class. Use FSDP2 in new
+programs."""
 
 from datetime import timedelta
 from typing import Any, Literal
@@ -28,10 +28,10 @@ class FlatShardState(Divided):
     """State of ``compressed_reduce_scatter_hook`` between calls: ``fsdp.register_comm_hook(state,
     hook)`` on the root.
 
-    Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither
-    which unit a gradient is of nor where its parameters lie, so a unit is known by its place in
-    backward, and one codec serves all. A backward in which units come in another order, or some not
-    at all, is an error: residuals would meet other parameters.
+    Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither a
+    gradient's unit nor the places of its parameters, so units are identified by their order in
+    backward, and one codec serves all. A backward with another order, or with units missing, raises
+    an error: residuals would be added to other parameters.
 
     - ``codec``: of every unit's gradient, elementwise.
     - ``checksum``: check every message where the transport does not.
@@ -65,7 +65,7 @@ class FlatShardState(Divided):
         self.transport = self.channel.transport
         # elements of each unit's gradient, in the order of the first backward
         self._order: list[int] | None = None
-        self._seen: list[int] = []  # of the backward under way
+        self._seen: list[int] = []  # units of the running backward
         self._error: NonFiniteGradient | None = None
         self._plans: dict[tuple[int, bool], tuple[Any, list[ErrorFeedback | None]]] = {}
         on_reform(None, self)

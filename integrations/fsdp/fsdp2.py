@@ -77,7 +77,7 @@ class ShardedState(Divided):
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the
       whole model on each rank; with an exact hop inside nodes, of a node's share of it. A codec
       keeps it in fewer: "bf16", or "shift8", a byte that is right on average.
-      ``ShardedState.memory`` says what all of it takes.
+      ``ShardedState.memory`` returns all of this memory.
     - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has
       NaN or infinity become zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them),
       or zeros and an error after backward ("raise"). No residual changes.
@@ -254,8 +254,8 @@ class ShardedState(Divided):
     def _check_codecs(
         self, gradients: Policy | None, inside: Policy | None, weights: Policy | None
     ) -> None:
-        """Codecs of whole tensors are for gradients, of which nodes send exact sums; the same on
-        any number of ranks."""
+        """Check that whole-tensor codecs are used for gradients only, with exact sums inside nodes;
+        the same on any number of ranks."""
         for name, shape in (pair for each in self.param_groups for pair in each.shapes.items()):
             for policy in (gradients, inside, weights):
                 chosen = None if policy is None else policy.choose(name, shape.numel())
@@ -357,8 +357,8 @@ class ShardedState(Divided):
         weights: Policy | None,
         options: object,
     ) -> None:
-        """All ranks cut this group alike and name the same codecs, or an error names who does
-        not."""
+        """Check that all ranks cut this group alike with the same codecs; an error names those that
+        do not."""
         lines = [repr(options)]
         for part in param_group.parts(trainable=False):
             specs: list[object] = [gradients is None, weights is None]
@@ -383,7 +383,7 @@ class ShardedState(Divided):
             )
         )
 
-    # ---------------------------------------------------------- for the objects of parameter groups
+    # ---------------------------------------------------------- called by parameter groups
 
     def begin(self, reducer: CompressedReduceScatter) -> int:
         """A seed for stochastic codecs; counts steps by the group that has been reduced most
@@ -403,8 +403,7 @@ class ShardedState(Divided):
         return self.seed * 1_000_003 + reducer.calls
 
     def _choose(self) -> None:
-        """The codecs of the step that begins: every rank is at its first reduction. Residuals go on
-        as they are."""
+        """Choose the codecs of a new step, on every rank at its first reduction. Residuals stay."""
 
         def total(table: torch.Tensor) -> torch.Tensor:
             table = table.to(self.device)
@@ -419,24 +418,25 @@ class ShardedState(Divided):
                 reducer.go_on_with(now)
 
     def reductions(self, param_group: ParamGroup, backwards: int) -> int:
-        """Times that its gradients have been reduced; by torch, in each of its ``backwards``."""
+        """Return how often a group's gradients have been reduced; torch reduces in each of its
+        ``backwards``."""
         return self.reducers[param_group].calls if param_group in self.reducers else backwards
 
     def key(self) -> int:
-        """A seed for the weights of this step."""
+        """Return a seed for the weights of this step."""
         return self.seed * 1_000_003 + self.step
 
     def gain(self) -> float:
         return 1.0 / self._scale.of(self.grad_scaler)
 
     def settle_by_steps(self) -> None:
-        """From now on all reductions of a step share one fate, and ``settle`` after the last of
-        them says which."""
+        """From now on commit or discard all reductions of a step together, in ``settle`` after the
+        last."""
         self._unsettled = set()
 
     @property
     def finite(self) -> bool:
-        """True if all reductions since the last ``settle`` were."""
+        """True if all reductions since the last ``settle`` were finite."""
         return self._step_round is None or self._step_round.finite
 
     @torch.no_grad()
@@ -478,7 +478,7 @@ class ShardedState(Divided):
         return self._rounds[task]
 
     def _abandon(self, *_args: object) -> None:
-        """Before forward: a backward that ended with an error leaves nothing behind."""
+        """Drop, before forward, what a failed backward has left."""
         if self._rounds and torch._C._current_graph_task_id() < 0:
             for round in self._rounds.values():
                 round.abandon()
@@ -496,7 +496,7 @@ class ShardedState(Divided):
     # ------------------------------------------------------------ counting
 
     def reduced(self) -> None:
-        """Gradients of some group have been."""
+        """Count a reduction of a group's gradients."""
         self.gradients.channels([*self.reducing.values(), *self.hops])
         self.gradients.steps = self.step - self.resumed_at
 
@@ -509,7 +509,7 @@ class ShardedState(Divided):
         self._count_weights()
 
     def gathered_exactly(self, whole: torch.Tensor, ranks: int) -> None:
-        """By torch, among the ranks of a smaller mesh after forward."""
+        """Count an exact gather by torch, among the ranks of a smaller mesh after forward."""
         sent = whole.element_size() * whole.numel() * (ranks - 1) // ranks
         self.weights.logical_bytes += sent
         self.weights.exact_elements += whole.numel()
@@ -523,12 +523,12 @@ class ShardedState(Divided):
 
     @property
     def counters(self) -> Counters:
-        """Those of gradients and weights together."""
+        """Counters of gradients and weights together."""
         return Counters.together([self.gradients, self.weights])
 
     @property
     def channel(self) -> Channel:
-        """The first of those that gradients travel on."""
+        """The first channel of gradients."""
         return next(iter(self.reducing.values()))
 
     @property
@@ -559,8 +559,8 @@ class ShardedState(Divided):
         )
 
     def _check_complete(self) -> None:
-        """Once a step: nothing of this model may travel uncompressed because somebody put another
-        object in our place."""
+        """Check once a step that no other object has replaced ours, so that all traffic stays
+        compressed."""
         known = {id(each.inner) for each in self.param_groups}
         for path, module in self.model.named_modules():
             groups = fsdp_groups(module) if isinstance(module, FSDPModule) else []
@@ -620,7 +620,7 @@ class ShardedState(Divided):
     # ------------------------------------------------------------ not finite
 
     def not_finite(self, reducer: CompressedReduceScatter, shard: torch.Tensor) -> None:
-        """The same decision on every rank: all have seen all headers."""
+        """Refuse gradients, alike on every rank, because all have seen all headers."""
         self.bad.refuse(
             shard,
             self.gradients,
@@ -637,7 +637,7 @@ class ShardedState(Divided):
         return exact_residuals(self)
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """State of all that ranks still owe, sharded like the parameters (DTensors), for torch's
+        """Return the total residual, sharded like the parameters (DTensors), for torch's
         distributed checkpoints.
 
         Collective, between steps. Loads at any world size. Two hops keep residuals that this form
@@ -665,7 +665,7 @@ class ShardedState(Divided):
             gatherer.forget()
 
 
-compress_fsdp = ShardedState  # what others call
+compress_fsdp = ShardedState  # the public name
 
 
 def _whole_gradients(param_group: ParamGroup, policy: Policy) -> list[str]:

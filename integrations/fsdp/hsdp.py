@@ -120,17 +120,17 @@ class ReplicatedState(Divided, Stateful):
         self.counters.wire_seconds = self.channel.waited
 
     def numels(self) -> dict[str, int]:
-        """Elements of this rank's shards."""
+        """Return the number of elements of this rank's shards."""
         spans = (span for average in self.averages for span in average.tensors()[0])
         return {span.name: span.numel for span in spans}
 
 
-compress_hsdp = ReplicatedState  # what others call
+compress_hsdp = ReplicatedState  # the public name
 
 
 class _Average:
-    """Average over replicas of what a group's reduce-scatter left on this rank, which torch calls
-    it with."""
+    """Hook that averages over replicas the shard that a group's reduce-scatter left on this
+    rank."""
 
     def __init__(self, param_group: ParamGroup, owner: ReplicatedState) -> None:
         self.param_group, self.owner, self.calls = param_group, owner, 0
@@ -156,7 +156,8 @@ class _Average:
 
 
 class _OfWhole:
-    """Chooses by the size of the whole parameter, so that all ranks of a node choose alike."""
+    """Policy that chooses by the size of the whole parameter, so that all ranks of a node choose
+    alike."""
 
     def __init__(self, policy: Policy, numels: dict[str, int]) -> None:
         self.policy, self.numels = policy, numels

@@ -1,4 +1,4 @@
-"""Gradients of a group of parameters that are not finite on some rank: what all ranks do then."""
+"""Reaction of all ranks to gradients that are not finite on some rank."""
 
 import torch
 from torch.autograd import Variable
@@ -10,7 +10,7 @@ from commpress.logs import warn_on_first
 
 
 class BadGradients:
-    """They become zeros ("skip"), NaN ("propagate"), or zeros and an error after backward
+    """Replaces them by zeros ("skip"), NaN ("propagate"), or zeros and an error after backward
     ("raise")."""
 
     def __init__(self, policy: str, rank: int) -> None:
@@ -28,8 +28,8 @@ class BadGradients:
         *,
         raises: bool = True,
     ) -> None:
-        """``gradients``, called ``name``, are not taken. Warn, or see that backward raises at its
-        end, unless somebody else ``raises``."""
+        """Replace ``gradients``, called ``name``. Warn, or if ``raises``, make backward raise at
+        its end."""
         gradients.fill_(self.value)
         counters.skipped_buckets += 1
         count = counters.skipped_buckets

@@ -42,13 +42,13 @@ class ParamGroup:
 
     @property
     def gathered_twice(self) -> bool:
-        """True if its parameters are let go after forward, and gathered again among the same ranks
+        """True if its parameters are freed after forward, and gathered again among the same ranks
         for backward."""
         return self.inner._reshard_after_forward and not self.inner._use_post_forward_mesh
 
     @property
     def gathered_dtype(self) -> torch.dtype:
-        """Of its parameters in forward and backward."""
+        """Dtype of its parameters in forward and backward."""
         dtype: torch.dtype = self.inner.mp_policy.param_dtype or self.parameters[0].dtype
         return dtype
 
@@ -59,8 +59,7 @@ class ParamGroup:
 
     @property
     def gradients_in_use(self) -> bool:
-        """True if somebody takes its gradients as soon as they are reduced, before backward
-        ends."""
+        """True if its gradients are read as soon as they are reduced, before backward ends."""
         hooks = (
             getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters
         )
@@ -68,7 +67,7 @@ class ParamGroup:
 
     @property
     def prefetches(self) -> bool:
-        """True if the user has said which groups it gathers ahead in forward."""
+        """True if the user has set the groups that it gathers ahead in forward."""
         return bool(self.module._get_fsdp_state()._states_to_forward_prefetch)
 
     @property
@@ -90,8 +89,8 @@ class ParamGroup:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of what its ranks share out: of a parameter that tensor parallelism has cut, of
-        the column's part."""
+        """Return the shapes that its ranks divide: for a parameter cut by tensor parallelism, the
+        shape of its shard."""
         return dict(zip(self.names, fsdp_shapes(self.inner), strict=True))
 
     def columns_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:

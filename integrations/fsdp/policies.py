@@ -15,8 +15,8 @@ COARSE = 8  # bits: embeddings and the output layer get at least so many
 
 
 def bits(codec: Codec) -> float:
-    """Per element of a long row, scales included; 0 for what does not travel in rows, which leaves
-    out most."""
+    """Return bits per element of a long row, with scales; 0 for codecs of whole tensors, the
+    coarsest."""
     if isinstance(codec, WholeTensorCodec):
         return 0.0
     return 8 * codec.row_bytes(1 << 20) / (1 << 20)
@@ -33,7 +33,7 @@ def policy_for(model: nn.Module, codec: str | Codec | Policy, *, min_numel: int)
 
 
 class _Width(CastCodec):
-    """bfloat16 of bfloat16, which leaves nothing behind."""
+    """bfloat16 codec for bfloat16 tensors, without residuals."""
 
     feedback: ClassVar[bool] = False
 
@@ -63,8 +63,7 @@ WIDTHS = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16
 
 
 def residual_codec(error_feedback: str | Codec) -> Codec:
-    """The codec in which residuals are kept; of eight bits at least, for what it leaves out is
-    lost."""
+    """Return the codec of residuals, with at least eight bits, because its error is lost."""
     codec = codec_named(error_feedback)
     if (
         isinstance(codec, WholeTensorCodec)

@@ -1,5 +1,5 @@
-"""Weights gathered ahead of forward and gradients reduced behind backward: what torch does on
-streams, which a CPU has not."""
+"""Weights gathered ahead of forward and gradients reduced behind backward, on a CPU, which has no
+streams."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Prefetcher:
         self._order: list[ParamGroup] | None = [] if wanted else None
 
     def met(self, param_group: ParamGroup) -> None:
-        """``param_group`` is gathered in forward."""
+        """Record that ``param_group`` is gathered in forward, and begin the next gathers."""
         order = self._order
         if order is None:
             return
@@ -47,10 +47,10 @@ class Prefetcher:
 
 
 class DeferredReductions:
-    """Reductions that go on while backward does. At its end they are taken, in order, before
+    """Reductions that run during backward. At its end they are applied, in order, before
     ``backward()`` returns.
 
-    torch takes a reduce-scatter's output at once; it is given zeros, and what comes is added.
+    torch reads a reduce-scatter's output at once; it gets zeros, and the results are added later.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class DeferredReductions:
                 take(future.wait())
 
     def forget(self, *_args: object) -> None:
-        """Before forward: what a backward left behind that ended with an error is never taken."""
+        """Drop, before forward, the reductions of a backward that ended with an error."""
         if self._pending and torch._C._current_graph_task_id() < 0:
             left, self._pending = self._pending, defaultdict(list)
             for reductions in left.values():

@@ -168,7 +168,7 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
 
 
 def load_mean(state: Any, every: Sequence[dict[str, Any]]) -> None:
-    """From the exact states of all ranks of a run on another number of them."""
+    """Load the exact states of all ranks of a run with another number of ranks."""
     for saved in every:
         _check(state, saved, "exact")
     ranks = [saved["layout"][0] for saved in every]
@@ -204,12 +204,12 @@ def load_mean(state: Any, every: Sequence[dict[str, Any]]) -> None:
 
 
 def _full(residual: Any) -> torch.Tensor:
-    """All of it, of a DTensor or of what somebody has made whole."""
+    """Return the full tensor of a DTensor or of a plain tensor."""
     return (residual.full_tensor() if isinstance(residual, DTensor) else residual).float()
 
 
 def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor]) -> None:
-    """Every residual becomes its part of ``every``."""
+    """Set every residual to its part of ``every``."""
     residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
     for reducer in state.reducers.values():
         missing = [part.name for part in reducer.parts if part.name not in every]

@@ -36,7 +36,7 @@ class Hop:
     channel: Channel
     policy: Policy
     residuals: ResidualStore
-    # what each rank of the channel is sent; () in the last hop of two: ``own``
+    # rows sent to each rank of the channel; () in the last hop of two: ``own``
     rows: tuple[tuple[int, ...], ...] = ()
     own: tuple[int, ...] = ()  # the rows that the first hop left here
 
@@ -158,7 +158,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         self._count(output_tensor.dtype, legs)
 
     def _add(self, out: torch.Tensor, dtype: torch.dtype, legs: list[_Leg], finite: bool) -> None:
-        """Add to the gradients what torch took for zeros, rounded as torch would have."""
+        """Add the results to the gradients, where torch read zeros, rounded as torch would have."""
         if not finite:
             self.owner.not_finite(self, out)
         values = out.to(dtype).float()  # adding bfloat16 to float32 is slow
@@ -237,7 +237,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         gain: float,
         sequence: int,
     ) -> Steps[list[Outcome]]:
-        """out := gain · the mean of what travels in rows, hop by hop."""
+        """Write gain · the mean of gradients that travel in rows to ``out``, hop by hop."""
         workspace, lent, buffer = self.channel.workspace, [], gradients
         if not knows(gradients.device, gradients.dtype):
             buffer = workspace.borrow(gradients.numel(), torch.float32, gradients.device).copy_(
@@ -270,7 +270,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         return outcomes
 
     def _count(self, dtype: torch.dtype, legs: list[_Leg]) -> None:
-        """Of a call that has ended."""
+        """Count a call that has ended."""
         counters, ranks = self.owner.gradients, self.param_group.ranks
         counters.logical_bytes += dtype.itemsize * self.stride * (ranks - 1)
         for leg in legs:
@@ -298,7 +298,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             )
 
     def quantised(self) -> list[int]:
-        """Elements of which this rank keeps residuals, hop by hop."""
+        """Elements with residuals on this rank, hop by hop."""
         result = []
         for hop in self.hops:
             rows = hop.own or range(self.param_group.ranks)
@@ -356,7 +356,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
 
 
 def _in_row(part: Part, row: int) -> int:
-    """Elements of a parameter that a row has, without padding."""
+    """Return the elements of a parameter in a row, without padding."""
     return min(max(part.numel - row * part.width, 0), part.width)
 
 
@@ -375,7 +375,7 @@ def _seen(gradients: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> 
 
 
 def _factor(op: Any, ranks: int) -> float:
-    """Factor by which a mean must be multiplied to be what ``op`` means."""
+    """Return the factor that turns a mean into the result of ``op``."""
     kind, factor = op, 1.0
     if not isinstance(op, dist.ReduceOp.RedOpType):
         kind, factor = op.__getstate__()

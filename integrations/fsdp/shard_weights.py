@@ -25,12 +25,12 @@ _AllGather, _ = fsdp_communication()
 
 @dataclass(frozen=True)
 class Difference:
-    """Weights travel as differences from what all ranks hold already, in ``codec``; where nothing
-    changed, not at all.
+    """Send weights as differences from the copies on all ranks, in ``codec``; nothing if they are
+    unchanged.
 
-    What is lost is part of the next difference, so errors do not add up. Every rank keeps a copy of
-    all parameters in the dtype in which they are gathered: memory that full sharding saves. After
-    loading other weights, ``forget`` the copies (``ShardedState.forget_weights``) or let them
+    The next difference contains the error of this one, so errors do not add up. Every rank keeps a
+    copy of all parameters in the dtype in which they are gathered: memory that full sharding saves.
+    After loading other weights, ``forget`` the copies (``ShardedState.forget_weights``) or let them
     converge in a few steps.
     """
 
@@ -41,7 +41,7 @@ class Difference:
 
 
 class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
-    """Gathers one group of parameters; every rank, the owner too, gets the decoded ones.
+    """Gathers one group of parameters; every rank, the owner too, gets the decoded values.
 
     Note: when nothing is sent. Weights do not change between forward and backward, so backward
     takes what forward has received, and no rank needs to ask. In forward they have changed if
@@ -76,7 +76,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self._backwards = 0
         exact = [part for part in self.parts if policy.choose(part.name, part.numel).lossless]
         self.keep = keep and len(exact) < len(self.parts)  # what saves nothing is not worth memory
-        # what never travels as a difference
+        # parts that never travel as differences
         self._values = [slice(part.at, part.at + part.width) for part in exact]
         self._plans: dict[tuple[torch.dtype, bool], list[Deal]] = {}
 
@@ -212,7 +212,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         key: int,
         **options: Any,
     ) -> Steps[bool]:
-        """``gather_rows`` of any dtype; whether all was finite."""
+        """Run ``gather_rows`` for any dtype; return whether all was finite."""
         wide = row
         if not knows(row.device, row.dtype):
             wide = self.channel.workspace.borrow(row.numel(), torch.float32, row.device).copy_(row)
@@ -343,7 +343,7 @@ class LosslessAllGather(CompressedAllGather):
 
 
 def _bits(row: torch.Tensor) -> torch.Tensor:
-    """A view in which −0 is not 0, and a NaN equals itself."""
+    """View the bits, so that −0 differs from 0 and a NaN equals itself."""
     return row.view(torch.int32 if row.itemsize == 4 else torch.int16)
 
 

@@ -20,8 +20,8 @@ from commpress.work import Steps
 
 
 class WholeParameters:
-    """Their gradients side by side in a buffer of the channel's workspace: out of the rows of all
-    ranks, back into one."""
+    """Gradients of whole parameters, copied from the rows of all ranks into a buffer of the
+    channel's workspace, and back into one row."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class WholeParameters:
     def steps(
         self, gradients: torch.Tensor, whole: torch.Tensor, *, sequence: int, key: int, gain: float
     ) -> Steps[list[Outcome]]:
-        """whole := their means; ``gradients`` has a row for every rank. See ``Exchange.steps``."""
+        """Write the means to ``whole``; ``gradients`` has a row for every rank. See
+        ``Exchange.steps``."""
         rows = gradients.view(self.channel.size, -1)
         for part, slices in zip(self.parts, self._slices(whole), strict=True):
             for row, values in zip(rows, slices, strict=True):
