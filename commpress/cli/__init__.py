@@ -97,8 +97,8 @@ def _check_words(argv: Sequence[str]) -> None:
             raise InvalidArgument(f"there is no command {' '.join(typed)!r}: {hint}")
         beside = [words[1:] for words in beside if words and words[0] == word]
     if typed[1:] and [] not in beside:
-        known = ", ".join(" ".join([*typed[1:], *words]) for words in beside)
-        raise InvalidArgument(f"what shall {' '.join(typed)!r} do? expected one of {known}")
+        expected = ", ".join(" ".join([*typed[1:], *words]) for words in beside)
+        raise InvalidArgument(f"what shall {' '.join(typed)!r} do? expected one of {expected}")
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:

@@ -88,7 +88,7 @@ def factory(path: str) -> Callable[[], object]:
         sys.path[:] = before
     if not callable(found):
         raise InvalidArgument(f"--model is {path!r}, but {module} has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def saved_tensors(option: str, path: str, expected: str) -> dict[str, torch.Tensor]:
