@@ -70,7 +70,7 @@ class RelayPlace(ReadablePlace):
         if self._asking.acquire(timeout=seconds):
             try:
                 if self._newest <= after:
-                    self._seen(self._above.head(after, ends - monotonic()))
+                    self._seen(self._above.head(after, max(ends - monotonic(), 0.0)))
             finally:
                 self._asking.release()
         return self._head or self._seen(self._above.head(0, 0))
