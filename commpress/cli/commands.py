@@ -545,7 +545,7 @@ def _source(parser: argparse.ArgumentParser) -> None:
 
 @command("weights serve", WEIGHTS, "weight_copies.serve")
 def weights_serve(parser: argparse.ArgumentParser) -> None:
-    """let readers have published versions over HTTP, or relay those of another server
+    """let readers have published versions over HTTP, or relay them
 
     SOURCE is a folder that a commpress.weights.Publisher writes to, a copy of one, or another
     server: of that one each byte is fetched once for all readers here. Readers take

@@ -266,8 +266,9 @@ def test_a_run_that_survives_holds_all_bars(tmp_path, capsys):
 
 
 def test_what_goes_wrong_is_said_and_told_by_the_exit_status(tmp_path, capsys):
-    toy = ["unequal=30", "twice=40", "skips=50", "ends=60", "samples=1", "hangs=100"]
-    status, report = chaos(tmp_path, "--faults-per-hour", "0", "--patience", "3", toy=toy)
+    toy = ["unequal=30", "twice=40", "skips=50", "ends=60", "samples=1", "hangs=200"]
+    options = ["--seconds", "9", "--faults-per-hour", "0", "--patience", "3"]
+    status, report = chaos(tmp_path, *options, toy=toy)
     said = capsys.readouterr().out
     assert status == 1
     missed = {what for what, holds in report["bars"] if not holds}

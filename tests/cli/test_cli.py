@@ -265,7 +265,7 @@ EARLY = [
     ("bench io --size 0", "--chunks must be at least 1MiB and divide --size"),
     ("bench io --engine spdk", "argument --engine: got 'spdk', expected one of auto, io_uring"),
     ("weights serve run --port -1", "argument --port: got '-1', expected a whole number"),
-    ("weights pull a b --serve -1", "argument --serve: got '-1', expected a whole number"),
+    ("weights pull a b --limit many", "argument --limit: size is 'many', expected a number"),
     ("weights verify run --json /nowhere/all.json", "--json is '/nowhere/all.json', expected"),
     ("weights stat run --json /nowhere/all.json", "--json is '/nowhere/all.json', expected"),
     ("bench io --check --no-fio", "--check compares with fio"),

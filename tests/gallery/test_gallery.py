@@ -65,6 +65,12 @@ def demo_optimizer(names):
     return losses[-1] < losses[0] and alike(flat(model)) and 0 < bits < 1
 
 
+@piece("ef_momentum")
+def ef_momentum(names):
+    model, error, sent = names.solve("sign", 40)
+    return error < 0.5 and alike(model) and 0 < sent < 40 * 4 * model.numel() / 16
+
+
 def as_alone(found, names, exact=1e-4):
     losses, _ = found
     return all(abs(a - b) < exact for a, b in zip(losses, names.train(len(losses))[0], strict=True))
