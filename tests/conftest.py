@@ -44,7 +44,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With ``--quick`` keep what needs no process, and the first variants of each test; with
+    """Keep, with ``--quick``, what needs no process, and the first variants of each test; with
     ``--part`` the slow tests of some files, which are dealt out in the order of their names."""
     if (part := config.getoption("part")) is not None:
         slow = [item for item in items if item.get_closest_marker("slow")]

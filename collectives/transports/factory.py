@@ -248,7 +248,8 @@ def _ranks(agree_over: AgreeOver) -> list[int]:
 
 
 def group_of(agree_over: AgreeOver) -> dist.ProcessGroup:
-    """Of a mesh with several dimensions there is none yet, unless it is the world."""
+    """Return the process group; a mesh with several dimensions gets a new one, unless it is the
+    world."""
     ranks = _ranks(agree_over)
     if not isinstance(agree_over, DeviceMesh):
         return agree_over

@@ -430,7 +430,7 @@ class ShardedState(Divided):
         return 1.0 / self._scale.of(self.grad_scaler)
 
     def settle_by_steps(self) -> None:
-        """From now on commit or discard all reductions of a step together, in ``settle`` after the
+        """Commit or discard all reductions of a step together from now on, in ``settle`` after the
         last."""
         self._unsettled = set()
 

@@ -366,7 +366,7 @@ def hybrid(codec: Any) -> RealKind:
 
 
 class Zero(Process):
-    """By ``Partitioned``: what codecs owe fits the ranks that saved it."""
+    """``Partitioned``, whose residuals fit only the ranks that saved them."""
 
     joins = True
 
