@@ -1,5 +1,5 @@
-"""Train PyTorch models over slow networks: compressed collectives, communication hooks and what
-belongs to them.
+"""Train PyTorch models over slow networks: compressed collectives, communication hooks, optimizers,
+tiered memory and elastic runs.
 
 Importing this package has no effect: names below are loaded when they are first used.
 """

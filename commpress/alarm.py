@@ -1,8 +1,8 @@
-"""An alarm that compression harms a run, and what follows when it sounds.
+"""An alarm that sounds where compression seems to harm a run, and the reaction to it.
 
-Every so many steps all ranks look at three signs, which they add up over the ranks, so that all
-judge alike: what compression has left behind grows, relative to the gradient; what was sent points
-elsewhere than the gradient; the loss leaves its trend.
+At regular intervals the ranks sum three indicators, so that all come to the same judgement:
+residuals grow relative to the gradient; the direction of what was sent departs from the gradient's;
+the loss departs from its trend.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,45 +20,46 @@ from commpress.kernels.pieces import NUMEL, RESIDUAL, SOURCE
 from commpress.logs import tell_on_first, warn_on_first
 
 WARN = "warn"
-NONE = "none"  # no compression: torch's own all-reduce
-WINDOW = 16  # looks without an alarm that make up what is usual
-FEWEST = 3  # of these, before residuals and the cosine are judged
-# of these, before the loss is judged: a trend of fewer has errors that are not small beside it
+NONE = "none"  # without compression, by torch's own all-reduce
+WINDOW = 16  # the usual value is the median over this many looks without an alarm
+FEWEST = 3  # looks before residuals and the cosine are judged
+# looks before the loss is judged: the error of a trend through fewer is too large
 FEWEST_LOSSES = 8
-CALM = 8  # looks without an alarm, after which the next pause is short again
-LONGEST = 64  # looks that another codec lasts at most
+CALM = 8  # looks without an alarm after which ``pause`` is no longer doubled
+LONGEST = 64  # limit of the doubled ``pause``, in looks
 
 
 class Peers(NamedTuple):
-    """Ranks that look and choose together, and what this one still owes them."""
+    """Ranks that judge and choose together, with this rank's access to sums and to residuals."""
 
     rank: int
     size: int
-    total: Callable[[torch.Tensor], torch.Tensor]  # sum of a table over the ranks; collective
+    total: Callable[[torch.Tensor], torch.Tensor]  # sums a table over the ranks; collective
     # adds this rank's residual of a parameter to a tensor
     owed: Callable[[str, torch.Tensor], None] | None = None
-    in_levels: bool = False  # ranks of a node add up exactly
+    in_levels: bool = False  # two-level topology: the ranks of a node sum exactly
 
 
 @dataclass
 class Alarm:
-    """``commpress.compress(ddp, "sign", alarm=commpress.Alarm("int8"))``; tell it the loss by
-    ``state.alarm.tell(loss)``.
+    """Watch whether compression harms training: ``commpress.compress(ddp, "sign",
+    alarm=commpress.Alarm("int8"))``; call ``state.alarm.tell(loss)`` in every step.
 
-    - ``then``: "warn" warns and counts; a codec's name, such as "int8", goes on with that codec for
-      a while; "none" without compression, and what compression owes goes with the first such step.
+    - ``then``: reaction to an alarm. "warn" warns and counts; a codec's name, such as "int8", uses
+      that codec for a while; "none" stops compression for a while and sends the residuals with the
+      first exact step.
     - ``every``: steps between two looks.
-    - ``growth``: it sounds where residuals are more than so many times as large as usual, relative
-      to the gradient.
-    - ``cosine``: it sounds where the cosine of the gradient and what was sent for it is below this
-      share of the usual one.
-    - ``deviations``: it sounds where the mean loss since the last look is so many standard
-      deviations above its trend.
-    - ``pause``: looks for which ``then`` lasts; twice as many each time the alarm sounds again soon
-      after.
+    - ``growth``: sound if residuals, relative to the gradient, exceed this multiple of their usual
+      size.
+    - ``cosine``: sound if the cosine of the gradient and of what was sent for it is below this
+      share of its usual value.
+    - ``deviations``: sound if the mean loss since the last look exceeds its trend by this many
+      standard deviations.
+    - ``pause``: number of looks for which ``then`` lasts; doubled each time the alarm sounds again
+      soon after.
 
-    Usual is the median of the last sixteen looks without an alarm. ``sounded`` counts alarms,
-    ``why`` tells of the last one.
+    A usual value is the median of the last sixteen looks without an alarm. ``sounded`` counts
+    alarms, ``why`` describes the last one.
     """
 
     then: str = WARN
@@ -69,11 +70,11 @@ class Alarm:
     pause: int = 5
     sounded: int = field(default=0, init=False)
     why: str = field(default="", init=False)
-    way: str = field(default="", init=False)  # the codec while the alarm lasts, or empty
+    active: str = field(default="", init=False)  # codec in use while the alarm lasts, else ""
     _looks: int = field(default=0, init=False)
-    _until: int = field(default=0, init=False)  # the look at which the usual codec comes back
-    _length: int = field(default=0, init=False)  # of the next pause
-    _calm: int = field(default=0, init=False)  # looks since the last alarm was over
+    _until: int = field(default=0, init=False)  # look at which the usual codec returns
+    _length: int = field(default=0, init=False)  # looks of the next pause
+    _calm: int = field(default=0, init=False)  # looks since the end of the last alarm
     _usual: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
     _sums: list[float] = field(default_factory=lambda: [0.0] * 4, init=False, repr=False)
     _told: list[Any] = field(default_factory=list, init=False, repr=False)
@@ -95,21 +96,22 @@ class Alarm:
             codec_named(self.then)
         self._length = self.pause
 
-    # ------------------------------------------------------------ what is seen
+    # ------------------------------------------------------------ looking
 
     def tell(self, loss: torch.Tensor | float) -> None:
-        """The loss of this rank's step: no rank waits for it before the next look."""
+        """Record the loss of this rank's step. A GPU's loss is read at the next look, so no step
+        waits for it."""
         self._told.append(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
 
     def due(self, compressed_steps: int) -> bool:
-        """True if ranks look at what they sent in this step."""
+        """Return whether ranks examine what they send in this step."""
         return compressed_steps >= 0 and compressed_steps % self.every == self.every - 1
 
     def measure(
         self, gradient: torch.Tensor, compensated: torch.Tensor, outcomes: Sequence[Outcome]
     ) -> None:
-        """One bucket of this rank: its gradient, what the encoder saw, and what it proposes to
-        keep."""
+        """Add one bucket of this rank: its gradient, the encoder's input, and the proposed
+        residuals."""
         for outcome in outcomes:
             if outcome.proposed is None:
                 continue
@@ -126,7 +128,7 @@ class Alarm:
                     self._sums[i] += float(torch.dot(a, b))
 
     def look(self, peers: Peers, step: int) -> None:
-        """Judge ``step`` from what all ranks saw; collective."""
+        """Judge ``step`` by the indicators of all ranks; collective."""
         losses = [value for value in map(float, self._told) if isfinite(value)]
         table = torch.tensor([*self._sums, sum(losses), len(losses)], dtype=torch.float64)
         self._sums, self._told = [0.0] * 4, []
@@ -136,29 +138,29 @@ class Alarm:
             seen = {"residual": sqrt(left / own), "cosine": product / sqrt(own * sent)}
         if count:
             seen["loss"] = loss / count
-        if not seen and not self._looks and not self.way:
+        if not seen and not self._looks and not self.active:
             warn_on_first(
                 peers.rank,
-                "the alarm sees nothing: this codec keeps no residuals here, or the step was not "
-                "finite, and nobody told it a loss. Call state.alarm.tell(loss) in every step",
+                "the alarm has nothing to judge: this codec keeps no residuals here, or the step "
+                "was not finite, and no loss was told. Call state.alarm.tell(loss) in every step",
             )
         self.judge(step, seen, peers.rank)
 
-    # ------------------------------------------------------------ what follows
+    # ------------------------------------------------------------ judging
 
     def judge(self, step: int, seen: Mapping[str, float], rank: int = 0) -> None:
-        """Sound, go on as usual, or end what an earlier alarm began. ``rank``: of those that judge
-        alike."""
+        """Sound the alarm, end an earlier one, or record usual values. ``rank`` counts among the
+        ranks that judge together."""
         self._looks += 1
-        if self.way:
+        if self.active:
             if self._looks >= self._until:
                 tell_on_first(
                     rank,
                     "step %d: the alarm is over, the usual codec is back in place of %s",
                     step,
-                    self.way,
+                    self.active,
                 )
-                self.way, self._calm = "", 0
+                self.active, self._calm = "", 0
             return
         harm = self._harm(seen)
         if not harm:
@@ -171,12 +173,12 @@ class Alarm:
         self.sounded += 1
         self.why = f"step {step}: {'; '.join(harm)}"
         if self.then != WARN:
-            self.way, self._until = self.then, self._looks + self._length
+            self.active, self._until = self.then, self._looks + self._length
             self._length = min(2 * self._length, LONGEST)
         if self.then != WARN or self.sounded <= 3 or self.sounded % 100 == 0:
             after = (
                 f"goes on with {self.then} until look {self._until}"
-                if self.way
+                if self.active
                 else "try a finer codec, or Alarm('int8')"
             )
             warn_on_first(
@@ -184,7 +186,7 @@ class Alarm:
             )
 
     def _harm(self, seen: Mapping[str, float]) -> list[str]:
-        """In words, what is not as usual."""
+        """Describe in words each indicator that is far from its usual value."""
         usual = {
             name: median(values) for name, values in self._usual.items() if len(values) >= FEWEST
         }
@@ -219,7 +221,12 @@ class Alarm:
             "length": self._length,
             "calm": self._calm,
         }
-        return numbers | {"sounded": self.sounded, "why": self.why, "way": self.way, "usual": usual}
+        return numbers | {
+            "sounded": self.sounded,
+            "why": self.why,
+            "way": self.active,
+            "usual": usual,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if way := state["way"]:
@@ -227,7 +234,7 @@ class Alarm:
         self._looks, self._until, self._length, self._calm = (
             int(state[k]) for k in ("looks", "until", "length", "calm")
         )
-        self.sounded, self.why, self.way = int(state["sounded"]), str(state["why"]), way
+        self.sounded, self.why, self.active = int(state["sounded"]), str(state["why"]), way
         self._usual = {
             str(name): [float(value) for value in values] for name, values in state["usual"].items()
         }
@@ -235,8 +242,8 @@ class Alarm:
 
 
 def _next(values: Sequence[float]) -> tuple[float, float]:
-    """Prediction of the next value by a straight line, not below all that were, and its error: a
-    hundredth at least."""
+    """Predict the next value by a straight line, at least the smallest value so far, and the error
+    of this prediction, at least a hundredth of it."""
     count, places = len(values), range(len(values))
     middle, mean = fmean(places), fmean(values)
     lever = sum((x - middle) ** 2 for x in places)
@@ -251,7 +258,8 @@ def _next(values: Sequence[float]) -> tuple[float, float]:
 
 
 def alarm_of(alarm: Alarm | str | None) -> Alarm | None:
-    """One of the caller's own: a state keeps what its ranks saw."""
+    """Return a copy of the caller's alarm, or one for a name: each state has its own, which keeps
+    what its ranks have observed."""
     if alarm is None:
         return None
     if isinstance(alarm, str):

@@ -1,8 +1,7 @@
-"""Importing this module registers the process-group backends "commpress" and "commpress_mpi": the
-one import with an effect.
+"""Register the process-group backends "commpress" and "commpress_mpi": no other import of the
+package has an effect.
 
-import commpress.backend                                       # torch 2.14 and later do it when
-                                                               they hear the name
+import commpress.backend                                       # torch >= 2.14: not needed
 torch.distributed.init_process_group("commpress")              # over Gloo and NCCL
 commpress.init_process_group("commpress_mpi")                  # over MPI, under mpirun
 """
@@ -24,11 +23,12 @@ _INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_m
 
 def _make(inner: Literal["torch", "mpi"], name: str, options: Any, pg_options: Any) -> ProcessGroup:
     """Make a new group when torch asks for one; ``pg_options`` are the caller's."""
-    # then nobody meets before the members are named
+    # a reconfigurable group connects only when its members are named
     asked = getattr(options, "enable_reconfigure", False)
     if asked and inner == "mpi":
         raise InvalidArgument(
-            f"enable_reconfigure is True, and a group of {name!r} keeps its ranks: leave it out"
+            f"enable_reconfigure is True, but the ranks of a {name!r} group cannot change: leave "
+            "the option out"
         )
     return ProcessGroup(
         dist.HashStore() if asked else options.store,
@@ -44,8 +44,8 @@ def _make(inner: Literal["torch", "mpi"], name: str, options: Any, pg_options: A
 
 
 def register() -> None:
-    """Tell torch of both, once: the entry point "torch.distributed.backends" names this
-    function."""
+    """Register both backends with torch, once. The entry point "torch.distributed.backends" names
+    this function."""
     if hasattr(dist.Backend, "COMMPRESS"):
         return
     for name, inner in _INNER.items():

@@ -1,4 +1,4 @@
-"""xxh3, the checksum of all that is stored or sent: 64 bits, at memory speed and without the
+"""xxh3: the 64-bit checksum of everything that is stored or sent, at memory speed and without the
 interpreter's lock."""
 
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from commpress.errors import MissingPackage
 
 @cache
 def _xxh3() -> Callable[[bytes | memoryview, int], int]:
-    """In one call: an object that is fed takes half as long again for a piece that is in the
-    cache."""
+    """Return the one-shot function. A hash object that is fed in parts takes 50 % longer for a
+    piece in the cache."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as error:

@@ -1,13 +1,13 @@
 """Choice: the codecs of each step, alike on all ranks.
 
-    choice.at(step, peers)     says how the step that begins sends its gradients
-    choice.looks(step)         says whether buckets of this step are to be observed
-    choice.observe(seen)       takes in one of them, as this rank sent it
-    choice.state()             is what ranks that join, or a run that goes on, must know of it
+    choice.at(step, peers)       the codecs of the step that begins
+    choice.looks(step)           whether buckets of this step are to be observed
+    choice.observe(step, seen)   record one of these buckets, as this rank sent it
+    choice.state()               data for ranks that join and for a resumed run
 
 A fixed codec is the simplest choice. Others try several, choose for every layer, or wrap another
-choice: exact first steps, an alarm. Who asks does not know which it is. Where a step begins that
-sends nothing compressed (``Now.policy`` is None), what earlier steps left behind goes with it.
+choice: exact first steps, an alarm. Callers treat all alike. A step without compression
+(``Now.policy`` is None) also sends the residuals of earlier steps.
 """
 
 import re
@@ -30,31 +30,33 @@ from commpress.logs import tell_on_first, warn_on_first
 from commpress.plan.assignment import OPTIONS, assign_by, errors_of
 
 AUTO = "auto"
-# from the most exact to the coarsest; what may change a loss is tried only if asked for
+# from the most exact to the coarsest; a codec that may change a loss is tried only on request
 METHODS = (PLAIN, "int8", "int4")
-# tried as well where ranks reduce in one level, and kept if it sends gradients in time
+# also tried where ranks reduce in one level, and used if its residuals stay small
 LOW_RANK = "powersgd-4"
-UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is touched, kernels are compiled
-CONSECUTIVE = 3  # steps of a method in a row, of which the first does not count
+UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is allocated, kernels are compiled
+CONSECUTIVE = 3  # steps of a method in a row; the first of them does not count
 ROUNDS = 4  # turns of each method
-MARGIN = 0.03  # of its seconds that a coarser method must save over a finer one to be worth it
-LATE = 2.0  # gradients that a codec may keep back which nobody asked for
-SAMPLED = 1 << 16  # elements that are looked at: they lie evenly over all parameters
-EVERY = 100  # steps between two looks at a codec that stays
-PATIENCE = 2  # looks in a row at which it is late, before another takes its place
+MARGIN = 0.03  # share of its seconds that a coarser method must save over a finer one
+LATE = 2.0  # limit of residuals, in gradients, for a codec that the user did not ask for
+SAMPLED = 1 << 16  # elements examined, spread evenly over all parameters
+EVERY = 100  # steps between two looks at the chosen codec
+PATIENCE = 2  # late looks in a row before another codec replaces it
 
-Named = Callable[[str | Codec | Policy], Policy]  # the policy that an option stands for
+Named = Callable[[str | Codec | Policy], Policy]  # makes the policy of an option
 
 
 class Now(NamedTuple):
-    """Way to send a step: None is torch's own all-reduce, ``exact`` floats in our messages."""
+    """Decision for a step: ``policy`` None is torch's own all-reduce, ``exact`` sends floats in
+    commpress's messages."""
 
     policy: Policy | None
     exact: bool = False
 
 
 class Seen(NamedTuple):
-    """A bucket of this rank: its gradient, what the encoder saw of it, what that left behind."""
+    """A bucket of this rank: its gradient, the encoder's input, and the outcomes with new
+    residuals."""
 
     spans: Sequence[Span]
     gradient: torch.Tensor
@@ -65,53 +67,54 @@ class Seen(NamedTuple):
 class Choice:
     """The same codecs in every step, or torch's own all-reduce."""
 
-    why = ""  # of what was chosen
+    why = ""  # reason of the choice, in words
 
     def __init__(self, usual: Policy | None, *, start: int = 0) -> None:
         """``start``: the first step that is compressed."""
         self.usual, self.start = usual, start
 
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
-        """The codecs of the step that begins; collective. ``aborted``: the last backward was."""
+        """Return the codecs of the step that begins; collective. ``aborted``: the last backward was
+        aborted."""
         return Now(self.usual, exact=step < self.start)
 
     def looks(self, step: int) -> bool:
         return False
 
     def observe(self, step: int, seen: Seen) -> None:
-        """Take in a bucket of a step that ``looks``, which was finite."""
+        """Record a bucket of a finite step for which ``looks`` is true."""
 
     def state(self) -> dict[str, Any]:
-        """Plain data that ranks have in common."""
+        """Return the data that all ranks have in common."""
         return {}
 
     def saved(self) -> dict[str, Any]:
-        """The part of ``state`` that belongs into checkpoints."""
+        """Return the part of ``state`` that belongs in checkpoints."""
         return self.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state`` or ``saved``."""
+        """Continue from ``state`` or ``saved``."""
 
 
 # ---------------------------------------------------------------- a trial
 
 
 class Auto(Choice):
-    """Every method for a few steps in turn, then the fastest that sends gradients in time.
+    """Try every method for a few steps in turn, then use the fastest whose residuals stay small.
 
-    Which method a step of the trial takes is a pure function of its number. At the end the ranks
-    exchange what their steps took, once: a step counts as its slowest rank, so all decide alike. A
-    resumed run tries again.
+    The method of a step of the trial is a pure function of the step's number. At the end the ranks
+    exchange the seconds of their steps, once: the slowest rank's seconds count, so that all ranks
+    decide alike. A resumed run tries again.
 
-    Of ``judged`` methods, which nobody asked for, ranks look at the lateness: how much of the
-    gradients they still keep back.
+    For ``judged`` methods, which the user did not ask for, ranks also measure the lateness: the
+    norm of the residual relative to the gradient.
 
-        ‖Σᵢ eᵢ / P + s‖ / ‖mean gradient‖        1: as much as one whole gradient is yet to be sent
+        ‖Σᵢ eᵢ / P + s‖ / ‖mean gradient‖        1: one whole gradient is still to be sent
 
-    Residuals of all ranks are added up first: a low-rank codec leaves on each rank what this rank's
-    gradient has apart from the others, which is noise and adds up to little. ``int8`` keeps 0.01,
-    ``int4`` 0.2, ``powersgd-4`` 0.1 to 1.6, ``sign`` 5 to 100 (a GPT of 0.9 million parameters, 240
-    steps): those that keep at most ``LATE`` train as without compression.
+    The residuals of all ranks are summed first, because a low-rank codec leaves on each rank the
+    noise in which its gradient differs from the others, and this adds up to little. ``int8`` has a
+    lateness of 0.01, ``int4`` 0.2, ``powersgd-4`` 0.1 to 1.6, ``sign`` 5 to 100 (a GPT of 0.9
+    million parameters, 240 steps): up to ``LATE`` training is as good as without compression.
     """
 
     def __init__(
@@ -124,31 +127,31 @@ class Auto(Choice):
         numel: int = SAMPLED,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """``widens``: ``LOW_RANK`` is tried too, where ranks reduce in one level. ``numel``: of all
-        parameters together."""
+        """Try ``methods``, and ``LOW_RANK`` if ``widens`` and the ranks reduce in one level.
+        ``numel``: elements of all parameters together."""
         super().__init__(named(methods[-1]), start=start)
         self.methods, self.judged = tuple(methods), tuple[str, ...]()
         self._named, self._clock = named, clock
         self._widens = widens and LOW_RANK not in methods
         self._stride = max(numel // SAMPLED, 1)
-        # a parameter's sample in the last step that was looked at, and its number of elements
+        # sample of each parameter in the last observed step, and its number of elements
         self._samples: dict[str, tuple[torch.Tensor, int]] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self.method, self.instead, self.late = "", "", 0  # what it came to, and what else
-        self._step = 0  # of the trial
+        self.method, self.instead, self.late = "", "", 0  # the result, and the second best
+        self._step = 0  # step of the trial
         self._took: list[float] = []  # seconds of each step until the next one began
         self._began = 0.0
         self._lateness: dict[str, float] = {}
 
     @property
     def steps(self) -> int:
-        """Steps of the trial."""
+        """Number of steps of the trial."""
         return steps_of_trial(self.methods)
 
     def turn(self, step: int) -> str:
-        """Method of a step of the trial."""
+        """Return the method of a step of the trial."""
         return self.methods[max(step - UNTIMED, 0) // CONSECUTIVE % len(self.methods)]
 
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
@@ -160,7 +163,7 @@ class Auto(Choice):
         return Now(None if method == PLAIN else self._named(method))
 
     def _try(self, step: int, peers: Peers) -> None:
-        """The next step of the trial begins, or the first after it."""
+        """Record the last step of the trial and begin the next one, or decide after the last."""
         now = self._clock()
         if self._step == 0:
             if self._widens and not peers.in_levels and LOW_RANK not in self.methods:
@@ -178,7 +181,8 @@ class Auto(Choice):
             tell_on_first(peers.rank, "codec='auto' goes on with %s", self.why)
 
     def decide(self, seconds: Sequence[float]) -> tuple[str, str]:
-        """The method to go on with, and why. ``seconds``: of each step, the slowest rank's."""
+        """Return the chosen method and the reason. ``seconds``: those of the slowest rank in each
+        step."""
         took: dict[str, list[float]] = {method: [] for method in self.methods}
         for step in range(UNTIMED, self.steps):
             if (step - UNTIMED) % CONSECUTIVE:
@@ -196,7 +200,7 @@ class Auto(Choice):
         return chosen, "; ".join([f"{chosen}, because a step took {measured}", *kept])
 
     def _watch(self, step: int, peers: Peers) -> None:
-        """Let another codec take the place of one that has fallen behind."""
+        """Replace the chosen codec if its lateness stays above the limit."""
         if not self.instead or not self._due(step - 1):
             return
         lateness = self._late(peers)
@@ -211,7 +215,7 @@ class Auto(Choice):
         return step % EVERY == EVERY - 1
 
     def _judges(self) -> bool:
-        """True if the step that is under way is the last of a method that is judged."""
+        """Return whether the current step is the last one of a judged method."""
         step = self._step - 1
         last = step >= self.steps - CONSECUTIVE * len(self.methods)
         ends = (step - UNTIMED) % CONSECUTIVE == CONSECUTIVE - 1
@@ -226,7 +230,7 @@ class Auto(Choice):
             self._samples[span.name] = part[:: self._stride].clone(), span.numel
 
     def _late(self, peers: Peers) -> float:
-        """Lateness of the step that was observed, the same on all ranks."""
+        """Return the lateness in the observed step, equal on all ranks."""
         own, left = [torch.zeros(1)], [torch.zeros(1)]
         for name, (sample, numel) in sorted(self._samples.items()):
             owed = torch.zeros(numel, device=sample.device)
@@ -259,7 +263,7 @@ class Auto(Choice):
 
 
 def _best(medians: Mapping[str, float], able: Sequence[str]) -> str:
-    """The fastest, or a finer method that takes hardly longer."""
+    """Return the fastest method, or a finer one that is hardly slower."""
     best = min(medians[method] for method in able)
     return next(method for method in able if medians[method] * (1 - MARGIN) <= best)
 
@@ -269,8 +273,8 @@ def steps_of_trial(methods: Sequence[str]) -> int:
 
 
 def methods_of(codec: object) -> tuple[str, ...]:
-    """Methods that 'auto' tries; 'auto+sign' has the usual ones and these, 'auto:int8,sign' these
-    alone beside no compression. None of any other codec."""
+    """Return the methods that 'auto' tries: 'auto+sign' adds to the usual ones, 'auto:int8,sign'
+    replaces all but no compression. Empty for any other codec."""
     found = re.fullmatch(rf"{AUTO}(?:([+:])(.*))?", codec) if isinstance(codec, str) else None
     if found is None:
         return ()
@@ -286,13 +290,13 @@ def methods_of(codec: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """A codec for every layer, chosen anew every so many steps from the gradients of that moment:
-    the fewest bytes at the error that ``uniform`` for all would make.
+    """Choose a codec for every layer from the current gradients, again every ``every`` steps: the
+    fewest bytes at the total error that ``uniform`` would make in all layers.
 
     ``commpress.compress(ddp, commpress.PerLayer("int4", every=1000))``.
 
-    - ``uniform``: the codec whose error all layers together may make.
-    - ``every``: steps from one choice to the next.
+    - ``uniform``: the codec that sets the total error.
+    - ``every``: steps between two choices.
     """
 
     uniform: str = "int4"
@@ -307,14 +311,14 @@ class PerLayer:
             )
         if isinstance(codec_named(self.uniform), WholeTensorCodec):
             raise InvalidArgument(
-                f"PerLayer got {self.uniform!r}, which compresses whole tensors, and errors of "
-                "codecs of rows are compared: choose one of these, such as 'int4'"
+                f"PerLayer got {self.uniform!r}, which compresses whole tensors, expected a codec "
+                "of rows, whose errors can be compared, such as 'int4'"
             )
 
 
 @dataclass(frozen=True)
 class Ruled:
-    """A policy: codecs by name, ``base`` for all other parameters."""
+    """A policy with codecs by name, and ``base`` for all other parameters."""
 
     base: Policy
     rules: Mapping[str, str]
@@ -326,20 +330,20 @@ class Ruled:
 
 
 class Layered(Choice):
-    """A codec for every layer, as ``PerLayer`` asks (``plan.assignment``).
+    """Choose a codec for every layer as ``PerLayer`` describes (``plan.assignment``).
 
-    In a step that is due, every rank measures what each option loses of its own gradients. Between
-    that step and the next the ranks add up their errors, once, and each solves the same problem: so
-    all come to the same codecs. Layers that travel exactly stay as they are. Gradients that are not
-    finite change nothing.
+    In a step that is due, every rank measures the error of each option for its own gradients.
+    Before the next step the ranks sum their errors, once, and each solves the same problem, so that
+    all find the same codecs. Layers that are sent exactly stay so. Gradients with NaN or infinity
+    change nothing.
     """
 
     def __init__(self, wanted: PerLayer, named: Named, *, start: int = 0) -> None:
-        self.base = named(wanted.uniform)  # says which layers travel exactly
+        self.base = named(wanted.uniform)  # decides which layers are sent exactly
         super().__init__(self.base, start=start)
         self.wanted = wanted
         self.options = tuple(dict.fromkeys([*OPTIONS, wanted.uniform]))
-        self.rules: dict[str, str] = {}  # name → codec, of the last choice
+        self.rules: dict[str, str] = {}  # name → codec, as last chosen
         self._errors: dict[str, list[float]] = {}
         self._numels: dict[str, int] = {}
 
@@ -393,7 +397,7 @@ class Layered(Choice):
 
 
 class Alarmed(Choice):
-    """Another choice, watched by an alarm: while that lasts, the codec that it brings."""
+    """Follow another choice, except that while its alarm lasts the alarm's codec is used."""
 
     def __init__(self, inner: Choice, alarm: Alarm, named: Named, *, start: int = 0) -> None:
         super().__init__(inner.usual, start=start)
@@ -408,7 +412,7 @@ class Alarmed(Choice):
         now = self.inner.at(step, peers, aborted=aborted)
         if not aborted and self.alarm.due(step - 1 - self.start):
             self.alarm.look(peers, step - 1)
-        return Now(self._then) if self.alarm.way else now
+        return Now(self._then) if self.alarm.active else now
 
     def looks(self, step: int) -> bool:
         return self.inner.looks(step) or self.alarm.due(step - self.start)
@@ -428,7 +432,7 @@ class Alarmed(Choice):
             self.alarm.load_state_dict(state["alarm"])
 
 
-# ---------------------------------------------------------------- what options say
+# ---------------------------------------------------------------- options
 
 
 def choice_of(
@@ -439,8 +443,8 @@ def choice_of(
     alarm: Alarm | None = None,
     numel: int = SAMPLED,
 ) -> Choice:
-    """The choice that options stand for. ``codec`` None sends nothing compressed; ``named`` makes a
-    policy of a codec; ``numel`` is of all parameters together."""
+    """Make the choice for these options. ``codec`` None compresses nothing; ``named`` makes a
+    policy of a codec; ``numel`` is the number of elements of all parameters together."""
     choice: Choice
     if methods := methods_of(codec):
         widens = isinstance(codec, str) and ":" not in codec

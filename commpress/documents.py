@@ -1,5 +1,5 @@
-"""JSON documents that commpress writes and reads again: small, with a format and a version, refused
-by name if others."""
+"""JSON documents of commpress: small files with a format and a version. Any other file is refused,
+by the name of what it is."""
 
 import json
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ from commpress.errors import InvalidArgument
 
 
 class Document(NamedTuple):
-    """Kind of document. Nothing in a file is ever evaluated, and no more than ``limit`` bytes of it
+    """A kind of document. Nothing in a file is ever evaluated, and at most ``limit`` bytes of it
     are read."""
 
     format: str
     version: int
     limit: int
-    writer: str  # the command that makes one
+    writer: str  # command that writes one
 
     def write(self, path: str | Path, content: Mapping[str, Any]) -> None:
         head = {"format": self.format, "version": self.version}
         Path(path).write_text(json.dumps(head | dict(content), indent=1) + "\n")
 
     def read(self, path: str | Path) -> dict[str, Any]:
-        """The content; anything but a document of this format and version is refused with a
-        reason."""
+        """Return the content; raise ``InvalidArgument`` for anything but this format and
+        version."""
         content = read_json(path, self.limit, f"what {self.writer} wrote")
         head = (
             (content.pop("format", None), content.pop("version", None))

@@ -1,4 +1,4 @@
-"""Errors, as a tree.
+"""Errors, in a tree.
 
 CommpressError
 ├── InvalidArgument     a value the caller passed cannot work                  (ValueError)
@@ -9,8 +9,8 @@ CommpressError
 │   ├── Mismatch        a peer is doing something else: codec, size or order differ
 │   ├── Corrupted       bytes changed between a peer and this rank
 │   ├── PeerFailure     a peer died or stayed silent beyond the timeout
-│   ├── NoQuorum        too few ranks are left to go on: elsewhere others may
-│   └── Excluded        the others went on without this rank, which may join them again
+│   ├── NoQuorum        too few ranks remain: others may continue elsewhere
+│   └── Excluded        the others continue without this rank, which may join them again
 └── StorageError        a tiered store could not do what was asked             (RuntimeError)
     ├── Damaged         committed bytes are missing or do not match their checksum
     ├── DirectoryRefused  a directory is in use, foreign, or not a store
@@ -18,8 +18,8 @@ CommpressError
     ├── OverBudget      everything in a memory tier is in use
     └── DiskFailure     the operating system reported an error for a file
 
-In parentheses: Python's error that each of these is, too. Every message says what came, what was
-expected and what to do.
+In parentheses: the error of Python that each is a subclass of, too. Every message names what was
+given, what was expected and what to do.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,7 @@ class CommpressError(Exception):
 
 
 class InvalidArgument(CommpressError, ValueError):
-    """A value the caller passed cannot work."""
+    """An argument cannot work."""
 
 
 class StateMismatch(CommpressError, ValueError):
@@ -62,8 +62,8 @@ class Mismatch(CommunicationError):
 
 
 class Corrupted(CommunicationError):
-    """Bytes changed between a peer and this rank. No residual and no parameter was changed by
-    them."""
+    """Bytes changed between a peer and this rank. They have changed no residual and no
+    parameter."""
 
 
 class PeerFailure(CommunicationError):
@@ -71,13 +71,13 @@ class PeerFailure(CommunicationError):
 
 
 class NoQuorum(CommunicationError):
-    """Too few of a group's ranks are left to go on without risk that others go on elsewhere;
-    ``ranks`` are those missing."""
+    """Too few ranks of a group remain to continue: others may continue elsewhere. ``ranks`` are the
+    missing ones."""
 
 
 class Excluded(CommunicationError):
-    """The others went on without this rank; ``contact`` is where it may join them again, "" if that
-    is not known."""
+    """The others continue without this rank; ``contact`` is the address at which it may join them
+    again, "" if unknown."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), contact: str = "") -> None:
         super().__init__(message, ranks=ranks)
@@ -89,7 +89,7 @@ class StorageError(CommpressError, RuntimeError):
 
 
 class Damaged(StorageError):
-    """Committed bytes are missing or do not match their checksum; they are never handed out."""
+    """Committed bytes are missing or do not match their checksum; they are never returned."""
 
     def __init__(
         self, message: str, *, names: tuple[str, ...] = (), file: str = "", offset: int = 0
@@ -99,11 +99,11 @@ class Damaged(StorageError):
 
 
 class DirectoryRefused(StorageError):
-    """A directory is held by another process, belongs to somebody else, or is not a store."""
+    """A directory is in use by another process, belongs to somebody else, or is not a store."""
 
 
 class DiskFull(StorageError):
-    """No room left on a disk, or in a budget of bytes on it or written to it; ``missing`` is in
+    """No room left on a disk, or in a limit on its use or on writes to it; ``missing`` is in
     bytes."""
 
     def __init__(self, message: str, *, missing: int = 0) -> None:
@@ -112,7 +112,7 @@ class DiskFull(StorageError):
 
 
 class OverBudget(StorageError):
-    """Everything in a memory tier is in use and nobody will let go."""
+    """Everything in a memory tier is in use and nothing can be evicted."""
 
 
 class DiskFailure(StorageError):
@@ -126,13 +126,13 @@ def check_entries(state: Any, entries: Iterable[str], what: str) -> None:
     if missing:
         raise StateMismatch(
             f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or of "
-            "another version of commpress. Load all that state_dict() or elastic_state_dict() of "
-            "this version gave"
+            "another version of commpress. Load all of what state_dict() or elastic_state_dict() "
+            "of this version returned"
         )
 
 
 def check_counts(**values: object) -> None:
-    """Refuse what is no whole number of at least 0; of the options that are."""
+    """Raise ``InvalidArgument`` for an option that is not a whole number of at least 0."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 0")
@@ -149,8 +149,8 @@ def refuse_model(params: object) -> None:
 def refuse_unknown(
     where: str, options: Mapping[str, object], *takers: Callable[..., object]
 ) -> None:
-    """Raise ``InvalidArgument`` for options that none of ``takers`` has, with the one that is
-    meant."""
+    """Raise ``InvalidArgument`` for an option that none of ``takers`` has, and suggest the option
+    that was meant."""
     known = {
         name
         for taker in takers
@@ -165,4 +165,4 @@ def refuse_unknown(
                 if near
                 else f"it takes {', '.join(sorted(known - {'self'}))}"
             )
-            raise InvalidArgument(f"{where} got {name}={value!r}, which is no option of it: {cure}")
+            raise InvalidArgument(f"{where} got {name}={value!r}, which it does not take: {cure}")

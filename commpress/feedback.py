@@ -1,12 +1,13 @@
-"""Residuals: the error of compression, which later messages carry; plain tensors of the caller.
+"""Residuals: compression errors that later messages carry (error feedback), in plain tensors of the
+caller.
 
-Note: the invariant. With R = mean over ranks of the sent residuals + the reduced residuals side by
-side, Σ outputs + R_T = Σ mean(inputs) + R_0. Nothing is lost, only late.
+Note: the invariant. Let R be the mean over ranks of the sent residuals plus the concatenation of
+the reduced residuals; then Σ outputs + R_T = Σ mean(inputs) + R_0. Nothing is lost, only late.
 
-Note: the lazy residual. Where a row has one scale, the tensor holds the compensated value c and
-``sent_scale`` the scale s of its row; the residual is c − s·sgn(c), formed when c is next read. So
-encoding stays one pass over memory although the scale is a sum over the row. ``settle`` makes such
-a residual plain.
+Note: the lazy residual. If a row has one scale, the tensor holds the compensated value c and
+``sent_scale`` the scale s of its row; the residual c − s·sgn(c) is computed when it is next read.
+So encoding is a single pass over memory although the scale is a sum over the row. ``settle``
+computes such residuals now.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ Residual = tuple[torch.Tensor, torch.Tensor]  # sent, reduced
 
 @dataclass
 class ErrorFeedback:
-    """Residuals of one message on one rank; float32, laid out as ``pieces`` says."""
+    """Residuals of one message on one rank, in float32, in the layout of ``pieces``."""
 
     sent: torch.Tensor  # [pieces.residual_numel]: residual of what this rank sent
     # [pieces.shard]: residual of the rows that this rank reduces and sends back
@@ -51,7 +52,8 @@ class ErrorFeedback:
 
     @property
     def layout(self) -> str:
-        """Name of the codec in which residuals are kept, "" for floats; proposals have the same."""
+        """Name of the codec in which residuals are stored, "" for float32; proposed residuals have
+        the same."""
         return ""
 
     @property
@@ -64,18 +66,18 @@ class ErrorFeedback:
         return sum(tensor.nbytes for tensor in every if tensor is not None)
 
     def floats(self) -> torch.Tensor:
-        """The sent residual, element by element; settle it first."""
+        """Return the sent residual element by element; call ``settle`` first."""
         return self.sent
 
     def like(self, pieces: Pieces) -> "ErrorFeedback":
-        """Make an empty feedback, to be proposed in place of this one."""
+        """Return an empty feedback to be proposed in place of this one."""
         return ErrorFeedback.zeros(pieces, self.device)
 
     @contextmanager
     def encoding(
         self, new: "ErrorFeedback", workspace: Any, *, key: int
     ) -> Iterator[dict[str, torch.Tensor | None]]:
-        """Give the arguments for an encoder that adds these residuals and writes ``new`` ones.
+        """Yield the arguments for an encoder that adds these residuals and writes the ``new`` ones.
         ``key`` seeds its random numbers."""
         yield {
             "residual": self.sent,
@@ -87,7 +89,7 @@ class ErrorFeedback:
     @classmethod
     def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu") -> "ErrorFeedback":
         def new(numel: int) -> torch.Tensor:
-            # NumPy asks for huge pages, torch does not: a tenth of the encoder's time
+            # NumPy requests huge pages, torch does not: they save a tenth of the encoder's time
             if torch.device(device).type == "cpu":
                 return torch.from_numpy(np.zeros(numel, np.float32))
             return torch.zeros(numel, dtype=torch.float32, device=device)
@@ -102,7 +104,7 @@ class ErrorFeedback:
         return feedback
 
     def settle(self, pieces: Pieces) -> None:
-        """Make lazy residuals plain."""
+        """Compute lazy residuals."""
         if self.sent_scale is not None and self.reduced_scale is not None:
             kernels = arithmetic(self.sent.device, pieces)
             kernels.settle(self.sent, self.sent_scale, pieces)
@@ -111,17 +113,17 @@ class ErrorFeedback:
             self.reduced_scale.zero_()
 
     def take(self, other: "ErrorFeedback") -> None:
-        """Exchange tensors with ``other``: this commits a residual without a copy."""
+        """Swap tensors with ``other``: commits a residual without a copy."""
         for name in ("sent", "reduced", "sent_scale", "reduced_scale"):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
 
     def join(self, pieces: Pieces, rank: int, divisor: float = 0.0) -> None:
-        """Add the reduced residual to the sent one, for tensors that travel whole and have no
-        owner of rows.
+        """Add the reduced residual to the sent one, for a codec of whole tensors, in which no rank
+        reduces rows.
 
-        ``divisor``: the number by which sums are divided, if not the number of rows.
+        ``divisor``: number by which sums are divided, if it is not the number of rows.
         """
         if self.joined:
             return
@@ -134,23 +136,23 @@ class ErrorFeedback:
 
 @dataclass
 class CodedFeedback(ErrorFeedback):
-    """Feedback that keeps the sent residual in a codec, and floats only while it encodes.
+    """Feedback that stores the sent residual in a codec, with floats only during encoding.
 
-    It serves messages whose rows are not sent back. A codec that is right on average adds noise of
-    zero mean.
+    It serves messages without a way back, as of a reduce-scatter. An unbiased codec adds noise of
+    zero mean to the residual.
     """
 
     # [1, row.row_bytes]
     codes: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0, dtype=torch.uint8))
-    # of what has a residual, as it lies in ``sent``
+    # layout of the pieces that have a residual, in the order of ``sent``
     row: Pieces = field(default_factory=lambda: cut([], 1))
 
     @classmethod
     def of(cls, pieces: Pieces, kind: int, block: int, device: torch.device) -> "CodedFeedback":
         if pieces.shard:
             raise InvalidArgument(
-                "residuals in a codec are for messages whose rows are not sent back, as of a "
-                "reduce-scatter"
+                "residuals in a codec serve only messages without a way back, as of a "
+                "reduce-scatter: keep residuals of this message in float32"
             )
         lines = pieces.table[pieces.table[:, RESIDUAL] >= 0][:, [RESIDUAL, NUMEL, HASH]].tolist()
         return cls._of(
@@ -199,13 +201,13 @@ class CodedFeedback(ErrorFeedback):
         )
         kernels.decode(self.codes, floats, self.row)
         yield {"residual": floats, "new_residual": floats}
-        # the encoder has seen what is not finite
+        # required by the call; the encoder of the message has already found NaN and infinity
         flag = torch.zeros(1, dtype=torch.uint8, device=self.device)
         kernels.encode(floats, new.codes, flag, self.row, key=key)
         workspace.take_back(floats)
 
     def one(self, place: int) -> tuple[torch.Tensor, Pieces]:
-        """Give the codes of the residual that begins at element ``place``, and their layout."""
+        """Return the codes of the residual that begins at element ``place``, and their layout."""
         (line,) = np.flatnonzero(self.row.table[:, SOURCE] == place)
         table = self.row.table[line : line + 1].copy()
         first = int(table[0, COLUMN])
@@ -221,13 +223,14 @@ class CodedFeedback(ErrorFeedback):
 
 
 def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: float) -> None:
-    """Add the reduced residual of ``rank`` to ``part``, whose mean over the ranks is taken."""
+    """Add the reduced residual of ``rank`` to its shard of ``part``, times ``size``, because the
+    mean over the ranks is taken later."""
     own = part[rank * reduced.numel() :][: reduced.numel()]
     own += size * reduced[: own.numel()]
 
 
 def check_feedback(value: object) -> None:
-    """Refuse a string, which would count as true."""
+    """Refuse anything but a bool, because any string would count as true."""
     if not isinstance(value, bool):
         raise InvalidArgument(f"error_feedback is {value!r}, expected True or False")
 
@@ -239,7 +242,7 @@ class _Place:
     index: int
 
     def sent(self) -> torch.Tensor:
-        """View the sent residual, or decode a copy: ``put`` it back."""
+        """Return a view of the sent residual, or a decoded copy: write it back by ``put``."""
         line = self.pieces.table[self.index]
         if isinstance(self.feedback, CodedFeedback):
             codes, row = self.feedback.one(int(line[RESIDUAL]))
@@ -273,10 +276,10 @@ class _Place:
 class ResidualStore:
     """Residuals of one state on one rank, by (parameter name, offset), independent of messages.
 
-    A message calls ``attach`` when it is first sent. Residuals of its pieces that other messages
-    carried before move over unchanged; those of a checkpoint start from there.
+    A message calls ``attach`` before it is first sent. It takes over, unchanged, the residuals of
+    its pieces from other messages or from a checkpoint.
 
-    ``kind`` and ``block`` name a codec in which residuals are kept instead of float32
+    ``kind`` and ``block`` identify a codec in which residuals are stored instead of float32
     (``CodedFeedback``).
     """
 
@@ -284,7 +287,7 @@ class ResidualStore:
         self.kind, self.block = kind, block
         self._places: dict[Key, _Place] = {}
         self._loaded: dict[Key, Residual] = {}
-        self._codes: dict[Key, torch.Tensor] = {}  # loaded as they were kept
+        self._codes: dict[Key, torch.Tensor] = {}  # loaded in their codec
 
     def attach(
         self, keys: Sequence[Key], pieces: Pieces, device: torch.device
@@ -316,21 +319,21 @@ class ResidualStore:
             place.feedback.settle(place.pieces)
 
     def places(self) -> list[tuple[Key, torch.Tensor, torch.Tensor]]:
-        """List (key, sent, reduced) of every piece, as views, in the same order on every rank.
+        """Return (key, sent, reduced) of every piece, as views, in the same order on every rank.
 
-        Pieces that were loaded and belong to no message yet are among them, so saving right after
-        loading loses nothing.
+        They include loaded pieces without a message, so that saving right after loading loses
+        nothing.
         """
         return [(key, kept[0], kept[1]) for key, kept in self.every().items()]
 
     def every(self) -> dict[Key, Residual]:
-        """Map each key to its (sent, reduced), as ``places`` lists them."""
+        """Return (sent, reduced) by key, as in ``places``."""
         self.settle()
         every = self._loaded | {key: place.every() for key, place in self._places.items()}
         return {key: every[key] for key in sorted(every)}
 
     def codes(self) -> dict[Key, torch.Tensor]:
-        """View residuals in their codec, for an exact resume."""
+        """Return views of the residuals in their codec, for an exact resume."""
         return self._codes | {
             key: place.codes() for key, place in self._places.items() if self.kind is not None
         }
@@ -354,7 +357,7 @@ class ResidualStore:
         mine.copy_(codes)
 
     def of(self, key: Key, numel: int) -> Residual:
-        """Give the residuals of one piece; zeros if it is unknown."""
+        """Return the residuals of one piece; zeros if it is unknown."""
         if key in self._places:
             place = self._places[key]
             place.feedback.settle(place.pieces)
@@ -373,7 +376,8 @@ class ResidualStore:
                 add_reduced(part, reduced, rank, size)
 
     def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
-        """Add the share as ``owed`` does, to a gradient that is reduced exactly, and clear it."""
+        """Add the share as ``owed`` does, to a gradient that is sent exactly, and set the residual
+        to zero."""
         self.owed(name, out, rank, size)
         self.clear((name,))
 
@@ -404,7 +408,7 @@ class ResidualStore:
                 self._written(key, sent)
 
     def _written(self, key: Key, sent: torch.Tensor) -> None:
-        """Keep ``sent`` of ``places`` after it was changed."""
+        """Store ``sent`` of ``places`` after a change."""
         if key in self._places:
             self._places[key].put(sent)
 
@@ -429,7 +433,8 @@ class ResidualStore:
             self._loaded[key] = (sent, reduced if reduced.numel() else torch.zeros(width))
 
     def become(self, residuals: Mapping[Key, Residual]) -> None:
-        """Replace everything by residuals of pieces that are cut anew; each waits for a message."""
+        """Replace everything by residuals of pieces with other bounds; each waits for its
+        message."""
         self._places.clear()
         self._codes.clear()
         self._loaded = dict(residuals)
@@ -440,7 +445,7 @@ class ResidualStore:
         self.load({})
 
     def merge(self, other: "ResidualStore") -> None:
-        """Add all residuals of another store, whose pieces are cut for the same ranks."""
+        """Add all residuals of another store, with pieces cut for the same ranks."""
         for key, sent, reduced in other.places():
             mine = self.of(key, sent.numel())
             if not mine[1].numel():
@@ -452,13 +457,13 @@ class ResidualStore:
                 self._loaded[key] = mine
 
     def check(self, residuals: Mapping[Key, Residual]) -> None:
-        """Raise ``StateMismatch`` unless ``load`` can take them."""
+        """Raise ``StateMismatch`` unless ``load`` can take these residuals."""
         for key in residuals.keys() & self._places.keys():
             self._check(key, self._places[key], *residuals[key])
 
     def load(self, residuals: Mapping[Key, Residual]) -> None:
-        """Replace all residuals, or none if one does not fit; unattached pieces wait for a
-        message."""
+        """Replace all residuals, or none if one does not fit; those without a message wait for
+        it."""
         self.check(residuals)
         self.settle()
         self._codes.clear()

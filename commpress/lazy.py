@@ -1,4 +1,4 @@
-"""Public names of a room, each loaded from its module when it is first asked for."""
+"""Public names of a package, each loaded from its module when it is first used."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def lazily(room: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """``__getattr__`` of the package ``room``; ``modules`` has the names that each of its modules
-    gives."""
+    """Return a ``__getattr__`` for the package ``room``; ``modules`` maps each of its modules to
+    the names it provides."""
     homes = {name: f"{room}.{module}" for module, names in modules.items() for name in names}
 
     def load(name: str) -> Any:
@@ -24,8 +24,7 @@ def lazily(room: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], A
 
 
 def short_name(name: str, module: str) -> None:
-    """Let ``commpress.<name>`` be another name of ``module``, whether it is imported or asked for
-    as an attribute."""
+    """Make ``commpress.<name>`` another name of ``module``, for imports and as an attribute."""
     try:
         sys.modules[f"commpress.{name}"] = import_module(module)
     except ModuleNotFoundError as error:

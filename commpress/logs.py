@@ -1,4 +1,4 @@
-"""Messages that concern all ranks: rank 0 logs them, so that a run says each once.
+"""Messages that concern all ranks: rank 0 logs them, so that each appears once in a run.
 
 ``rank`` counts among the ranks concerned. The others log the message at level DEBUG.
 """

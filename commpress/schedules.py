@@ -1,8 +1,8 @@
-"""When to freeze the variance, when to update it, when to synchronise: pure functions of the step
-and of recorded facts.
+"""Schedules: when to freeze the variance, when to update it, when to synchronize. They are pure
+functions of the step and of recorded facts.
 
-Steps count from 0. What a rule needs to know beyond the step is in ``Facts``, which every rank
-records alike and a checkpoint carries: a resumed run decides as the uninterrupted one would.
+Steps count from 0. The facts are in ``Facts``, equal on all ranks and part of a checkpoint: a
+resumed run decides as the uninterrupted one would.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from commpress.errors import InvalidArgument, check_entries
 
-PACES = 3  # exchanges whose pace a round's length follows from
+PACES = 3  # last exchanges that decide the length of a round
 
 
 class Pace(NamedTuple):
-    """Seconds of one exchange of local updates and of the steps around it; of several ranks the
-    largest of each."""
+    """Seconds of one exchange of local updates and of the steps around it, each the largest of all
+    ranks."""
 
-    step: float  # of computing, without what exchanges take
-    exchange: float  # from when all ranks have come until the mean is there
-    # in which training stands still to begin and to end an exchange, apart from waiting for it
+    step: float  # of computing one step, without exchanges
+    exchange: float  # from the arrival of the last rank until the mean is complete
+    # during which training stops to begin and to end an exchange, without waiting for it
     standing: float
 
     @property
@@ -34,7 +34,7 @@ UNKNOWN = Pace(0.0, 0.0, 0.0)
 
 @dataclass
 class Facts:
-    """Facts of a run so far, as far as schedules ask for them."""
+    """Facts of a run so far on which schedules depend."""
 
     peak_lr: float = 0.0  # the largest learning rate so far
     peak_step: int = 0  # when it was first reached
@@ -42,7 +42,7 @@ class Facts:
     norm_ratio: float = 0.0
     # (steps done, sum of the bias-corrected variance)
     norms: list[tuple[int, float]] = field(default_factory=list)
-    # of the last exchanges of local updates, the slowest rank's
+    # of the last exchanges of local updates, for the slowest rank
     paces: list[Pace] = field(default_factory=list)
 
     def see(self, step: int, lr: float) -> None:
@@ -50,7 +50,7 @@ class Facts:
             self.peak_lr, self.peak_step = lr, step
 
     def keep(self, pace: Pace) -> None:
-        """Remember the pace of an exchange, and of the two before it."""
+        """Record the pace of an exchange, and keep those of the two before it."""
         self.paces = [*self.paces, pace][-PACES:]
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,15 +76,15 @@ class Facts:
 
 class Freeze(Protocol):
     def probes(self, step: int) -> bool:
-        """True if the variance's mean is to be recorded after ``step`` steps."""
+        """Return whether the variance's mean is recorded after ``step`` steps."""
 
     def freezes(self, step: int, facts: Facts) -> bool:
-        """True if the variance is frozen from now on, ``step`` steps being done."""
+        """Return whether the variance is frozen from now on, after ``step`` steps."""
 
 
 @dataclass(frozen=True)
 class AfterSteps:
-    """Exactly so many exact steps."""
+    """Freeze after exactly ``steps`` exact steps."""
 
     steps: int
 
@@ -104,7 +104,7 @@ class AfterSteps:
 
 @dataclass(frozen=True)
 class WhenStable:
-    """When the mean of the variance has changed by at most 1 − ``threshold`` over the last
+    """Freeze when the mean of the variance has changed by at most 1 − ``threshold`` over the last
     ``window`` steps.
 
     The published rule compares with the variance 1 / (1 − β2) steps ago. Here the window is also
@@ -136,15 +136,15 @@ class WhenStable:
 
 class Updates(Protocol):
     def count(self, step: int) -> int:
-        """Updates that are scheduled before ``step``."""
+        """Return the number of updates scheduled before ``step``."""
 
 
 @dataclass(frozen=True)
 class DoublingUpdates:
-    """``per_interval`` updates at each interval 1, 2, 4, …: every step first, then ever more
-    rarely, never none.
+    """Update the variance ``per_interval`` times at each interval 1, 2, 4, …: in every step at
+    first, then ever more rarely.
 
-    The updates before step κ·(2^J − 1) number κ·J.
+    With κ = ``per_interval`` there are κ·J updates before step κ·(2^J − 1).
     """
 
     per_interval: int = 16
@@ -164,14 +164,14 @@ class DoublingUpdates:
 
 class Sync(Protocol):
     def interval(self, step: int, lr: float, facts: Facts) -> int:
-        """Steps from one synchronisation to the next, for a window that begins at ``step`` with
-        rate ``lr``."""
+        """Return the steps from one synchronization to the next, for a window that begins at
+        ``step`` with learning rate ``lr``."""
 
 
 @dataclass(frozen=True)
 class DoublingIntervals:
-    """1 for the first ``start`` steps, then 2, 4, …, doubling every ``period`` steps up to
-    ``longest``."""
+    """Synchronize in each of the first ``start`` steps, then every 2, 4, … steps, doubling every
+    ``period`` steps up to ``longest``."""
 
     start: int
     period: int
@@ -185,7 +185,8 @@ class DoublingIntervals:
 
 @dataclass(frozen=True)
 class FollowRate:
-    """2 once the learning rate has passed its peak, and doubled each time it has halved since."""
+    """Synchronize every 2 steps once the learning rate has passed its peak, and half as often each
+    time it has halved since."""
 
     longest: int = 16
 
@@ -200,8 +201,8 @@ class FollowRate:
 
 @dataclass(frozen=True)
 class InverseRate:
-    """max(``shortest``, ⌊(α / lr)ⁿ⌋), at most ``longest``; 1 while the rate still rises. α defaults
-    to its peak."""
+    """Synchronize every max(``shortest``, ⌊(α / lr)ⁿ⌋) steps, at most ``longest``, and in every
+    step while the rate rises. α defaults to the peak of the rate."""
 
     alpha: float | None = None
     shortest: int = 1
@@ -218,21 +219,23 @@ class InverseRate:
 
 
 class Quadratic(InverseRate):
-    """QSR: the interval is 4 when the rate has halved. For ranks that move inside a window."""
+    """QSR: the interval is 4 when the rate has halved. It suits ranks that update parameters inside
+    a window."""
 
     power = 2
 
 
 class Linear(InverseRate):
-    """The steps that have rates of at most α together, if they do not rise: for parameters that
-    stand still inside a window and at its end go as far as at one step of the peak."""
+    """Let the rates of a window's steps add up to at most α, unless the rate rises. It suits
+    parameters that change only at the end of a window: they then move as far as in one step at the
+    peak."""
 
     power = 1
 
 
 @dataclass(frozen=True)
 class Every:
-    """The same number of steps, always."""
+    """Always use the same number of steps."""
 
     steps: int
 
@@ -249,10 +252,11 @@ class Every:
 
 @dataclass(frozen=True)
 class QSR:
-    """The quadratic rule: max(``base``, ⌊(α / lr)²⌋) steps of a rate that has passed its peak,
-    before that as at the peak.
+    """The quadratic rule: rounds of max(``base``, ⌊(α / lr)²⌋) steps, where lr is the peak rate
+    until the rate has passed it.
 
-    ``total``: steps of the whole run, beyond which no round reaches; ``longest``: of a round.
+    ``total``: steps of the whole run; no round extends beyond them. ``longest``: most steps of a
+    round.
     """
 
     alpha: float
@@ -284,15 +288,15 @@ class QSR:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The fewest steps behind which an exchange hides: every="auto" of local updates.
+    """Use the fewest steps that overlap an exchange fully: every="auto" of local updates.
 
-    The median of the last three exchanges counts, of two the faster: one that was slow by chance
-    changes nothing. Before an exchange was measured a round has one step.
+    The median of the last three exchanges counts, or the faster of two, so that a single slow one
+    changes nothing. A round has one step before the first exchange has been measured.
     """
 
-    room: float = 1.1  # steps take so many times as long as the exchange that they hide
-    standing: float = 0.1  # share of computing that beginning and ending exchanges may add
-    long: int = 20  # steps, beyond which a mean of weights is too rare, and an outer momentum helps
+    room: float = 1.1  # seconds of the steps relative to those of the exchange behind them
+    standing: float = 0.1  # most that beginning and ending exchanges may add to computing
+    long: int = 20  # steps beyond which means of weights are rare and an outer momentum helps
     longest: int = 1000
 
     def interval(self, step: int, lr: float, facts: Facts) -> int:
@@ -302,14 +306,14 @@ class Hidden:
         return needed[(len(needed) - 1) // 2]
 
     def needed(self, pace: Pace) -> int:
-        """Steps to hide one exchange of this pace."""
+        """Return the steps that overlap one exchange of this pace."""
         steps = max(self.room * pace.exchange, pace.standing / self.standing) / pace.step
         return max(min(ceil(steps), self.longest), 1)
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A time for each round, in which each rank takes as many steps as it manages."""
+    """A duration of each round, in which each rank takes as many steps as it can."""
 
     seconds: float
 
@@ -344,8 +348,8 @@ def sync_named(sync: "str | int | Sync") -> Sync:
 
 
 def pruned(norms: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
-    """The records that a later decision may still ask for: the last one older than the window, and
-    what follows."""
+    """Return the records that later decisions need: the last one older than the window, and all
+    after it."""
     if not norms:
         return []
     horizon = norms[-1][0] - window

@@ -1,8 +1,7 @@
-"""Timelines: spans of one process on one timeline, saved in the format that Perfetto and
-chrome://tracing open.
+"""Timelines: the spans of a process, saved in the format of Perfetto and chrome://tracing.
 
-Parts that can be watched have an attribute ``timeline``, None unless somebody watches: then they do
-nothing but look at it. Recording appends to a list, which needs no lock.
+Objects that record spans have an attribute ``timeline``, which is None until ``watch`` sets it.
+Recording appends to a list, which needs no lock.
 """
 
 import json
@@ -15,18 +14,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-LIMIT = 1_000_000  # spans that are kept: some 200 bytes each
+LIMIT = 1_000_000  # spans, of some 200 bytes each
 
 
 class Timeline:
-    """Times are those of ``time.perf_counter``; the file gives them as wall-clock time, so that
-    ranks can be laid side by side.
+    """Record spans by ``time.perf_counter``; ``save`` converts to wall-clock time, so that files of
+    several ranks can be merged.
 
-    A ``span`` lies on the track of the thread that recorded it, and spans of one thread nest. A
-    ``flight`` is on its way while its thread does other things: flights overlap.
+    A ``span`` appears on the track of the thread that recorded it, and spans of one thread nest. A
+    ``flight`` goes on while its thread does other things, and flights may overlap.
 
-    - ``rank``: whose track it is when ranks are merged.
-    - ``limit``: spans that are kept; ``dropped`` counts the others.
+    - ``rank``: rank of this process among merged files.
+    - ``limit``: most spans to keep; ``dropped`` counts the others.
     """
 
     def __init__(self, rank: int = 0, *, limit: int = LIMIT) -> None:
@@ -47,7 +46,7 @@ class Timeline:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """A span around what the ``with`` block does."""
+        """Record a span around the ``with`` block."""
         start = time.perf_counter()
         try:
             yield
@@ -68,11 +67,11 @@ class Timeline:
     def __len__(self) -> int:
         return len(self._spans)
 
-    # ------------------------------------------------------------ on paper
+    # ------------------------------------------------------------ files
 
     def events(self) -> list[dict[str, Any]]:
-        """The events of the trace format: spans are "X", a flight is a pair of "b" and "e";
-        microseconds."""
+        """Return the events of the trace format, in microseconds: a span is one "X", a flight a
+        pair of "b" and "e"."""
         tracks = {thread: i for i, thread in enumerate(self._threads)}
         found = [
             {
@@ -109,18 +108,18 @@ class Timeline:
             if kind == "X":
                 found.append(event | {"dur": until - at})
             else:
-                number = f"{self.rank}.{next(numbers)}"  # ranks may stand in one file
+                number = f"{self.rank}.{next(numbers)}"  # unique in a merged file
                 found += [event | {"id": number}, event | {"ph": "e", "ts": until, "id": number}]
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """One JSON file; open it in Perfetto or chrome://tracing."""
+        """Write a JSON file for Perfetto or chrome://tracing."""
         write_events(path, self.events(), {"rank": self.rank, "dropped": self.dropped})
 
 
 def merge_timelines(files: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
-    """All ranks' files in one. Ranks of several machines are aligned as well as their wall clocks
-    are."""
+    """Merge the files of all ranks into one. Ranks of several machines are aligned as well as their
+    wall clocks are."""
     events: list[dict[str, Any]] = []
     dropped = 0
     for file in files:

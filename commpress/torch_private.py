@@ -1,8 +1,7 @@
-"""Private members of torch, as each of its versions spells them. Nothing else needs to know a
-version.
+"""Private members of torch, by the names of each version. No other module depends on a version.
 
-Written for torch 2.6 to 2.15; ``tests/house/test_torch_private.py`` says of each entry what must
-hold where it runs.
+Written for torch 2.6 to 2.15; ``tests/house/test_torch_private.py`` checks each entry with the
+torch that runs it.
 """
 
 import inspect
@@ -23,7 +22,7 @@ from commpress.errors import InvalidArgument, MissingPackage
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-RECONFIGURES = RELEASE >= (2, 14)  # torch has a way to give a group other ranks: dist._reconfigure
+RECONFIGURES = RELEASE >= (2, 14)  # torch can give a group other ranks: dist._reconfigure
 
 AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
 # renamed in 2.13
@@ -31,8 +30,8 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-# Methods that communicate are left out of graphs: sockets and threads are nothing to trace. As
-# ``torch.compiler.disable``, which imports the compiler where it decorates and takes seconds.
+# Methods that communicate stay out of graphs, because sockets and threads cannot be traced. The
+# public ``torch.compiler.disable`` would do the same but imports the compiler, which takes seconds.
 untraced = _disable_dynamo
 
 
@@ -43,38 +42,38 @@ def _adam_of_old(*tensors: Any, decoupled_weight_decay: bool, **options: Any) ->
     (_adamw if decoupled_weight_decay else _adam)(*tensors, **options)
 
 
-# Torch's functional Adam; until 2.6 weight decay that does not enter the gradient was a function of
-# its own.
+# Torch's functional Adam; until 2.6 decoupled weight decay was a separate function.
 adam: Callable[..., None] = (
     _adam if "decoupled_weight_decay" in inspect.signature(_adam).parameters else _adam_of_old
 )
 
-ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
+ENDLESS = 1e9  # steps after which a bias correction is exactly 1
 
 
 # ---------------------------------------------------------------- process groups
 
 
 def begin_sequence(backend: Any) -> None:
-    """Give a backend its first sequence number; from 2.14 on it has one, and warns whoever gives it
+    """Give a backend its first sequence number. Since 2.14 it has one, and warns if it is given
     another."""
     if RELEASE < (2, 14):
         backend._set_sequence_number_for_group()
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """End what NCCL has under way; Gloo does nothing, and until 2.6 a group could not."""
+    """Abort NCCL's running collectives. Gloo does nothing; groups before 2.7 have no such
+    method."""
     if hasattr(group, "abort"):
         group.abort()
 
 
 def is_default(group: dist.ProcessGroup) -> bool:
-    """True if it is what ``init_process_group`` has made."""
+    """Return whether this is the group that ``init_process_group`` has made."""
     return dist.is_initialized() and group is dist.group.WORLD
 
 
 def other_groups() -> list[dist.ProcessGroup]:
-    """Groups made by ``new_group``, ``split_group`` or a mesh."""
+    """Return the groups made by ``new_group``, ``split_group`` or a mesh."""
     return [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
 
 
@@ -83,18 +82,18 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def groups_named() -> int:
-    """Groups that torch has given a number for a name: the next one gets this."""
+    """Return the number of groups named by a counter, which is the next group's name."""
     return dist.distributed_c10d._world.group_count
 
 
 def default_store() -> dist.Store:
-    """The store of the default group, in which others agree on connections."""
+    """Return the store of the default group, through which groups agree on connections."""
     return dist.distributed_c10d._get_default_store()
 
 
 def change_default_group(size: int, store: dist.Store, named: int) -> None:
-    """Tell torch of the default group's number of ranks, its store, and the number of the next
-    group's name."""
+    """Tell torch the new size and store of the default group, and the number of the next group's
+    name."""
     world, group = dist.distributed_c10d._world, dist.group.WORLD
     assert group is not None
     world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
@@ -103,15 +102,15 @@ def change_default_group(size: int, store: dist.Store, named: int) -> None:
 
 
 def set_timeout(backend: Any, timeout: Any) -> None:
-    """Set the timeout of every call from now on."""
+    """Set the timeout of all later calls."""
     backend._set_default_timeout(timeout)
 
 
 def gloo_at(
     address: str, store: dist.Store, rank: int, size: int, timeout: Any
 ) -> dist.ProcessGroupGloo:
-    """Gloo's group of these ranks; this one listens at ``address``, and asks no name server for its
-    own."""
+    """Make a Gloo group. This rank listens at ``address``, which saves a look-up of its own
+    name."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
@@ -121,8 +120,8 @@ def gloo_at(
 
 
 def refusing_backend(rank: int, size: int, options: Callable[[Any], None]) -> Any:
-    """A backend that answers every collective with an error; ``options`` may change its options
-    first."""
+    """Return a backend that answers every collective with an error; ``options`` may change its
+    options first."""
     fake: Any = torch._C._distributed_c10d.FakeProcessGroup
     if not hasattr(fake, "_create_internal") or not hasattr(fake.Options(), "error_on_collective"):
         raise MissingPackage(
@@ -135,8 +134,8 @@ def refusing_backend(rank: int, size: int, options: Callable[[Any], None]) -> An
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor remembers of meshes: it takes two over the same ranks for one, also if
-    this process has another coordinate in the second, and then gives it the shard of the first."""
+    """Clear DTensor's caches of meshes. It takes two meshes over the same ranks for one, even if
+    this process has another coordinate in the second, and would give it the shard of the first."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor, _redistribute
@@ -152,7 +151,7 @@ def forget_meshes() -> None:
 
 
 def shard_like(values: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """A DTensor of which this rank has ``values``, cut as ``parameter`` is."""
+    """Return a DTensor with ``values`` as this rank's shard, sharded as ``parameter`` is."""
     shape, stride = parameter.shape, parameter.stride()
     result: torch.Tensor = type(parameter.detach()).from_local(
         values,
@@ -166,13 +165,14 @@ def shard_like(values: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 def set_shard(parameter: Any, values: torch.Tensor) -> None:
-    """Put this rank's part of a DTensor into other memory, as fully_shard does; views taken of it
-    before keep the old one."""
+    """Move this rank's shard of a DTensor to the memory of ``values``, as fully_shard does; earlier
+    views keep the old memory."""
     parameter._local_tensor = values.data
 
 
 def waited(tensor: Any) -> Any:
-    """The tensor itself where DTensor has left one that a collective has yet to fill."""
+    """Return the tensor, after waiting if DTensor has left the result of an unfinished
+    collective."""
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
@@ -181,7 +181,7 @@ def waited(tensor: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _RoutingOfOld:
-    """Routes of one batch: what ``create_routing`` returns and the other calls take."""
+    """Routes of one batch, as returned by ``create_routing`` and taken by the other calls."""
 
     handle: object
     topk_idx: torch.Tensor
@@ -189,7 +189,7 @@ class _RoutingOfOld:
 
 
 class _SwitchOfOld:
-    """Base of dispatchers of tokens where torch has none."""
+    """Base class of dispatchers of tokens where torch has none."""
 
 
 try:  # from 2.15 on
@@ -202,15 +202,14 @@ except ImportError:
 
 
 def hook_of(ddp: Any) -> str:
-    """Name of the communication hook that its gradients go through, "" without one: then it divides
-    by the number of ranks it saw first. A DDP that was pickled lists its hook, and has none."""
+    """Return the name of DDP's communication hook, "" without one; DDP then divides by its first
+    number of ranks. A DDP that was pickled lists its hook but has none."""
     return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
 
 
 def check_wrapped(ddp: Any) -> None:
-    """Raise ``InvalidArgument`` unless it is a DistributedDataParallel. That of ``replicate()`` is
-    hidden and made in the first forward; of torch 2.9 and later there is another ``replicate()``
-    without one."""
+    """Raise ``InvalidArgument`` unless it is a DistributedDataParallel. ``replicate()`` hides one,
+    made in the first forward; the second ``replicate()`` of torch 2.9 and later has none."""
     if isinstance(ddp, DistributedDataParallel):
         return
     cure = "wrap the model first, as in DistributedDataParallel(model)"
@@ -219,8 +218,8 @@ def check_wrapped(ddp: Any) -> None:
         for kind in type(ddp).__mro__
     ):
         cure = (
-            "torch's replicate() makes none that can be given here: use "
-            "DistributedDataParallel(model) in its place"
+            "torch's replicate() hides its DistributedDataParallel or has none: use "
+            "DistributedDataParallel(model) instead"
         )
     raise InvalidArgument(
         f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel: {cure}"
@@ -228,17 +227,17 @@ def check_wrapped(ddp: Any) -> None:
 
 
 def check_unhooked(ddp: Any) -> None:
-    """Raise ``InvalidArgument`` if gradients go through a communication hook already."""
+    """Raise ``InvalidArgument`` if a communication hook is registered already."""
     if hook := hook_of(ddp):
         raise InvalidArgument(
             f"ddp has the communication hook {hook!r} already, and DistributedDataParallel takes "
-            "one, for good: call one of commpress.compress, overlap and keep_local, once. For "
-            "another codec wrap the model anew, as in DistributedDataParallel(ddp.module)"
+            "only one: call one of commpress.compress, overlap and keep_local, once. For another "
+            "codec wrap the model again, as in DistributedDataParallel(ddp.module)"
         )
 
 
 def hook_states(ddp: Any) -> list[Any]:
-    """States of its communication hooks."""
+    """Return the states of DDP's communication hooks."""
     return [state for _, state in ddp._comm_hooks]
 
 
@@ -246,22 +245,22 @@ def hook_states(ddp: Any) -> list[Any]:
 
 
 def scales_of(scaler: Any) -> Any:
-    """Copies, on its device, of its scale and of the steps since that has changed. None before its
-    first use."""
+    """Return copies of a scaler's scale and of the steps since its last change, on its device; None
+    before its first use."""
     return (
         None if scaler._scale is None else (scaler._scale.clone(), scaler._growth_tracker.clone())
     )
 
 
 def put_scales(scaler: Any, scales: Any) -> None:
-    """Have them as they were."""
+    """Restore what ``scales_of`` returned."""
     if scales is not None:
         scaler._scale.copy_(scales[0])
         scaler._growth_tracker.copy_(scales[1])
 
 
 def forget_found(scaler: Any) -> None:
-    """Forget of gradients that are gone that they were unscaled, and whether some were infinite."""
+    """Forget which gradients were unscaled and whether any was infinite."""
     scaler._per_optimizer_states.clear()
 
 
@@ -269,14 +268,14 @@ def forget_found(scaler: Any) -> None:
 
 
 class LossScale:
-    """The scale of a GradScaler, which is read again only after it was written: reading waits for a
+    """Cached scale of a GradScaler, read again only after a change, because reading waits for the
     GPU."""
 
     def __init__(self) -> None:
         self._seen: tuple[Any, int, float] = None, 0, 1.0
 
     def of(self, scaler: torch.amp.GradScaler | None) -> float:
-        """The scale as it is now, 1 without a scaler."""
+        """Return the current scale, 1 without a scaler."""
         if scaler is None:
             return 1.0
         scale = scaler._scale
@@ -290,14 +289,13 @@ class LossScale:
 
 
 def leave_to_themselves(model: torch.nn.Module, names: list[str]) -> None:
-    """Let DDP around ``model``, which is made after this, neither average nor broadcast these
-    parameters."""
+    """Keep the DDP that will wrap ``model`` from averaging and broadcasting these parameters."""
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
 
 
 def tensor_parallel_parts(parameter: Any) -> int:
-    """Shards of a parameter that torch has made a plain tensor of for DDP
+    """Return the number of shards of a parameter that torch has turned into a plain tensor for DDP
     (``_pre_dp_module_transform``); 0 if it has not."""
     spec = getattr(parameter, "_st_info", None)
     if spec is None:
@@ -310,20 +308,20 @@ def tensor_parallel_parts(parameter: Any) -> int:
 
 
 def pipeline_stages(schedule: Any) -> list[Any]:
-    """The stages of this rank that a schedule of ``torch.distributed.pipelining`` runs."""
+    """Return this rank's stages of a schedule of ``torch.distributed.pipelining``."""
     stages = getattr(schedule, "_stages", None)
     stage = getattr(schedule, "_stage", None)
     if stages is None and stage is None:
         raise InvalidArgument(
-            f"a {type(schedule).__name__} of torch {torch.__version__} does not say which stages "
-            "it runs: pass the stages instead"
+            f"the stages of a {type(schedule).__name__} of torch {torch.__version__} cannot be "
+            "found: pass the stages instead"
         )
     return [stage] if stages is None else list(stages)
 
 
 def splits_backward(schedule: Any) -> bool:
-    """True if a schedule computes gradients of weights apart from those of activations, as zero
-    bubbles do."""
+    """Return whether a schedule computes gradients of weights apart from those of activations, as
+    zero bubbles do."""
     orders = [
         getattr(schedule, name, None) or {}
         for name in ("pipeline_order", "pipeline_order_with_comms")
@@ -336,11 +334,11 @@ def splits_backward(schedule: Any) -> bool:
 
 
 def learning(stage: Any, *, outputs: bool) -> tuple[bool, ...] | None:
-    """Tell for each of a stage's outputs, or inputs, whether its gradient comes back; None if
-    torch has not found out.
+    """Return whether each output of a stage, or each input, gets a gradient; None if torch has not
+    found out.
 
-    Before 2.13 torch asks every float for its gradient, and does not ask either where a user has
-    given the shapes.
+    Torch before 2.13, and any torch if the user has given the shapes, takes all floats for tensors
+    with a gradient.
     """
     metas = getattr(getattr(stage, "_stage_meta", None), "outputs" if outputs else "inputs", None)
     mode = getattr(stage, "_inference_mode", None)
@@ -358,7 +356,7 @@ def learning(stage: Any, *, outputs: bool) -> tuple[bool, ...] | None:
 
 
 def flat_mesh(mesh: Any) -> Any:
-    """The mesh itself if it has one dimension, else one dimension of all its ranks."""
+    """Return the mesh if it has one dimension, else a one-dimensional mesh of all its ranks."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
@@ -366,53 +364,53 @@ def flat_mesh(mesh: Any) -> Any:
 
 
 def fsdp_communication() -> tuple[type, type]:
-    """The base classes of FSDP2's custom all-gather and reduce-scatter."""
+    """Return the base classes of FSDP2's custom all-gather and reduce-scatter."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     except ImportError as error:
         raise MissingPackage(
-            "FSDP2 takes communication of others' from torch 2.9 on, this is "
+            "FSDP2 takes custom communication since torch 2.9, this is "
             f"{torch.__version__}: pip install --upgrade torch"
         ) from error
     return AllGather, ReduceScatter
 
 
 def fsdp_mesh(group: Any) -> Any:
-    """The mesh over which one ``fully_shard`` shards, without the dimensions of tensor
+    """Return the mesh over which one ``fully_shard`` shards, without dimensions of tensor
     parallelism."""
     return group.mesh_info.mesh
 
 
 def fsdp_shapes(group: Any) -> list[torch.Size]:
-    """Shapes of what its ranks share out: whole parameters, or what tensor parallelism has left of
-    them."""
+    """Return the shapes of the tensors that its ranks shard: whole parameters, or shards of tensor
+    parallelism."""
     return [parameter._orig_size for parameter in group.fsdp_params]
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """The parameter groups of one ``fully_shard``; several, each on a mesh of its own, since
-    2.13."""
+    """Return the parameter groups of one ``fully_shard``. Since 2.13 there may be several, each
+    with its own mesh."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     if hasattr(state, "_fsdp_param_group"):
         return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     raise InvalidArgument(
-        f"torch {torch.__version__} keeps the parameters of a fully_shard somewhere else than 2.9 "
-        "to 2.15 do: use one of these"
+        f"the parameters of a fully_shard of torch {torch.__version__} cannot be found: use torch "
+        "2.9 to 2.15"
     )
 
 
 def take_loaded_parameters(group: Any) -> None:
-    """Take those that a loader has put into the modules after ``fully_shard``, as torch does before
-    its first forward."""
+    """Take parameters that a loader has put into the modules after ``fully_shard``, as torch does
+    before its first forward."""
     for parameter in group.fsdp_params if group.is_sharded else ():
         parameter.reset_sharded_param()
 
 
 def reshards_after_forward(module: Any) -> bool:
-    """True if weights of a module under fully_shard are let go between forward and backward; by
-    default all but its own are."""
+    """Return whether a module under fully_shard frees weights between forward and backward; the
+    default frees all but its own."""
     states = {
         part: part._get_fsdp_state()
         for part in module.modules()

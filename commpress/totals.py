@@ -1,12 +1,11 @@
-"""Totals that objects count, as dictionaries for whoever writes them down."""
+"""Base class of counters that become dictionaries for reports."""
 
 from dataclasses import asdict
 from typing import Any, ClassVar
 
 
 class Totals:
-    """A dataclass of counters. ``derived``: properties that follow from them and belong to what is
-    written down."""
+    """A dataclass of counters. ``derived``: properties to include in its dictionary."""
 
     derived: ClassVar[tuple[str, ...]] = ("ratio",)
 

@@ -1,4 +1,4 @@
-"""Sizes, rates, times and nodes as people write them. Nothing here loads torch."""
+"""Parse and format sizes, rates, times and nodes as people write them. Nothing here loads torch."""
 
 import re
 
@@ -7,7 +7,7 @@ from commpress.errors import InvalidArgument
 BYTES = {"": 1, "B": 1}
 BYTES |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
 BYTES |= {f"{prefix}IB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
-# of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
+# share of payload in an Ethernet frame of 1500 bytes with its gap and preamble
 TCP = 1448 / 1538
 UNLIMITED = 1e18
 TIERS = ("device", "host", "disk")
@@ -18,7 +18,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_bytes(size: str | int) -> int:
-    """'32MiB' or '1000000' or 1000000 as a number of bytes."""
+    """Convert '32MiB', '1000000' or 1000000 to a number of bytes."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = re.fullmatch(r"(\d+\.?\d*)\s*([A-Za-z]*)", str(size).strip())
@@ -31,13 +31,13 @@ def parse_bytes(size: str | int) -> int:
 
 
 def parse_memory(text: str) -> dict[str, float]:
-    """Bytes of each tier of 'device=24GiB,host=64GiB'."""
+    """Convert 'device=24GiB,host=64GiB' to bytes by tier."""
     found: dict[str, float] = {}
     for part in text.split(",") if text else ():
         tier, equals, size = part.strip().partition("=")
         if tier not in TIERS or not equals:
             raise InvalidArgument(
-                f"memory is {text!r}, expected such as device=24GiB,host=64GiB with "
+                f"memory is {text!r}, expected a list such as device=24GiB,host=64GiB with "
                 f"{', '.join(TIERS)}"
             )
         found[tier] = parse_bytes(size)
@@ -45,7 +45,7 @@ def parse_memory(text: str) -> dict[str, float]:
 
 
 def show_bytes(size: float) -> str:
-    """1536 as '1.5 KiB'."""
+    """Format 1536 as '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"
@@ -54,8 +54,8 @@ def show_bytes(size: float) -> str:
 
 
 def parse_link(text: str) -> tuple[float, float]:
-    """(bytes per second of payload, seconds) of '1gbit,100us'; 'none' is no limit; without a time,
-    50 us."""
+    """Convert '1gbit,100us' to (bytes per second of payload, seconds). 'none' is no limit; the
+    default time is 50 us."""
     rate, _, delay = (part.strip() for part in text.partition(","))
     if rate == "none":
         found = UNLIMITED
@@ -79,7 +79,7 @@ def parse_time(text: str) -> float:
 
 
 def parse_nodes(text: str) -> list[tuple[int, int]]:
-    """[(nodes, ranks per node), …] of '8x4' or, for several kinds, '8x4,2x1'."""
+    """Convert '8x4' or, for several kinds, '8x4,2x1' to [(nodes, ranks per node), …]."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
@@ -93,7 +93,7 @@ def parse_nodes(text: str) -> list[tuple[int, int]]:
 
 
 def parse_count(text: str) -> int:
-    """110000000 of '110M'."""
+    """Convert '110M' to 110000000."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kKmMbBgG]?)", text.strip())
     if not match:
         raise InvalidArgument(f"the count is {text!r}, expected a number such as 110M or 1.5B")

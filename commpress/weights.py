@@ -1,4 +1,4 @@
-"""Weights at their readers: ``commpress.weights`` is short for
+"""Distribution of weights to readers: ``commpress.weights`` is short for
 ``commpress.integrations.weights``."""
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""Waiting, and nothing else: algorithms are generators that yield the ``Work`` they need finished
-before going on.
+"""Run algorithms that wait: generators that yield the ``Work`` they need finished before they
+continue.
 
 ``run`` drives one to its end. ``overlapped`` interleaves several, in the same order on every rank.
-``Worker`` is the one thread per state that drives a training step's collectives in the background
-and answers with futures.
+``Worker`` is a thread that drives a training step's collectives in the background and returns
+futures.
 """
 
 import queue
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Work(Protocol):
-    """The part of ``torch.distributed.Work`` that we rely on."""
+    """The only part of ``torch.distributed.Work`` that commpress needs."""
 
     def wait(self) -> object: ...
 
@@ -32,7 +32,7 @@ Steps = Generator[Work, None, T]
 
 
 class Done:
-    """Work that is finished already."""
+    """Work that has finished."""
 
     def wait(self) -> None:
         return None
@@ -75,54 +75,52 @@ def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:
-    """One for tensors of ``device`` that torch itself waits for: the streams of others wait for the
-    one that sets it."""
+    """Make a future for tensors on ``device``; streams that wait for it wait for the stream that
+    sets it."""
     return (
         torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
     )
 
 
 class SideStream:
-    """A stream of a worker's own on one GPU: it runs after what the caller has queued so far, and
-    before whoever waits."""
+    """A stream of its own for a worker on one GPU, ordered after the caller's queue so far and
+    before those who wait for the result."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Go on after the caller's stream. Memory of ``tensors`` is not given to others before this
-        stream is done with it."""
+        """Wait for the caller's stream, and keep the memory of ``tensors`` from reuse until this
+        stream has finished with it."""
         if torch.cuda.is_current_stream_capturing():
             raise InvalidArgument(
-                "a CUDA graph is being captured, which cannot hold an exchange: leave it out of "
-                "the capture"
+                "a CUDA graph is being captured, and it cannot contain an exchange: leave the "
+                "exchange out of the capture"
             )
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
     def enter(self) -> None:
-        """This thread's kernels on the device go here from now on, and the device is the current
-        one."""
+        """Make this stream and its device current for this thread."""
         torch.cuda.set_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
-        """Event of all that has been queued here."""
+        """Record and return an event after everything queued so far."""
         return self._stream.record_event()
 
 
 def stream_of(device: torch.device) -> "torch.cuda.Stream | None":
-    """The stream that this thread's kernels on ``device`` go to; None where there are no
-    streams."""
+    """Return this thread's current stream on ``device``, None where there are no streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class Handed(Generic[T]):
-    """Something that one thread hands to another, and how far the giver's stream has come with it.
+    """An object that one thread passes to another, with an event of the giver's stream.
 
-    A worker gives a buffer back that its side stream will still write; the host does not wait for
-    that. Who takes it has its own stream wait.
+    A worker returns a buffer that its side stream has yet to write, without a wait of the host. The
+    receiver's stream waits instead.
     """
 
     def __init__(self, what: T, device: torch.device) -> None:
@@ -131,13 +129,13 @@ class Handed(Generic[T]):
         self._event = None if stream is None else stream.record_event()
 
     def reclaim(self) -> T:
-        """Take it for the host, which waits for the giver's stream."""
+        """Return the object for use on the host, which waits for the giver's stream."""
         if self._event is not None:
             self._event.synchronize()
         return self.what
 
     def take(self) -> T:
-        """Take it for this thread's stream, which waits for the giver's."""
+        """Return the object for use on this thread's stream, which waits for the giver's."""
         stream = stream_of(self._device)
         if stream is not None and self._event is not None:
             stream.wait_event(self._event)
@@ -147,11 +145,11 @@ class Handed(Generic[T]):
 
 
 class JobFuture(torch.futures.Future[T]):
-    """The result of a job. Who waits for one that ran on a GPU has its own stream wait, not the
+    """The result of a job. If it ran on a GPU, ``wait`` makes the caller's stream wait, not the
     host.
 
-    torch's futures with devices look for tensors in a result by pickling it, which results that
-    hold locks do not survive.
+    torch's own futures with devices find the tensors in a result by pickling it, which fails for
+    results with locks.
     """
 
     stream: SideStream | None = None
@@ -177,13 +175,12 @@ def _tensors_of(result: object) -> Iterator[torch.Tensor]:
 
 
 class Worker:
-    """One thread that runs submitted algorithms, started in order of submission, at most ``limit``
-    under way at once.
+    """A thread that runs submitted algorithms, in order of submission, at most ``limit`` at once.
 
-    ``limit > 1`` resumes jobs in an order that depends on timing: use it only where messages are
-    matched by tag. After an exception every job under way or submitted later gets the same
-    exception: the ranks are out of step. The thread knows nothing of this object: when nobody holds
-    it any more, the thread ends as after ``close``.
+    ``limit > 1`` resumes jobs in an order that depends on timing: use it only if messages are
+    matched by tag. After an exception every running or later job gets the same exception, because
+    the ranks are no longer in step. The thread has no reference to this object: it ends after
+    ``close`` or when the object is collected.
     """
 
     def __init__(self, name: str, *, limit: int) -> None:
@@ -198,14 +195,15 @@ class Worker:
     def submit(
         self, steps: Steps[T], *tensors: torch.Tensor, waits: int | None = None
     ) -> JobFuture[T]:
-        """``tensors`` are those of the caller that the steps read or write. If some are on a GPU,
-        the steps run on a side stream there, after all that the caller's stream has queued.
+        """Run ``steps`` in the thread and return a future of their result.
 
-        ``waits`` is how often the steps wait, if that is known, and the same on every rank: only of
-        such a job can it be known that it has sent everything, so that others may go ahead of it.
+        ``tensors``: tensors of the caller that the steps read or write. If some are on a GPU, the
+        steps run on a side stream there, after everything that the caller's stream has queued.
+        ``waits``: number of times that the steps wait, if it is known and equal on every rank. It
+        tells when a job has sent everything, so that others may overtake it.
         """
         if self._closed:
-            raise RuntimeError("the worker is closed, nobody would run this job: make a new one")
+            raise RuntimeError("the worker is closed and runs no more jobs: make a new one")
         future: JobFuture[Any] = JobFuture()
         on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
         if on_gpu:
@@ -228,11 +226,11 @@ class Worker:
 class _Job:
     steps: Steps[Any]
     future: JobFuture[Any]
-    left: int | None  # waits to come, the present one among them
+    left: int | None  # remaining waits, including the present one
     work: Work = field(default_factory=Done)
 
     def advance(self) -> bool:
-        """Wait, go on to the next wait; whether there is none."""
+        """Wait, and continue to the next wait; return whether the job has finished."""
         stream = self.future.stream
         if stream is not None:
             stream.enter()
@@ -248,11 +246,11 @@ class _Job:
 
 
 class _Loop:
-    """Loop of a ``Worker``'s thread. Between jobs it keeps nothing of those it ran.
+    """Loop of a ``Worker``'s thread. Between jobs it keeps no reference to finished ones.
 
-    Invariant: no rank waits for a job while an older one of its own has still to send. Jobs arrive
-    at different times on different ranks, so without it one rank could wait for a message of job A
-    that its peer sends only after a message of job B, and B not even have been submitted here.
+    Invariant: no rank waits for a job while an older one on this rank has still to send. Jobs
+    arrive at different times on different ranks: otherwise one rank could wait for a message of job
+    A that its peer sends only after one of job B, while B is not yet submitted here.
     """
 
     def __init__(self, jobs: "queue.SimpleQueue[_Job | None]", limit: int) -> None:
@@ -269,7 +267,7 @@ class _Loop:
                 self._resume(self._next())
 
     def _admit(self, closing: bool) -> bool:
-        """Start jobs while there is room; whether the last one has come."""
+        """Start jobs while there is room; return whether the worker is being closed."""
         while not closing and len(self._waiting) < self._limit:
             try:
                 job = self._jobs.get(block=not self._waiting)
@@ -278,15 +276,15 @@ class _Loop:
             if job is None:
                 return True
             if job.left is not None:
-                job.left += 1  # starting it is the wait for nothing
+                job.left += 1  # the start counts as a wait
             self._waiting.append(job)
             self._resume(job)
             del job
         return closing
 
     def _next(self) -> _Job:
-        """The oldest job that has something to send after its wait; the oldest of all if none
-        has."""
+        """Return the oldest job that will send after its wait, or the oldest of all if none
+        will."""
         return next((job for job in self._waiting if job.left != 1), self._waiting[0])
 
     def _resume(self, job: _Job) -> None:
@@ -298,9 +296,9 @@ class _Loop:
             if job.advance():
                 self._waiting.remove(job)
             elif job.left == 0:
-                raise RuntimeError("a job waits more often than it said when it was submitted")
+                raise RuntimeError("a job waits more often than the waits= of its submission")
         except Exception as error:
-            # this thread keeps the error: not what the job has had in its hands
+            # this thread keeps the error, but not the local variables of the job
             clear_frames(error.__traceback__)
             self._failure = error
             failed, self._waiting = self._waiting, []

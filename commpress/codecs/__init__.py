@@ -1,6 +1,6 @@
-"""Codecs: rows of floats to rows of bytes of a size known in advance.
+"""Codecs: they turn rows of floats into rows of bytes, of a size known in advance.
 
-Names are known without torch: the command line refuses a wrong one at once.
+Looking up a name loads no torch, so that the command line refuses a wrong one at once.
 """
 
 from typing import TYPE_CHECKING

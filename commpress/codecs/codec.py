@@ -1,12 +1,12 @@
-"""Codecs: a meaning of bytes, named by a kernel kind and a block size."""
+"""The interface of a codec: a format of bytes, identified by a kernel kind and a block size."""
 
 from abc import ABC, abstractmethod
 from typing import NoReturn, Protocol
 
 
 class Codec(Protocol):
-    """Frozen and comparable. All arithmetic is in ``commpress.kernels``; two equal ``spec`` mean
-    equal bytes."""
+    """A codec is frozen and comparable; all arithmetic is in ``commpress.kernels``. Codecs with
+    equal ``spec`` produce equal bytes."""
 
     @property
     def kind(self) -> int: ...
@@ -16,28 +16,28 @@ class Codec(Protocol):
 
     @property
     def spec(self) -> str:
-        """Every option in at most 24 ASCII bytes: it travels in the header of each message."""
+        """Every option in at most 24 ASCII bytes, for the header of each message."""
 
     @property
     def lossless(self) -> bool: ...
 
     @property
     def feedback(self) -> bool:
-        """True if what it leaves behind is to be kept and sent later: not where it is noise of zero
-        mean."""
+        """True if the compression error is kept and sent later (error feedback); False if it is
+        noise of zero mean."""
 
     @property
     def back(self) -> "Codec":
-        """Codec in which the mean comes back to the ranks: itself, unless what it does to a mean
-        would be waste."""
+        """The codec in which ranks receive the mean: usually this codec, or a finer one where this
+        one would add too much error to a mean."""
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of one row of ``width`` elements (a multiple of 8)."""
+        """Return the bytes of one row of ``width`` elements (a multiple of 8)."""
 
 
 class NoRows(ABC):
-    """A codec without rows of a size known in advance: whoever asks for them is told where it goes
-    (``refuse``)."""
+    """A codec without rows of a size known in advance. Properties of rows raise an error that names
+    the calls which take it (``refuse``)."""
 
     @property
     def back(self) -> Codec:
@@ -56,4 +56,4 @@ class NoRows(ABC):
 
     @abstractmethod
     def refuse(self) -> NoReturn:
-        """Raise ``InvalidArgument`` with the calls that take it."""
+        """Raise ``InvalidArgument`` that names the calls which take this codec."""

@@ -1,5 +1,5 @@
-"""The lossless codec: exponents of bfloat16 and float32 in fewer bits, as ``kernels.exact_format``
-has them."""
+"""The lossless codec: exponents of bfloat16 and float32 in fewer bits, in the format of
+``kernels.exact_format``."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
@@ -10,8 +10,8 @@ from commpress.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class ExponentCodec(NoRows):
-    """Gives every bit back. Its rows have no size known in advance: only exchanges that hand
-    tensors on, and add nothing up, take it."""
+    """Reproduce every bit. The size of its rows is not known in advance, so only exchanges that
+    pass tensors on without summing them take it."""
 
     spec: ClassVar[str] = "exact"
     lossless: ClassVar[bool] = True
@@ -19,8 +19,8 @@ class ExponentCodec(NoRows):
 
     def refuse(self) -> NoReturn:
         raise InvalidArgument(
-            "codec 'exact' codes exponents without loss, for tensors that are handed on as they "
-            "are: pass compress_fsdp(weights='exact'), or GroupOptions with all_gather='exact' or "
-            "all_to_all='exact'. For sums choose a codec such as 'int8', or 'none', which loses "
-            "nothing either"
+            "codec 'exact' codes exponents without loss, for tensors that are passed on without a "
+            "sum: pass compress_fsdp(weights='exact'), or GroupOptions with all_gather='exact' or "
+            "all_to_all='exact'. For sums choose a codec such as 'int8', or 'none', which is "
+            "lossless, too"
         )

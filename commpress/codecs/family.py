@@ -1,5 +1,5 @@
-"""The family: sign, ternary, block-wise integers and fp8, casts, outliers apart, and sparse
-rows."""
+"""The built-in codecs of rows: sign, ternary, integers and fp8 in blocks, casts, grids with exact
+outliers, and sparse rows."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -19,7 +19,7 @@ def _check_block(block: int, *, row: bool) -> None:
 
 
 class _Kernel:
-    """The part that every codec of this family shares: sizes follow from kind and block."""
+    """Common part of the codecs of this family: sizes follow from kind and block."""
 
     lossless: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
@@ -34,12 +34,12 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class SignCodec(_Kernel):
-    """One bit per element, ± the scale of its block.
+    """Send one bit per element: its sign, times the scale of its block.
 
-    ``scale``: the estimate of a block's size. ``l1`` is mean |c|, the least-squares choice and
-    always a contraction; ``rms`` keeps the norm: a worse guess in one step, but it drains the
-    residual of spiky input faster, and trained better in every comparison so far. ``block`` = 0
-    gives one scale per row: fewest bytes, but large and small gradients share it.
+    ``scale``: how a block's scale is computed. ``l1`` is mean |c|, the least-squares choice and
+    always a contraction; ``rms`` preserves the norm: its error in one step is larger, but residuals
+    of spiky input shrink faster, and it trained better in every comparison so far. ``block`` = 0
+    gives one scale per row: the fewest bytes, but large and small gradients share it.
     """
 
     scale: Literal["l1", "rms"] = "rms"
@@ -61,15 +61,15 @@ class SignCodec(_Kernel):
 
 @dataclass(frozen=True)
 class TernaryCodec(_Kernel):
-    """−1, 0 or +1 times the block's largest magnitude, drawn so that the mean is the input (2
-    bits).
+    """Send −1, 0 or +1 times the block's largest magnitude, drawn at random so that the expectation
+    is the input (2 bits).
 
-    ``clip`` > 0 is TernGrad: the block is first clipped to ± so many root mean squares, which cuts
-    the noise by much for a little bias, and no residual is kept. The usual value is 2.5.
+    ``clip`` > 0 is TernGrad: the block is first clipped to ± ``clip`` root mean squares, which
+    removes much noise for a small bias, and no residual is kept. The usual value is 2.5.
 
-    ``mean``: what the mean over the ranks comes back in, a codec by name. It is finer than any
-    rank's gradient: drawn once more from three values it would have the noise of a single rank,
-    however many there are. The usual one is right on average too.
+    ``mean``: name of the codec in which the ranks receive the mean. Three values would not do:
+    drawn once more from them, the mean of any number of ranks would have the noise of one rank. The
+    default is unbiased, too.
     """
 
     block: int = 2048
@@ -117,10 +117,11 @@ KINDS = {
 class BlockCodec(_Kernel):
     """int8, int4, fp8 (e4m3) or log3 codes under one scale per block, set by its largest magnitude.
 
-    ``number``: the format of a code. log3: ± 1, 1/4 or 1/16 of the scale, in 3 bits, and 0 for 0
-    alone. What is squared and divided by, as gradients that become a variance are, must not round
-    to zero; a factor of two is no matter. In blocks of up to 256 a contraction: every error is at
-    most |c| or 1/16 of the peak, whose own is none, and 255/16² < 1.
+    ``number``: the format of a code. log3: ± 1, 1/4 or 1/16 of the scale, in 3 bits, and 0 only for
+    0. It serves gradients that become a variance, which must not round to zero because it is
+    divided by, while a factor of two does not matter. It is a contraction in blocks of up to 256:
+    the largest element has no error, every other one at most |c| or 1/16 of the largest, and
+    255/16² < 1.
     """
 
     number: Literal["int8", "int4", "fp8", "log3"] = "int8"
@@ -144,7 +145,7 @@ class BlockCodec(_Kernel):
 
 @dataclass(frozen=True)
 class CastCodec(_Kernel):
-    """``number``: bf16, fp16 (saturating) or, as ``none``, the float32 itself: an exact mean, added
+    """Send bf16, fp16 (saturating) or, as ``number`` "none", float32 itself: an exact mean, summed
     in rank order."""
 
     number: Literal["bf16", "fp16", "none"] = "bf16"
@@ -169,12 +170,12 @@ class CastCodec(_Kernel):
 
 @dataclass(frozen=True)
 class BitsCodec(_Kernel):
-    """``bits``, 2 to 8: of each block the least and the greatest element exactly, the others on an
-    even grid over theirs and zero.
+    """Send the smallest and the largest element of each block exactly, and the others on an even
+    grid of ``bits`` bits (2 to 8) over their range and zero.
 
-    One outlier would stretch the grid of all its neighbours; gradients of embeddings and output
-    layers are full of them. ``shifted`` moves each block's grid by a part of its step that is drawn
-    anew at every call: right on average, for weights, which have no error feedback.
+    One outlier would otherwise stretch the grid of all its neighbours; gradients of embeddings and
+    output layers have many. ``shifted`` moves each block's grid by a random part of its step at
+    every call: an unbiased codec, for weights, which have no error feedback.
     """
 
     bits: int = 4
@@ -197,10 +198,10 @@ class BitsCodec(_Kernel):
 
 @dataclass(frozen=True)
 class TopKCodec(_Kernel):
-    """Sends of each block the elements of largest magnitude, exactly: a share ``density`` of them,
+    """Send the elements of largest magnitude of each block exactly: a share ``density`` of them,
     with error feedback.
 
-    ‖c − Q(c)‖² ≤ (1 − density)·‖c‖², block by block. Needs 48 bits per element sent.
+    ‖c − Q(c)‖² ≤ (1 − density)·‖c‖² in each block. An element that is sent takes 48 bits.
     """
 
     density: float = 1 / 64
@@ -225,12 +226,12 @@ class TopKCodec(_Kernel):
 
 @dataclass(frozen=True)
 class RandomKCodec(_Kernel):
-    """Sends one of every ``run`` elements, drawn evenly; its place follows from a seed in the row,
-    so 32 bits per element sent.
+    """Send one of every ``run`` elements, drawn uniformly; its position follows from a seed in the
+    row, so that an element takes 32 bits.
 
-    As it is: a contraction by 1 − 1/run in the mean, for error feedback. ``unbiased``: times
-    ``run``, so that the mean over the draws is the input and the variance (run − 1)·‖c‖²; no
-    feedback, which such noise would fill.
+    By default it is a contraction by 1 − 1/run in expectation, with error feedback. ``unbiased``
+    multiplies by ``run``, so that the expectation is the input and the variance is (run − 1)·‖c‖²;
+    it has no error feedback, in which such noise would accumulate.
     """
 
     run: int = 32

@@ -1,4 +1,4 @@
-"""A plan as a file: which codec for which parameter, or that nothing should be compressed.
+"""A plan in a file: the codec of each parameter, or that nothing should be compressed.
 
 JSON of at most 4 MiB, written by ``commpress plan`` and read by the hook, the backend and the
 trainers:
@@ -7,7 +7,7 @@ trainers:
      "bucket_mb": 25.0, "rules": {"head.weight": "bits6"},
      "why": "int8 takes 210 ms a step, plain 480 ms"}
 
-``codec`` is that of every parameter without a rule; "plain" means: do not compress. Nothing in a
+``codec`` applies to every parameter without a rule; "plain" means: do not compress. Nothing in a
 file is ever evaluated: codecs are names that ``codec_named`` knows.
 """
 
@@ -35,13 +35,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A policy; parameters are known by their exact names."""
+    """The policy of a plan; parameters are known by their exact names."""
 
     codec: str
     rules: Mapping[str, str] = field(default_factory=dict)
     min_numel: int = 256
-    topology: str | None = None  # which ranks share a node, where two levels are faster
-    bucket_mb: float = 25.0  # of DDP, as the plan assumed
+    topology: str | None = None  # ranks of each node, if two levels are faster
+    bucket_mb: float = 25.0  # DDP's bucket size that the plan assumed
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -49,11 +49,12 @@ class Planned:
             codec_named(name)
         if self.codec == PLAIN and self.rules:
             raise InvalidArgument(
-                "a plan says 'plain' and has rules: for single exact parameters the codec is 'none'"
+                "the codec of a plan is 'plain', but it has rules: send single parameters exactly "
+                "by 'none'"
             )
         if PLAIN in self.rules.values():
             raise InvalidArgument(
-                "a rule of a plan says 'plain', expected a codec: 'none' sends a parameter exactly"
+                "a rule of a plan is 'plain', expected a codec: 'none' sends a parameter exactly"
             )
         if self.min_numel < 0 or not self.bucket_mb > 0:
             raise InvalidArgument(
@@ -75,17 +76,18 @@ class Planned:
 
 
 def load_plan(path: str | Path) -> Planned:
-    """Read what ``Planned.save`` wrote; anything else is refused with a reason."""
+    """Read a file of ``Planned.save``; raise ``InvalidArgument`` for any other."""
     values = FILE.read(path)
     for key, value in values.items():
         if key not in _TYPES or not isinstance(value, _TYPES[key]) or isinstance(value, bool):
             raise InvalidArgument(
-                f"{path} has {key} {value!r}, which no plan has: make it again with commpress plan"
+                f"{path} has {key} {value!r}, which is no entry of a plan: make it again with "
+                "commpress plan"
             )
     rules = values.get("rules", {})
     if "codec" not in values or not all(isinstance(codec, str) for codec in rules.values()):
         raise InvalidArgument(
-            f"{path} has no codec, or a rule that is no codec's name: make it again with "
+            f"{path} has no codec, or a rule without a codec's name: make it again with "
             "commpress plan"
         )
     return Planned(**values)

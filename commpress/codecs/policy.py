@@ -1,4 +1,4 @@
-"""Policies: a codec for each tensor. They compose like codecs."""
+"""Policies: they choose a codec for each tensor, and compose like codecs."""
 
 import re
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from commpress.errors import InvalidArgument, check_counts
 
 class Policy(Protocol):
     def choose(self, name: str, numel: int) -> Codec:
-        """The codec of the parameter ``name`` (empty if unknown) with ``numel`` elements."""
+        """Return the codec of the parameter ``name`` (empty if unknown) with ``numel`` elements."""
 
 
 @dataclass(frozen=True)
 class Same:
-    """One codec for everything."""
+    """Use one codec for everything."""
 
     codec: Codec
 
@@ -30,8 +30,8 @@ class Same:
 
 @dataclass(frozen=True)
 class BySize:
-    """Tensors of fewer than ``min_numel`` elements travel exactly: they cost few bytes and lose
-    most."""
+    """Send tensors of fewer than ``min_numel`` elements exactly: they take few bytes and suffer
+    most from compression."""
 
     large: "Policy | Codec | str"
     min_numel: int
@@ -42,10 +42,10 @@ class BySize:
 
 @dataclass(frozen=True)
 class ByName:
-    """The first pattern (regular expression, anywhere in the name) that matches decides, else
-    ``otherwise``.
+    """Use the codec of the first pattern (a regular expression, searched anywhere in the name) that
+    matches, else ``otherwise``.
 
-    ``ByName({"head": "int8"}, "sign")`` spends eight bits on an output layer, whose gradients are
+    ``ByName({"head": "int8"}, "sign")`` spends eight bits on an output layer: its gradients are
     the spikiest.
     """
 
@@ -61,7 +61,7 @@ class ByName:
 
 @dataclass(frozen=True)
 class ByRole:
-    """A codec for each role a tensor plays in a model: made by ``by_role``, which finds the
+    """Use a codec for each role of a tensor in a model; ``by_role`` makes it and finds the
     roles."""
 
     roles: Mapping[str, str]  # parameter → one of ROLES
@@ -85,17 +85,17 @@ def by_role(
     norm: Codec | str = "none",
     bias: Codec | str = "none",
 ) -> ByRole:
-    """A policy for ``model``: the cheap codec where most elements are, finer ones where errors cost
+    """Make a policy for ``model``: a coarse codec for most elements, finer ones where errors matter
     most.
 
-    Gradients of embeddings and of the output layer are the spikiest: a few tokens get most of them.
-    Norms and biases are few elements that move everything, and travel exactly.
+    Gradients of embeddings and of the output layer are the spikiest, because most of them belong to
+    few tokens. Norms and biases have few elements with a large effect, and are sent exactly.
 
-    - ``body``: the codec of large layers.
-    - ``attention``: of projections in attention, ``body`` if None; "none" compresses only the large
-      layers between (the layer-selective choice of TAGC).
-    - ``embedding``, ``output``: of embeddings and of the output layer.
-    - ``norm``, ``bias``: of norms and of biases.
+    - ``body``: codec of large layers.
+    - ``attention``: codec of projections in attention, ``body`` if None; "none" compresses only the
+      large layers between (the layer-selective choice of TAGC).
+    - ``embedding``, ``output``: codecs of embeddings and of the output layer.
+    - ``norm``, ``bias``: codecs of norms and of biases.
     """
     codecs = {
         "body": body,
@@ -107,14 +107,14 @@ def by_role(
 
 
 def roles_of(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter → role. The output layer is the last of several matrices that are no embeddings, or
-    the embedding if tied."""
+    """Map each parameter to its role. The output layer is the last of several matrices that are no
+    embeddings, or the embedding if tied."""
     roles: dict[str, str] = {}
     matrices: list[str] = []
     seen: set[int] = set()
     for place, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:  # tied: it keeps its first name, as in named_parameters
+            if id(parameter) in seen:  # tied: only its first name counts, as in named_parameters
                 continue
             seen.add(id(parameter))
             name = f"{place}.{leaf}" if place else leaf
@@ -142,7 +142,7 @@ def roles_of(model: torch.nn.Module) -> dict[str, str]:
 
 
 def check_exclude(exclude: object) -> None:
-    """A lone string would count as one pattern for each of its letters."""
+    """Refuse a single string, which would count as one pattern for each of its letters."""
     if isinstance(exclude, str):
         raise InvalidArgument(
             f"exclude is {exclude!r}, expected a tuple of regular expressions: ({exclude!r},)"
@@ -152,8 +152,8 @@ def check_exclude(exclude: object) -> None:
 def policy_of(
     codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()
 ) -> Policy:
-    """``codec`` for tensors of at least ``min_numel`` elements whose name matches no pattern of
-    ``exclude``."""
+    """Return the policy that uses ``codec`` for tensors of at least ``min_numel`` elements with a
+    name that matches no pattern of ``exclude``; all others are sent exactly."""
     check_counts(min_numel=min_numel)
     check_exclude(exclude)
     policy: Policy = codec if hasattr(codec, "choose") else Same(codec_named(codec))  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Registry of codecs by name: those of the family, patterns such as ``topk-64``, and codecs of
-users in plain torch.
+"""Registry of codecs by name: the built-in ones, patterns such as ``topk-64``, and codecs of users
+in plain torch.
 
-Loads no torch until a user's codec is registered: the command line looks names up first.
+It loads no torch until a user's codec is registered, for the sake of the command line.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from commpress.kernels import registered
 from commpress.kernels.reference import CHUNK
 from commpress.kernels.registered import PlainCodec
 
-EXAMPLES = (  # of names that are patterns
+EXAMPLES = (  # one name for each pattern
     "terngrad",
     "bits3",
     "shift8",
@@ -33,7 +33,7 @@ OWN = r"[a-z][a-z0-9_.-]{0,23}"
 
 
 def codec_named(codec: str | Codec) -> Codec:
-    """The codec a string stands for; a codec stays itself."""
+    """Return the codec of this name; a codec is returned unchanged."""
     if not isinstance(codec, str):
         if not hasattr(codec, "row_bytes"):
             raise InvalidArgument(
@@ -60,8 +60,8 @@ def codec_named(codec: str | Codec) -> Codec:
 
 
 def _numbered(name: str) -> Codec | None:
-    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 likewise,
-    powersgd-4 (rank 4); topk-64+bits2: values in two bits."""
+    """Return the codec of a name with a number: terngrad, bits2 … bits8, shift2 … shift8, topk-64
+    (one of 64), randk-32 (likewise), powersgd-4 (rank 4), topk-64+bits2 (values in two bits)."""
     if name == "terngrad":
         return TernaryCodec(clip=2.5)
     if sparse := re.fullmatch(r"topk-([1-9]\d{0,3})\+bits(\d)", name):
@@ -81,7 +81,7 @@ def _numbered(name: str) -> Codec | None:
 
 @dataclass(frozen=True)
 class UserCodec:
-    """A registered codec, as policies and messages know it."""
+    """A registered codec, as seen by policies and messages."""
 
     spec: str
     kind: int
@@ -98,16 +98,16 @@ class UserCodec:
 
 
 def register_codec(name: str, codec: PlainCodec, *, feedback: bool = True) -> Codec:
-    """Make ``codec`` known as ``name`` wherever a codec is named; on every rank, before it is used.
+    """Register ``codec`` as ``name``, on every rank, before the name is used anywhere.
 
-    - ``codec.row_bytes(width)``: bytes of a row of ``width`` elements.
-    - ``codec.encode(values)``: uint8[row_bytes(len)] for float32[len].
-    - ``codec.decode(row, numel)``: float32[numel] from the first bytes of a row, the same on every
-      rank.
+    - ``codec.row_bytes(width)``: return the bytes of a row of ``width`` elements.
+    - ``codec.encode(values)``: return uint8[row_bytes(len)] for float32[len].
+    - ``codec.decode(row, numel)``: return float32[numel] from the first bytes of a row, equal on
+      every rank.
+    - ``feedback``: keep the compression error and send it later; False for a codec with an error of
+      zero mean.
 
-    Rows are short ends and whole rows alike; tensors are on the device of the gradients.
-    ``feedback``: what it leaves out is sent later; False for a codec whose error is noise of zero
-    mean.
+    Rows may be of any length; tensors are on the device of the gradients.
     """
     if not isinstance(name, str) or not re.fullmatch(OWN, name):
         raise InvalidArgument(
@@ -115,7 +115,7 @@ def register_codec(name: str, codec: PlainCodec, *, feedback: bool = True) -> Co
         )
     if not may_register(name):
         raise InvalidArgument(
-            f"name is {name!r}, which is the name of a codec already: choose another"
+            f"name is {name!r}, which is taken by a codec already: choose another"
         )
     _try(name, codec)
     REGISTERED[name] = UserCodec(name, registered.add(codec), feedback)
@@ -123,7 +123,7 @@ def register_codec(name: str, codec: PlainCodec, *, feedback: bool = True) -> Co
 
 
 def may_register(name: str) -> bool:
-    """True for a name that is no codec's yet."""
+    """Return whether a name is valid and not yet taken."""
     try:
         codec_named(name)
     except InvalidArgument:
@@ -132,8 +132,8 @@ def may_register(name: str) -> bool:
 
 
 def _try(name: str, codec: PlainCodec) -> None:
-    """See it code rows of several lengths, so that a mistake is found now and not in a thread of
-    step 1."""
+    """Let the codec code rows of several lengths, so that a mistake is found now and not in a
+    thread during step 1."""
     import torch
 
     for method in ("row_bytes", "encode", "decode"):

@@ -1,4 +1,4 @@
-"""Sparse codecs whose values travel in a few bits: ``topk-64+bits2``."""
+"""Sparse codecs that send their values in a few bits: ``topk-64+bits2``."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -16,13 +16,12 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class SparseCodec:
-    """Sends of every 4096 elements the share ``density`` of largest magnitude, their values in
-    ``bits`` bits, with error feedback.
+    """Send the share ``density`` of largest magnitude of every 4096 elements, with values in
+    ``bits`` bits and with error feedback.
 
-    The values of a block fall into bins that divide 6σ around their mean, and each comes back as
-    the mean of its bin. 64 of 4096 in 2 bits take 96 bytes, 0.19 bits an element, where
-    ``TopKCodec`` takes 0.75. A contraction: ‖c − Q(c)‖² ≤ ‖c‖² − Σ n·μ² over bins of n values and
-    mean μ.
+    The values of a block are sorted into bins that divide 6σ around their mean, and each is decoded
+    as the mean of its bin. 64 of 4096 in 2 bits take 96 bytes, 0.19 bits per element; ``TopKCodec``
+    takes 0.75. It is a contraction: ‖c − Q(c)‖² ≤ ‖c‖² − Σ n·μ² over bins of n values and mean μ.
     """
 
     density: float = 1 / 64
@@ -34,8 +33,8 @@ class SparseCodec:
     def __post_init__(self) -> None:
         if not 1 / BLOCK <= self.density <= 1 / 2:
             raise InvalidArgument(
-                f"density is {self.density!r}, expected a share from 1/{BLOCK} to 1/2: what keeps "
-                "more is no sparse codec"
+                f"density is {self.density!r}, expected a share from 1/{BLOCK} to 1/2: use a "
+                "dense codec to keep more"
             )
         if self.bits not in range(1, 5):
             raise InvalidArgument(
@@ -45,7 +44,7 @@ class SparseCodec:
 
     @property
     def arithmetic(self) -> "SparseBlocks":
-        # loads torch, which a name must not
+        # imported late: looking up a name must not load torch
         from commpress.kernels.sparse_blocks import SparseBlocks
 
         return SparseBlocks(round(self.density * BLOCK), self.bits, BLOCK)

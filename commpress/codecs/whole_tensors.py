@@ -1,4 +1,4 @@
-"""Codecs of whole tensors: PowerSGD, which ``collectives.powersgd`` sends."""
+"""Codecs of whole tensors: PowerSGD, as sent by ``collectives.powersgd``."""
 
 import math
 from abc import abstractmethod
@@ -11,22 +11,22 @@ from commpress.errors import InvalidArgument
 
 
 class WholeTensorCodec(NoRows):
-    """A codec of tensors, with their shapes: exchanges of whole tensors take it, calls that see
-    flat rows refuse it."""
+    """A codec of tensors with their shapes. Exchanges of whole tensors take it; calls that see flat
+    rows refuse it."""
 
     @property
     @abstractmethod
     def spec(self) -> str:
-        """Every option in ASCII bytes, as a codec's."""
+        """Every option in ASCII bytes, as for any codec."""
 
     @abstractmethod
     def takes(self, shape: Sequence[int]) -> bool:
-        """True if it compresses a tensor of this shape, which travels exactly otherwise."""
+        """Return whether it compresses a tensor of this shape; others are sent exactly."""
 
     @abstractmethod
     def bits(self, shape: Sequence[int], ranks: int) -> float:
-        """Bits of each element of a tensor that it takes, the mean of the way there and the way
-        back."""
+        """Return the bits per element of a tensor that it takes, averaged over sending and
+        receiving."""
 
     def refuse(self) -> NoReturn:
         raise InvalidArgument(
@@ -39,19 +39,19 @@ class WholeTensorCodec(NoRows):
 
 
 def travels_whole(codec: object, shape: Sequence[int]) -> bool:
-    """False also where such a codec leaves a tensor of this shape alone, which then travels
-    exactly, in rows."""
+    """Return whether this codec compresses a tensor of this shape as a whole. False also if a codec
+    of whole tensors leaves it alone; it is then sent exactly, in rows."""
     return isinstance(codec, WholeTensorCodec) and codec.takes(shape)
 
 
 @dataclass(frozen=True)
 class LowRankCodec(WholeTensorCodec):
-    """PowerSGD: tensors of two and more dimensions, seen as matrices of shape[0] rows, as products
-    of two thin ones with ``rank`` columns.
+    """PowerSGD: send tensors of two or more dimensions, as matrices of shape[0] rows, by two
+    factors of ``rank`` columns.
 
-    A tensor of one dimension, and one whose factors would have more than 1 / ``min_rate`` of its
-    elements, travels exactly. For gradients, by itself or inside a policy; calls that know no
-    shapes refuse it.
+    A tensor is sent exactly if it has one dimension or if its factors would have more than 1 /
+    ``min_rate`` of its elements. The codec serves gradients, by itself or inside a policy; calls
+    that do not know shapes refuse it.
     """
 
     rank: int = 4
@@ -68,7 +68,8 @@ class LowRankCodec(WholeTensorCodec):
             )
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Rows, columns and rank of a tensor of this shape, or None if it travels exactly."""
+        """Return rows, columns and rank of a tensor of this shape, or None if it is sent
+        exactly."""
         if len(shape) < 2 or 0 in shape:
             return None
         tall, wide = shape[0], math.prod(shape[1:])

@@ -281,7 +281,7 @@ EARLY = [
     ("plan --parameters 1M --compute-ms 1 --allow sing", "--allow has 'sing': codec is 'sing'"),
     (
         "plan --parameters 1M --compute-ms 1 --memory gpu=1GiB",
-        "argument --memory: memory is 'gpu=1GiB', expected such as device=24GiB",
+        "argument --memory: memory is 'gpu=1GiB', expected a list such as device=24GiB",
     ),
     (
         "plan --parameters 1M --compute-ms 1 --model os:getcwd",

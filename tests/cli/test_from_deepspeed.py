@@ -373,7 +373,7 @@ def test_deepspeeds_words_get_ours():
         with pytest.raises(InvalidArgument, match=f"DeepSpeed's word; here it is {ours}"):
             kind(model.parameters(), **{word: 1})
         with pytest.raises(
-            InvalidArgument, match=f"{kind.__name__} got sideways=1, which is no option of it"
+            InvalidArgument, match=f"{kind.__name__} got sideways=1, which it does not take"
         ):
             kind(model.parameters(), sideways=1)
 

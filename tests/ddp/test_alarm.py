@@ -59,7 +59,7 @@ def test_each_sign_sounds_it_alone_and_not_before_enough_is_known(harm, words):
     assert sees(alarm, [usual] * 8 + [harm, usual, harm]) == [8, 10]
     assert words in alarm.why
     assert alarm.why.startswith("step 10: ")
-    assert alarm.way == ""
+    assert alarm.active == ""
 
 
 def test_a_pause_lasts_and_doubles_and_calm_makes_it_short_again(caplog):
@@ -67,11 +67,11 @@ def test_a_pause_lasts_and_doubles_and_calm_makes_it_short_again(caplog):
     assert sees(alarm, [usual] * 3 + [harm]) == [3]
     ways = []
     for look in range(4, 13):
-        ways.append(alarm.way)
+        ways.append(alarm.active)
         alarm.judge(look, harm)
     assert ways == ["int8", "int8", "", "int8", "int8", "int8", "int8", "", "int8"]
     assert alarm.sounded == 3
-    while alarm.way:
+    while alarm.active:
         alarm.judge(20, usual)
     assert sees(alarm, [usual] * 8 + [harm], first=30) == [38]
     assert alarm._until - alarm._looks == 2
@@ -232,7 +232,7 @@ def test_residuals_that_have_grown_sound_it_on_all_ranks_alike(pool, kind, then,
 def _owed_in_a_pause():
     session = Session(alarm=Alarm("none", every=4, pause=2))
     session.steps(25, small=21)
-    assert session.state.alarm.way == "none"
+    assert session.state.alarm.active == "none"
     return sum(float(each.abs().sum()) for each in session.owed())
 
 
@@ -244,7 +244,7 @@ def resumed(kind, then):
     whole, first, again = (Session(kind, alarm=Alarm(then, every=4, pause=2)) for _ in range(3))
     whole.steps(44, small=21)
     first.steps(27, small=21)
-    assert first.state.alarm.way == then
+    assert first.state.alarm.active == then
     again.model.load_state_dict(first.model.state_dict())
     again.state.load_state_dict(first.state.state_dict())
     again.steps(17, small=21)

@@ -403,7 +403,7 @@ def under_an_alarm():
     session.steps(5)
     rules, alarm = session.rules(), session.state.alarm
     alarm.judge(4, {})  # as if it had sounded
-    alarm.way, alarm._until = "int8", alarm._looks + 1
+    alarm.active, alarm._until = "int8", alarm._looks + 1
     session.steps(1)
     during = session.state.policy.choose(QUIET, 4096).spec
     session.steps(4)

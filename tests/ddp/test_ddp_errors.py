@@ -57,7 +57,7 @@ def test_what_replicate_has_made_is_refused_with_what_to_use(pool, kind):
         for text in said:
             assert re.search(
                 (
-                    r"ddp is a \w+Sequential, .*replicate\(\) makes none "
+                    r"ddp is a \w+Sequential, .*replicate\(\) hides "
                     r".*DistributedDataParallel\(model\)"
                 ),
                 text,
@@ -137,7 +137,7 @@ def test_a_second_hook_is_refused_with_the_first_by_name(pool, first, second, ho
     for (error,) in pool.run(hooked_twice, first, second, size=size):
         assert type(error) is InvalidArgument
         assert re.search(
-            f"has the communication hook '{hook}' already.*wrap the model anew", str(error)
+            f"has the communication hook '{hook}' already.*wrap the model again", str(error)
         )
 
 
@@ -158,7 +158,7 @@ def test_a_second_hook_is_refused_with_the_first_by_name(pool, first, second, ho
         ),
         (
             lambda: commpress.ZeroOneAdam([], xyz=1),
-            r"^ZeroOneAdam got xyz=1, which is no option of it: it takes agree_over, ",
+            r"^ZeroOneAdam got xyz=1, which it does not take: it takes agree_over, ",
         ),
         (
             lambda: commpress.hf.Compress(exact_step=3),

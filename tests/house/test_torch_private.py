@@ -159,13 +159,13 @@ def test_the_refusing_backend_refuses():
         backend.allreduce([torch.ones(1)], dist.AllreduceOptions())
 
 
-@pytest.mark.skipif(FSDP2, reason="this torch takes communication of others'")
+@pytest.mark.skipif(FSDP2, reason="this torch takes custom communication")
 def test_fsdp2_of_old_is_refused():
-    with pytest.raises(MissingPackage, match=r"from torch 2\.9 on"):
+    with pytest.raises(MissingPackage, match=r"since torch 2\.9"):
         torch_private.fsdp_communication()
 
 
-@pytest.mark.skipif(not FSDP2, reason="FSDP2 takes communication of others' from torch 2.9 on")
+@pytest.mark.skipif(not FSDP2, reason="FSDP2 takes custom communication since torch 2.9")
 def test_fsdp2_hands_buffers_over_as_ours_take_them():
     gather, scatter = torch_private.fsdp_communication()
     for kind, needed in (

@@ -345,7 +345,7 @@ def test_codecs_that_need_feedback_are_refused(codec):
 def test_what_is_no_stage_is_refused():
     with pytest.raises(InvalidArgument, match="expected stages of torch"):
         commpress.compress_pipeline([nn.Linear(2, 2)])
-    with pytest.raises(InvalidArgument, match="does not say which stages"):
+    with pytest.raises(InvalidArgument, match=r"the stages of a .* cannot be found"):
         commpress.compress_pipeline(nn.Linear(2, 2))
 
 
