@@ -1,4 +1,5 @@
-"""Optimizers whose state is spread over the ranks of a group."""
+"""Optimizers with a state that is divided over ranks or kept in a store, and models streamed from a
+store."""
 
 from typing import TYPE_CHECKING
 

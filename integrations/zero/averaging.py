@@ -1,9 +1,9 @@
-"""A look, in the first steps, at whether other ranks step the same weights with other gradients:
-then nobody averages these, and replicas train apart. Who averages cannot be told otherwise:
-DistributedDataParallel, FSDP, or a loop of the user's.
+"""A check, in the first steps, for ranks that update equal weights with different gradients: then
+nothing averages gradients, and the replicas diverge. There is no other way to find out, because
+DistributedDataParallel, FSDP or the user's own loop may average.
 
-Ranks leave samples in the store of the default group and read those of others that are there.
-Nobody waits, so ranks that do not step at all are no trouble; of two ranks the later one sees both.
+Ranks write samples to the store of the default group and read those that others have written. No
+rank waits, so a rank may skip a step; of two ranks the later one sees both samples.
 """
 
 import logging
@@ -20,25 +20,26 @@ from commpress.torch_private import default_store
 log = logging.getLogger("commpress")
 
 STEPS = 3
-PARAMETERS = 256  # looked at, at most
-ELEMENTS = 4096  # of a weight, by which it is known again
-SAMPLES = 16  # of its gradient
-NOISE = 0.05  # of their norm: averages that ranks have added up in another order, in half precision
+PARAMETERS = 256  # checked, at most
+ELEMENTS = 4096  # of a weight, to identify it
+SAMPLES = 16  # elements of its gradient
+NOISE = 0.05  # relative difference of equal averages, summed in another order in half precision
 ROW = np.dtype([("weight", "<u4"), ("gradient", "<f4", (SAMPLES,))])
 
 
 class AveragingCheck:
-    """Of one optimizer. ``note`` every tensor before it is stepped, ``compare`` after the step."""
+    """The check of one optimizer. Call ``note`` for every tensor before it is updated, ``compare``
+    after the step."""
 
     def __init__(self, optimizer: str, names: Iterable[str], store: dist.Store) -> None:
         self._optimizer, self._rank, self._size = optimizer, dist.get_rank(), dist.get_world_size()
         key = f"commpress/replicas/{zlib.crc32(';'.join(names).encode()):08x}"
-        # optimizers of such parameters that this rank has made
+        # number of optimizers of the same parameters that this rank has made
         alike = store.add(f"{key}/{self._rank}", 1)
         self._store = dist.PrefixStore(f"{key}/{alike}", store)
         self.over = False
         self._rows: list[tuple[int, np.ndarray]] = []
-        self._mine: list[np.ndarray] = []  # of each step
+        self._mine: list[np.ndarray] = []  # samples of each step
         self._awaited: set[tuple[int, int]] = set()  # (step, rank)
 
     def note(self, weight: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -48,7 +49,7 @@ class AveragingCheck:
             weight.detach().flatten()[:ELEMENTS].float().cpu().numpy(),
             np.zeros(SAMPLES, np.float32),
         )
-        # ones are ones in any model
+        # constant weights, such as ones, identify no parameter
         known = zlib.crc32(start.tobytes()) if len(start) and (start != start[0]).any() else 0
         if gradient is not None:
             some = gradient.detach().flatten()[:ELEMENTS]
@@ -57,13 +58,13 @@ class AveragingCheck:
         self._rows.append((known, row))
 
     def compare(self) -> None:
-        """Log a warning, on one rank, if nobody averages."""
+        """Log a warning, on one rank, if gradients are not averaged."""
         self._mine.append(np.array(self._rows, ROW))
         self._rows = []
         self.over = len(self._mine) == STEPS
         try:
             self._exchange(len(self._mine) - 1)
-        # the store's host has left: whoever communicates says what that means
+        # the store's process has ended: those who communicate report that
         except RuntimeError as error:
             self.over = True
             log.debug("gradients are not compared over the ranks: %s", error)
@@ -78,18 +79,18 @@ class AveragingCheck:
                 theirs = bytes.fromhex(self._store.get(key).decode())
                 mine = self._mine[one[0]]
                 if len(theirs) == mine.nbytes and _apart(mine, np.frombuffer(theirs, ROW)):
-                    self._say(one[1])
+                    self._warn(one[1])
 
     def _peers(self) -> set[int]:
-        """In steps of 1, 2, 4 … ranks to both sides."""
+        """Return the ranks at distances 1, 2, 4 … on both sides."""
         far = [1 << i for i in range(self._size.bit_length()) if 1 << i < self._size]
         return {(self._rank + sign * d) % self._size for d in far for sign in (1, -1)}
 
-    def _say(self, peer: int) -> None:
-        if self._store.add("said", 1) == 1:
+    def _warn(self, peer: int) -> None:
+        if self._store.add("warned", 1) == 1:
             log.warning(
-                "ranks %d and %d step the same weights with different gradients: nobody averages "
-                "these, and the replicas train apart. %s does not communicate. Use "
+                "ranks %d and %d update equal weights with different gradients: these are not "
+                "averaged, and the replicas diverge. %s does not communicate. Use "
                 "commpress.Partitioned(params, ..., store=store), which averages, or wrap the "
                 "model in DistributedDataParallel",
                 *sorted((self._rank, peer)),
@@ -98,12 +99,12 @@ class AveragingCheck:
 
 
 def averaging_check(optimizer: str, names: Iterable[str]) -> AveragingCheck | None:
-    """None where there are no others, or no store in which to find them."""
+    """Return a check, or None if this is the only rank or there is no store for it."""
     if not initialized() or dist.get_world_size() == 1 or (store := default_store()) is None:
         return None
     try:
         return AveragingCheck(optimizer, names, store)
-    except RuntimeError as error:  # such as that of torch's fake group, which keeps nothing
+    except RuntimeError as error:  # such as the store of torch's fake group, which stores nothing
         log.debug("gradients will not be compared over the ranks: %s", error)
         return None
 

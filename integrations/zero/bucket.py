@@ -1,20 +1,20 @@
-"""Parameters side by side in one flat buffer, of which each rank owns a row.
+"""Parameters concatenated in one flat buffer, which is divided into one row for each rank.
 
-    flat  [ P · width ]   what the model computes with; parameters are views of it
-    shard [ width ]       what this rank updates: its row of ``flat``, or a float32 master of it
+    flat  [ P · width ]   values that the model uses; parameters are views of it
+    shard [ width ]       values that this rank updates: its row of ``flat``, or a float32 master
 
-Note: vectors. torch's kernels treat the last few elements of a tensor one by one, and these may
-round otherwise than those in vectors. So the inner optimizer knows each parameter's run in the own
-row as a tensor of its own, and rows are cut at multiples of ``ALIGN`` from the parameter's
-beginning: every element is treated as in the whole parameter.
+Note: vectors. torch's kernels compute the last few elements of a tensor one by one, and these may
+be rounded differently from elements in vectors. So the inner optimizer gets each parameter's range
+in this rank's row as a tensor, and rows are cut at multiples of ``ALIGN`` from the parameter's
+beginning: every element is computed as in the whole parameter.
 
-Note: one codec per bucket. A row may begin and end inside a parameter, so what travels differently
-lies in other buckets. PowerSGD gives every rank the mean of the
-whole bucket, of which it takes its row.
+Note: one codec per bucket. A row may begin and end inside a parameter, so parameters with different
+codecs are in different buckets. PowerSGD gives every rank the mean of the whole bucket, from which
+it takes its row.
 
-Note: DTensors. A parameter is what this rank has of it. Places are those of the largest shards,
-alike in all columns of a mesh; what several columns hold lies apart from what they share out, so
-that their messages, and what comes out of them, are alike.
+Note: DTensors. A parameter stands for this rank's shard of it. Offsets are those of the largest
+shards, so that they are equal for all shard peers. Parameters that shard peers replicate are in
+other buckets than those they shard, so that messages, and their results, are equal.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +47,7 @@ NATURAL = {
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter, or this rank's shard of it, and where that lies."""
+    """One parameter, or this rank's shard of it, and its offset in the buffer."""
 
     parameter: torch.Tensor
     name: str
@@ -68,17 +68,17 @@ class OwnedRange:
 
     member: Member
     start: int  # first element in the parameter, or in this rank's shard of it
-    place: slice  # in the own row
-    weight: torch.Tensor  # there, in ``shard``: what the inner optimizer knows
+    place: slice  # in this rank's row
+    weight: torch.Tensor  # view of ``shard``: the parameter of the inner optimizer
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor of the shape of the parameter, or of the shard."""
+        """Return the same elements of a tensor with the parameter's shape, or the shard's."""
         return whole.reshape(-1)[self.start : self.start + self.weight.numel()]
 
 
 @dataclass
 class Reduction:
-    """Result of one bucket's gradients since the last step; written by the worker."""
+    """Result of reducing one bucket's gradients since the last step; written by the worker."""
 
     times: int = 0
     finite: bool = True
@@ -86,7 +86,7 @@ class Reduction:
 
 
 class FlatGroup:
-    """Parameters one behind the other, cut into one row for each rank, and how rows travel."""
+    """Concatenated parameters, divided into one row for each rank, and the codecs of rows."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class FlatGroup:
         self.lossy_gradients, self.lossy_weights = gradients is not None, weights is not None
         natural = NATURAL[self.dtype]
         part = [Part(f"bucket{number}", 0, self.width, self.used)]
-        self.exchange: Reduce | None = None  # of gradients, if it is one of whole tensors
+        self.exchange: Reduce | None = None  # of gradients, for a codec of whole tensors
         self.reduce_plan: list[Deal] = []
         if not isinstance(gradients, WholeTensorCodec):
             self.reduce_plan = deals(
@@ -124,8 +124,8 @@ class FlatGroup:
         )
         self.exact_plan = deals(part, Same(EXACT), rank=rank, ranks=ranks, feedback=False)
         self.feedbacks: list[ErrorFeedback | None] = [None] * len(self.reduce_plan)
-        self.buffer: torch.Tensor | None = None  # gradients of this rank, laid out like the whole
-        self.reduced: torch.Tensor | None = None  # mean gradient of the own row, float32
+        self.buffer: torch.Tensor | None = None  # this rank's gradients, in the layout of ``flat``
+        self.reduced: torch.Tensor | None = None  # mean gradient of this rank's row, float32
         self.arrived: set[int] = set()
         self.reduction = Reduction()
 
@@ -139,19 +139,19 @@ class FlatGroup:
 
     @property
     def sequences(self) -> int:
-        """Numbers that one reduction takes."""
+        """Sequence numbers used by one reduction."""
         return len(self.reduce_plan) if self.exchange is None else self.exchange.sequences
 
     @property
     def owned(self) -> int:
-        """Elements of the own row that are not padding behind the last parameter."""
+        """Number of elements in this rank's row before the padding behind the last parameter."""
         return min(max(self.used - self.first, 0), self.width)
 
     def overlaps(
         self, begin: int = 0, numel: int | None = None
     ) -> Iterable[tuple[Member, int, slice]]:
-        """Whatever this rank owns, of its row the ``numel`` elements from ``begin``: a member, the
-        first element in its parameter, and the place among those elements."""
+        """Yield the parts of parameters in the ``numel`` elements of this rank's row from ``begin``
+        on: a member, the first element in its parameter, and the slice of those elements."""
         first = self.first + begin
         last = first + (self.width if numel is None else numel)
         for m in self.members:
@@ -161,8 +161,8 @@ class FlatGroup:
 
 
 class ShardedBucket(FlatGroup):
-    """Parameters that travel together: in the model's dtype for the model, in float32 what this
-    rank updates."""
+    """Parameters that are sent together: in the model's dtype for the model, in float32 for the
+    update."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class ShardedBucket(FlatGroup):
         self.adopt()
 
     def attach(self, exchanges: Exchanges) -> None:
-        """Take up residuals, or the exchange of a codec of whole tensors."""
+        """Take residuals, or the exchange of a codec of whole tensors."""
         if self.lossy_gradients and not self.reduce_plan:
             names = tuple(m.name for m in self.members)
             exchange = exchanges.of(names, self._tensors, self.device)
@@ -215,20 +215,20 @@ class ShardedBucket(FlatGroup):
         return spans, [m.shape for m in self.members]
 
     def adopt(self) -> None:
-        """The master starts again from what the parameters hold."""
+        """Set the master to the values of the parameters."""
         if self.mastered:
             self.shard.copy_(self.own)
         else:
-            # who has a master elsewhere looks at what it knows, not at the parameters
+            # the owner of a separate master checks this tensor's version, not the parameters'
             increment_version(self.own)
         self.trust()
 
     def trust(self) -> None:
-        """Master and parameters belong together as they are now."""
+        """Record that master and parameters belong together as they are now."""
         self._versions = [version_of(m.parameter) for m in self.members]
 
     def changed(self) -> bool:
-        """Parameters were written by somebody else, such as ``load_state_dict``."""
+        """Return whether parameters were written since ``trust``, as by ``load_state_dict``."""
         return self._versions != [version_of(m.parameter) for m in self.members]
 
     def check(self) -> None:
@@ -239,9 +239,9 @@ class ShardedBucket(FlatGroup):
                 and here.data_ptr() != self.flat.data_ptr() + m.first * self.dtype.itemsize
             ):
                 raise InvalidArgument(
-                    f"parameter {m.name!r} is no longer where Partitioned has put it: move or "
+                    f"parameter {m.name!r} is no longer in the buffer of Partitioned: move or "
                     "convert the model before constructing the optimizer, and do not assign "
-                    "parameter.data after it"
+                    "parameter.data afterwards"
                 )
 
 
@@ -254,8 +254,8 @@ def buckets(
     ranks: int,
     numel: int,
 ) -> list[ShardedBucket]:
-    """Buckets of about ``numel`` elements, in the order in which backward is likely to fill
-    them."""
+    """Divide parameters into buckets of about ``numel`` elements, in the order in which backward
+    will probably fill them."""
     open_: dict[tuple[object, ...], list[Numbered]] = {}
     plans: list[tuple[tuple[object, ...], list[Numbered]]] = []
     every = [(number, *member) for number, group in enumerate(groups) for member in group]
@@ -263,7 +263,7 @@ def buckets(
         down, up = (_lossy(policy, name, parameter) for policy in (gradients, weights))
         if isinstance(up, WholeTensorCodec):
             raise InvalidArgument(
-                f"weights is {up.spec!r} for parameter {name!r}, which compresses a mean of "
+                f"weights is {up.spec!r} for parameter {name!r}, which serves only averages of "
                 "whole tensors, and weights are not averaged: choose a codec of rows such as 'int8'"
             )
         codecs = (down, up) if ranks > 1 else (None, None)
@@ -277,7 +277,7 @@ def buckets(
             held = open_[key] = []
             plans.append((key, held))
         held.append((parameter, name, index))
-    # who is full last would hold up all behind it
+    # a bucket that is filled last would delay all after it
     plans.sort(key=lambda plan: -min(index for _, _, index in plan[1]))
     return [
         ShardedBucket(i, key[0], members, key[3], key[4], rank=rank, ranks=ranks)  # type: ignore[arg-type]
@@ -286,8 +286,8 @@ def buckets(
 
 
 def _cuts(parameter: Any) -> tuple[bool, ...]:
-    """Over which dimensions of its mesh a parameter is cut; of one that every rank of it holds
-    none."""
+    """Return for each dimension of the mesh whether a parameter is sharded over it; empty if it is
+    replicated."""
     cuts = (
         tuple(placement.is_shard() for placement in parameter.placements)
         if is_cut(parameter)
@@ -297,7 +297,7 @@ def _cuts(parameter: Any) -> tuple[bool, ...]:
 
 
 def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
-    """The codec, or None for the values as they are."""
+    """Return the codec, or None for exact values."""
     shape = largest_shard(parameter)
     codec = policy.choose(name, shape.numel())
     if isinstance(codec, LowRankCodec) and codec.matrix(shape) is None:
@@ -306,12 +306,12 @@ def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
 
 
 def reduction_bytes(bucket: FlatGroup) -> int:
-    """Sent by one rank to its peers for the mean gradients of a bucket."""
+    """Return the bytes that one rank sends to its peers for the mean gradients of a bucket."""
     if bucket.exchange is None:
         return bytes_of(bucket.reduce_plan)
     return sum(plan.sent_bytes(bucket.ranks) for plan in bucket.exchange.matrices)
 
 
 def bytes_of(plan: Sequence[Deal]) -> int:
-    """Sent by one rank to its peers for one pass over ``plan``."""
+    """Return the bytes that one rank sends to its peers for one pass over ``plan``."""
     return sum((deal.ranks - 1) * deal.size for deal in plan)

@@ -1,11 +1,10 @@
-"""Test of an optimizer for treating every element by itself, by trying: what is stepped whole and
-what is stepped in pieces, each by an optimizer that knows nothing but the piece and its state, must
-be the same in every bit.
+"""Test whether an optimizer is element-wise, by a trial: tensors updated as a whole, and in pieces
+by optimizers that know only the piece and its state, must be equal bit for bit.
 
-That is how ``Partitioned`` and ``Offloaded`` use it. Norms, ranks or factors of a tensor, a norm
-over all of them, state that is kept in the optimizer or its groups, in another dtype or shape, and
-noise all differ. Some optimizers look across elements of large tensors only, so each number of
-dimensions is tried with small ones and a large one.
+``Partitioned`` and ``Offloaded`` update pieces in this way. The trial finds norms, ranks or factors
+of a tensor, a norm over all tensors, state in the optimizer or its groups or in another dtype or
+shape, and noise. Some optimizers combine elements only in large tensors, so each number of
+dimensions is tried with small tensors and a large one.
 """
 
 import math
@@ -22,13 +21,13 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN
 from commpress.integrations.zero.wrapper import options_of
 
-STEPS = 12  # some do something else only now and then
-BEFORE = 2  # with small tensors alone: some take minutes and gigabytes for a large one
-SIDES = (3, 5, 7, 2)  # of a tensor with so many dimensions, the last one as long as needed
-NUMEL = 4 * ALIGN + 29  # at least, of a small tensor
-SIDE, LARGE = 128, 128 * 160  # of a large one: moments are factored from 128 rows and columns on
-# elements of a large one: 8-bit states begin at 4,096, in whole blocks; some make a matrix of its
-# square
+STEPS = 12  # some optimizers do something special every few steps
+BEFORE = 2  # steps with small tensors alone: some take minutes and gigabytes for a large one
+SIDES = (3, 5, 7, 2)  # sizes of a small tensor's dimensions, except the last
+NUMEL = 4 * ALIGN + 29  # fewest elements of a small tensor
+SIDE, LARGE = 128, 128 * 160  # of a large tensor: some factor moments from 128 rows and columns on
+# elements of a large vector: 8-bit states begin at 4,096 elements, in whole blocks; some optimizers
+# make a square matrix of them
 VECTOR = 17 * 256
 CUTS = (0, ALIGN, 3 * ALIGN)
 
@@ -41,12 +40,12 @@ def check_elementwise(
     device: torch.device,
     in_place: bool,
 ) -> None:
-    """InvalidArgument if some group of parameters would be stepped otherwise than by ``optimizer``
-    itself. With ``in_place`` the state must be changed, not replaced."""
+    """Raise ``InvalidArgument`` if the update of pieces would differ from that of ``optimizer`` for
+    some group of parameters. With ``in_place`` the state must be changed, not replaced."""
     tried = []
     for group in groups:
         own = options_of(group)
-        # a schedule begins with 0
+        # a schedule may begin at 0
         own |= {"lr": 1e-2} if isinstance(own.get("lr"), float) and not own["lr"] else {}
         dims = sorted({p.dim() for p in group["params"]})
         if dims and (kind := (_alike(own), dims)) not in tried:
@@ -57,7 +56,8 @@ def check_elementwise(
 
 
 def _alike(options: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that are not zero do the same."""
+    """Return the options with numbers replaced by whether they are zero, since others behave
+    alike."""
     number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)  # noqa: E731
     return {key: bool(value) if number(value) else repr(value) for key, value in options.items()}
 
@@ -71,14 +71,14 @@ def _try(
             difference = difference_of()
     except Exception as error:
         raise InvalidArgument(
-            f"optimizer is {name}, which cannot step a tensor and pieces of it with these options: "
-            f"{type(error).__name__}: {error}. Use one that treats every element by itself, such "
-            "as AdamW, SGD or Adagrad"
+            f"optimizer is {name}, which cannot update a tensor and pieces of it with these "
+            f"options: {type(error).__name__}: {error}. Use an element-wise one, such as AdamW, "
+            "SGD or Adagrad"
         ) from error
     if difference:
         raise InvalidArgument(
-            f"optimizer is {name}, which does not treat every element by itself: {difference}. It "
-            "cannot be cut. Use an element-wise one, such as AdamW, SGD or Adagrad"
+            f"optimizer is {name}, which is not element-wise: {difference}. Its state cannot be "
+            "divided. Use an element-wise one, such as AdamW, SGD or Adagrad"
         )
 
 
@@ -92,7 +92,8 @@ def _difference(
     *,
     large: bool = True,
 ) -> str:
-    """In words; empty if there is none."""
+    """Describe a difference between the update of a tensor and of its pieces; empty if there is
+    none."""
     draw = torch.Generator().manual_seed(0)
     shapes = [
         torch.Size(shape)
@@ -110,7 +111,7 @@ def _difference(
     settings = _settings(twin)
     for step in range(STEPS if large else BEFORE):
         for number, whole in enumerate(wholes):
-            # leads one way, as what estimates a distance needs
+            # keeps its direction, as optimizers that estimate a distance need
             steady = shapes[number].numel() >= VECTOR
             gradient = (
                 whole.detach().cpu().clone() if steady else torch.randn(whole.shape, generator=draw)
@@ -129,8 +130,7 @@ def _difference(
                     after.get(k) is not v for k, v in before.items() if _moment(v, piece)
                 ):
                     return (
-                        "it replaces its state instead of changing it, which in a store has a "
-                        "place of its own"
+                        "it replaces its state instead of changing it in place, as a store requires"
                     )
                 states[number][i] = _kept(after, piece)
                 piece.grad = None
@@ -145,13 +145,13 @@ def _difference(
         for number, whole in enumerate(wholes):
             if not torch.equal(whole.view(-1), flats[number]):
                 return (
-                    f"in step {step + 1} a tensor of shape {tuple(whole.shape)} moves otherwise "
-                    "than its pieces"
+                    f"in step {step + 1} the update of a tensor of shape {tuple(whole.shape)} "
+                    "differs from that of its pieces"
                 )
             if found := _different_state(twin.state[whole], whole, states[number], pieces[number]):
                 return (
-                    f"after step {step + 1} its state {found!r} of a tensor is not that of its "
-                    "pieces"
+                    f"after step {step + 1} its state {found!r} of a tensor differs from that of "
+                    "its pieces"
                 )
     return ""
 
@@ -173,19 +173,20 @@ def _shape(dims: int) -> tuple[int, ...]:
 
 
 def _large(dims: int) -> tuple[int, ...]:
-    """Every side long enough for what is orthogonalised, scaled by row or factored."""
+    """Return a shape with sides long enough for orthogonalization, scaling by rows or factored
+    moments."""
     return (VECTOR,) if dims == 1 else (SIDE, (LARGE // SIDE) >> (dims - 2), *[2] * (dims - 2))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Of its one group, in a form that can be compared."""
+    """Return the options of its one group in a comparable form."""
     return {
         name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"
     }
 
 
 def _kept(state: dict[str, Any], piece: torch.Tensor) -> dict[str, Any]:
-    """As it is kept between steps: moments in float32."""
+    """Return a state as it is stored between steps: with moments in float32."""
     found = {key: value for key, value in state.items() if value is not None}
     return {key: value.float() if _moment(value, piece) else value for key, value in found.items()}
 
@@ -200,7 +201,8 @@ def _different_state(
     states: Sequence[dict[str, Any]],
     pieces: Sequence[torch.Tensor],
 ) -> str:
-    """The name of the first entry that the pieces do not have as the whole has it."""
+    """Return the name of the first entry in which the states of the pieces differ from that of the
+    whole."""
     known = {key: value for key, value in whole.items() if value is not None}
     for key in known.keys() | states[0].keys():
         values = [state.get(key) for state in states]

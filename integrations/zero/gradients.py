@@ -1,9 +1,9 @@
-"""Gradients on their way from autograd to their owners: hooks, buckets in order, one reduction
-after the other.
+"""Reduction of gradients from autograd to the ranks that own them: hooks fill buckets, which are
+reduced in order.
 
-Note: who waits. The end of a backward waits for its reductions, as DistributedDataParallel does. So
-no gradient is written while the worker reads it, and a GradScaler finds the verdict of all ranks
-before ``step``.
+Note: waiting. The end of a backward waits for its reductions, as DistributedDataParallel does. So
+no gradient is written while the worker reads it, and a GradScaler sees whether the gradients of all
+ranks are finite before ``step``.
 """
 
 import weakref
@@ -24,16 +24,16 @@ from commpress.optim.layout import alike, is_cut, local, settle_gradient
 from commpress.torch_private import LossScale
 from commpress.work import Steps, run
 
-AHEAD = 2  # reductions that a backward may leave behind it before it waits
+AHEAD = 2  # pending reductions before a backward waits
 
 
 class Gradients:
-    """``bucket.reduced`` of every bucket, after ``synchronize``: the mean gradient of what this
-    rank owns.
+    """Reduce gradients: after ``synchronize``, ``bucket.reduced`` of every bucket is the mean
+    gradient of this rank's row.
 
-    With ``sink`` the means of every backward are handed over there instead, one after the other,
-    and nothing is kept. ``consensus``: all ranks that must stay together, where these are more than
-    those of the channel.
+    With ``sink`` the means of every backward are passed to it instead, one by one, and not kept.
+    ``consensus``: all ranks that must take the same decisions, if these are more than the
+    channel's.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Gradients:
         self.buckets, self._channel = buckets, channel
         self._stage, self._scaler, self._scale = stage, scaler, LossScale()
         self.syncing = True
-        self.step = 0  # number of the step under way: noise of stochastic codecs
+        self.step = 0  # number of the current step, which seeds stochastic codecs
         self._next, self._local = 0, False
-        # to what the backward under way calls at its end
+        # reference to the callback at the end of the current backward
         self._ending: weakref.ref[Any] | None = None
         self._futures: list[torch.futures.Future[Any]] = []
         self._marker = min(
@@ -93,8 +93,8 @@ class Gradients:
             self._next += 1
 
     def drop_aborted(self) -> None:
-        """A backward that ended with an error: autograd lets go of what it would have called, and
-        nobody misses the rest."""
+        """Reset after a backward that ended with an error, in which case autograd frees the
+        callback of its end."""
         if self._ending is None or self._ending() is not None:
             return
         self._wait()
@@ -107,8 +107,8 @@ class Gradients:
 
     @torch.no_grad()
     def _place(self, bucket: FlatGroup, i: int) -> None:
-        """The gradient to its place in the bucket's buffer: to stay there (stage 1), or to be sent
-        and forgotten."""
+        """Copy the gradient to its place in the bucket's buffer, where it stays (stage 1), or is
+        sent and freed."""
         member = bucket.members[i]
         settle_gradient(member.parameter)
         gradient = member.parameter.grad
@@ -143,7 +143,8 @@ class Gradients:
         self._futures.append(self._channel.submit(steps, bucket.buffer, waits=waits))
 
     def _reduce(self, bucket: FlatGroup, sequence: int, key: int, gain: float) -> Steps[None]:
-        """``bucket.reduced`` := or += the mean over the ranks of the own row of its buffer."""
+        """Set ``bucket.reduced`` to the mean over the ranks of this rank's row of the buffer, or
+        add it."""
         assert bucket.buffer is not None
         source = bucket.buffer
         if source.dtype != torch.float32 or (bucket.exchange is not None and self._stage == 1):
@@ -154,7 +155,7 @@ class Gradients:
             bucket.reduced = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
         reduction = bucket.reduction
         adds = self._stage == 2 and reduction.times > 0 and self._sink is None
-        # of an earlier backward of this step: part of the mean, or replaced
+        # outcomes of an earlier backward of this step: part of the mean, or replaced
         settle(reduction.outcomes, taken=adds and reduction.finite)
         out = None if adds else bucket.reduced
         if out is None:
@@ -175,7 +176,7 @@ class Gradients:
             )
         if source is not bucket.buffer:
             self._channel.workspace.take_back(source)
-        # a half-precision value times the gain may not be one
+        # a half-precision value times the gain may not be representable in half precision
         if gain != 1.0 and not bucket.lossy_gradients:
             out[: bucket.owned].mul_(gain)
         if self._sink is not None:
@@ -201,8 +202,8 @@ class Gradients:
         key: int,
         gain: float,
     ) -> Steps[list[Outcome]]:
-        """out := ``gain`` · the own row of the mean over the ranks, which takes the place of
-        ``buffer``."""
+        """Set ``out`` to ``gain`` times this rank's row of the mean over the ranks, which replaces
+        the contents of ``buffer``."""
         assert bucket.exchange is not None
         outcomes = yield from bucket.exchange.steps(
             self._channel, buffer, sequence=sequence, key=key, gain=gain
@@ -212,7 +213,8 @@ class Gradients:
         return outcomes
 
     def finish(self) -> None:
-        """Reduce what is left, parameters without a gradient as zeros, and wait for all of it."""
+        """Reduce the remaining buckets, with zeros for parameters without a gradient, and wait for
+        all."""
         self._ending = None
         for bucket in self.buckets[self._next :]:
             for i in range(len(bucket.members)):
@@ -227,8 +229,8 @@ class Gradients:
             self._tell_scaler()
 
     def _tell_scaler(self) -> None:
-        """A GradScaler looks for infinity in ``parameter.grad``: the smallest one carries the
-        verdict of all ranks."""
+        """Report to a GradScaler, which searches ``parameter.grad`` for infinity, whether all
+        ranks' gradients are finite, by the gradient of the smallest parameter."""
         if self._marker.grad is None:
             self._marker.grad = torch.zeros_like(self._marker)
         if not self.agreed():
@@ -240,14 +242,14 @@ class Gradients:
             future.wait()
 
     def synchronize(self) -> None:
-        """Before a step: gradients that came under ``no_sync`` or without a backward are reduced
-        now."""
+        """Reduce, before a step, gradients that were computed under ``no_sync`` or without a
+        backward."""
         self.drop_aborted()
         if self._local or any(bucket.reduction.times == 0 for bucket in self.buckets):
             self.finish()
 
     def forget(self, *, taken: bool) -> None:
-        """The means are used up; residuals follow it only if the step was taken."""
+        """Forget the means, which were used; residuals change only if the step was taken."""
         self.drop_aborted()
         for bucket in self.buckets:
             settle(bucket.reduction.outcomes, taken=taken)
@@ -259,7 +261,7 @@ class Gradients:
         return 1.0 / self._scale.of(self._scaler)
 
     def agreed(self) -> bool:
-        """True if all ranks' gradients are finite: each message carries the flags of all senders,
-        and then columns vote."""
+        """Return whether all ranks' gradients are finite: each message has the flags of all its
+        senders, and then shard peers vote."""
         finite = all(bucket.reduction.finite for bucket in self.buckets)
         return finite if self._consensus is None else run(self._consensus.agreed(finite))

@@ -1,19 +1,18 @@
-"""The moments of chunks: float32 for who computes with them, in the store float32 or in 8 bits.
+"""Moments of chunks: float32 for computing, float32 or 8 bits in the store.
 
-Quantised: codes and a float32 scale for every block of 128 elements, side by side in one tensor of
-bytes.
+Quantized: codes, and a float32 scale for every block of 128 elements, in one tensor of bytes.
 
     signed     m  = s · c,       c in −127 … 127,   s = max|m| / 127      rounded to nearest
     squares    √v = s · c,     c in 0 … 255,      s = max√v / 255      rounded at random, E √v̂ = √v
 
-so |m̂ − m| ≤ s/2 and |√v̂ − √v| ≤ s. Note: squares. An average that moves by a thousandth of its
-value in a step would never leave its code if that were the nearest; rounded at random it does, in
-the mean as it should. A code of 0 is for v = 0 alone, others are 1 at least: no step is divided by
-a root smaller than s.
+so |m̂ − m| ≤ s/2 and |√v̂ − √v| ≤ s. Note: squares. An average that changes by a thousandth of its
+value per step would never leave its code with rounding to nearest; with random rounding it does,
+correctly in expectation. The code 0 means exactly v = 0, all others are at least 1, so that no
+update is divided by a root smaller than s.
 
-Note: 8 bits at least. The rounding is fair in √v and the recursion of Adam is linear in v: each
-step adds the variance of the rounding to v. With a log-normal spread of 0.7 in a block √v̂ is 0.5 %
-too large in 8 bits, and 17 % in 4.
+Note: at least 8 bits. The rounding is unbiased in √v, but the recursion of Adam is linear in v:
+each step adds the variance of the rounding to v. With a log-normal spread of 0.7 in a block √v̂ is
+0.5 % too large with 8 bits, and 17 % with 4.
 """
 
 import zlib
@@ -27,16 +26,16 @@ from commpress.integrations.zero.update_chunk import WEIGHT, UpdateChunk
 from commpress.tiered_mem import TieredStore
 
 BLOCK = 128
-# of torch's optimizers: never negative
+# names of torch's moments that are never negative
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 SIGNED, UNSIGNED = 127, 255  # largest codes
 
 
 class Moments:
-    """Reads and writes moments in the store.
+    """Read and write moments in the store.
 
-    ``quantised``: 8 bits instead of float32. ``step`` is the step: noise of the rounding follows
-    from it alone.
+    ``quantised``: 8 bits instead of float32. ``step``: number of the step, which seeds the random
+    rounding.
     """
 
     def __init__(self, store: TieredStore, *, quantised: bool) -> None:
@@ -57,8 +56,8 @@ class Moments:
     def opened(
         self, chunk: UpdateChunk, *, write: bool = True
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """The master weights and moments of a chunk; changes are kept if ``write``, errors
-        apart."""
+        """Yield the master weights and moments of a chunk; changes are stored if ``write`` and no
+        error occurs."""
         with chunk.borrowed(self._store, write=write) as held:
             if not self.quantised:
                 yield held
@@ -99,12 +98,12 @@ def check_moments(moments: str | None) -> None:
 
 
 def size(numel: int) -> int:
-    """Bytes of a quantised moment of ``numel`` elements."""
+    """Return the bytes of a quantized moment of ``numel`` elements."""
     return -(-numel // BLOCK) * (BLOCK + 4)
 
 
 def encode(values: torch.Tensor, out: torch.Tensor, *, squares: bool, seed: int) -> None:
-    """float32[n] → uint8[size(n)]."""
+    """Quantize float32[n] into uint8[size(n)]."""
     blocks = -(-values.numel() // BLOCK)
     rows = torch.zeros(blocks * BLOCK)
     rows[: values.numel()] = values
@@ -116,7 +115,7 @@ def encode(values: torch.Tensor, out: torch.Tensor, *, squares: bool, seed: int)
 
 
 def decode(coded: torch.Tensor, out: torch.Tensor, *, squares: bool) -> None:
-    """uint8[size(n)] → float32[n]."""
+    """Restore float32[n] from uint8[size(n)]."""
     blocks = -(-out.numel() // BLOCK)
     at = blocks * BLOCK
     codes, scales = coded[:at].view(blocks, BLOCK), coded[at:].clone().view(torch.float32)

@@ -1,11 +1,10 @@
-"""An optimizer whose master weights and moments live in a tiered store and pass through memory
-chunk by chunk.
+"""An optimizer with master weights and moments in a tiered store, from which they pass through
+memory chunk by chunk.
 
     step      read k + 1  |  update k  |  write k − 1
 
-Chunks that fit into the store's host memory stay there, the first ones, in every step the same: a
-sweep over all of them would otherwise evict each just before it is needed. Only the others are read
-and written.
+The first chunks stay in the store's host memory, as many as fit: otherwise a sweep over all of them
+would evict each just before it is needed. Only the others are read and written.
 """
 
 import zlib
@@ -56,11 +55,11 @@ from commpress.torch_private import untraced
 from commpress.work import Handed
 
 FORMAT = 1.0
-AHEAD = 2  # chunks that are read while one is updated
-# chunks in memory beside those that stay: one updated, others read, two written
+AHEAD = 2  # chunks that are read during the update of one
+# chunks in memory besides the resident ones: one is updated, others are read, two are written
 UNDER_WAY = AHEAD + 3
 TIERS = ("device", "host", "disk")
-# options that say how a state lies in a store, whoever is the optimizer
+# options of a state in a store, for any optimizer
 OF_STORE = ("prefix", "chunk_mb", "commit_every", "resident", "moments")
 
 
@@ -75,30 +74,30 @@ class Meter:
 
 
 class Offloaded(Wrapper):
-    """``Offloaded(model.parameters(), torch.optim.AdamW, store=store, lr=1e-4)``: its state lies in
-    ``store``.
+    """Keep the state of an optimizer in a store: ``Offloaded(model.parameters(), torch.optim.AdamW,
+    store=store, lr=1e-4)``.
 
-    If the store holds a committed state of the same parameters under ``prefix``, training goes on
-    from there: parameters take its weights. What is not named below goes to ``optimizer``, which
-    must treat every element by itself; the update runs on the processor, so pass ``fused=True``
-    where torch has it. It does not communicate: on several ranks gradients are averaged by
-    DistributedDataParallel or FSDP, or ``Partitioned(..., store=store)`` takes its place.
+    If the store has a committed state of the same parameters under ``prefix``, training continues
+    from it: parameters take its weights. Options not listed below are passed to ``optimizer``,
+    which must be element-wise; the update runs on the processor, so pass ``fused=True`` if torch
+    has it. This optimizer does not communicate: on several ranks average gradients by
+    DistributedDataParallel or FSDP, or use ``Partitioned(..., store=store)`` instead.
 
     - ``gradients``: "parameters" leaves them in ``parameter.grad``; "store" adds them up in the
-      store, in float32, as backward makes them, and leaves ``parameter.grad`` None. "delayed":
-      ``step`` takes them from there, and the update runs beside the next forward and backward,
-      whose gradients are then of weights that are one step old; parameters get its values in the
-      next ``step``, or by ``finish``.
+      store, in float32, during backward, and leaves ``parameter.grad`` None. "delayed": ``step``
+      takes them from ``parameter.grad``, and the update runs during the next forward and backward,
+      which use weights that are one step old; parameters get the new values in the next ``step``,
+      or by ``finish``.
     - ``chunk_mb``: megabytes of float32 weights in a chunk. About five chunks with their moments
       are in memory at a time.
     - ``resident``: bytes of the store's tiers in which the first chunks stay, as in ``{"device":
-      "8GiB", "host": "40GiB"}``; else none on the device, and all of host memory but for what
-      passes through.
-    - ``moments``: "int8" keeps moments quantised in blocks of 128 in the store; None in float32.
+      "8GiB", "host": "40GiB"}``; by default none on the device, and all host memory that passing
+      chunks do not need.
+    - ``moments``: "int8" stores moments quantized in blocks of 128; None stores float32.
     - ``max_grad_norm``: clip to this global norm in every step.
     - ``commit_every``: steps between commits; 0: only when ``commit`` is called.
-    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not
-      finite; "raise" raises.
+    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves out a step with a norm that
+      is not finite; "raise" raises.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Offloaded(Wrapper):
     ) -> None:
         if not isinstance(store, TieredStore):
             raise InvalidArgument(
-                f"store is {store!r}, expected an open one: commpress.TieredStore.open(folder, "
+                f"store is {store!r}, expected an open store: commpress.TieredStore.open(folder, "
                 "host='8GiB')"
             )
         if gradients not in ("parameters", "store", "delayed"):
@@ -161,17 +160,17 @@ class Offloaded(Wrapper):
         self.delayed = gradients == "delayed"
         if self.delayed and self.streamed is not None:
             raise InvalidArgument(
-                "gradients is 'delayed' and the parameters are streamed, which have no others to "
-                "compute with meanwhile: expected 'parameters' or 'store'"
+                "gradients is 'delayed', but streamed parameters have no second copy for the next "
+                "forward: expected 'parameters' or 'store'"
             )
         self._beside = ThreadPoolExecutor(1, "offloaded") if self.delayed else None
         self._pending: Future[list[Handed[None]]] | None = None
-        self._next: dict[int, torch.Tensor] = {}  # new values that parameters do not have yet
+        self._next: dict[int, torch.Tensor] = {}  # new values, not yet copied to parameters
         self._streams = gradients == "store" or self.streamed is not None
         self._versions: dict[int, int] = {}
         self._choose_tiers(budgets)
         self._pins, self.meter = "host" in budgets, Meter()
-        self._disk = any(chunk.passes for chunk in self.chunks)  # it is at work during a step
+        self._disk = any(chunk.passes for chunk in self.chunks)  # the disk is used during a step
         kind = StoredGradients if self._streams else ParameterGradients
         self._gradients = kind(store, self.chunks)
         with torch.no_grad():
@@ -193,9 +192,9 @@ class Offloaded(Wrapper):
         self._built = True
 
     def _choose_tiers(self, budgets: Mapping[str, int]) -> None:
-        """The first chunks to the device, the next to host memory, as far as the budgets reach.
+        """Assign the first chunks to the device and the next to host memory, within the budgets.
 
-        The same ones in every step: a sweep over all would otherwise evict each just before it is
+        They stay there: otherwise a sweep over all chunks would evict each just before it is
         needed.
         """
         beside = self.streamed.room() if self.streamed is not None else 0
@@ -203,17 +202,17 @@ class Offloaded(Wrapper):
         reserve = UNDER_WAY * largest + beside
         if usage.host_capacity < reserve:
             raise InvalidArgument(
-                f"the store has {usage.host_capacity} bytes of host memory, {UNDER_WAY} chunks "
-                f"with their moments, and what is streamed beside them, need {reserve}: open it "
-                "with a larger host=, or pass a smaller chunk_mb="
+                f"the store has {usage.host_capacity} bytes of host memory, but {UNDER_WAY} chunks "
+                f"with their moments, and streamed parameters, need {reserve}: open it with a "
+                "larger host=, or pass a smaller chunk_mb="
             )
         most = {"device": usage.device_capacity, "host": usage.host_capacity - reserve}
         for tier, budget in budgets.items():
             if budget > most.get(tier, -1):
                 raise InvalidArgument(
                     f"resident is {budget} bytes of {tier!r}, expected at most {most}: {reserve} "
-                    f"of the store's {usage.host_capacity} in host memory are for what passes "
-                    "through. Open it with a larger host= or device="
+                    f"of the store's {usage.host_capacity} in host memory are for passing chunks. "
+                    "Open it with a larger host= or device="
                 )
         room = {"device": 0, "host": most["host"], **budgets}
         for chunk in self.chunks:
@@ -225,14 +224,14 @@ class Offloaded(Wrapper):
                     break
                 room[tier] = 0
 
-    # ------------------------------------------------------------ weights that others move
+    # ------------------------------------------------------------ weights for local updates
 
     @property
     def inner_channel(self) -> Channel | None:
         return None if self.streamed is None else self.streamed.channel
 
     def local_weights(self) -> list[LocalWeights]:
-        """Of parameters what this rank has of them; of streamed ones its ranges in the store."""
+        """Return this rank's parts of parameters, for streamed ones its ranges in the store."""
         found: list[LocalWeights] = []
         seen: set[int] = set()
         for parameter, name, _ in (
@@ -251,7 +250,8 @@ class Offloaded(Wrapper):
         self.finish()
 
     def weights_written(self) -> None:
-        """Masters follow in the next step, those of streamed parameters have done so already."""
+        """Do nothing: masters follow in the next step, and those of streamed parameters have done
+        so already."""
 
     # ------------------------------------------------------------ gradients
 
@@ -266,7 +266,7 @@ class Offloaded(Wrapper):
 
     @torch.no_grad()
     def _take_loaded(self, name: str) -> None:
-        """Streamed values were loaded: a master beside them follows."""
+        """Copy loaded values of a streamed parameter to its separate master."""
         if (chunk := self._of_values.get(name)) and chunk.copied:
             with (
                 self.store.borrow(chunk.master) as master,
@@ -275,7 +275,7 @@ class Offloaded(Wrapper):
                 master.copy_(values)
 
     def _take_row(self, into: StoredGradients, group: StreamedGroup, row: torch.Tensor) -> None:
-        """The mean gradient of what this rank owns of a streamed group."""
+        """Add the mean gradient of this rank's row of a streamed group."""
         for stored in group.stored:
             if chunk := self._of_values.get(stored.name):
                 into.add(chunk, {own: own.inside(stored.of(row)) for own in chunk.ranges})
@@ -287,7 +287,7 @@ class Offloaded(Wrapper):
         self._gradients.clear()
 
     def _every(self, value: float) -> list[float]:
-        """Of each rank that has other elements of the parameters."""
+        """Return the values of all ranks that have other elements of the parameters."""
         if self.streamed is not None:
             return self.streamed.every(value)
         values = [value]
@@ -296,7 +296,7 @@ class Offloaded(Wrapper):
         return values
 
     def _norm(self) -> torch.Tensor:
-        """Summed in double, where the gradients lie, and rounded once."""
+        """Return the norm, summed in double where the gradients are, and rounded once."""
         return torch.tensor(
             sum(self._every(self._gradients.square_sum())) ** 0.5, dtype=torch.float32
         )
@@ -332,7 +332,7 @@ class Offloaded(Wrapper):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """With ``delayed``: wait for the update under way and give parameters its values."""
+        """Wait for a delayed update and copy its values to the parameters."""
         pending, self._pending = self._pending, None
         if pending is not None:
             for each in pending.result():
@@ -342,16 +342,16 @@ class Offloaded(Wrapper):
             self._versions = self._now()
 
     def _handed(self) -> list[Handed[None]]:
-        """Mark how far this thread's streams have come with gradients and values, for another
-        thread's to wait for."""
+        """Record the progress of this thread's streams, for another thread's streams to wait
+        for."""
         devices = {parameter.device for parameter in self._index}
         return [Handed(None, device) for device in devices]
 
     def _step_beside(
         self, factor: torch.Tensor | None, given: list[Handed[None]]
     ) -> list[Handed[None]]:
-        """A step in a thread of its own, behind what ``given`` tells of; returns how far its own
-        streams have come."""
+        """Run a step in a separate thread after the streams in ``given``; return the progress of
+        its own streams."""
         for each in given:
             each.take()
         self._measured(factor)
@@ -377,7 +377,7 @@ class Offloaded(Wrapper):
             self._replicas = None
         leaving = list[Pending[None]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
-        # nothing is on its way out yet: all there is room for, while those that stay are updated
+        # nothing is being written yet: read all that fits during the update of resident chunks
         if not self._streams:
             for chunk in [c for c in self.chunks if c.passes][: UNDER_WAY - 1]:
                 self.store.prefetch(chunk.names())
@@ -397,14 +397,14 @@ class Offloaded(Wrapper):
             self._replicas.compare()
 
     def _settle(self, chunk: UpdateChunk) -> None:
-        """A chunk with a budget of its own is never evicted."""
+        """Pin a resident chunk with a budget, so that it is never evicted."""
         if chunk.tier == "device" or (self._pins and chunk.tier == "host"):
             for name in chunk.names():
                 self.store.pin(name, on=chunk.on)
 
     def _update(self, chunk: UpdateChunk, factor: torch.Tensor | None, written: set[int]) -> None:
-        """``written``: parameters that somebody else has changed, such as ``load_state_dict``;
-        their masters follow."""
+        """Update a chunk. ``written``: parameters changed by others, as by ``load_state_dict``, to
+        which the masters are set first."""
         misses = self.store.counters.misses
         with ExitStack() as stack:
             held = stack.enter_context(self._coded.opened(chunk))
@@ -435,7 +435,7 @@ class Offloaded(Wrapper):
             self._settle(chunk)
 
     def _publish(self, chunk: UpdateChunk, weights: torch.Tensor) -> None:
-        """The new values to the parameters, or to where streamed ones lie."""
+        """Copy the new values to the parameters, or to the stored values of streamed ones."""
         if chunk.copied:
             with self.store.borrow(chunk.values) as values:
                 values.copy_(weights)
@@ -445,28 +445,28 @@ class Offloaded(Wrapper):
                 self._count(chunk, own)
 
     def _count(self, chunk: UpdateChunk, own: ChunkRange, *, down: bool = False) -> None:
-        """Values of a range cross between host memory and its parameter."""
+        """Count the bytes of a range that cross between host memory and its parameter."""
         if chunk.on == "host":
             nbytes = own.numel * own.parameter.dtype.itemsize
             self.store.crossing.down += nbytes * down
             self.store.crossing.up += nbytes * (not down)
 
     def _needed(self, chunk: UpdateChunk) -> int:
-        """Bytes of memory."""
+        """Return the bytes of memory that a chunk needs."""
         moments = len(self._moments) * padded(self._coded.nbytes(chunk.numel))
         return padded(4 * chunk.numel) * (1 + self._streams) + moments
 
     def _now(self) -> dict[int, int]:
-        """Of each parameter a number that rises when it is written."""
+        """Return the version of each parameter, which rises when it is written."""
         return {
             r.index: version_of(r.parameter) for c in self.chunks for r in c.ranges if not c.values
         }
 
-    # ------------------------------------------------------------ what outlives the process
+    # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in memory, as ``optimizer`` itself would save it. A delayed update is
-        finished before."""
+        """Return the whole state in memory, in the format of ``optimizer``. A delayed update is
+        finished first."""
         self.finish()
         return super().state_dict()
 
@@ -475,8 +475,8 @@ class Offloaded(Wrapper):
         return f"{self.prefix}/meta"
 
     def commit(self) -> int:
-        """After this returns, a process that is killed goes on from this step. A delayed update is
-        finished before."""
+        """Commit the state: a process that is killed afterwards resumes from this step. A delayed
+        update is finished first."""
         self.finish()
         numbers = [FORMAT, float(self._layout()), float(self.steps_done)]
         for chunk in self.chunks:
@@ -485,7 +485,7 @@ class Offloaded(Wrapper):
         return self.store.commit()
 
     def _layout(self) -> int:
-        """A digest of what lies where."""
+        """Return a hash of the places of all parts."""
         bits = ["8 bits"] if self._coded.quantised else []
         ranges = [
             f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}"
@@ -525,8 +525,8 @@ class Offloaded(Wrapper):
             float(self._layout()),
         ]:
             raise StateMismatch(
-                f"the store holds a state {self.prefix!r} of other parameters, chunk_mb or "
-                "optimizer: open it with those it was made with, or pass another prefix="
+                f"the store has a state {self.prefix!r} of other parameters, chunk_mb or "
+                "optimizer: use those it was made with, or pass another prefix="
             )
         self.steps_done = int(numbers[2])
         values = iter(numbers[3:])
@@ -545,8 +545,8 @@ class Offloaded(Wrapper):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From ``state_dict``, or that of the plain optimizer, into the store. Load the model's
-        weights before."""
+        """Load a ``state_dict`` of this class or of the plain optimizer into the store. Load the
+        model's weights first."""
         self.finish()
         groups, states = state_dict["param_groups"], state_dict["state"]
         check_groups(self.param_groups, groups)
@@ -565,7 +565,8 @@ class Offloaded(Wrapper):
         )
 
     def report(self) -> str:
-        """A table of what lies where, and how long steps took: ``print(optimizer.report())``."""
+        """Return a table of the sizes in each tier and the time of steps:
+        ``print(optimizer.report())``."""
         self.finish()
         rows: dict[str, dict[str, int]] = {}
         for chunk in self.chunks:
@@ -595,7 +596,8 @@ class Offloaded(Wrapper):
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Remove the hooks from the parameters. The store stays open: it is the caller's."""
+        """Remove the hooks from the parameters. The store, which belongs to the caller, stays
+        open."""
         for hook in self._hooks:
             hook.remove()
         if self._beside is not None:
@@ -604,25 +606,25 @@ class Offloaded(Wrapper):
 
 
 def _channels_of(parameters: Iterable[Any], *, clipped: bool) -> list[Channel]:
-    """Channels among the ranks over which ``parameters`` are cut already, as FSDP2 leaves them;
-    collective. For a norm all must be cut in the same way."""
+    """Return channels among the ranks over which ``parameters`` are already sharded, as by FSDP2;
+    collective. With clipping all must be sharded in the same way."""
     found = dict.fromkeys((p.device_mesh, p.placements) if is_cut(p) else None for p in parameters)
     if clipped and len(found) > 1:
         raise InvalidArgument(
-            "max_grad_norm with parameters that are cut over ranks in different ways, or only some "
-            "of them: leave it out and clip with torch.nn.utils.clip_grad_norm_"
+            "max_grad_norm is given, but parameters are sharded over ranks in different ways: "
+            "leave it out and clip with torch.nn.utils.clip_grad_norm_"
         )
     return [
         Channel.among(mesh.get_group(number))
         for mesh, placements in filter(None, found)
         for number, placement in enumerate(placements)
-        # of FSDP2 under tensor parallelism a _StridedShard, which says it is no shard
+        # FSDP2 under tensor parallelism uses _StridedShard, for which is_shard() is False
         if not placement.is_replicate()
     ]
 
 
 def _streamer(parameters: list[torch.Tensor], store: TieredStore) -> Streamed | None:
-    """Of the parameters, if they are streamed."""
+    """Return the ``Streamed`` of the parameters, None if they are not streamed."""
     found: set[Streamed] = {
         streamer for p in parameters if (streamer := streamer_of(p)) is not None
     }
@@ -632,9 +634,11 @@ def _streamer(parameters: list[torch.Tensor], store: TieredStore) -> Streamed | 
             "commpress.moe.ExpertOptimizer, for the model"
         )
     if len(found) > 1:
-        raise InvalidArgument("params are of several streamed models: make one Offloaded for each")
+        raise InvalidArgument(
+            "params belong to several streamed models: make one Offloaded for each"
+        )
     if any(streamer.store is not store for streamer in found):
         raise InvalidArgument(
-            "the parameters are streamed from another store: pass that one as store="
+            "the parameters are streamed from another store: pass that store as store="
         )
     return found.pop() if found else None

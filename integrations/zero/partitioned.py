@@ -1,11 +1,11 @@
-"""ZeRO stages 1 and 2: every rank keeps the optimizer's state, and in stage 2 the gradients, of 1/P
+"""ZeRO stages 1 and 2: every rank has the optimizer's state, and in stage 2 the gradients, of 1/P
 of the parameters.
 
-    backward  bucket full → its rows to their owners, which average them  (reduce-scatter)
-    step      one clip factor and one verdict for all ranks; update the own shards
-              updated shards to everybody                                 (all-gather)
+    backward  bucket full → send its rows to their owners, which average them  (reduce-scatter)
+    step      agree on clip factor and finiteness; update this rank's shards
+              send updated shards to all ranks                                 (all-gather)
 
-Both collectives are compressed if asked.
+Both collectives may be compressed.
 """
 
 import zlib
@@ -59,44 +59,44 @@ from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced
 from commpress.work import Steps, run
 
-UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by tag
+UNORDERED_LIMIT = 2  # buckets reduced at once where messages are matched by tag
 
 
 class Partitioned(Divided, Wrapper):
-    """``Partitioned(model.parameters(), torch.optim.AdamW, lr=1e-3)``: that optimizer, its state
-    spread over the ranks.
+    """Divide the state of an optimizer over the ranks: ``Partitioned(model.parameters(),
+    torch.optim.AdamW, lr=1e-3)``.
 
     Construct it on every rank, after moving the model to its device and dtype and with equal
-    weights on all ranks. Do not wrap the model in DistributedDataParallel: gradients are averaged
-    here. What is not named below goes to ``optimizer``.
+    weights on all ranks. Do not wrap the model in DistributedDataParallel, because this optimizer
+    averages gradients itself. Options not listed below are passed to ``optimizer``.
 
-    - ``optimizer``: any that treats every element by itself; its state is kept in float32.
-    - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 lets go of them as buckets
-      are reduced, so that ``parameter.grad`` is None after backward and ``step`` uses the gradients
-      up.
-    - ``codec``, ``weights``: codecs (or policies) of gradients and of weights. Gradients then have
-      error feedback; weights travel as differences from what all ranks hold, so what one step
-      leaves out is part of the next. PowerSGD is for gradients.
-    - ``min_numel``: tensors of fewer elements travel exactly.
-    - ``bucket_mb``: megabytes of parameters that travel together.
+    - ``optimizer``: any element-wise optimizer; its state is kept in float32.
+    - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 frees them as buckets are
+      reduced, so that ``parameter.grad`` is None after backward and ``step`` consumes the
+      gradients.
+    - ``codec``, ``weights``: codecs (or policies) of gradients and of weights. Compressed gradients
+      have error feedback; weights are sent as differences from the values that all ranks have, so
+      that a difference includes the error of the previous one. PowerSGD serves gradients only.
+    - ``min_numel``: tensors of fewer elements are sent exactly.
+    - ``bucket_mb``: megabytes of parameters that are sent together.
     - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before
       ``step``.
-    - ``store``: a TieredStore of this rank's own, in which its masters and moments lie. ``prefix``,
-      ``chunk_mb``, ``commit_every``, ``resident`` and ``moments`` are then options of
-      ``Offloaded``. What the store has committed is taken up again.
-    - ``grad_scaler``: AMP's GradScaler, if there is one: gradients are unscaled as they are
-      reduced.
+    - ``store``: a TieredStore of this rank for its masters and moments. ``prefix``, ``chunk_mb``,
+      ``commit_every``, ``resident`` and ``moments`` are then options of ``Offloaded``. Training
+      continues from a committed state in the store.
+    - ``grad_scaler``: AMP's GradScaler, if one is used; gradients are unscaled during the
+      reduction.
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or
       infinity, "raise" raises.
-    - ``process_group``: the ranks that average gradients and share out the state.
-    - ``mesh``: with DTensors of tensor parallelism the whole mesh. Ranks that have the same shards
-      average and share out; all skip steps together and clip to the norm of all gradients. Or name
-      both groups: ``process_group`` and ``agree_over``, a process group or DeviceMesh of all ranks
-      that must stay together.
+    - ``process_group``: ranks that average gradients and divide the state.
+    - ``mesh``: the whole mesh, if parameters are DTensors of tensor parallelism. Ranks with equal
+      shards average gradients and divide the state; all ranks skip steps together and clip to the
+      norm of all gradients. Or pass both groups: ``process_group``, and as ``agree_over`` a process
+      group or DeviceMesh of all ranks that must skip steps together.
     """
 
-    averages_gradients = True  # as backward makes them: nobody else may
-    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling to us
+    averages_gradients = True  # during backward, so nothing else may
+    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling to this class
     where = " on some rank"
 
     def __init__(
@@ -202,7 +202,7 @@ class Partitioned(Divided, Wrapper):
 
     @torch.no_grad()
     def _go_on(self, inner: Offloaded) -> None:
-        """From what the stores hold; every rank's must be of the same step."""
+        """Continue from the stores, which must have the same step on all ranks."""
         agreed(self._every(float(inner.steps_done)))
         self.steps_done = self.gradients.step = inner.steps_done
         if inner.steps_done:
@@ -211,18 +211,18 @@ class Partitioned(Divided, Wrapper):
                 bucket.trust()
 
     def commit(self) -> int:
-        """With a store: a process that is killed goes on from this step. Every rank must call
-        it."""
+        """Commit the state to the store: a process that is killed afterwards resumes from this
+        step. Every rank must call it."""
         if not isinstance(self.inner, Offloaded):
             raise InvalidArgument(
-                "commit is for a Partitioned with store=; without one use state_dict"
+                "commit needs a Partitioned with store=: pass one, or save by state_dict"
             )
         return self.inner.commit()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up in ``parameter.grad`` on this rank; the next one outside
-        reduces the sum."""
+        """Let backward passes inside add up gradients in ``parameter.grad`` on this rank; the next
+        one outside reduces the sum."""
         before, self.gradients.syncing = self.gradients.syncing, False
         try:
             yield
@@ -232,10 +232,10 @@ class Partitioned(Divided, Wrapper):
     @untraced
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Reduce what backwards under ``no_sync`` have added up, as those of a pipeline;
-        collective. ``step`` does it too.
+        """Reduce gradients that backwards under ``no_sync`` have added up, as in a pipeline;
+        collective. ``step`` does it, too.
 
-        Under a GradScaler call it before ``scaler.step``, which looks for infinity.
+        Under a GradScaler call it before ``scaler.step``, which searches for infinity.
         """
         self.gradients.synchronize()
 
@@ -268,10 +268,10 @@ class Partitioned(Divided, Wrapper):
     @untraced
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, over the mean gradients of all ranks; collective.
-        The norm, summed in double.
+        """Clip like ``torch.nn.utils.clip_grad_norm_``, over the mean gradients of all ranks, and
+        return the norm, summed in double; collective.
 
-        Under a GradScaler the gradients are unscaled already: ``scaler.unscale_`` before it changes
+        Under a GradScaler the gradients are already unscaled: a call of ``scaler.unscale_`` changes
         nothing.
         """
         if norm_type != 2.0:
@@ -280,7 +280,7 @@ class Partitioned(Divided, Wrapper):
             )
         self._check_norm("max_norm", max_norm)
         self.gradients.synchronize()
-        # no padding
+        # without padding
         parts = [
             (own, b.reduced[own.place])
             for b in self.buckets
@@ -303,18 +303,19 @@ class Partitioned(Divided, Wrapper):
         return norm
 
     def _share(self, own: OwnedRange) -> float:
-        """Of this rank in a sum over all: what several columns hold counts once."""
+        """Return this rank's factor in a sum over all ranks, such that replicated elements count
+        once."""
         return 1.0 if self.columns is None else self.columns.share(own.member.parameter)
 
     def _check_norm(self, name: str, limit: float) -> None:
         if self.consensus is not None and self.columns is None:
             raise InvalidArgument(
-                f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, "
-                "which would say who holds what: a norm over these ranks is not known. Leave it out"
+                f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, from "
+                "which a norm over these ranks could be computed: leave it out"
             )
 
     def _every(self, value: float) -> list[float]:
-        """Each rank's."""
+        """Return the values of all ranks."""
         if self.consensus is not None:
             return [float(one) for one in run(self.consensus.gathered([value]))[:, 0]]
         return of_every_rank(self.channel, [value])
@@ -335,7 +336,7 @@ class Partitioned(Divided, Wrapper):
         self.gradients.step = self.steps_done
 
     def _spread(self) -> None:
-        """Every rank's shards to all ranks."""
+        """Send every rank's shards to all ranks."""
         futures = []
         for bucket in self.buckets:
             count = len(bucket.gather_plan)
@@ -383,12 +384,12 @@ class Partitioned(Divided, Wrapper):
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise InvalidArgument(
-                    f"parameter {name!r} was frozen when this optimizer was made and requires a "
-                    "gradient now: make a new one"
+                    f"parameter {name!r} was frozen when this optimizer was made but requires a "
+                    "gradient now: make a new optimizer"
                 )
 
     def _compare_replicas(self) -> Steps[None]:
-        """Every rank has the same parameters, in every bit and in the same buckets."""
+        """Check that every rank has the same parameters, bit for bit and in the same buckets."""
         sums = [int(b.flat.view(torch.int16).sum(dtype=torch.int64)) for b in self.buckets]
         layout = ";".join(
             f"{m.name}@{b.number}+{m.first}:{tuple(m.shape)}"
@@ -412,15 +413,15 @@ class Partitioned(Divided, Wrapper):
                     ranks=different,
                 )
 
-    # ------------------------------------------------------------ weights that others move
+    # ------------------------------------------------------------ weights for local updates
 
     @property
     def inner_channel(self) -> Channel:
         return self.channel
 
     def local_weights(self) -> list[LocalWeights]:
-        """The own ranges, or their float32 masters, in the order of parameters; of one that others
-        have, nothing."""
+        """Return this rank's ranges, or their float32 masters, in the order of parameters; an empty
+        one for parameters of other ranks."""
         found: dict[int, LocalWeights] = {}
         for bucket in self.buckets:
             owned = {own.member.index: own.weight for own in bucket.ranges}
@@ -454,15 +455,15 @@ class Partitioned(Divided, Wrapper):
     # ------------------------------------------------------------ counting
 
     def bytes_per_pass(self) -> dict[str, int]:
-        """Sent by this rank to its peers: ``gradients`` in one reduction, ``weights`` in one step.
-        Headers included."""
+        """Return the bytes that this rank sends to its peers, with headers: ``gradients`` in one
+        reduction, ``weights`` in one step."""
         return {
             "gradients": sum(map(reduction_bytes, self.buckets)),
             "weights": sum(bytes_of(bucket.gather_plan) for bucket in self.buckets),
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds, by what they are for."""
+        """Return the bytes in this rank's memory by purpose."""
         stored = isinstance(self.inner, Offloaded)
         states = (
             [] if stored else [value for one in self.inner.state.values() for value in one.values()]
@@ -483,18 +484,17 @@ class Partitioned(Divided, Wrapper):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The whole state on every rank, as ``optimizer`` itself would save it; collective: every
+        """Return the whole state on every rank, in the format of ``optimizer``; collective: every
         rank must call it."""
         whole = self.channel.run(self._shards.whole())
         return {"state": whole, "param_groups": super().state_dict()["param_groups"]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From ``state_dict`` of a Partitioned at any world size, or of ``optimizer`` itself; every
-        rank the same.
+        """Load a ``state_dict`` of a Partitioned at any world size, or of ``optimizer`` itself;
+        every rank must load the same.
 
-        Load the model's weights before: a float32 master that the state does not hold starts from
-        them.
+        Load the model's weights first: a float32 master that is not in the state starts from them.
         """
         groups = state_dict["param_groups"]
         check_groups(self.param_groups, groups)
@@ -505,22 +505,22 @@ class Partitioned(Divided, Wrapper):
 
     @torch.no_grad()
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part, for ``torch.distributed.checkpoint``: to be saved, or to be loaded
-        into, at any world size."""
+        """Return this rank's part for ``torch.distributed.checkpoint``, to be saved or loaded into,
+        at any world size."""
         groups = {str(i): numbers_of(group) for i, group in enumerate(self.param_groups)}
         return {"state": self._shards.sharded(), "param_groups": groups}
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From a ``sharded_state_dict`` filled by ``torch.distributed.checkpoint.load``; load the
-        model's weights before."""
+        """Load a ``sharded_state_dict`` filled by ``torch.distributed.checkpoint.load``; load the
+        model's weights first."""
         self._shards.load_sharded(state_dict["state"])
         for number, group in enumerate(self.param_groups):
             for key, tensor in state_dict["param_groups"][str(number)].items():
                 group[key] = like_saved(group[key], tensor)
 
     def feedback_state_dict(self) -> dict[str, Any]:
-        """Residuals of this rank's codec and all it has learnt, for a bitwise resume at the same
+        """Return the residuals and choices of this rank's codec, for a bitwise resume at the same
         world size."""
         return (
             exact_state(self.residuals, self.transport, self.steps_done) | self.exchanges.choices()
@@ -544,9 +544,9 @@ def _check_mixture(named: Iterable[tuple[str, torch.Tensor]], stage: int, scaler
         kinds.setdefault(is_cut(parameter), name)
     if scaler is not None and stage == 1 and len(kinds) == 2:
         raise InvalidArgument(
-            f"grad_scaler is given, and parameter {kinds[True]!r} is a DTensor, {kinds[False]!r} "
-            "is not: torch's GradScaler does not look at gradients of both kinds together. Use "
-            "stage=2, which leaves it one gradient"
+            f"grad_scaler is given, but parameter {kinds[True]!r} is a DTensor and "
+            f"{kinds[False]!r} is not: torch's GradScaler does not take gradients of both kinds "
+            "together. Use stage=2, which leaves it one gradient"
         )
 
 

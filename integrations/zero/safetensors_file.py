@@ -1,10 +1,10 @@
-"""Safetensors files: values tensor by tensor, so that a file is never in memory as a whole, and
-states. Any reader of such files sees them, and nothing is unpickled.
+"""Safetensors files of weights and of states. They are written and read tensor by tensor, never as
+a whole; any reader of the format can open them, and nothing is unpickled.
 
 8 bytes: length of the header | JSON {name: {dtype, shape, data_offsets}} | values, little-endian
 
-Tensors of a state have the names of their places, "residuals/layer.weight@0/sent"; all else is JSON
-in the file's metadata.
+Tensors of a state are named by their path in it, "residuals/layer.weight@0/sent"; everything else
+is JSON in the file's metadata.
 """
 
 import json
@@ -40,7 +40,7 @@ Plain = str | int | float | bool | None
 
 
 class Writer:
-    """A context; the file has its name when it has been left without an error."""
+    """Context manager that writes a file, which gets its name at an exit without an error."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Writer:
         for name, tensor in tensors.items():
             if tensor.dtype not in NAMES:
                 raise InvalidArgument(
-                    f"{name!r} is {tensor.dtype}, which a safetensors file cannot hold"
+                    f"{name!r} is {tensor.dtype}, which no safetensors file has: convert it"
                 )
             size = tensor.numel() * tensor.element_size()
             header[name] = {
@@ -66,8 +66,8 @@ class Writer:
         self._text = text + b" " * (-len(text) % 8)
         if len(self._text) > LONGEST_HEADER:
             raise InvalidArgument(
-                f"{path} would have a header of {len(self._text)} bytes, which no reader takes: "
-                "save less"
+                f"{path} would have a header of {len(self._text)} bytes, which is too long for "
+                "readers: save fewer tensors"
             )
         self._header, self._temporary = header, self._path.with_name(self._path.name + ".part")
 
@@ -77,7 +77,7 @@ class Writer:
         return self
 
     def write(self, name: str, values: torch.Tensor, start: int = 0) -> None:
-        """All of a tensor, or what of it begins at element ``start``."""
+        """Write a tensor, or its elements from ``start`` on."""
         begin = self._header[name]["data_offsets"][0] + start * values.element_size()
         self._file.seek(8 + len(self._text) + begin)
         self._file.write(
@@ -101,8 +101,8 @@ class Writer:
 
 
 class Reader:
-    """Tensors of a file, one at a time. What the header claims is checked against the file before
-    memory is taken for it."""
+    """Read tensors of a file, one at a time. The header is checked against the file before memory
+    is allocated."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._nbytes = file, os.fstat(file.fileno()).st_size
@@ -132,7 +132,7 @@ class Reader:
         return math.prod(shape) * dtype.itemsize
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as the file has it."""
+        """Return a tensor as it is in the file."""
         dtype, shape, _ = self._entry(name)
         out = torch.empty(shape, dtype=dtype)
         self.into(name, out)
@@ -141,10 +141,10 @@ class Reader:
     def into(
         self, name: str, out: torch.Tensor, shape: tuple[int, ...] | None = None, start: int = 0
     ) -> None:
-        """Copy the values of a tensor of ``out``'s shape; or, of one of ``shape``, those from
-        element ``start`` on.
+        """Copy a tensor of ``out``'s shape into ``out``; or, of a tensor of ``shape``, the elements
+        from ``start`` on.
 
-        Floats become floats of ``out``'s type.
+        Floats are converted to ``out``'s dtype.
         """
         wanted = shape or tuple(out.shape)
         dtype, found, first = self._entry(name)
@@ -164,7 +164,8 @@ class Reader:
             out.copy_(torch.frombuffer(data, dtype=dtype).view(out.shape))
 
     def _entry(self, name: str) -> tuple[torch.dtype, tuple[int, ...], int]:
-        """(type, shape, first byte) of a tensor, which lies inside the file."""
+        """Return (dtype, shape, first byte) of a tensor, after checking that it is inside the
+        file."""
         found = self._header.get(name)
         if found is None:
             raise StateMismatch(
@@ -196,10 +197,10 @@ class Reader:
 
 
 class Checkpoint(ExitStack):
-    """A context: the safetensors file, or the folder of several with
-    ``model.safetensors.index.json``, at a path.
+    """Context manager that opens a safetensors file, or a folder of several with
+    ``model.safetensors.index.json``.
 
-    Files stay open until its end; of each no more than the header is in memory.
+    Files stay open until its end; only their headers are in memory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -222,8 +223,7 @@ class Checkpoint(ExitStack):
             found = [path / name for name in (INDEX, ALONE) if (path / name).exists()]
             if not found:
                 raise InvalidArgument(
-                    f"{path} has neither {INDEX} nor {ALONE}: pass a folder that save_pretrained "
-                    "has written"
+                    f"{path} has neither {INDEX} nor {ALONE}: pass a folder of save_pretrained"
                 )
             path = found[0]
         if path.suffix != ".json":
@@ -249,8 +249,8 @@ class Checkpoint(ExitStack):
         return any(name in reader for reader in self._readers for name in names)
 
     def into(self, names: list[str], out: torch.Tensor, shape: tuple[int, ...], start: int) -> None:
-        """``Reader.into`` by the first of a tensor's names that is there: of tied weights files
-        have one."""
+        """Call ``Reader.into`` with the first of a tensor's names that is in a file, because files
+        have tied weights under one name."""
         for name in names:
             for reader in self._readers:
                 if name in reader:
@@ -265,10 +265,10 @@ class Checkpoint(ExitStack):
 
 
 def save_safetensors(state: Mapping[Any, Any], path: str | os.PathLike[str]) -> None:
-    """Write a ``state_dict`` of commpress, or any of dictionaries, lists, tensors, numbers and
-    strings, as a safetensors file.
+    """Write a ``state_dict`` of commpress, or any other of dictionaries, lists, tensors, numbers
+    and strings, as a safetensors file.
 
-    Every rank writes its own. The file has its name when it is whole.
+    Every rank writes its own. A file gets its name when it is complete.
     """
     tensors: dict[str, torch.Tensor] = {}
     outline = json.dumps(_outline(state, "", tensors), separators=(",", ":"))
@@ -278,7 +278,7 @@ def save_safetensors(state: Mapping[Any, Any], path: str | os.PathLike[str]) -> 
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[Any, Any]:
-    """Read a state that ``save_safetensors`` wrote: for ``load_state_dict``. Tensors are on the
+    """Read a state written by ``save_safetensors``, for ``load_state_dict``. Tensors are on the
     processor."""
     with open(path, "rb") as file:
         reader = Reader(file)
@@ -299,16 +299,14 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[Any, Any]:
     try:
         state = _state(json.loads(outline), tensors)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise StateMismatch(
-            f"{path} does not say how its tensors make a state: {error!r}"
-        ) from error
+        raise StateMismatch(f"the metadata of {path} do not describe a state: {error!r}") from error
     if not isinstance(state, dict):
-        raise StateMismatch(f"{path} holds a {type(state).__name__}, expected a dictionary")
+        raise StateMismatch(f"{path} contains a {type(state).__name__}, expected a dictionary")
     return state
 
 
 def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` as JSON; its tensors go to ``tensors``."""
+    """Convert ``value`` to JSON, and add its tensors to ``tensors``."""
     if isinstance(value, torch.Tensor):
         if (
             type(value) not in (torch.Tensor, torch.nn.Parameter)

@@ -1,8 +1,8 @@
-"""The state of an optimizer whose state is not in one place: in a store, or spread over the ranks.
+"""State of an optimizer in a store, or divided over ranks, in the form of ``optimizer.state``.
 
-In checkpoints of which each rank writes its part, a parameter's state is one tensor of its whole
-shape, of which a rank writes and reads the boxes that make up the range that it owns. So neither
-ranks nor buckets nor meshes leave a trace there. Numbers travel as tensors: nothing is pickled.
+In a distributed checkpoint a parameter's state is one tensor of the whole shape. A rank writes and
+reads the boxes that make up the range it owns, so a checkpoint does not depend on ranks, buckets or
+meshes. Numbers are saved as tensors, and nothing is pickled.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -29,14 +29,14 @@ from commpress.optim.layout import Columns, alike, box_of, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
-STEPPED = "stepped"  # in a rank's part: 0 for a parameter that has no state yet
+STEPPED = "stepped"  # entry of a rank's part: 0 for a parameter without a state so far
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """{parameter: its state, as the plain optimizer has it}. What is handed out are copies, cut as
-    the parameter is.
+    """A mapping {parameter: state of the plain optimizer}. It returns copies, sharded as the
+    parameter is.
 
-    Half-precision parameters have their float32 master as one entry more.
+    The state of a half-precision parameter also has its float32 master.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         ranges = self._ranges[parameter]
         if sum(own.numel for _, own in ranges) != local(parameter).numel():
             raise InvalidArgument(
-                f"parameter {ranges[0][1].name!r} is spread over the ranks: its state is not here "
-                "as a whole"
+                f"parameter {ranges[0][1].name!r} is divided over the ranks, and this rank has "
+                "only a part of its state: use sharded_state_dict() or state_dict()"
             )
         result = {key: copied(value) for key, value in ranges[0][0].scalars.items()}
         keys = {key: key for key in self._moments} | (
@@ -116,15 +116,15 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                     own.inside(held[WEIGHT]).copy_(own.of(state[MASTER]))
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        """As before the first step, but for the numbers that a chunk has for all that lies in
-        it."""
+        """Reset the state to that before the first step, except for numbers that a chunk has for
+        all its parameters."""
         for chunk, own in self._ranges[parameter]:
             with self._coded.opened(chunk) as held:
                 for key in chunk.keys:
                     own.inside(held[key]).fill_(self._moments[key])
 
     def _begin(self, chunk: UpdateChunk) -> None:
-        """With the state of a step that has not been."""
+        """Give a chunk a state, as if a step had been taken."""
         for key, first in self._moments.items():
             self._coded.put(chunk, key, torch.full((chunk.numel,), first))
         chunk.keys, chunk.stepped = list(self._moments), True
@@ -137,11 +137,11 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 class Slice(torch.Tensor):
-    """A tensor of ``parameter``'s shape of which this rank holds ``local``: elements of its shard
-    from ``start`` on."""
+    """A tensor of ``parameter``'s shape that has, on this rank, only ``local``: the elements of its
+    shard from ``start`` on."""
 
     local: torch.Tensor
-    # parts of ``local`` in their shape, by where they begin in the whole
+    # parts of ``local`` as boxes, by their offsets in the whole tensor
     boxes: dict[tuple[int, ...], torch.Tensor]
 
     @staticmethod
@@ -167,7 +167,7 @@ class Slice(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise NotImplementedError(
-            f"a Slice is for torch.distributed.checkpoint only, it cannot compute {func}"
+            f"a Slice serves torch.distributed.checkpoint only and cannot compute {func}"
         )
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
@@ -197,15 +197,15 @@ class Slice(torch.Tensor):
 def boxes_of_range(
     start: int, stop: int, shape: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(begin, size) of the boxes, in order, that elements ``start`` to ``stop`` of a tensor make
-    up: two for each dimension."""
+    """Yield (begin, size) of the boxes, in order, that make up the elements ``start`` to ``stop``
+    of a tensor: at most two for each dimension."""
     if start >= stop:
         return
     if not shape:
         yield [], []
         return
     inner = prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # rows that are there as a whole
+    first, last = -(-start // inner), stop // inner  # rows that are complete
     if first > last:  # a part of one row
         yield from _inside(first - 1, start, stop, shape)
         return
@@ -224,8 +224,8 @@ def _inside(
 
 
 class PartitionedState:
-    """The state of an optimizer of which each rank has its rows: put together, cut again, and as
-    each rank's part of it."""
+    """State of an optimizer divided into rows over the ranks: gather it, divide it again, and give
+    each rank's part."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class PartitionedState:
         self._moments, self._scalars = list(moments), scalars
 
     def whole(self) -> Steps[dict[int, dict[str, Any]]]:
-        """{number of the parameter: its state}, the same on every rank."""
+        """Return {number of the parameter: its state}, equal on every rank."""
         result: dict[int, dict[str, Any]] = {}
         for bucket in self._buckets:
             scalars = yield from self._numbers_of(bucket)
@@ -262,8 +262,8 @@ class PartitionedState:
         return dict(sorted(result.items()))
 
     def _numbers_of(self, bucket: ShardedBucket) -> Steps[np.ndarray]:
-        """float64[members, 1 + scalars]: whether there is a state, and its numbers, from whoever
-        owns some of the parameter."""
+        """Return float64[members, 1 + scalars]: whether there is a state, and its numbers, from a
+        rank that owns some of the parameter."""
         mine = np.full((len(bucket.members), 1 + len(self._scalars)), np.nan)
         row = {m.index: i for i, m in enumerate(bucket.members)}
         for own in bucket.ranges:
@@ -274,7 +274,7 @@ class PartitionedState:
             ]
         every = yield from self._channel.gathered(mine.reshape(-1).tolist())
         found = np.fmax.reduce(every)
-        if self._columns is not None:  # those with the same shard of it may have nothing
+        if self._columns is not None:  # ranks with an equal shard may own none of it
             found = np.fmax.reduce((yield from self._columns.gathered(found.tolist())))
         return found.reshape(mine.shape)
 
@@ -296,7 +296,7 @@ class PartitionedState:
         return flat
 
     def load(self, states: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
-        """Of all parameters; ``numbers``: what each is called in ``states``."""
+        """Load the state of all parameters; ``numbers``: key of each in ``states``."""
         every = [(bucket, own) for bucket in self._buckets for own in bucket.ranges]
         # before anything is changed
         loaded = [_cut(own, states.get(numbers[own.member.index], {})) for _, own in every]
@@ -317,13 +317,13 @@ class PartitionedState:
             elif own.weight in self._state:
                 del self._state[own.weight]
 
-    # ------------------------------------------------------------ each rank its part
+    # ------------------------------------------------------------ parts of ranks
 
     def sharded(self) -> dict[str, dict[str, Any]]:
-        """{name: {key: Slice or tensor}} of what this rank owns, to be saved or to be loaded into.
+        """Return {name: {key: Slice or tensor}} of this rank's part, to be saved or loaded into.
 
-        Slices are views of the state. Before the first step, when there is none, they are zeros,
-        and ``STEPPED`` says so.
+        Slices are views of the state. Before the first step there is no state: they are zeros, and
+        ``STEPPED`` is 0.
         """
         states: dict[str, dict[str, Any]] = {}
         for bucket in self._buckets:
@@ -344,7 +344,7 @@ class PartitionedState:
         return states
 
     def load_sharded(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take over what ``torch.distributed.checkpoint.load`` has written into the result of
+        """Load what ``torch.distributed.checkpoint.load`` has written into the result of
         ``sharded``."""
         every: list[tuple[OwnedRange, dict[str, Any]]] = []
         for bucket in self._buckets:

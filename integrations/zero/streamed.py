@@ -1,10 +1,10 @@
-"""A model whose parameters live in a store and are in memory only while a block computes with them
+"""A model with its parameters in a store: a block's parameters are in memory only while it computes
 (ZeRO-3, Infinity).
 
     forward   fetch block | compute | release  the next block is read from the disk meanwhile
     backward  fetch block | compute | gradients to the optimizer's store | release
 
-Over several ranks each one's store has a row of every group; rows are gathered when a block is
+On several ranks each one's store has a row of every group; rows are gathered when a block is
 fetched, and gradients are averaged and scattered to the rows' owners.
 """
 
@@ -52,11 +52,11 @@ from commpress.integrations.zero.wrapper import of_every_rank
 from commpress.optim.layout import LocalWeights, refuse_held
 from commpress.tiered_mem import TieredStore
 
-AHEAD = 2  # groups that are read from the disk ahead of need
+AHEAD = 2  # groups to read from the disk in advance
 
 
 class Streamed(Divided, NotCopied):
-    """The hooks of a model and its parameters in ``store``: the result of ``commpress.stream``."""
+    """The hooks of a model with its parameters in ``store``: the result of ``commpress.stream``."""
 
     def __init__(
         self,
@@ -92,15 +92,15 @@ class Streamed(Divided, NotCopied):
             for parameter, _, _ in spec.members:
                 self.group_of[id(parameter)] = group
                 set_streamer(parameter, self)
-        self._stale = True  # what is kept in memory is not what the store has
+        self._stale = True  # values kept in memory differ from those in the store
         self._followers: list[Callable[[str], None]] = []
-        # as they were fetched since the last step, and in the step before
+        # groups in the order of fetches since the last step, and in the step before
         self._order: list[StreamedGroup] = []
         self._before: list[StreamedGroup] = []
-        # to what each backward under way calls at its end
+        # references to the callbacks at the end of each running backward
         self._endings: dict[int, weakref.ref[Any]] = {}
         self._gradients: Gradients | None = None
-        # until a forward has ended
+        # None after the first complete forward
         self._unread: ReadCheck | None = ReadCheck(model, specs, self.groups)
         self._hooks: list[RemovableHandle] = []
 
@@ -112,7 +112,8 @@ class Streamed(Divided, NotCopied):
             self._hooks += streamed.watch()
 
     def _backward(self) -> int:
-        """The number of the backward that runs; what it leaves held is released at its end."""
+        """Return the number of the running backward, at the end of which groups that it still holds
+        are released."""
         graph = torch._C._current_graph_task_id()
         if graph not in self._endings:
             self.drop_aborted()
@@ -122,8 +123,8 @@ class Streamed(Divided, NotCopied):
         return graph
 
     def drop_aborted(self) -> None:
-        """Release what a backward left held that ended with an error: autograd lets go of what it
-        would have called."""
+        """Release groups held by a backward that ended with an error, in which case autograd frees
+        the callback of its end."""
         if self._gradients is not None:
             self._gradients.drop_aborted()
         for graph in [graph for graph, ending in self._endings.items() if ending() is None]:
@@ -155,8 +156,8 @@ class Streamed(Divided, NotCopied):
         self.channel.submit(group.gather(self.store, self.channel, sequence), group.flat).wait()
 
     def _start(self, *_: Any) -> None:
-        """Before the model's forward: what is kept in memory is as the last step left it, and is
-        ours."""
+        """Check, before the model's forward, that the values kept in memory are those of the last
+        step and the parameters unchanged by others."""
         self.drop_aborted()
         for group in self.groups:
             group.check()
@@ -170,18 +171,18 @@ class Streamed(Divided, NotCopied):
             self._unread.begin()
 
     def _read(self, module: nn.Module, args: Any, result: Any) -> None:
-        """After the model's forward; without a result it has failed."""
+        """End the first forward's check; a forward without a result has failed."""
         if self._unread is not None:
             self._unread.end()
             self._unread = self._unread if result is None else None
 
     def stepped(self) -> None:
-        """The optimizer has changed what the store holds."""
+        """Record that the optimizer has changed the values in the store."""
         self.drop_aborted()
         self._before, self._order, self._stale = self._order, [], True
 
     def send_gradients(self, sink: Callable[[StreamedGroup, torch.Tensor], None]) -> None:
-        """Hand the mean gradients of this rank's rows to ``sink`` in every backward, on the
+        """Pass the mean gradients of this rank's rows to ``sink`` in every backward, on the
         worker's thread."""
         if self._gradients is not None:
             raise InvalidArgument(
@@ -191,7 +192,7 @@ class Streamed(Divided, NotCopied):
         self._gradients = Gradients(groups, self.channel, stage=2, sink=sink)
 
     def follow(self, follower: Callable[[str], None]) -> None:
-        """StreamedForward it with the names of ranges in the store whose values somebody has
+        """Call ``follower`` with the name of each range in the store after its values were
         loaded."""
         self._followers.append(follower)
 
@@ -201,8 +202,8 @@ class Streamed(Divided, NotCopied):
                 follower(stored.name)
 
     def local_weights(self, group: StreamedGroup) -> list[LocalWeights]:
-        """The ranges of a group in this rank's store, for who moves them; as many on every rank,
-        some of them empty."""
+        """Return the ranges of a group in this rank's store, for local updates; equally many on
+        every rank, some of them empty."""
         return [
             StreamedWeights(stored, group, self.store, self._written) for stored in group.stored
         ] + [
@@ -216,18 +217,18 @@ class Streamed(Divided, NotCopied):
             follower(name)
 
     def room(self) -> int:
-        """Bytes of the store's host memory that a fetch and what is read ahead of it need."""
+        """Return the bytes of the store's host memory for a fetch and for reading in advance."""
         return (1 + AHEAD) * max(group.width * group.dtype.itemsize for group in self.groups)
 
     def every(self, value: float) -> list[float]:
-        """Each rank's."""
+        """Return the values of all ranks."""
         return of_every_rank(self.channel, [value])
 
-    # ------------------------------------------------------------ values as a whole
+    # ------------------------------------------------------------ whole values
 
     @contextmanager
     def whole(self, group: StreamedGroup) -> Iterator[None]:
-        """A group in memory; collective."""
+        """Keep a group in memory inside the context; collective."""
         group.holders += 1
         if not group.present:
             self._fetch(group)
@@ -237,7 +238,7 @@ class Streamed(Divided, NotCopied):
             group.release()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The plain model's ``state_dict`` in memory, all of it; collective."""
+        """Return the whole ``state_dict`` of the plain model in memory; collective."""
         own = plain_names(self.model)
         state = {
             one.name: one.value.new_empty(one.shape) if self._has(one) else one.value.detach()
@@ -249,8 +250,8 @@ class Streamed(Divided, NotCopied):
         return state
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """That as a safetensors file, which plain PyTorch loads; never in memory as a whole.
-        Collective, rank 0 writes."""
+        """Write the ``state_dict`` as a safetensors file for plain PyTorch, without ever having it
+        whole in memory. Collective, rank 0 writes."""
         own = plain_names(self.model)
         outlines = {
             one.name: torch.empty(one.shape, dtype=one.value.dtype, device="meta") for one in own
@@ -266,7 +267,7 @@ class Streamed(Divided, NotCopied):
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> None:
-        """From such a file, or a folder of several with their index, group by group; on any number
+        """Load such a file, or a folder of several with their index, group by group, on any number
         of ranks."""
         own: dict[int, list[PlainName]] = {}
         for one in plain_names(self.model):
@@ -296,7 +297,7 @@ class Streamed(Divided, NotCopied):
         return id(one.value) in self.group_of
 
     def _by_group(self, own: list[PlainName]) -> Iterator[list[PlainName]]:
-        """The tensors of one group after the other, each in memory meanwhile; collective."""
+        """Yield the tensors of each group in turn, while it is in memory; collective."""
         for group in self.groups:
             with self.whole(group):
                 yield [one for one in own if self.group_of.get(id(one.value)) is group]
@@ -304,15 +305,15 @@ class Streamed(Divided, NotCopied):
     # ------------------------------------------------------------ first values
 
     def _begin(self, first: FirstValues, weights: str | os.PathLike[str] | None) -> None:
-        """Take the values that the store has; else write first ones, or those of a file."""
+        """Take the values in the store if it has any; else write first values, or those of a
+        file."""
         known = self._meta in self.store
         if known:
             with self.store.borrow(self._meta, write=False) as held:
                 if held.tolist() != [float(self._layout())]:
                     raise StateMismatch(
-                        f"the store holds parameters {self.prefix!r} of another model, chunk_mb or "
-                        "number of ranks: open it with those it was made with, or pass another "
-                        "prefix="
+                        f"the store has parameters {self.prefix!r} of another model, chunk_mb or "
+                        "number of ranks: use those it was made with, or pass another prefix="
                     )
         if known or weights is not None:
             first.only_buffers(self.model)
@@ -323,7 +324,7 @@ class Streamed(Divided, NotCopied):
         ModuleState(self.model, self.group_of, self.store, self.loaded)
         if weights is not None and not known:
             self.load(weights)
-        if not known:  # the store has all values
+        if not known:  # now the store has all values
             mark = torch.tensor([float(self._layout())], dtype=torch.float64)
             self.store.put(self._meta, mark)
 
@@ -332,7 +333,7 @@ class Streamed(Divided, NotCopied):
         return f"{self.prefix}/meta"
 
     def _layout(self) -> int:
-        """A digest of what lies where."""
+        """Return a hash of the places of all parts."""
         rows = [
             f"{m.name}@{u.number}+{m.first}:{tuple(m.parameter.shape)}:{u.dtype}"
             for u in self.groups
@@ -344,8 +345,8 @@ class Streamed(Divided, NotCopied):
         )
 
     def close(self) -> None:
-        """Stop fetching. Parameters stay in the store, which is the caller's; ``state_dict`` of the
-        model still reads them."""
+        """Stop fetching. Parameters stay in the store, which belongs to the caller; ``state_dict``
+        of the model still reads them."""
         for hook in self._hooks:
             hook.remove()
         if self._gradients is not None:
@@ -366,26 +367,26 @@ def stream(
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> Streamed:
-    """Move the parameters of ``model`` into ``store``; each block's are in memory only while it
-    computes.
+    """Move the parameters of ``model`` into ``store``: a block's parameters are in memory only
+    while it computes.
 
-    Train it with ``Offloaded`` of the same store. A store that holds committed parameters of the
-    same model keeps them: the model takes these. Parameters on the meta device get their first
-    values block by block: from ``initialize``, from the model's own function for that
-    (``_init_weights`` of transformers), or from ``reset_parameters``.
+    Train the model with ``Offloaded`` and the same store. If the store has committed parameters of
+    the same model, the model takes these. Parameters on the meta device get their first values
+    block by block: from ``initialize``, from the model's own function (``_init_weights`` of
+    transformers), or from ``reset_parameters``.
 
-    - ``blocks``: classes of modules that are fetched as one; by default the elements of the
-      outermost module lists, and every module that owns parameters outside of these.
-    - ``keep``: names of parameters, or of modules, that stay in memory; for what other modules read
-      directly.
-    - ``weights``: a safetensors file, or a folder with ``model.safetensors.index.json``, that has
-      the first values.
-    - ``initialize``: a function that gives the parameters and buffers of one module values, those
-      of its children left alone.
-    - ``prefix``: the parameters' names in the store begin with it, for several models in one.
-    - ``chunk_mb``: megabytes of float32 weights in a chunk, as of ``Offloaded``.
-    - ``process_group``: each rank's store has 1/P of everything; by default all ranks, if
-      torch.distributed is initialised.
+    - ``blocks``: classes of modules to fetch as a unit; by default the elements of the outermost
+      module lists, and every module that owns parameters outside of these.
+    - ``keep``: names of parameters, or of modules, that stay in memory, because other modules read
+      them directly.
+    - ``weights``: a safetensors file, or a folder with ``model.safetensors.index.json``, with the
+      first values.
+    - ``initialize``: a function that sets the parameters and buffers of one module, without those
+      of its children.
+    - ``prefix``: beginning of the parameters' names in the store, for several models in one store.
+    - ``chunk_mb``: megabytes of float32 weights in a chunk, as in ``Offloaded``.
+    - ``process_group``: ranks, each with 1/P of everything in its store; by default all ranks, if
+      torch.distributed is initialized.
     """
     _check(model, chunk_mb, keep)
     return_large_blocks()
@@ -409,11 +410,11 @@ def _check(model: nn.Module, chunk_mb: float, keep: Sequence[str]) -> None:
     }
     if unknown := [name for name in keep if name not in names]:
         raise InvalidArgument(
-            f"keep names {unknown[0]!r}, which is neither a parameter nor a module of the model"
+            f"keep has {unknown[0]!r}, expected names of parameters or modules of the model"
         )
     cure = (
-        "keep a store for the experts alone, with commpress.moe.parallelise(model, store=...), and "
-        "do not stream the model"
+        "use a store for the experts alone, by commpress.moe.parallelise(model, store=...), and do "
+        "not stream the model"
     )
     refuse_held(
         "commpress.stream", model.named_parameters(), "moves what all ranks hold alike", cure=cure

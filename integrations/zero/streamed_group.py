@@ -1,12 +1,12 @@
-"""Parameters of a streamed model that come and go together.
+"""Parameters of a streamed model that are fetched and released together.
 
-    store   ranges of the own row            in parameters' dtype
-    flat    [ P · width ]      there only while somebody holds the group; parameters are views of it
+    store   ranges of this rank's row        in the parameters' dtype
+    flat    [ P · width ]      allocated only while the group is in use; parameters are views of it
 
-Note: one storage for good. What autograd saves of a parameter, such as a transposed view, keeps the
-storage of ``flat``. So its bytes are given back and taken anew, and the storage stays: what was
-saved in forward is whole again in backward. Between, a parameter is one NaN seen as its shape:
-whoever reads it outside of its block gets NaN instead of a crash.
+Note: one lasting storage. Views that autograd saves of a parameter, such as its transpose, share
+the storage of ``flat``. So its bytes are freed and allocated again, while the storage object stays:
+views saved in forward are valid again in backward. In between, a parameter is one NaN expanded to
+its shape, so that reading it outside of its block gives NaN instead of a crash.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from commpress.work import Steps
 
 @dataclass(frozen=True)
 class StoredRange:
-    """A range of a group's own row: one tensor of the store."""
+    """A range of this rank's row of a group: one tensor of the store."""
 
     name: str
     start: int
@@ -45,7 +45,7 @@ class StoredRange:
 
 
 class StreamedGroup(FlatGroup):
-    """``holders`` counts who needs the values now."""
+    """A group of streamed parameters. ``holders`` counts the present users of its values."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StreamedGroup(FlatGroup):
         self.kept, self.shared = False, False
         numel = max(numel // ALIGN, 1) * ALIGN
         owned = -(-self.owned // ALIGN) * ALIGN
-        self.pieces = max(-(-self.width // numel), 1)  # of the longest row
+        self.pieces = max(-(-self.width // numel), 1)  # ranges of the longest row
         self.stored = [
             StoredRange(
                 f"{prefix}/{number:05d}/{start // numel:04d}", start, min(numel, owned - start)
@@ -91,8 +91,8 @@ class StreamedGroup(FlatGroup):
         self.flat.untyped_storage().resize_(nbytes)
 
     def check(self) -> None:
-        """Raise if somebody has given the parameters other values, another type or device: these
-        would be lost in silence."""
+        """Raise ``InvalidArgument`` if the parameters were given other values, another dtype or
+        device, which would be lost silently."""
         for member, nothing in zip(self.members, self._nothing, strict=True):
             here = (
                 self.flat.data_ptr() + member.first * self.dtype.itemsize
@@ -104,14 +104,14 @@ class StreamedGroup(FlatGroup):
                 parameter.data_ptr() != here or parameter.dtype != self.dtype
             ):
                 raise InvalidArgument(
-                    f"parameter {member.name!r}, now {parameter.dtype} on {parameter.device}, is "
-                    f"no longer what commpress.stream has made of it, {self.dtype} on "
-                    f"{self.device}: convert and move the model before stream, and give it values "
-                    "with load_state_dict"
+                    f"parameter {member.name!r}, now {parameter.dtype} on {parameter.device}, was "
+                    f"replaced after commpress.stream, which made it {self.dtype} on "
+                    f"{self.device}: convert and move the model before stream, and set values by "
+                    "load_state_dict"
                 )
 
     def appear(self) -> None:
-        """Parameters are views of ``flat``, whose bytes are to be filled."""
+        """Make parameters views of ``flat``, with allocated but uninitialized bytes."""
         self.check()
         if not self.present:
             self.resize(self.nbytes)
@@ -124,13 +124,13 @@ class StreamedGroup(FlatGroup):
         self.resize(0)
 
     def release(self) -> None:
-        """Somebody needs the values no longer."""
+        """End one use of the values, and free them after the last."""
         self.holders -= 1
         if not self.holders and not self.kept and self.present:
             self.vanish()
 
     def fill(self) -> None:
-        """From the parameters, wherever they lie now; afterwards they are views of ``flat``."""
+        """Copy the parameters, wherever they are, into ``flat``, and make them views of it."""
         self.resize(self.nbytes)
         self.flat.zero_()
         for member in self.members:
@@ -144,7 +144,7 @@ class StreamedGroup(FlatGroup):
             store.crossing.down += stored.numel * self.dtype.itemsize
 
     def load(self, store: TieredStore, row: torch.Tensor) -> None:
-        """The own row."""
+        """Read this rank's row from the store."""
         for stored in self.stored:
             with store.borrow(stored.name, write=False) as held:
                 stored.of(row).copy_(held)
@@ -152,7 +152,7 @@ class StreamedGroup(FlatGroup):
 
     @torch.no_grad()
     def read(self, store: TieredStore, member: Member) -> torch.Tensor:
-        """A parameter's values, of what this rank owns."""
+        """Return a parameter with the values of this rank's row, and zeros elsewhere."""
         values = torch.zeros(member.parameter.shape, dtype=self.dtype, device=self.device)
         for stored, here, there in self._of(member):
             with store.borrow(stored.name, write=False) as held:
@@ -160,21 +160,21 @@ class StreamedGroup(FlatGroup):
         return values
 
     def write(self, store: TieredStore, member: Member) -> None:
-        """Those that it has in memory now, as far as this rank owns them, to the store."""
+        """Write a parameter's present values in this rank's row to the store."""
         for stored, here, there in self._of(member):
             with store.borrow(stored.name) as held:
                 held[here].copy_(member.view(self.flat).view(-1)[there])
 
     def _of(self, member: Member) -> Iterator[tuple[StoredRange, slice, slice]]:
-        """(stored range, elements of it, elements of the parameter) for what this rank owns."""
+        """Yield (stored range, its elements, elements of the parameter) for this rank's row."""
         for stored in self.stored:
             for other, first, place in self.overlaps(stored.start, stored.numel):
                 if other is member:
                     yield stored, place, slice(first, first + place.stop - place.start)
 
     def gather(self, store: TieredStore, channel: Channel, sequence: int) -> Steps[None]:
-        """The rows of all ranks, by way of scratch: kernels see tensors as arrays, whose storage
-        then keeps its size."""
+        """Gather the rows of all ranks, through scratch memory, because arrays that kernels see
+        would fix the size of the storage."""
         row = channel.workspace.lend(self.width, torch.float32, self.device)
         flat = channel.workspace.lend(self.numel, torch.float32, self.device)
         self.load(store, row)
@@ -191,7 +191,7 @@ class StreamedGroup(FlatGroup):
 
 
 class StreamedWeights(LocalWeights):
-    """One stored range, as local updates see it. ``written`` is told when it has other values."""
+    """One stored range for local updates. ``written`` is called with its name after a change."""
 
     def __init__(
         self,
@@ -216,10 +216,10 @@ class StreamedWeights(LocalWeights):
             self._store.crossing.down += nbytes
 
 
-# ---------------------------------------------------------------- who streams a parameter
+# ---------------------------------------------------------------- streamers of parameters
 
-# Streamed parameter → weak reference to who streams it, for other objects that are given the
-# parameter: the one table that is nobody's, so that nothing is written on the parameter itself.
+# Streamed parameter → weak reference to its ``Streamed``, for other objects that are given the
+# parameter. A global table, so that no attribute is set on the parameter.
 _STREAMERS: Any = WeakIdKeyDictionary()
 
 
@@ -228,13 +228,13 @@ def is_streamed(parameter: torch.Tensor) -> bool:
 
 
 def streamer_of(parameter: torch.Tensor) -> Any:
-    """The ``Streamed`` that the parameter is of, or None."""
+    """Return the ``Streamed`` of a parameter, or None."""
     found = _STREAMERS.get(parameter)
     return None if found is None else found()
 
 
 def streamers() -> set[object]:
-    """All that stream some parameter."""
+    """Return all present ``Streamed``."""
     return {streamer for found in _STREAMERS.values() if (streamer := found()) is not None}
 
 
@@ -247,12 +247,12 @@ def set_streamer(parameter: torch.Tensor, streamer: object) -> None:
 
 # modules that were on the meta device, by id, and which of their buffers
 Fresh = dict[int, list[str]]
-UNSET = 0xA5  # every byte of a buffer that has no values yet
+UNSET = 0xA5  # every byte of an uninitialized buffer
 
 
 def on_memory(model: nn.Module) -> Fresh:
-    """Bring parameters (without their bytes) and buffers from the meta device to memory: to be
-    given values."""
+    """Move parameters (without their bytes) and buffers from the meta device to memory; return
+    which ones need values."""
     made: dict[int, nn.Parameter] = {}
     fresh: Fresh = {}
     for module in model.modules():
@@ -273,12 +273,12 @@ def on_memory(model: nn.Module) -> Fresh:
 
 
 class FirstValues:
-    """Values that parameters hold, or, from the meta device, that the model's own functions give,
-    written into a store.
+    """Write first values into a store: those of the parameters or, for parameters from the meta
+    device, those of the model's own functions.
 
-    Modules are initialised in the order in which a constructor registers them, so a seed gives the
-    values of a model that was built in memory. A group is in memory until all its modules have been
-    there.
+    Modules are initialized in the order in which a constructor registers them, so that a seed gives
+    the values of a model built in memory. A group is in memory until all its modules are
+    initialized.
     """
 
     def __init__(
@@ -289,12 +289,12 @@ class FirstValues:
     ) -> None:
         self._groups = {id(m.parameter): group for group in groups for m in group.members}
         self._fresh, self._initialize = fresh, initialize
-        # modules, by id → their model's function
+        # module's id → its model's function
         self._models: dict[int, Callable[[nn.Module], object]] = {}
 
     @torch.no_grad()
     def write(self, model: nn.Module, store: TieredStore) -> None:
-        """All groups into the store, and out of memory."""
+        """Write all groups to the store and release them."""
         self._find_functions(model)
         visits = Counter(
             id(p) for module in model.modules() for p in module.parameters(recurse=False)
@@ -321,7 +321,7 @@ class FirstValues:
 
     @torch.no_grad()
     def only_buffers(self, model: nn.Module) -> None:
-        """Buffers, which no store has; parameters stay out of memory."""
+        """Initialize buffers, which no store has; parameters stay out of memory."""
         self._find_functions(model)
         for name, module in model.named_modules():
             if self._fresh.get(id(module)):
@@ -334,14 +334,14 @@ class FirstValues:
                     group.vanish()
 
     def _find_functions(self, model: nn.Module) -> None:
-        """Models of transformers initialise one module at a time; one inside another does so for
-        its own part."""
+        """Find the functions by which models of transformers initialize one module at a time, an
+        inner model its own part."""
         for part in model.modules() if self._initialize is None else ():
             if callable(function := getattr(part, "_init_weights", None)):
                 self._models |= {id(module): function for module in part.modules()}
 
     def _reset(self, name: str, module: nn.Module, done: set[int]) -> None:
-        """A parameter that another module has initialised keeps that value."""
+        """Initialize a module, except parameters that another module has initialized."""
         function = self._initialize or self._models.get(id(module))
         reset = getattr(module, "reset_parameters", None)
         if function is None and not callable(reset):
@@ -362,7 +362,7 @@ class FirstValues:
             if bool((_bytes(parameter) == UNSET).all()):
                 raise InvalidArgument(
                     f"parameter {own!r} of module {name!r} ({type(module).__name__}) is on the "
-                    "meta device, and the function that initialises it gives it no values: pass "
+                    "meta device, and the function that initializes it gives it no values: pass "
                     "another initialize=, or weights="
                 )
         for one, buffer in buffers.items():
@@ -371,7 +371,7 @@ class FirstValues:
                 and buffer.numel()
                 and bool((_bytes(buffer) == UNSET).all())
             ):
-                who = "reset_parameters" if function is None else "the function that initialises it"
+                who = "reset_parameters" if function is None else "the function that initializes it"
                 raise InvalidArgument(
                     f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the meta "
                     f"device and {who} gives it no values: let it do so, or build the module in "
@@ -382,7 +382,8 @@ class FirstValues:
 
     @staticmethod
     def _unset(module: nn.Module) -> dict[str, nn.Parameter]:
-        """The module's own parameters, which hold what no function would give them."""
+        """Fill the module's own parameters with bytes that no initialization gives, and return
+        them."""
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
             _bytes(parameter.data).fill_(UNSET)
@@ -397,20 +398,20 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 4 << 20
-LARGEST = 32 << 20  # glibc maps what is larger by itself, whatever it is told
-CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user, who is not overruled
+LARGEST = 32 << 20  # glibc always maps larger blocks by themselves
+CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # the user's settings take precedence
 
 
 @cache
 def return_large_blocks(large: int = LARGE, *, spare: int = 0) -> bool:
-    """Blocks of memory of ``large`` bytes go back to the system when they are freed, and of smaller
-    ones what is free at the end of the heap beyond ``spare`` bytes (2 · ``large`` at least); False
-    where the allocator is another one, or was tuned by its environment.
+    """Make the allocator return freed blocks of ``large`` bytes to the system at once, and the free
+    end of the heap beyond ``spare`` bytes (at least 2 · ``large``). Return False if the allocator
+    is not glibc's or was tuned by the environment.
 
-    glibc maps a large block by itself and unmaps it when it is freed, but raises what counts as
-    large up to 32 MiB as such blocks come and go. From then on gradients and temporaries come from
-    heaps, one for each thread, where small objects that live on keep what lies between them: memory
-    then grows with the number of layers, though only a few are ever in use.
+    glibc maps a large block by itself and unmaps it when it is freed, but it raises the threshold
+    up to 32 MiB as such blocks are freed. From then on gradients and temporaries come from one heap
+    for each thread, where small lasting objects keep freed memory between them from being returned:
+    memory then grows with the number of layers, though only a few are ever in use.
     """
     if not _glibc() or any(name in os.environ for name in CHOSEN):
         return False
@@ -422,8 +423,8 @@ def return_large_blocks(large: int = LARGE, *, spare: int = 0) -> bool:
 
 
 def return_holes() -> bool:
-    """Pages of freed memory between what lives on go back to the system; False where the allocator
-    is another one."""
+    """Return pages of freed memory between lasting objects to the system; return False if the
+    allocator is not glibc's."""
     return _glibc() and bool(ctypes.CDLL(None).malloc_trim(0))
 
 

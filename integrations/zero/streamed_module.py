@@ -1,6 +1,6 @@
-"""Modules of a streamed model: what is fetched and released as one, which parameters each needs,
-and what ``state_dict`` and ``load_state_dict`` of all of them have: the values in the store, not
-the NaN that parameters show outside of their module.
+"""Modules of a streamed model: the units that are fetched and released, the parameters of each, and
+hooks that let ``state_dict`` and ``load_state_dict`` use the values in the store instead of the NaN
+that parameters have outside of their module.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,27 +28,27 @@ INSTEAD = (
 
 
 class NotCopied:
-    """Refuses deepcopy and pickle of the model that it is found in: copies would hold NaN."""
+    """Refuse deepcopy and pickle of a model with this object: copies would contain NaN."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgument(
-            "a streamed model cannot be copied or pickled, its values are in a store: save "
+            "a streamed model cannot be copied or pickled, because its values are in a store: save "
             f"{INSTEAD}, and load that into a second model"
         )
 
 
 @dataclass(eq=False)
 class StreamedForward:
-    """One forward of a module: how many of its inputs still wait for their gradient."""
+    """One forward of a module, with the number of inputs that still wait for their gradient."""
 
     inputs: int
 
 
 class StreamedModule(NotCopied):
-    """A module and its groups. It holds them while a forward is in it, and from its outputs'
-    gradient to its inputs'.
+    """A module and its groups, which it holds during its forward, and in backward from the gradient
+    of its outputs to that of its inputs.
 
-    ``fetch`` brings a group to memory, ``backward`` gives the number of the backward that runs.
+    ``fetch`` reads a group into memory, ``backward`` returns the number of the running backward.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class StreamedModule(NotCopied):
             backward,
         )
         self._forwards = 0
-        self._graph: int | None = None  # backward that has come here and not yet gone
+        self._graph: int | None = None  # number of the backward inside this module
         self._calls: set[StreamedForward] = set()
-        self._missing: set[int] = set()  # own parameters whose gradient has not come
+        self._missing: set[int] = set()  # own parameters without a gradient so far
         self._held = False
 
     def watch(self) -> list[RemovableHandle]:
-        """Hooks of the module and its parameters."""
+        """Register and return hooks of the module and its parameters."""
         hooks: list[RemovableHandle] = [
             self.module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
             self.module.register_forward_hook(self._leave, always_call=True, with_kwargs=True),
@@ -89,7 +89,7 @@ class StreamedModule(NotCopied):
         self._update()
 
     def _expect(self, arguments: Any, result: Any) -> None:
-        """Hooks at both ends of this forward's part of the graph."""
+        """Register hooks at both ends of this forward's part of the graph."""
         results = [t for t in tensors_in(result) if t.requires_grad]
         if not results:
             return
@@ -131,8 +131,8 @@ class StreamedModule(NotCopied):
         self._update()
 
     def end_backward(self, graph: int) -> None:
-        """Parameters that got no gradient, and inputs outside of what was asked for, keep nothing
-        any longer."""
+        """End the wait for parameters without a gradient, and for inputs whose gradient was not
+        requested."""
         if self._graph == graph:
             self._graph = None
             self._calls.clear()
@@ -140,7 +140,7 @@ class StreamedModule(NotCopied):
             self._update()
 
     def _update(self) -> None:
-        """Fetch or release what the state asks for."""
+        """Fetch or release the groups according to the present state."""
         if self._graph is not None and not self._calls and not self._missing:
             self._graph = None
         wants = self._forwards > 0 or self._graph is not None
@@ -157,11 +157,11 @@ class StreamedModule(NotCopied):
 
 
 class ReadCheck(TorchDispatchMode):
-    """Refuses a forward that computes with a parameter while it is not in memory, from a module
-    that does not own it.
+    """Refuse a forward in which a module reads another module's parameter while it is not in
+    memory.
 
-    ``specs`` and ``groups`` belong together. It looks at every operation between ``begin`` and
-    ``end``.
+    ``specs`` and ``groups`` correspond to each other. Every operation between ``begin`` and ``end``
+    is checked.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ReadCheck(TorchDispatchMode):
                 raise InvalidArgument(
                     f"parameter {name!r} of {self._named(owner)} is read by {reader} while it is "
                     "not in memory: a streamed parameter is there while its own module computes. "
-                    f"Call that module instead of reading its parameter, or give keep={[name]!r} "
+                    f"Call that module instead of reading its parameter, or pass keep={[name]!r} "
                     "to commpress.stream"
                 )
         return func(*args, **(kwargs or {}))
@@ -217,8 +217,8 @@ class ReadCheck(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Parameters that come and go together, and the modules in whose forward and backward they are
-    needed."""
+    """Parameters to fetch and release together, and the modules that need them in forward and
+    backward."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -229,9 +229,9 @@ class GroupSpec:
 def _together(
     model: nn.Module, chosen: Iterable[type[nn.Module]] = ()
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """The elements of the outermost lists of modules, or modules of the ``chosen`` classes, with
-    all their parameters; whatever owns parameters outside of these, with its own. A tile of a
-    linear layer is one by itself wherever it lies."""
+    """Return units with their parameters: the elements of the outermost lists of modules, or
+    modules of the ``chosen`` classes, with all their parameters; outside of these each module with
+    its own. A tile of a linear layer is always a unit by itself."""
     chosen = tuple(chosen)
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     whole = 0
@@ -263,8 +263,8 @@ def _together(
 
 
 def _direct(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that no module below owns; lists of parameters are never called and belong to what
-    they lie in."""
+    """Return a module's own parameters and those of its parameter lists, which are never called
+    themselves."""
     own = list(module.parameters(recurse=False))
     for child in module.children():
         if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
@@ -275,8 +275,8 @@ def _direct(module: nn.Module) -> list[nn.Parameter]:
 def group_specs(
     model: nn.Module, chosen: Iterable[type[nn.Module]], keep: Sequence[str]
 ) -> list[GroupSpec]:
-    """Every parameter in one: those of one module, dtype, device and fate together, shared ones by
-    themselves."""
+    """Assign every parameter to a group: those of one module with equal dtype, device and ``keep``
+    together, shared ones by themselves."""
     users: dict[int, list[nn.Module]] = {}
     for module, own in _together(model, chosen):
         for parameter in own:
@@ -294,7 +294,7 @@ def group_specs(
 
 
 def tensors_in(value: object) -> Iterable[torch.Tensor]:
-    """Every tensor in the arguments or results of a forward."""
+    """Yield every tensor in the arguments or results of a forward."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -312,10 +312,11 @@ def tensors_in(value: object) -> Iterable[torch.Tensor]:
 
 
 class ModuleState(NotCopied):
-    """Hooks of every module that has streamed parameters of its own; they stay when streaming ends,
-    and so do the values.
+    """Hooks of ``state_dict`` and ``load_state_dict`` of every module with own streamed parameters.
+    They stay after streaming has ended, as the values in the store do.
 
-    ``groups``: by the id of a parameter; ``loaded`` is told which have got new values.
+    ``groups``: groups by the id of a parameter; ``loaded`` is called with each group that gets new
+    values.
     """
 
     def __init__(
@@ -343,20 +344,21 @@ class ModuleState(NotCopied):
         return [(name, *self._homes[id(p)]) for name, p in pairs if id(p) in self._homes]
 
     def give(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """The module's own values in place of NaN, but for ``keep_vars``, which asks for the
+        """Replace NaN by the module's stored values, except under ``keep_vars``, which requests the
         parameters themselves."""
         for name, group, member in self._own(module):
             if (key := prefix + name) not in state or state[key] is member.parameter:
                 continue
             if group.ranks > 1:
                 raise InvalidArgument(
-                    f"state_dict of a model that is streamed over {group.ranks} ranks, of which "
-                    f"each has a part: call {INSTEAD}, on every rank"
+                    f"state_dict was called for a model that is streamed over {group.ranks} ranks, "
+                    f"each of which has only a part: call {INSTEAD}, on every rank"
                 )
             state[key] = self._shared(group, member, state)
 
     def _shared(self, group: StreamedGroup, member: Member, state: dict[str, Any]) -> torch.Tensor:
-        """Tied parameters have one value, as in a plain model's ``state_dict``."""
+        """Return the values of a parameter, the same tensor for tied parameters, as in a plain
+        model's ``state_dict``."""
         given = self._given.get(id(member.parameter))
         if given is None or not any(value is given for value in state.values()):
             given = group.read(self._store, member)
@@ -372,7 +374,7 @@ class ModuleState(NotCopied):
         metadata: dict[str, Any],
         *_: Any,
     ) -> None:
-        """Torch copies into the parameters next: they need memory."""
+        """Allocate memory for the parameters, into which torch copies next."""
         if metadata.get("assign_to_params_buffers"):
             raise InvalidArgument(
                 "load_state_dict(assign=True) would replace streamed parameters: leave assign= out"
@@ -385,7 +387,7 @@ class ModuleState(NotCopied):
 
     @torch.no_grad()
     def keep(self, module: nn.Module, *ignored: Any) -> None:
-        """Put into the store all that torch has copied."""
+        """Write the values that torch has copied to the store."""
         own = self._own(module)
         ids = {id(member) for _, _, member in own}
         for group, member in self._coming:

@@ -1,12 +1,12 @@
-"""Large linear layers as tiles of rows, of which a streamed model has one in memory at a time
-(memory-centric tiling).
+"""Large linear layers divided into tiles of rows, so that a streamed model needs one tile in memory
+at a time (memory-centric tiling).
 
     y = [ x·W₀ᵀ + b₀ | x·W₁ᵀ + b₁ | … ]          Wᵢ: consecutive rows of W, a module and a group
                                                  each
 
-Note: views. Each tile gets its own of x and of the bias: the gradient of a view is there when its
-tile has been through backward, that of x only after the last. Note: the bias is whole and belongs
-to the layer, so first values are drawn in a plain layer's order.
+Note: views. Each tile gets its own view of x and of the bias: the gradient of a view is complete
+after the backward of its tile, that of x only after all tiles. Note: the layer has one whole bias,
+so that first values are drawn in the order of a plain layer.
 """
 
 import math
@@ -21,19 +21,19 @@ from torch import nn
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.streamed_group import is_streamed
 
-# read what their children own
+# modules that read parameters of their children
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class Tile(nn.Module):
-    """Rows of a weight, from ``first`` on."""
+    """Rows of a weight from ``first`` on."""
 
     def __init__(self, weight: torch.Tensor, first: int, requires_grad: bool) -> None:
         super().__init__()
         self.first, self.weight = first, nn.Parameter(weight, requires_grad)
 
     def reset_parameters(self) -> None:
-        # of the columns alone: as for the whole
+        # the bound depends on columns only: the same as for the whole weight
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Tile(nn.Module):
 
 
 class Bias(nn.Module):
-    """After the tiles in the order of modules."""
+    """The bias, as a module registered after the tiles."""
 
     def __init__(self, value: nn.Parameter, columns: int) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Bias(nn.Module):
 
 
 class TiledLinear(nn.Module):
-    """In place of ``linear``. Its ``state_dict`` is that of the plain layer, which loads it, and
-    the other way round."""
+    """Replacement of ``linear``. Its ``state_dict`` is that of the plain layer, and either can load
+    the other's."""
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:
         super().__init__()
@@ -66,8 +66,7 @@ class TiledLinear(nn.Module):
 
     @property
     def names(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """{name of an own parameter: (the plain layer's name, shape there, first element
-        there)}."""
+        """Map each own parameter's name to (name, shape and first element in the plain layer)."""
         shape = (self.out_features, self.in_features)
         found = {
             f"tiles.{i}.weight": ("weight", shape, tile.first * shape[1])
@@ -94,7 +93,8 @@ class TiledLinear(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """With ``keep_vars`` the parameters themselves, under the names they have here."""
+        """Return the plain layer's state; under ``keep_vars`` the parameters themselves, by their
+        names here."""
         state = super().state_dict(
             *args, destination=destination, prefix=prefix, keep_vars=keep_vars
         )
@@ -113,7 +113,7 @@ class TiledLinear(nn.Module):
 
 
 def _cut(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before ``load_state_dict``: the plain layer's tensors become those of the tiles."""
+    """Divide the plain layer's tensors into those of the tiles, before ``load_state_dict``."""
     assert isinstance(layer, TiledLinear)
     wholes = {
         whole: state.pop(prefix + whole) for whole in ("weight", "bias") if prefix + whole in state
@@ -125,16 +125,16 @@ def _cut(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
                 wholes[whole].reshape(-1)[start : start + own.numel()].view(own.shape)
             )
         elif whole in wholes:
-            state[prefix + name] = wholes[whole]  # refused there, with both shapes
+            state[prefix + name] = wholes[whole]  # load_state_dict refuses it and names both shapes
 
 
 def tile(model: nn.Module, *, tile_mb: float = 64.0) -> nn.Module:
-    """Cut each ``nn.Linear`` of more than ``tile_mb`` megabytes of weights into tiles of at most
-    that; before ``stream``.
+    """Divide each ``nn.Linear`` of more than ``tile_mb`` megabytes of weights into tiles of at most
+    that size; call it before ``stream``.
 
     Layers are replaced inside ``model``, which is returned (itself replaced if it is such a layer).
-    Not cut are subclasses of ``nn.Linear``, layers whose weight is tied to another module's, and
-    those that torch's own transformer layers read.
+    Subclasses of ``nn.Linear``, layers with a weight tied to another module's, and layers that
+    torch's own transformer layers read stay whole.
     """
     if not tile_mb > 0:
         raise InvalidArgument(f"tile_mb is {tile_mb!r}, expected a positive number")
@@ -177,8 +177,8 @@ def _check(linear: nn.Linear) -> None:
 
 @dataclass(frozen=True)
 class PlainName:
-    """A tensor of the model, and where it lies in which of the plain model's: all of that, but for
-    tiles."""
+    """A tensor of the model, with its name, shape and first element in the plain model: a whole
+    tensor there, except for tiles."""
 
     value: torch.Tensor
     name: str
@@ -190,7 +190,7 @@ class PlainName:
 
 
 def plain_names(model: nn.Module) -> list[PlainName]:
-    """All that ``state_dict`` has."""
+    """Return the entries of the plain model's ``state_dict``."""
     tiles: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TiledLinear):

@@ -1,8 +1,8 @@
-"""Parameters cut into chunks of about equal length, whose master weights, moments and gradients are
-tensors of a store.
+"""Parameters divided into chunks of about equal length, with master weights, moments and gradients
+as tensors of a store.
 
-Cuts lie at multiples of ``ALIGN`` elements of a parameter: see the note on vectors in ``bucket``. A
-streamed parameter's chunks are the stored ranges of its group; in float32 such a range is itself
+Parameters are cut at multiples of ``ALIGN`` elements: see the note on vectors in ``bucket``. A
+streamed parameter's chunks are the stored ranges of its group; such a range in float32 is itself
 the master weight.
 """
 
@@ -21,27 +21,26 @@ from commpress.optim.layout import local
 from commpress.tiered_mem import Pending, TieredStore
 
 WEIGHT, GRADIENT = "weight", "gradient"
-LEAVING = 2  # gradients that are being written and not waited for
+LEAVING = 2  # gradients being written before a wait
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkRange:
-    """Elements of one parameter, of what this rank has of it, in a chunk."""
+    """Elements of one parameter, or of this rank's shard of it, in a chunk."""
 
     parameter: torch.Tensor
     name: str
     index: int  # of the parameter, among all
     group: int
     start: int  # first element in the parameter
-    at: int  # and in the chunk
+    at: int  # first element in the chunk
     numel: int
 
     def inside(self, chunk: torch.Tensor) -> torch.Tensor:
         return chunk[self.at : self.at + self.numel]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor of the parameter's shape, which is cut as the parameter
-        is."""
+        """Return the same elements of a tensor with the parameter's shape and sharding."""
         return local(whole).detach().view(-1)[self.start : self.start + self.numel]
 
 
@@ -53,10 +52,10 @@ class UpdateChunk:
     prefix: str
     ranges: list[ChunkRange] = field(default_factory=list)
     numel: int = 0
-    values: str = ""  # streamed: the store's name of the parameters' own values, in their dtype
-    tier: str = "disk"  # where it is between steps
-    master: str = ""  # the store's name of the float32 weights
-    keys: list[str] = field(default_factory=list)  # moments that the store holds
+    values: str = ""  # name in the store of streamed parameters' values, in their dtype
+    tier: str = "disk"  # place between steps
+    master: str = ""  # name in the store of the float32 weights
+    keys: list[str] = field(default_factory=list)  # moments in the store
     # the rest of the state, such as the number of steps
     scalars: dict[str, Any] = field(default_factory=dict)
     stepped: bool = False
@@ -69,12 +68,12 @@ class UpdateChunk:
 
     @property
     def on(self) -> Literal["host", "device"]:
-        """The tier on which it is updated."""
+        """Tier on which it is updated."""
         return "device" if self.tier == "device" else "host"
 
     @property
     def passes(self) -> bool:
-        """It is on disk between steps."""
+        """True if it is on disk between steps."""
         return self.tier == "disk"
 
     @property
@@ -83,11 +82,12 @@ class UpdateChunk:
 
     @property
     def copied(self) -> bool:
-        """The streamed values are not the master weights, and follow them."""
+        """True if streamed values are separate from the master weights, of which they are
+        copies."""
         return bool(self.values) and self.values != self.master
 
     def names(self) -> list[str]:
-        """All but the gradient."""
+        """Return the names of all its tensors except the gradient."""
         return [
             self.master,
             *([self.values] if self.copied else []),
@@ -112,8 +112,8 @@ class UpdateChunk:
         held: dict[str, torch.Tensor],
         param_groups: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """One step of an optimizer that knows this chunk alone, on the store's own tensors; the
-        states of the ranges after it.
+        """Take one step of an optimizer for this chunk alone, in place in the store's tensors;
+        return the new states of the ranges.
 
         ``make`` makes the user's optimizer from parameter groups.
         """
@@ -134,7 +134,7 @@ class UpdateChunk:
         optimizer.step()
         states = [dict(optimizer.state[weight]) for weight in weights]
         self.stepped = True
-        # the object may live on until the next collection of cycles: not with tensors
+        # the object may exist until the next collection of cycles: free its tensors now
         optimizer.state.clear()
         for weight in weights:
             weight.grad = None
@@ -147,8 +147,8 @@ def chunks(
     prefix: str,
     streamed: Mapping[int, StreamedGroup],
 ) -> list[UpdateChunk]:
-    """Chunks of about ``numel`` elements; ``streamed``: groups of parameters that are elsewhere, by
-    id."""
+    """Divide parameters into chunks of about ``numel`` elements; ``streamed``: groups of streamed
+    parameters by id."""
     result: list[UpdateChunk] = []
     numel = max(numel // ALIGN, 1) * ALIGN
     for number, group in enumerate(groups):
@@ -174,7 +174,8 @@ def _streamed_chunks(
     first: int,
     streamed: Mapping[int, StreamedGroup],
 ) -> list[UpdateChunk]:
-    """One chunk for each stored range of a streamed group that has a parameter among ``groups``."""
+    """Make one chunk for each stored range of a streamed group with a parameter among
+    ``groups``."""
     known = {
         id(p): (name, index, number)
         for number, group in enumerate(groups)
@@ -209,17 +210,17 @@ def _streamed_chunks(
 
 
 class ParameterGradients:
-    """Gradients of one chunk after the other, in float32 where the chunk is updated: as backward
-    left them in the parameters, or as ``take`` took them from there."""
+    """Gradients of one chunk after the other, in float32 where the chunk is updated, read from
+    ``parameter.grad`` or from what ``take`` has removed there."""
 
     def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk]) -> None:
         self._store, self._chunks = store, chunks
-        self._taken: dict[int, torch.Tensor] | None = None  # by the number of their parameter
+        self._taken: dict[int, torch.Tensor] | None = None  # by the parameter's number
         self._buffers: dict[str, torch.Tensor] = {}  # as long as the longest chunk
 
     def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Those of its ranges, clipped; those of the parameters themselves where they can be read
-        as they are."""
+        """Return the clipped gradients of a chunk's ranges, those of the parameters themselves if
+        they need no conversion."""
         found = self._found(chunk)
         if chunk.on == "host":
             self._store.crossing.down += sum(
@@ -235,12 +236,13 @@ class ParameterGradients:
         return _clipped(chunk, flat, factor)
 
     def square_sum(self) -> float:
-        """Σ g² in double, summed where the gradients lie."""
+        """Return Σ g² in double, summed where the gradients are."""
         every = [one for chunk in self._chunks for one in self._found(chunk)]
         return _square_sum(own.of(g.contiguous()) for own, g in every if g is not None)
 
     def take(self) -> None:
-        """Out of the parameters: for a step beside the next backward, which begins with none."""
+        """Remove gradients from the parameters for a delayed step, so that the next backward begins
+        without any."""
         parameters = {own.index: own.parameter for chunk in self._chunks for own in chunk.ranges}
         self._taken = {}
         for index, parameter in parameters.items():
@@ -248,7 +250,7 @@ class ParameterGradients:
                 self._taken[index], parameter.grad = parameter.grad, None
 
     def buffer(self, chunk: UpdateChunk) -> torch.Tensor:
-        """For a chunk's values, where it is updated; zeros where no parameter is."""
+        """Return a buffer for a chunk's values on its tier, with zeros between parameters."""
         if chunk.on not in self._buffers:
             longest = max(c.numel for c in self._chunks if c.on == chunk.on)
             self._buffers[chunk.on] = torch.zeros(
@@ -258,17 +260,17 @@ class ParameterGradients:
         return flat.zero_() if chunk.gaps else flat
 
     def names(self, chunk: UpdateChunk) -> list[str]:
-        """Tensors of the store to be read for it."""
+        """Return the tensors of the store to read for a chunk."""
         return []
 
     def forget(self, chunk: UpdateChunk) -> None:
-        """The gradient has been used up, or is not wanted."""
+        """Drop the gradient of a chunk, which was used or is not wanted."""
 
     def clear(self) -> None:
-        """No gradient is wanted any more."""
+        """Drop all gradients."""
 
     def settle(self) -> None:
-        """Wait for what is under way; raises what went wrong with it."""
+        """Wait for pending work, and raise its errors."""
 
     def _found(self, chunk: UpdateChunk) -> list[tuple[ChunkRange, torch.Tensor | None]]:
         found = [
@@ -279,17 +281,17 @@ class ParameterGradients:
 
 
 class StoredGradients(ParameterGradients):
-    """Gradients on their way from autograd into a store; no parameter keeps one.
+    """Gradients moved from autograd into a store; ``parameter.grad`` is None.
 
-    A chunk's are one float32 tensor there, from the first that comes to the step that uses them up.
-    One that does not stay in memory is written as soon as it is complete.
+    A chunk's gradients are one float32 tensor there, from the first until the step that uses them.
+    The tensor of a chunk on disk is written as soon as it is complete.
     """
 
     def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk]) -> None:
         super().__init__(store, chunks)
-        self._there: dict[UpdateChunk, set[ChunkRange]] = {}  # what the store holds
-        self._squares: dict[UpdateChunk, float] = {}  # of the norm, where the gradient is complete
-        self._new: dict[UpdateChunk, set[ChunkRange]] = {}  # what has come in this backward
+        self._there: dict[UpdateChunk, set[ChunkRange]] = {}  # ranges with a gradient in the store
+        self._squares: dict[UpdateChunk, float] = {}  # squares of norms of complete gradients
+        self._new: dict[UpdateChunk, set[ChunkRange]] = {}  # ranges in this backward
         self._leaving: list[Pending[None]] = []
         self._scratch = torch.zeros(max(c.numel for c in chunks))
 
@@ -347,7 +349,7 @@ class StoredGradients(ParameterGradients):
             return _square_sum(own.inside(held) for own in chunk.ranges)
 
     def square_sum(self) -> float:
-        """Σ g² in double, of each chunk as it was when its last gradient came."""
+        """Return Σ g² in double, of each chunk as it was after its last gradient."""
         for chunk in self._there:
             self._new[chunk].clear()
             if chunk not in self._squares:
@@ -367,7 +369,7 @@ class StoredGradients(ParameterGradients):
         return [chunk.name(GRADIENT)] if chunk in self._there else []
 
     def forget(self, chunk: UpdateChunk) -> None:
-        """Nothing is written for that."""
+        """Delete the gradient of a chunk without writing it."""
         if self._there.pop(chunk, None) is not None:
             self._store.delete(chunk.name(GRADIENT))
         self._squares.pop(chunk, None)
@@ -387,7 +389,7 @@ class StoredGradients(ParameterGradients):
 def _clipped(
     chunk: UpdateChunk, flat: torch.Tensor, factor: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """The parts of ``flat`` that the chunk's ranges are."""
+    """Return the parts of ``flat`` that belong to the chunk's ranges, after clipping."""
     if factor is not None:
         flat.mul_(factor.to(flat.device))
     return [own.inside(flat) for own in chunk.ranges]
@@ -399,7 +401,7 @@ def _square_sum(parts: Iterable[torch.Tensor]) -> float:
 
 
 def _readable(gradient: torch.Tensor) -> bool:
-    """The processor's update can take it where it lies."""
+    """Return whether the processor's update can read a gradient in place."""
     return (
         gradient.dtype == torch.float32
         and gradient.device.type == "cpu"
@@ -410,7 +412,7 @@ def _readable(gradient: torch.Tensor) -> bool:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Torch computes with so many in this thread. One that begins meanwhile has as many."""
+    """Let torch use ``count`` threads in this thread, and in those that begin meanwhile."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""An optimizer around another one: what ``Partitioned`` and ``Offloaded`` have in common."""
+"""An optimizer around another one: the common part of ``Partitioned`` and ``Offloaded``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -12,15 +12,15 @@ from commpress.integrations.zero.streamed_group import is_streamed
 from commpress.logs import warn_on_first
 from commpress.optim.layout import WeightHolder, check_parameter, local
 
-# in a state: float32 weights of parameters that are not, or that travel compressed
+# entry of a state: float32 weights of parameters in another dtype, or with compressed weights
 MASTER = "master"
 
 
 class Wrapper(torch.optim.Optimizer, WeightHolder):
-    """``param_groups`` are the user's, with the options of ``optimizer``; who does the arithmetic
-    reads them in each step."""
+    """Base class. ``param_groups`` are the user's, with the options of ``optimizer``, and are read
+    in each step."""
 
-    where = ""  # the gradients lie, for messages
+    where = ""  # place of the gradients, for messages
 
     def __init__(
         self,
@@ -48,15 +48,16 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
         super().add_param_group(param_group)
 
     def _clipping(self, norm: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, bool]:
-        """The factor of all gradients, None without ``max_grad_norm``; and whether their norm, if
-        it counts, is finite."""
+        """Return the clipping factor, None without ``max_grad_norm``, and whether the norm is
+        finite, True without one."""
         if self.max_grad_norm is None:
             return None, True
         found = norm()
         return clip_factor(self.max_grad_norm, found), bool(torch.isfinite(found))
 
     def _skip(self, rank: int = 0) -> None:
-        """``rank``: among those that skip the step together."""
+        """Count a skipped step, and raise or warn. ``rank`` counts among those that skip
+        together."""
         self.skipped_steps += 1
         if self.on_nonfinite == "raise":
             raise NonFiniteGradient(
@@ -74,12 +75,12 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
 
 
 def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the factor of ``torch.nn.utils.clip_grad_norm_``."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 def of_every_rank(channel: Channel, values: list[float]) -> list[float]:
-    """These numbers of all ranks, one number after the other."""
+    """Gather these numbers from all ranks: the first of all ranks, then the second, and so on."""
     if channel.size == 1:
         return values
     every: list[float] = channel.run(channel.gathered(values)).T.ravel().tolist()
@@ -87,8 +88,7 @@ def of_every_rank(channel: Channel, values: list[float]) -> list[float]:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Options of a parameter group, as a schedule may have changed them, for who does the
-    arithmetic."""
+    """Return the options of a parameter group, as a schedule may have changed them."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -98,8 +98,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 def _check_optimizer(optimizer: Any) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise InvalidArgument(
-            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its options "
-            "follow"
+            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW, with its "
+            "options after it"
         )
     if any(base.__module__.split(".")[0] == "commpress" for base in optimizer.__mro__):
         raise InvalidArgument(
@@ -120,8 +120,8 @@ def _check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
 def trainable(
     groups: Sequence[dict[str, Any]], *, streamed: bool = False
 ) -> tuple[list[list[Numbered]], list[tuple[str, torch.Tensor]]]:
-    """(parameter, name, number) of what is trained, by group; and what is frozen. ``streamed``
-    parameters are welcome then."""
+    """Return (parameter, name, number) of all trained parameters by group, and the frozen ones.
+    ``streamed`` allows streamed parameters."""
     result: list[list[Numbered]] = []
     frozen: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
@@ -151,8 +151,8 @@ def _check(name: str, parameter: torch.Tensor, streamed: bool) -> None:
     check_parameter(name, parameter)
     if is_streamed(parameter) and not streamed:
         raise InvalidArgument(
-            f"parameter {name!r} is streamed, its values lie in a store: train it with "
-            "commpress.Offloaded of that store, on one rank or several"
+            f"parameter {name!r} is streamed from a store: train it by commpress.Offloaded with "
+            "that store, on one rank or several"
         )
     if parameter.numel() == 0 or not (is_streamed(parameter) or local(parameter).is_contiguous()):
         raise InvalidArgument(
@@ -169,10 +169,10 @@ def probe(
     options: dict[str, Any],
     device: torch.device | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """State that a step of a small parameter leaves: by name what has the parameter's shape, and an
-    example of each other one.
+    """Take a step of a small parameter; return the first values of moments, which have its shape,
+    and an example of each other entry of the state.
 
-    Parameter and gradient are zero: the former are as they were before the step.
+    Parameter and gradient are zero, so that moments after the step equal those before it.
     """
     parameter = torch.zeros(7, device=device)
     parameter.grad = torch.zeros_like(parameter)
@@ -188,21 +188,21 @@ def probe(
     scalars = {key: state[key] for key in sorted(state) if key not in moments}
     if odd := [key for key, v in scalars.items() if isinstance(v, torch.Tensor) and v.numel() != 1]:
         raise InvalidArgument(
-            f"{optimizer.__name__} keeps {odd[0]!r}, which is neither a number nor as large as "
-            "the parameter"
+            f"{optimizer.__name__} has {odd[0]!r} in its state, which is neither a number nor of "
+            "the parameter's shape: use another, such as AdamW, SGD or Adagrad"
         )
     return moments, scalars
 
 
 def like(example: Any, value: float) -> Any:
-    """A number of the kind of ``example``."""
+    """Return a number of the type of ``example``."""
     if isinstance(example, torch.Tensor):
         return torch.full_like(example, value)
     return type(example)(value)
 
 
 def agreed(steps: Sequence[float]) -> None:
-    """All ranks' stores are of the same step."""
+    """Raise ``StateMismatch`` unless all ranks' stores are of the same step."""
     if len(set(steps)) > 1:
         raise StateMismatch(
             f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run was "

@@ -423,7 +423,7 @@ def test_a_model_with_divided_experts_is_not_streamed_nor_healed(tmp_path):
         commpress.TieredStore.open(tmp_path, host="8MiB") as store,
         pytest.raises(
             InvalidArgument,
-            match=r"commpress.stream moves what all ranks hold alike: keep a store for the experts",
+            match=r"commpress.stream moves what all ranks hold alike: use a store for the experts",
         ),
     ):
         commpress.stream(model, store=store)

@@ -136,7 +136,7 @@ def test_adafactor_of_transformers_looks_across_elements_however_it_is_set(shape
     for options in ({}, fixed, fixed | {"scale_parameter": False, "beta1": 0.9}):
         for wrap in (in_a_store, over_ranks):
             model = torch.nn.ParameterList([torch.ones(shape)])
-            with pytest.raises(InvalidArgument, match="does not treat every element"):
+            with pytest.raises(InvalidArgument, match="is not element-wise"):
                 wrap(model, kind, options)
 
 

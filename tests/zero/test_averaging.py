@@ -134,7 +134,7 @@ def bare(**more):
 def test_a_bare_model_on_several_ranks_is_warned_of_once_by_one_of_them(pool, more, size):
     found = pool.run(warnings_of, partial(bare, **more), size=size)
     (line,) = (line for lines in found for line in lines)
-    assert "nobody averages these, and the replicas train apart" in line
+    assert "these are not averaged, and the replicas diverge" in line
     assert (
         "Offloaded does not communicate. Use commpress.Partitioned(params, ..., store=store)"
         in line

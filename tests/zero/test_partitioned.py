@@ -485,7 +485,7 @@ def refusals():
         optimizer.step()
     net.frozen.weight.requires_grad_(False)
     net.head.bias.data = torch.zeros(19)
-    with pytest.raises(InvalidArgument, match="no longer where"):
+    with pytest.raises(InvalidArgument, match="no longer in the buffer"):
         optimizer.step()
     optimizer.close()
     torch.manual_seed(dist.get_rank())

@@ -201,7 +201,7 @@ def test_without_gradients_nothing_stays(store):
 
 def test_what_cannot_work_is_refused(store):
     net = made()
-    with pytest.raises(InvalidArgument, match="neither a parameter"):
+    with pytest.raises(InvalidArgument, match="expected names of parameters"):
         commpress.stream(net, store=store, keep=["nowhere"])
     with pytest.raises(InvalidArgument, match="no such module"):
         commpress.stream(net, store=store, blocks=[torch.nn.Conv2d])
@@ -450,6 +450,6 @@ def test_nothing_is_written_on_parameters(store):
     assert not any(vars(p) for p in net.parameters())
     with pytest.raises(
         InvalidArgument,
-        match=r"streamed, its values lie in a store: train it with commpress\.Offloaded",
+        match=r"streamed from a store: train it by commpress\.Offloaded",
     ):
         commpress.Partitioned(net.parameters(), torch.optim.AdamW)
