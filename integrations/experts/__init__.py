@@ -1,4 +1,4 @@
-"""Layers whose experts lie on different ranks."""
+"""Layers with experts on different ranks."""
 
 from commpress.integrations.experts.dispatch import AllToAll
 from commpress.integrations.experts.expert_exchange import ExpertExchange

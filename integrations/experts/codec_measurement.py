@@ -1,8 +1,8 @@
-"""``codec="auto"``: the first batch goes out and back in every codec in turn, and all ranks take
-the fastest for good.
+"""``codec="auto"``: send the first batch to the experts and back in every codec in turn, and use
+the fastest from then on.
 
-All begin together, and a turn counts as its slowest rank, of whom every rank gets to know: so all
-decide alike.
+The ranks begin each turn together and exchange their seconds. The slowest rank's count, so that all
+ranks decide alike.
 """
 
 from time import perf_counter
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from commpress.integrations.experts.expert_exchange import ExpertExchange, ExpertPlan
 
 AUTO = "auto"
-# from the most exact to the coarsest; what costs more in loss is not tried unasked
+# from the most exact to the coarsest; coarser ones, which would affect the loss, are not tried
 CANDIDATES = ("none", "bf16", "int8")
-ROUNDS = 5  # of which the first does not count: memory is touched, kernels are compiled
-GAIN = 0.05  # of the seconds of a finer one that a coarser codec must save to be worth it
+ROUNDS = 5  # the first does not count: memory is allocated, kernels are compiled
+GAIN = 0.05  # share of the seconds that a coarser codec must save over a finer one
 
 
 class CodecMeasurement:
-    """Seconds of each candidate, there and back, and the one to go on with.
+    """Measure the seconds of each candidate for a round trip, and choose one.
 
-    ``out`` and ``back``: the codecs of each candidate for the two directions.
+    ``out`` and ``back``: codecs of each candidate for the two directions.
     """
 
     def __init__(self, out: dict[str, Codec], back: dict[str, Codec]) -> None:
         self.out, self.back = out, back
-        self.seconds: dict[str, float] = {}  # once it is over
+        self.seconds: dict[str, float] = {}  # filled at the end
         self.chosen = ""
 
     def steps(
@@ -42,7 +42,7 @@ class CodecMeasurement:
         tokens: torch.Tensor,
         gates: torch.Tensor | None,
     ) -> Steps[bool]:
-        """Measure with this batch, unless no rank has a token: then False. Every rank calls it with
+        """Measure with this batch; return False if no rank has a token. Every rank calls it with
         the same batch's plan."""
         channel = exchange.channel
         counts = yield from channel.gathered([float(len(tokens))])
@@ -72,7 +72,7 @@ class CodecMeasurement:
 
 
 def fastest(seconds: dict[str, float]) -> str:
-    """The candidate to take: the first one, unless a later one, which is coarser, saves enough."""
+    """Return the first candidate, unless a later and coarser one saves enough time."""
     best, *rest = seconds
     for name in rest:
         if seconds[name] <= (1 - GAIN) * seconds[best]:

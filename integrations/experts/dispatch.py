@@ -1,5 +1,5 @@
-"""All-to-all for layers whose experts lie on different ranks: autograd, splits that change with
-every call, compression."""
+"""All-to-all for layers with experts on different ranks, with autograd, splits that change with
+every call, and compression."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,19 +22,19 @@ from commpress.errors import InvalidArgument
 
 
 class AllToAll:
-    """Send rows to other ranks and back, differentiably: dispatch tokens to experts, combine what
-    they return.
+    """Send rows to other ranks and back, differentiably: dispatch tokens to experts and combine
+    their results.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other
-    groups: it makes a new one.
+    groups, because it makes a new one.
 
     - ``codec``: int8, int4, fp8, bf16, fp16 or none, for activations; ``gradient_codec`` for
       gradients (default: the same).
-    - ``topology``: the nodes, to travel by way of nodes; see ``Way``. The bits are the same.
-    - ``process_group``: a transport will do as well, such as an ``MpiTransport``.
+    - ``topology``: nodes, to send rows in two levels; see ``Way``. The bits are the same.
+    - ``process_group``: a process group or a transport, such as an ``MpiTransport``.
 
-    The gradient of an all-to-all is the all-to-all with its splits exchanged. Compressed, it is
-    straight-through: it takes the codec for the identity, and is itself compressed.
+    The gradient of an all-to-all is the all-to-all with its splits exchanged. With compression it
+    is a straight-through estimate, as if the codec were the identity, and is compressed, too.
     """
 
     def __init__(
@@ -60,19 +60,18 @@ class AllToAll:
         out_splits: Sequence[int] | None = None,
         in_splits: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """The rows that other ranks sent here, in the order of the ranks; ``in_splits[r]`` of
-        ``rows`` go to rank r.
+        """Send ``in_splits[r]`` of ``rows`` to each rank r; return the received rows in the order
+        of ranks.
 
-        If only ``in_splits`` is given, the ranks first tell each other how many rows come
-        (``counts``).
+        If only ``in_splits`` is given, the ranks first exchange numbers of rows (``counts``).
         """
         if in_splits is not None and out_splits is None:
             out_splits = self.counts(in_splits)
         return _Exchange.apply(rows.contiguous(), self, out_splits, in_splits)
 
     def counts(self, in_splits: Sequence[int]) -> list[int]:
-        """Numbers of rows that each rank will send here, when each says how many it sends to
-        whom."""
+        """Return how many rows each rank will send here, after all ranks have exchanged their
+        ``in_splits``."""
         sent = torch.tensor([int(n) for n in in_splits], dtype=torch.int64)
         received = torch.empty_like(sent)
         self.channel.run(
@@ -90,7 +89,7 @@ class AllToAll:
         codec: Codec,
         sequence: int,
     ) -> torch.Tensor:
-        """One exchange without autograd."""
+        """Send and receive once, without autograd."""
         out = rows.new_empty(len(rows) if out_splits is None else sum(out_splits), *rows.shape[1:])
         how: dict[str, Any] = {
             "transport": self.transport,
@@ -117,7 +116,9 @@ class _Exchange(torch.autograd.Function):
         out_splits: Sequence[int] | None,
         in_splits: Sequence[int] | None,
     ) -> torch.Tensor:
-        sequence = exchange.channel.take(2)  # for backward too: its turn may differ by rank
+        sequence = exchange.channel.take(
+            2
+        )  # also for backward, which may run at another time on each rank
         ctx.exchange, ctx.out_splits, ctx.in_splits, ctx.sequence = (
             exchange,
             out_splits,
@@ -139,11 +140,11 @@ class _Exchange(torch.autograd.Function):
 def channel_over(
     group: dist.ProcessGroup | Transport | None, timeout: timedelta | None, owner: str
 ) -> Channel:
-    """A channel of ``owner`` among the ranks of a process group, or over a transport."""
+    """Make a channel for ``owner`` over a process group or a transport."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return Channel(group)
     if not dist.is_initialized():
         raise InvalidArgument(
-            f"torch.distributed is not initialised: call init_process_group before {owner}"
+            f"torch.distributed is not initialized: call init_process_group before {owner}"
         )
     return Channel.among(group, timeout=timeout)

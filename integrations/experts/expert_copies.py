@@ -1,8 +1,8 @@
-"""Copies of hot experts on further ranks: tokens are spread over them, and each has what its home
-has.
+"""Copies of busy experts on further ranks, over which tokens are spread. All have the weights of
+the expert's home rank.
 
-A copy has no parameters of its own. For a forward its weights come from the expert's home, and in
-backward its gradients go there and are added, by rank. So copies are equal in every bit, and
+A copy has no parameters of its own. In each forward its weights come from the home, and in backward
+its gradients are sent there and summed in the order of ranks. So copies are equal bit for bit, and
 optimizers, clipping and ``state_dict`` see an expert once.
 """
 
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 
 
 class ExpertCopies:
-    """Places of experts of which some have copies, and the copy that each choice of this rank's
-    tokens goes to.
+    """Place copies of experts on ranks, and choose a copy for each choice of this rank's tokens.
 
-    ``ranks``: on how many ranks experts lie, their home among them. A copy goes to a node that has
-    none of the expert, there to the rank with the least to do. Tokens stay on their rank if it has
-    the expert, else on their node, and where several copies are as near they are dealt out so that
-    ranks get the same, as far as ``load`` (choices of each expert) says; without it an expert on n
-    ranks is taken for one with n times the choices of others. All of it follows from arguments that
-    all ranks have alike, so that backward and checkpointing meet the same ways.
+    ``ranks``: number of ranks that have an expert, including its home. A copy is placed on a node
+    without the expert, on the rank with the lowest load. Tokens stay on their rank if it has the
+    expert, else on their node; copies at equal distance get equal shares, according to ``load``
+    (choices of each expert). Without ``load`` an expert on n ranks is assumed to have n times the
+    choices of others. Everything follows from arguments that are equal on all ranks, so that
+    backward and checkpointing find the same copies.
 
-    A copy has a number beyond those of experts: by expert, then in the order in which they were
-    placed.
+    Copies are numbered after the experts: by expert, then in the order of placement.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class ExpertCopies:
         self.placement = (
             home if not hot else Placement([*home.owner[:-1].tolist(), *self._copied(1)], size)
         )
-        self.expert = np.array([*range(experts), *self._copied(0)])  # of every number
+        self.expert = np.array([*range(experts), *self._copied(0)])  # expert of every number
         self.shares = self._shared(
             hot,
             nodes,
@@ -89,7 +87,7 @@ class ExpertCopies:
         )
 
     def _copied(self, field: int) -> list[int]:
-        """Of every copy the expert, or the rank."""
+        """Return the expert, or the rank, of every copy."""
         return [(e, rank)[field] for e, on in self.holders.items() for rank in on[1:]]
 
     def _shared(
@@ -101,12 +99,12 @@ class ExpertCopies:
         home: Placement,
         rank: int,
     ) -> dict[int, np.ndarray]:
-        """For each expert with copies, the part of this rank's choices that goes to each of its
+        """Return, for each expert with copies, the share of this rank's choices for each of its
         holders."""
         level, found = _by_rank(home, rest), {}
         for e in hot:
             on = np.array(self.holders[e])
-            level[on] += demand[e]  # each holder's own
+            level[on] += demand[e]  # choices of the holders' own tokens
             found[e] = (on == rank).astype(float)
             here = [
                 [r for r in node if r not in on] for node in nodes.members if set(node) & set(on)
@@ -129,7 +127,7 @@ class ExpertCopies:
         return found
 
     def spread(self, wanted: np.ndarray) -> np.ndarray:
-        """``wanted`` int64[tokens, k] with the copy in place of the expert."""
+        """Return ``wanted`` int64[tokens, k] with numbers of copies in place of experts."""
         if not self.shares:
             return wanted
         flat = wanted.reshape(-1).copy()
@@ -141,15 +139,15 @@ class ExpertCopies:
 
 
 def _by_rank(home: Placement, amounts: np.ndarray) -> np.ndarray:
-    """Sums of the amounts of experts; without those that are gone."""
+    """Sum the amounts of experts by rank, without lost experts."""
     there = home.owner[:-1] >= 0
     return np.bincount(home.owner[:-1][there], amounts[there], home.size)
 
 
 def filled(level: np.ndarray, amount: float) -> np.ndarray:
-    """Parts of ``amount`` for each so that the lowest come to one height."""
+    """Return the parts of ``amount`` that raise the lowest levels to an equal height."""
     order = np.sort(level)
-    heights = (amount + order.cumsum()) / np.arange(1, len(level) + 1)  # if so many share it
+    heights = (amount + order.cumsum()) / np.arange(1, len(level) + 1)  # if this many share it
     height = heights[np.flatnonzero(heights > order)[-1]] if amount > 0 else order[0]
     return np.maximum(height - level, 0)
 
@@ -166,15 +164,15 @@ def _checked(ranks: Mapping[int, int], home: Placement) -> dict[int, int]:
     if wrong:
         raise InvalidArgument(
             f"copies has expert {wrong[0][0]!r} on {wrong[0][1]!r} ranks, expected experts 0 to "
-            f"{home.experts - 1} on 1 to {home.size} ranks each, such as {{0: "
-            f"{min(2, home.size)}}}: as many as there are, its home among them"
+            f"{home.experts - 1} on 1 to {home.size} ranks each, including its home, such as "
+            f"{{0: {min(2, home.size)}}}"
         )
     return {e: n for e, n in ranks.items() if n > 1}
 
 
 def hottest(load: Sequence[float], copies: int, size: int) -> dict[int, int]:
-    """On how many ranks experts are to lie if so many ``copies`` are made, one after the other of
-    who has the most each."""
+    """Return the number of ranks for each expert when ``copies`` are made one by one, always for
+    the expert with the most choices per rank."""
     ranks = np.ones(len(load), int)
     for _ in range(copies):
         each = np.where(ranks < size, np.asarray(load, float) / ranks, -1)
@@ -184,15 +182,16 @@ def hottest(load: Sequence[float], copies: int, size: int) -> dict[int, int]:
     return {e: int(n) for e, n in enumerate(ranks) if n > 1}
 
 
-Arguments = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # of an expert, beside its rows
+Arguments = Callable[
+    [torch.Tensor], tuple[torch.Tensor, ...]
+]  # arguments of an expert besides its rows
 
 
 class CopiedExperts:
-    """The weights of one layer's copies on their way: from the homes of experts to their copies,
-    and gradients back.
+    """Send weights of one layer from the homes of experts to their copies, and gradients back.
 
-    ``module``: a batched one, whose parameters have this rank's experts along their first
-    dimension, or a list of them.
+    ``every``: all experts of the layer, or one batched module with the experts along the first
+    dimension of its parameters.
     """
 
     def __init__(
@@ -207,15 +206,15 @@ class CopiedExperts:
         self.templates = [_emptied(module) for module in every]  # of all experts; batched: one
 
     def check(self) -> None:
-        """Raise ``InvalidArgument`` if these experts cannot have copies, whether or not there are
-        any here."""
+        """Raise ``InvalidArgument`` if these experts cannot have copies, even if there are none
+        now."""
         kinds = {p.dtype for template in self.templates for p in template.parameters()}
         buffers = [name for template in self.templates for name, _ in template.named_buffers()]
         if len(kinds) != 1 or buffers:
             raise InvalidArgument(
-                f"copies are of experts with parameters of {sorted(map(str, kinds))} and buffers "
-                f"{buffers[:1]}, expected one type and no buffers, since a copy has what travels: "
-                "leave copies out"
+                f"copies are given for experts with parameters of {sorted(map(str, kinds))} and "
+                f"buffers {buffers[:1]}, expected one dtype and no buffers, since only parameters "
+                "are sent to copies: leave copies out"
             )
 
     @property
@@ -224,11 +223,11 @@ class CopiedExperts:
 
     @property
     def here(self) -> list[int]:
-        """The experts of which this rank has copies, in the order of their rows."""
+        """Experts with a copy on this rank, in the order of their rows."""
         return self._between(None, self.exchange.channel.rank)
 
     def _between(self, home: int | None, rank: int) -> list[int]:
-        """The experts of ``home`` (None: of all) of which ``rank`` has a copy."""
+        """Return the experts of ``home`` (None: of all ranks) with a copy on ``rank``."""
         return [
             e for e, on in self.copies.holders.items() if rank in on[1:] and home in (None, on[0])
         ]
@@ -246,11 +245,11 @@ class CopiedExperts:
     def fetch(
         self, tokens: torch.Tensor, experts: nn.Module, own: Sequence[int]
     ) -> tuple[torch.Tensor, "FetchedWeights"]:
-        """``tokens``, behind which backward sends gradients home, and the weights of the copies
-        here; collective."""
+        """Return ``tokens``, with a node behind them that sends gradients home in backward, and the
+        weights of this rank's copies; collective."""
         hot = [e for e in own if e in self.copies.holders]
         probe = next(experts.parameters())
-        # else ranks without a hot expert would stay away
+        # so that ranks without a copied expert take part in backward
         ticket = torch.zeros((), requires_grad=torch.is_grad_enabled())
         fetched = FetchedWeights(self, hot)
         tokens, *flat = _Fetch.apply(
@@ -262,8 +261,8 @@ class CopiedExperts:
     def home_weights(
         self, experts: nn.Module, own: Sequence[int], hot: Sequence[int] | None = None
     ) -> dict[int, torch.Tensor]:
-        """All parameters of each of these experts of this rank (default: all), one behind the
-        other."""
+        """Return the concatenated parameters of each of these experts of this rank (default:
+        all)."""
         hot = own if hot is None else hot
         at = [list(own).index(e) for e in hot]
         if self.batched:
@@ -277,8 +276,8 @@ class CopiedExperts:
             if {name: p.shape for name, p in parameters.items()} != self._shapes(expert):
                 raise InvalidArgument(
                     f"expert {expert} has parameters {sorted(parameters)}, expected "
-                    f"{sorted(self._shapes(expert))} as when it was copied: change experts (such "
-                    "as by LoRA) before parallelise, or leave copies out"
+                    f"{sorted(self._shapes(expert))} as when it was copied: change experts, for "
+                    "example by LoRA, before parallelise, or leave copies out"
                 )
         return {
             e: torch.cat([p.reshape(-1) for p in of.values()])
@@ -287,7 +286,7 @@ class CopiedExperts:
 
 
 class FetchedWeights:
-    """Weights of the copies on one rank in one forward, and who used them."""
+    """Weights of the copies on one rank in one forward, and which of them were used."""
 
     def __init__(self, owner: CopiedExperts, hot: Sequence[int]) -> None:
         self.owner, self.hot = owner, hot
@@ -303,10 +302,10 @@ class FetchedWeights:
         }
 
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """Rows that the copies here make of ``rows``, which lie by copy."""
+        """Compute the results of this rank's copies for ``rows``, sorted by copy."""
         experts = list(self.weights)
         self.used |= {e for e, count in zip(experts, counts.tolist(), strict=True) if count}
-        # so that backward comes by
+        # so that backward runs through the fetch
         nothing = sum((w[:0].sum() for w in self.weights.values()), rows.new_zeros(()))
         if not len(rows):
             return rows + nothing.to(rows.dtype)
@@ -336,8 +335,8 @@ class FetchedWeights:
     def there(
         self, hot: Sequence[torch.Tensor], probe: torch.Tensor, sequence: int
     ) -> Steps[list[torch.Tensor]]:
-        """Weights of this rank's hot experts to their copies; those of the copies here, in the
-        order of experts."""
+        """Send the weights of this rank's copied experts; return those of its copies, in the order
+        of experts."""
         flat = dict(zip(self.hot, hot, strict=True))
         outgoing, incoming = self._lists()
         found = yield from self._travel(
@@ -356,8 +355,8 @@ class FetchedWeights:
     def back(
         self, gradients: Sequence[torch.Tensor], probe: torch.Tensor, sequence: int
     ) -> Steps[list[torch.Tensor | None]]:
-        """Sums of the gradients of copies for this rank's hot experts; None where no copy had
-        tokens."""
+        """Return the sums of the gradients of copies for this rank's copied experts; None if no
+        copy had tokens."""
         outgoing, incoming = self._lists()
         marked = {
             e: torch.cat([g, g.new_full((1,), float(e in self.used))])
@@ -378,8 +377,8 @@ class FetchedWeights:
         return [sums[e].to(probe.dtype) if e in sums else None for e in self.hot]
 
     def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
-        """For every rank, the experts of this one of which it has copies, and those of its own of
-        which this one has."""
+        """Return for every rank the experts of this rank with a copy there, and those of that rank
+        with a copy here."""
         rank, size = self.owner.exchange.channel.rank, self.owner.exchange.channel.size
         between = self.owner._between
         return [between(rank, r) for r in range(size)], [between(r, rank) for r in range(size)]
@@ -391,7 +390,7 @@ class FetchedWeights:
         probe: torch.Tensor,
         sequence: int,
     ) -> Steps[list[list[torch.Tensor]]]:
-        """``parts`` for every rank; those of every rank, ``numels`` long."""
+        """Send ``parts`` to every rank; return the received ones, ``numels`` long."""
         outbox = torch.cat([probe.new_empty(0), *(part for there in parts for part in there)])
         out_splits = [sum(there) for there in numels]
         inbox = probe.new_empty(sum(out_splits))
@@ -438,6 +437,6 @@ class _Fetch(torch.autograd.Function):
 
 
 def _emptied(module: nn.Module) -> Any:
-    """The module with parameters that have no values."""
+    """Return a copy of the module with parameters on the meta device."""
     empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in module.parameters()}
     return copy.deepcopy(module, dict(empty))

@@ -1,4 +1,4 @@
-"""Counters of an ``ExpertExchange``, in numbers a user can read."""
+"""Counters of an ``ExpertExchange``."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,55 +11,55 @@ from commpress.integrations.experts.expert_rows import ExpertRows
 
 @dataclass
 class ExpertCounters:
-    """Totals of one rank since the exchange was made. A choice is a token with one of its experts;
-    bytes include headers."""
+    """Totals of one rank since the exchange was made. A choice is a pair of a token and one of its
+    experts; bytes include headers."""
 
-    experts: np.ndarray  # the numbers of those on this rank, then those it has copies of
+    experts: np.ndarray  # numbers of this rank's experts, then of its copies
     routings: int = 0
     tokens: int = 0  # of this rank
-    choices: int = 0  # of this rank's tokens, without those dropped
+    choices: int = 0  # of this rank's tokens, without dropped ones
     dropped: int = 0  # choices beyond the capacity
     masked: int = 0  # choices of experts that died with their rank
     padded: int = 0  # rows of zeros
-    received: int = 0  # choices of all ranks for experts of this one
+    received: int = 0  # choices of all ranks for this rank's experts
     crossing_choices: int = 0  # choices whose expert is on another node
-    # tokens that crossed for them, once to a node where nothing travels twice
+    # tokens that crossed for them: once to a node if rows are sent in two levels
     crossing_tokens: int = 0
-    inside_bytes: int = 0  # sent to ranks of the own node
+    inside_bytes: int = 0  # sent to ranks of the same node
     between_bytes: int = 0  # sent to other nodes
-    load: int = 0  # of ``received``, those of the last routing
+    load: int = 0  # part of ``received`` in the last routing
     loads: list[int] = field(default_factory=list)  # of all ranks, in the last routing but one
-    # of ``received``, by expert of this rank
+    # ``received`` by expert of this rank
     expert_tokens: list[int] = field(default_factory=list)
-    before: list[int] = field(default_factory=list)  # ``expert_tokens`` when copies were made last
+    before: list[int] = field(default_factory=list)  # ``expert_tokens`` when copies were last made
 
     @property
     def tokens_here(self) -> list[int]:
-        """``expert_tokens``, zeros before the first routing."""
+        """Values of ``expert_tokens``, zeros before the first routing."""
         return self.expert_tokens or [0] * len(self.experts)
 
     @property
     def since(self) -> np.ndarray:
-        """``expert_tokens`` since copies were made last."""
+        """Increase of ``expert_tokens`` since copies were last made."""
         found: np.ndarray = np.array(self.tokens_here, np.int64) - np.array(self.before or 0)
         return found
 
     def copied(self, experts: np.ndarray) -> None:
-        """Count for other copies from now on."""
+        """Count for new copies from now on."""
         known = dict(zip(self.experts.tolist(), self.tokens_here, strict=True))
         tokens = [known.get(e, 0) for e in experts.tolist()]
         self.experts, self.expert_tokens, self.before = experts, tokens, list(tokens)
 
     @property
     def imbalance(self) -> float:
-        """The fullest rank's choices relative to the mean, in the last routing but one; 1 is
-        even."""
+        """Choices of the rank with the most, relative to the mean, in the last routing but one; 1
+        is even."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
     @property
     def duplicated(self) -> int:
-        """Copies of tokens that did not have to cross."""
+        """Number of tokens' copies that did not have to cross."""
         return self.crossing_choices - self.crossing_tokens
 
     def routed(
@@ -71,7 +71,7 @@ class ExpertCounters:
         placement: Placement,
         carrier: Carrier,
     ) -> None:
-        """Count a routing of ``asked``, of which a capacity has left ``wanted``."""
+        """Count a routing of ``asked``, reduced to ``wanted`` by a capacity."""
         self.routings += 1
         self.tokens += len(wanted)
         self.choices += int((wanted >= 0).sum())

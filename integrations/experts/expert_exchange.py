@@ -1,5 +1,4 @@
-"""Dispatch of tokens to the experts that gates chose, on any rank, and the sums of their results
-back."""
+"""Dispatch tokens to the experts that gates chose, on any rank, and combine their results."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -42,20 +41,21 @@ from commpress.work import Steps
 
 T = TypeVar("T")
 
-BLOCK = 128  # elements of a token that share a scale, where a codec is given by name
-Codecs = str | Codec | tuple[str | Codec, str | Codec]  # of tokens out alone, or out and back
+BLOCK = 128  # elements of a token that share a scale, for a codec given by name
+Codecs = (
+    str | Codec | tuple[str | Codec, str | Codec]
+)  # for tokens, or a pair for tokens and results
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlan:
-    """Plan of one batch: the ways of its tokens, and the rows in which this rank's experts get
-    theirs."""
+    """Routes of the tokens of one batch, and the rows that this rank's experts get."""
 
     routes: TokenRoutes
     rows: ExpertRows
     k: int
     share: TokenShare
-    # bool[tokens, k]: choices whose experts are gone; None: there are none
+    # bool[tokens, k]: choices of lost experts; None: no expert is lost
     lost: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "ExpertPlan":
@@ -64,7 +64,7 @@ class ExpertPlan:
 
 
 class ExpertExchange(Divided, TokenSwitch):
-    """Dispatch tokens to experts on other ranks and combine what they return, differentiably.
+    """Dispatch tokens to experts on other ranks and combine their results, differentiably.
 
         exchange = commpress.ExpertExchange(num_experts=8)
         routing = exchange.create_routing(topk_idx, layout="expert_major")  # int64[tokens, k]
@@ -73,29 +73,28 @@ class ExpertExchange(Divided, TokenSwitch):
         tokens = exchange.combine(routing, results)
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other
-    groups: it makes a new one. All ranks make the same calls in the same order, also one that has
-    no tokens. A ``TokenSwitch`` where torch has that class.
+    groups, because it makes a new one. All ranks must make the same calls in the same order, even
+    those without tokens. It is a ``TokenSwitch`` if torch has that class.
 
-    - ``num_experts``: of all ranks together, in contiguous blocks. ``placement``: the rank of each
-      expert instead.
-    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out, or a pair: for
-      tokens and for results. ``gradient_codec``: for gradients likewise (default: the same as for
-      tokens). By name, 128 elements of one token share a scale; tokens never do. "auto", for one or
-      both: the first batch travels in float32, bf16 and int8 a few times, and all ranks take the
-      fastest; exact numbers unless another saves 5 % (``exchange.measurement``).
+    - ``num_experts``: number of experts of all ranks together, in contiguous blocks.
+      ``placement``: the rank of each expert instead.
+    - ``codec``: int8, int4, fp8, bf16, fp16 or none for tokens, or a pair: for tokens and for
+      results. ``gradient_codec``: the same for gradients (default: as for tokens). With a codec by
+      name 128 elements of one token share a scale, never elements of different tokens. "auto", for
+      one or both: the first batch is sent in float32, bf16 and int8 a few times, and all ranks take
+      the fastest, float32 unless another saves 5 % (``exchange.measurement``).
     - ``topology``: nodes as ``Topology`` takes them, or "auto": a token crosses to a node once, and
-      its results are added inside the node before they come back.
-    - ``capacity``: the most rows of an expert, as a multiple of its even share of a rank's choices;
+      its results are summed inside the node before they return.
+    - ``capacity``: most rows of an expert, as a multiple of its even share of a rank's choices;
       others are dropped.
-    - ``copies``: ``{expert: n}``, experts that lie on n ranks; see ``ExpertCopies``. ``experts``
-      get rows of copies behind their own, and must keep copies equal, as ``commpress.moe.Experts``
-      does.
-    - ``pad``: rows of each expert are filled up with zeros to a multiple of it ("expert_major").
-    - ``tensor_group``: ranks that have the same tokens, as under tensor parallelism. Each sends its
-      share of them, and results are gathered among them, so every token travels once.
-    - ``on_lost``: the fate of a dead rank's experts when the group reforms. "refuse": the exchange
-      ends. "mask": tokens go to their remaining choices, whose gates grow to the same sum.
-    - ``process_group``, ``tensor_group``: a transport will do as well, such as an
+    - ``copies``: ``{expert: n}`` for experts on n ranks; see ``ExpertCopies``. ``experts`` get rows
+      of copies after their own, and must keep copies equal, as ``commpress.moe.Experts`` does.
+    - ``pad``: each expert's rows are padded with zeros to a multiple of it ("expert_major").
+    - ``tensor_group``: ranks with the same tokens, as under tensor parallelism. Each sends its
+      share of them, and results are gathered among them, so that every token is sent once.
+    - ``on_lost``: handling of a dead rank's experts when the group reforms. "refuse": the exchange
+      ends. "mask": tokens go to their remaining choices, with gates scaled to the same sum.
+    - ``process_group``, ``tensor_group``: process groups or transports, such as an
       ``MpiTransport``.
 
     Sums are formed in a fixed order (``collectives/all_to_all/tokens.py``): nodes, in them ranks,
@@ -130,7 +129,8 @@ class ExpertExchange(Divided, TokenSwitch):
             )
         if placement is not None and len(placement) != num_experts:
             raise InvalidArgument(
-                f"placement names {len(placement)} experts, num_experts is {num_experts}: name each"
+                f"placement has {len(placement)} ranks, expected one for each of {num_experts} "
+                "experts"
             )
         self._gradient_codec = gradient_codec
         self.measurement: CodecMeasurement | None = None  # with "auto"
@@ -183,11 +183,11 @@ class ExpertExchange(Divided, TokenSwitch):
         width], in the dtype of the tokens.
 
         ``experts(rows, counts)`` computes the results of this rank's experts for ``rows``, which
-        lie by expert, ``counts`` (int64) of each, zeros of ``pad`` included; it must use the rows
-        even if there are none, so that backward reaches every rank. ``chunks``: tokens travel in
-        this number of parts, the same on every rank; some travel while experts work on another.
-        ``routed`` is called, without chunks, with the number of rows of each expert here before
-        they travel.
+        are sorted by expert, ``counts`` (int64) of each, with the zeros of ``pad``; it must use the
+        rows even if there are none, so that backward reaches every rank. ``chunks``: number of
+        parts in which tokens are sent, equal on every rank; some are sent while experts compute
+        another. Without chunks, ``routed`` is called with the number of rows of each expert on this
+        rank before they are sent.
         """
         if chunks < 1:
             raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
@@ -210,7 +210,7 @@ class ExpertExchange(Divided, TokenSwitch):
 
     @property
     def _measures(self) -> bool:
-        """True if the codec, and whether tokens go by way of nodes, are still to be found."""
+        """True if the codec is still to be chosen."""
         return self.measurement is not None and not self.measurement.chosen
 
     def _measure(self, plan: ExpertPlan, tokens: torch.Tensor, gates: torch.Tensor | None) -> None:
@@ -222,7 +222,7 @@ class ExpertExchange(Divided, TokenSwitch):
             self._take(found.out[found.chosen], found.back[found.chosen])
 
     def _take(self, codec: Codec, combine_codec: Codec) -> None:
-        """Codecs of both directions, and of gradients where no others were given."""
+        """Set the codecs of both directions, and of gradients if no others were given."""
         self.codec, self.combine_codec = codec, combine_codec
         self.gradient_codec, self.combine_gradient_codec = codec, combine_codec
         if self._gradient_codec is not None:
@@ -232,12 +232,12 @@ class ExpertExchange(Divided, TokenSwitch):
 
     @property
     def tensor_size(self) -> int:
-        """Ranks that have the same tokens."""
+        """Number of ranks with the same tokens."""
         return self._tensor.size
 
     def finish(self, steps: Steps[T], *tensors: torch.Tensor | None) -> T:
-        """The result of steps that use ``tensors``: on the worker if chunks may be under way
-        there."""
+        """Return the result of steps that use ``tensors``; they run on the worker if it may have
+        chunks."""
         used = [tensor for tensor in tensors if tensor is not None]
         return (
             self.channel.submit(steps, *used).wait() if self._overlaps else self.channel.run(steps)
@@ -250,12 +250,12 @@ class ExpertExchange(Divided, TokenSwitch):
         *,
         layout: str = "flat",
     ) -> Any:
-        """The routes of tokens to the experts ``topk_idx`` int64[tokens, k], -1 for none; for any
-        number of dispatches.
+        """Find the routes of tokens to the experts ``topk_idx`` int64[tokens, k], -1 for none; for
+        any number of dispatches.
 
-        ``per_expert_token_counts`` (int32, one for each expert here): filled with the rows that
-        each gets, padding included. ``layout``: "flat", a row for each token that comes here, or
-        "expert_major", one for each token and expert, by expert.
+        ``per_expert_token_counts`` (int32, one for each expert of this rank): filled with the rows
+        that each gets, with padding. ``layout``: "flat", a row for each token that this rank
+        receives, or "expert_major", one for each token and expert, sorted by expert.
         """
         steps = self.routing_steps(topk_idx, per_expert_token_counts, layout=layout)
         return self.finish(steps, topk_idx)
@@ -272,10 +272,11 @@ class ExpertExchange(Divided, TokenSwitch):
         """Send tokens to their experts; return (rows for the experts here, gates, expert numbers):
         flat [r, width], [r, k], [r, k]; by expert [r, width], [r], None.
 
-        Expert numbers count those of this rank; choices of other ranks have -1 and a gate of 0.
-        Tokens and gates get gradients. ``max_recv_tokens``: the number of rows returned, with zeros
-        behind those that arrived. All ranks give it, or none: they agree on whether it is enough,
-        and raise together. ``out``: written to, without autograd; its rows count likewise.
+        Expert numbers are those among this rank's experts; choices of other ranks' experts have -1
+        and a gate of 0. Tokens and gates get gradients. ``max_recv_tokens``: number of rows to
+        return, with zeros after the received ones. All ranks must pass it, or none: they check
+        together whether it is enough, and raise together. ``out``: tensors to write to, without
+        autograd; their number of rows acts as ``max_recv_tokens``.
         """
         plan = self._plan(routing, tokens, topk_weights)
         if self._measures:
@@ -302,13 +303,13 @@ class ExpertExchange(Divided, TokenSwitch):
     def combine(
         self, routing: Any, expert_tokens: torch.Tensor, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The sum over its experts for each token, [tokens, width], of rows as ``dispatch`` gave
-        them (gates multiplied in)."""
+        """Return for each token, [tokens, width], the sum over its experts of their results, in the
+        order of ``dispatch``'s rows and already multiplied by gates."""
         plan: ExpertPlan = routing.handle
         if expert_tokens.dim() != 2 or len(expert_tokens) < plan.rows.count:
             raise InvalidArgument(
                 f"expert_tokens are {tuple(expert_tokens.shape)}, expected the {plan.rows.count} "
-                "rows that dispatch gave, with or without zeros behind them"
+                "rows of dispatch, with or without zeros after them"
             )
         if out is not None:
             with torch.no_grad():
@@ -331,8 +332,8 @@ class ExpertExchange(Divided, TokenSwitch):
         note: str = "",
         sequence: int | None = None,
     ) -> Steps[Any]:
-        """``create_routing`` as steps. ``note``: values that must be equal on all ranks;
-        ``sequence``: numbers taken before."""
+        """Do ``create_routing`` as steps. ``note``: values that must be equal on all ranks;
+        ``sequence``: sequence numbers taken earlier."""
         if topk_idx.dim() != 2 or topk_idx.is_floating_point() or not topk_idx.shape[1]:
             raise InvalidArgument(
                 f"topk_idx is {topk_idx.dtype} {tuple(topk_idx.shape)}, expected integers "
@@ -415,7 +416,8 @@ class ExpertExchange(Divided, TokenSwitch):
         codec: Codec,
         sequence: int,
     ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-        """Bring back the sums for each token, or gradients of dispatched tokens and gates."""
+        """Return to each token the sum of its results, or the gradients of dispatched tokens and
+        gates."""
         form = PacketForm(codec, rows.shape[1], rows.dtype, 0 if gates is None else plan.k)
         packets = self.carrier.rows(plan.routes.received, form.row_bytes, rows.device)
         held = [packets]
@@ -437,8 +439,8 @@ class ExpertExchange(Divided, TokenSwitch):
     # ------------------------------------------------------------ copies
 
     def copy_experts(self, copies: Mapping[int, int], load: Sequence[float] = ()) -> None:
-        """Have other copies from the next routing on, between two steps, with the same arguments on
-        all ranks."""
+        """Replace the copies, from the next routing on; call it between two steps, with the same
+        arguments on all ranks."""
         if copies and self.on_lost == "mask":
             raise InvalidArgument(
                 "copies are given, whose homes may be lost, and on_lost is 'mask': leave one out"
@@ -448,7 +450,8 @@ class ExpertExchange(Divided, TokenSwitch):
         self.counters.copied(self.copies.expert[self.placement.on(self.channel.rank)])
 
     def expert_load(self) -> list[int]:
-        """Choices of each expert by tokens of all ranks since copies were last made; collective."""
+        """Return the choices of each expert by tokens of all ranks since copies were last made;
+        collective."""
         mine = (
             np.bincount(self.counters.experts, self.counters.since, self.num_experts)
             .astype(int)
@@ -460,20 +463,20 @@ class ExpertExchange(Divided, TokenSwitch):
     # ------------------------------------------------------------ other ranks
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Continue among the ranks that are left, without the experts of the others: for
+        """Continue among the remaining ranks, without the experts of the others: for
         ``group.reform``, on all ranks."""
         if self.on_lost == "refuse":
             return super().reform(change)
         if change.new:
             raise cannot_follow(
-                self, f"ranks {list(change.new)} are new, and have no experts of it"
+                self, f"ranks {list(change.new)} are new and have no experts of this exchange"
             )
         placement, nodes = (
             self.placement.among(change.sources),
             self.carrier.nodes.among(change.sources),
         )
         if placement.masked[:-1].all():
-            raise cannot_follow(self, "all experts are gone")
+            raise cannot_follow(self, "all experts are lost")
 
         def follow() -> None:
             self.home = self.placement = placement
@@ -484,13 +487,13 @@ class ExpertExchange(Divided, TokenSwitch):
 
     @property
     def lost_experts(self) -> list[int]:
-        """Experts that died with their ranks; a gate may leave them out."""
+        """Experts lost with their ranks; a gate may leave them out."""
         found: list[int] = np.flatnonzero(self.placement.masked).tolist()
         return found
 
     def _lost(self, topk_idx: torch.Tensor) -> torch.Tensor | None:
-        """bool[tokens, k]: choices of experts that are gone, and counts them; None where all are
-        there."""
+        """Return bool[tokens, k], the choices of lost experts, and count them; None if no expert is
+        lost."""
         if self.placement.size != self.channel.size:
             raise cannot_follow(self, "its experts were divided among others")
         masked = self.placement.masked
@@ -501,7 +504,7 @@ class ExpertExchange(Divided, TokenSwitch):
         return lost
 
     def _label(self) -> int:
-        """Digest of the options that must be equal on all ranks."""
+        """Return a hash of the options that must be equal on all ranks."""
         options = (
             self.placement.owner.tolist(),
             self.carrier.nodes.members,
@@ -552,7 +555,7 @@ class ExpertExchange(Divided, TokenSwitch):
     # ------------------------------------------------------------ checks
 
     def _check_room(self, room: int, coming: int) -> None:
-        """Raise on all ranks if on one of them more rows come than it has room for; collective."""
+        """Raise on all ranks if some rank receives more rows than it has room for; collective."""
         every = self.finish(self.channel.gathered([room, coming]))
         short = [
             (rank, int(rows), int(more)) for rank, (rows, more) in enumerate(every) if rows < more
@@ -560,9 +563,9 @@ class ExpertExchange(Divided, TokenSwitch):
         if short:
             rank, rows, more = short[0]
             raise InvalidArgument(
-                f"max_recv_tokens is {rows}, but {more} rows come to rank {rank} (too few on ranks "
-                f"{[each for each, _, _ in short]}): leave it out, raise it, or give "
-                "ExpertExchange a capacity"
+                f"max_recv_tokens is {rows}, but rank {rank} receives {more} rows (too few on "
+                f"ranks {[each for each, _, _ in short]}): leave it out, raise it, or pass a "
+                "capacity to ExpertExchange"
             )
 
     def _plan(self, routing: Any, tokens: torch.Tensor, gates: torch.Tensor | None) -> ExpertPlan:
@@ -575,13 +578,13 @@ class ExpertExchange(Divided, TokenSwitch):
     ) -> None:
         if tokens.dim() != 2 or len(tokens) != shape[0]:
             raise InvalidArgument(
-                f"tokens are {tuple(tokens.shape)}, expected [{shape[0]}, width], as were routed"
+                f"tokens are {tuple(tokens.shape)}, expected [{shape[0]}, width], as in the routing"
             )
         if gates is not None and gates.shape != tuple(shape):
             raise InvalidArgument(f"topk_weights are {tuple(gates.shape)}, expected {tuple(shape)}")
 
     def _nodes(self, topology: Topology | str | None) -> Nodes:
-        """All ranks are one node where nobody says otherwise. "auto" asks every rank's launcher;
+        """Return the nodes: one of all ranks by default. "auto" asks every rank's launcher;
         collective."""
         size = self.channel.size
         if topology is None:
@@ -599,15 +602,15 @@ def _check_on_lost(on_lost: str, group: object, tensor_group: object) -> None:
     ours = (group is None or isinstance(group, dist.ProcessGroup)) and can_reform(group)
     if on_lost == "mask" and (not ours or tensor_group is not None):
         raise InvalidArgument(
-            "on_lost is 'mask', and the ranks that are left find each other by group.reform() "
-            "only: use the backend 'commpress', init_process_group('commpress'), without a "
-            "transport and without tensor_group="
+            "on_lost is 'mask', but remaining ranks can continue only by group.reform(): use the "
+            "backend 'commpress', init_process_group('commpress'), without a transport and without "
+            "tensor_group="
         )
 
 
 def redistributed(gates: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-    """Gates of a token's other choices grow by one factor to the sum that all had; those ``lost``
-    are 0."""
+    """Scale the gates of a token's other choices to the sum of all; set those of ``lost`` choices
+    to 0."""
     left = gates.masked_fill(lost, 0)
     rest = left.sum(1, keepdim=True)
     return left * torch.where(
@@ -616,7 +619,7 @@ def redistributed(gates: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
 
 
 def both_ways(codec: Codecs, name: str, back: str | Codec) -> tuple[str | Codec, str | Codec]:
-    """The codecs out and back; ``back`` where one alone is given."""
+    """Return the codecs for tokens and for results; ``back`` is the second if only one is given."""
     if not isinstance(codec, tuple):
         return codec, back
     if len(codec) != 2:
@@ -627,12 +630,12 @@ def both_ways(codec: Codecs, name: str, back: str | Codec) -> tuple[str | Codec,
 
 
 def candidates(codec: str | Codec) -> dict[str, Codec]:
-    """For each candidate of "auto" the codec of one direction."""
+    """Return the codec of one direction for each candidate of "auto"."""
     return {each: per_token(each if codec == AUTO else codec, "codec") for each in CANDIDATES}
 
 
 def per_token(codec: str | Codec, name: str) -> Codec:
-    """The codec with scales for every 128 elements where it is given by name."""
+    """Return the codec, with a scale for every 128 elements if it is given by name."""
     found = BlockCodec(codec, BLOCK) if codec in ("int8", "int4", "fp8") else codec_named(codec)  # type: ignore[arg-type]
     check_codec(found, name)
     return found

@@ -1,5 +1,5 @@
-"""An optimizer of a model whose experts are in tiers: dense parameters in memory, experts in the
-store, one after the other."""
+"""An optimizer for a model with experts in tiers: dense parameters are updated in memory, experts
+in the store, one after the other."""
 
 import zlib
 from collections import ChainMap
@@ -38,21 +38,20 @@ FORMAT = 1.0
 
 
 class ExpertOptimizer(Wrapper):
-    """``ExpertOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)``: an ``AdamW`` that finds
-    experts in their store.
+    """Update a model with experts in a store: ``ExpertOptimizer(model.parameters(),
+    torch.optim.AdamW, lr=1e-4)``.
 
-    An expert is stepped if it has a gradient, that is, if a token came to it since the last step.
-    Others are left alone, with their moments and the number of their steps, as torch's optimizers
-    leave parameters whose ``grad`` is None. What is not named below goes to ``optimizer``, which
-    must treat every element by itself.
+    An expert is updated if it has a gradient, that is, if it received a token since the last step.
+    Others keep their moments and their number of steps, as torch's optimizers skip parameters with
+    ``grad`` None. Options not listed below are passed to ``optimizer``, which must be element-wise.
 
     - ``max_grad_norm``: clip to this norm of all parameters, over all ranks, in every step.
-    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not
-      finite; "raise" raises.
+    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves out a step with a norm that
+      is not finite; "raise" raises.
     - ``commit_every``: steps between commits; 0: only when ``commit`` is called.
 
-    If the store holds a committed state, training goes on from there: parameters, experts or not,
-    take its values.
+    If the store has a committed state, training continues from it: all parameters, dense ones and
+    experts, take its values.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class ExpertOptimizer(Wrapper):
             for member in group.members:
                 if member.parameter.requires_grad and id(member.parameter) not in given:
                     raise InvalidArgument(
-                        f"params lack {member.name}, which is in tiers: pass all of "
+                        f"params do not include {member.name}, which is in tiers: pass all of "
                         "model.parameters()"
                     )
 
@@ -138,14 +137,14 @@ class ExpertOptimizer(Wrapper):
                     self.store.put(chunk.master, values.float())
                 self.store.evict(chunk.names()).wait()
 
-    # ------------------------------------------------------------ weights that others move
+    # ------------------------------------------------------------ weights for local updates
 
     @property
     def inner_channel(self) -> Channel | None:
         return None
 
     def local_weights(self) -> list[LocalWeights]:
-        """Dense parameters, and experts in the store."""
+        """Return dense parameters, and experts in the store."""
         dense = [
             LocalWeights(name, parameter) for group in self._dense for parameter, name, _ in group
         ]
@@ -155,7 +154,7 @@ class ExpertOptimizer(Wrapper):
         ]
 
     def settle_weights(self) -> None:
-        """Nothing is under way between steps."""
+        """Do nothing: no work is pending between steps."""
 
     def weights_written(self) -> None:
         self.tiers.forget_places()
@@ -236,11 +235,11 @@ class ExpertOptimizer(Wrapper):
                     for own, state in zip(chunk.ranges, states, strict=True):
                         own.inside(flat).copy_(state[key])
             chunk.keys = list(self._moments)
-            return_holes()  # where moments were made, beside what lives on
+            return_holes()  # left by temporaries of new moments between lasting objects
 
     def _norm(self) -> torch.Tensor:
-        """Of all parameters, in double and rounded once: dense ones are alike on all ranks, experts
-        are each rank's own."""
+        """Return the norm of all gradients, summed in double and rounded once: dense ones, equal on
+        all ranks, once, and the experts of every rank."""
         own = sum(
             float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
             for g in self._dense_gradients()
@@ -257,21 +256,21 @@ class ExpertOptimizer(Wrapper):
         ]
 
     def _every(self, value: float) -> list[float]:
-        """Each rank's."""
+        """Return the values of all ranks."""
         if self._channel is None or self._channel.size == 1:
             return [value]
         every = self._channel.run(self._channel.gathered([value]))
         return [float(one) for one in every[:, 0]]
 
-    # ------------------------------------------------------------ what outlives the process
+    # ------------------------------------------------------------ checkpoints
 
     @property
     def _meta(self) -> str:
         return f"{self.prefix}/meta"
 
     def commit(self) -> int:
-        """After this returns, a process that is killed goes on from this step: experts, dense
-        parameters and all moments."""
+        """Commit experts, dense parameters and all moments: a process that is killed afterwards
+        resumes from this step."""
         numbers = [FORMAT, float(self._layout()), float(self.steps_done)]
         for chunk in self.chunks:
             numbers += [
@@ -293,7 +292,7 @@ class ExpertOptimizer(Wrapper):
                 yield parameter, f"{self.prefix}/dense/{index:06d}"
 
     def _layout(self) -> int:
-        """A digest of what lies where."""
+        """Return a hash of the places of all parts."""
         ranges = [
             f"{c.number}.{r.group}:{tuple(r.parameter.shape)}"
             for c in self.chunks
@@ -312,9 +311,8 @@ class ExpertOptimizer(Wrapper):
         dense = list(self._dense_names())
         if numbers[:2] != [FORMAT, float(self._layout())]:
             raise StateMismatch(
-                f"the store holds a state {self.prefix!r} of other parameters or another "
-                "optimizer: open it with those it was made with, or give ExpertTiers another "
-                "prefix="
+                f"the store has a state {self.prefix!r} of other parameters or another optimizer: "
+                "use those it was made with, or pass another prefix= to ExpertTiers"
             )
         self.steps_done, rest = int(numbers[2]), iter(numbers[3:])
         for chunk in self.chunks:
@@ -337,14 +335,15 @@ class ExpertOptimizer(Wrapper):
             return held.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in memory, as ``optimizer`` itself would save it."""
+        """Return the whole state in memory, in the format of ``optimizer``."""
         state = super().state_dict()
         self.tiers.forget_places()
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From ``state_dict``, or that of the plain optimizer. Load the model's weights before."""
+        """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
+        first."""
         groups, states = state_dict["param_groups"], state_dict["state"]
         check_groups(self.param_groups, groups)
         numbers = [number for group in groups for number in group["params"]]
@@ -373,7 +372,7 @@ class ExpertOptimizer(Wrapper):
         self.tiers.forget_places()
 
     def close(self) -> None:
-        """The store stays open: it is the caller's."""
+        """End the thread of the tiers. The store, which belongs to the caller, stays open."""
         self.tiers.close()
 
 
@@ -381,8 +380,7 @@ def _tiers(parameters: list[torch.Tensor]) -> ExpertTiers:
     found = {streamer for p in parameters if (streamer := streamer_of(p)) is not None}
     if len(found) != 1 or not isinstance(tiers := found.pop(), ExpertTiers):
         raise InvalidArgument(
-            "params have no experts in tiers, or those of several: put experts into one store with "
-            "commpress.moe.parallelise(model, store=..., resident=...), else use the plain "
-            "optimizer"
+            "params have no experts in tiers, or experts in several: put experts into one store by "
+            "commpress.moe.parallelise(model, store=..., resident=...), or use the plain optimizer"
         )
     return tiers

@@ -1,5 +1,5 @@
-"""Rows as experts see them: received tokens by source, or by expert; and choices that a capacity
-leaves out."""
+"""Rows as experts get them: received tokens by source, or by expert; and choices dropped by a
+capacity."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -15,10 +15,10 @@ Layout = Literal["flat", "expert_major"]
 
 
 def within_capacity(wanted: np.ndarray, experts: int, factor: float) -> np.ndarray:
-    """The choices that are left when no expert takes more than its share of one rank's tokens,
-    times ``factor``; else -1.
+    """Return the choices with those beyond an expert's capacity, its even share of one rank's
+    choices times ``factor``, replaced by -1.
 
-    First choices go before second ones, and earlier tokens before later ones.
+    First choices precede second ones, and earlier tokens later ones.
     """
     count, k = wanted.shape
     most = -(-count * k * factor // experts)
@@ -32,24 +32,24 @@ def within_capacity(wanted: np.ndarray, experts: int, factor: float) -> np.ndarr
 
 @dataclass(frozen=True, eq=False)
 class ExpertRows:
-    """Rows in which a rank's experts get tokens, as indices into what arrives.
+    """Rows of tokens for a rank's experts, as indices into the received rows.
 
     ``flat``: a row for each token, by source and token. ``expert_major``: a row for each token and
-    expert, by expert, then source and token; each expert's rows filled up with zeros to a multiple
+    expert, by expert, then source and token; each expert's rows are padded with zeros to a multiple
     of ``pad``.
     """
 
     layout: Layout
     counts: np.ndarray  # int64[experts of this rank]: rows, without padding
-    starts: np.ndarray  # the first row of each, and behind the last
-    index: torch.Tensor | None  # int64: the arriving row behind each row; None: as they lie
+    starts: np.ndarray  # first row of each expert, and the end of the last
+    index: torch.Tensor | None  # int64: received row for each row; None: the same order
     place: torch.Tensor | None  # flat: int64, the inverse
-    filled: torch.Tensor | None  # int64: rows that are padding
-    # expert_major: int64[rows], the choice each row is; flat: bool[rows, k], choices of this rank
+    filled: torch.Tensor | None  # int64: rows of padding
+    # expert_major: int64[rows], choice of each row; flat: bool[rows, k], this rank's choices
     slots: torch.Tensor
-    # flat: int64[rows, k], the number among this rank's experts; -1: of another rank
+    # flat: int64[rows, k], number among this rank's experts; -1: another rank's
     local: torch.Tensor
-    sums: Bags | None  # expert_major: rows to add for each that arrives
+    sums: Bags | None  # expert_major: rows to sum for each received row
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class ExpertRows:
         index, slots = np.zeros(starts[-1], np.int64), np.zeros(starts[-1], np.int64)
         index[place], slots[place] = arrival[token[order]], slot[order]
         empty = np.setdiff1d(np.arange(starts[-1]), place) if starts[-1] > len(place) else None
-        back = np.empty(len(order), np.int64)  # of each pair in the order of choices
+        back = np.empty(len(order), np.int64)  # row of each pair in the order of choices
         back[order] = place
         return cls(
             "expert_major",
@@ -101,7 +101,7 @@ class ExpertRows:
 
     @property
     def heights(self) -> np.ndarray:
-        """int64[experts of this rank]: rows, padding included."""
+        """Rows of each expert of this rank with padding, int64."""
         return np.diff(self.starts)
 
     @property
@@ -122,7 +122,8 @@ class ExpertRows:
         )
 
     def rows(self, tokens: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """[count, width] for the experts of what arrived; zeros behind the last and in padding."""
+        """Return [count, width] for the experts from received tokens; zeros in padding and at the
+        end."""
         out = torch.empty(count, tokens.shape[1], dtype=dtype, device=tokens.device)
         if self.index is None:
             out[: self.count] = tokens
@@ -138,10 +139,10 @@ class ExpertRows:
     def sums_of(
         self, rows: torch.Tensor, scratch: Scratch, held: list[torch.Tensor]
     ) -> torch.Tensor:
-        """One row for each token that arrived, in the order of arrival: the sum over the experts of
-        this rank.
+        """Return a row for each received token, in the order of arrival: the sum over the experts
+        of this rank.
 
-        What is in ``held`` behind it goes back to ``scratch``.
+        Memory that it needs is appended to ``held``, for the caller to return to ``scratch``.
         """
         if self.sums is not None:
             return self.sums.sum(rows[: self.count])
@@ -153,7 +154,7 @@ class ExpertRows:
         return back
 
     def gates(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
-        """Gates of the rows: [count, k], zero where the choice is another rank's; by expert
+        """Return the gates of the rows: [count, k], zero for choices of other ranks; by expert
         [count]."""
         if self.layout == "flat":
             found = arrived if self.index is None else arrived.index_select(0, self.index)
@@ -168,7 +169,7 @@ class ExpertRows:
         return out
 
     def gates_back(self, rows: torch.Tensor, arrived: torch.Tensor) -> None:
-        """Gradients of gates, where they belong: ``arrived`` [n, k] := those of the rows."""
+        """Set ``arrived`` [n, k] to the gradients of gates from those of the rows."""
         arrived.zero_()
         if self.layout == "flat":
             found = torch.where(self.slots, rows[: self.count], 0)

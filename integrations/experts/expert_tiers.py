@@ -1,15 +1,15 @@
-"""Experts whose weights, gradients and moments lie in a tiered store, and are in memory only for
-their turns.
+"""Experts with weights, gradients and moments in a tiered store, in memory only while they are
+used.
 
-    forward   read experts that have tokens | compute
-              others leave for them, as ``TierPlan`` says
-    backward  read those again that have left | compute | gradient to the store
+    forward   read experts with tokens | compute
+              evict others for them, in the order of ``TierPlan``
+    backward  read evicted experts again | compute | write the gradient to the store
     update    read weights, gradients and moments | step
-              of experts that have a gradient; others are left alone
+              only of experts with a gradient
 
-Weights are used where the store has them, without a copy. Note: saved tensors. What autograd saves
-of weights in forward, such as a transposed view, would be other bytes by the time of backward; so
-only its place in the weights is saved, and the weights are fetched again when it is asked for.
+Weights are used in the store's memory, without a copy. Note: saved tensors. Views of weights that
+autograd saves in forward, such as a transpose, would refer to other bytes in backward; so only
+their place in the weights is saved, and the weights are fetched again on use.
 """
 
 import zlib
@@ -42,21 +42,20 @@ from commpress.tiered_mem.arena import padded
 from commpress.tiered_mem.layer import PAGE
 
 VALUES, GRADIENT = "values", "gradient"
-# bytes: larger blocks than this and than gradients go back to the system, and leave no holes in a
-# heap
+# bytes: blocks larger than this and than gradients are returned to the system, so that they leave
+# no holes in a heap
 LARGE = 1 << 20
-WHOLE = 1 << 62  # elements: an expert is never cut
+WHOLE = 1 << 62  # elements in a range of the store: an expert is never divided
 
 
 class ExpertTiers(NotCopied):
-    """The experts of one or several layers in ``store``, of which ``resident`` are in memory.
+    """Keep the experts of one or several layers in ``store``, ``resident`` of them in memory.
 
-    ``resident``: there is memory for so many of the largest expert with all it has: weights,
-    gradient and moments (by default as many as the store's host memory takes). It is shared by all
-    layers and used for what a phase needs: a forward, which needs weights alone, has those of four
-    times as many under AdamW.
+    ``resident``: use memory for this many of the largest expert with weights, gradient and moments
+    (by default all of the store's host memory). It is shared by all layers and by all phases: a
+    forward needs weights alone, so under AdamW memory has room for four times as many.
 
-    If the store holds committed experts under ``prefix``, layers take these.
+    If the store has committed experts under ``prefix``, layers take these.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class ExpertTiers(NotCopied):
     ) -> None:
         if resident is not None and resident < 1:
             raise InvalidArgument(
-                f"resident is {resident}, expected at least 1 expert, or None for all that host "
-                "memory takes"
+                f"resident is {resident}, expected at least 1 expert, or None for all of host "
+                "memory"
             )
         others = [other for other in streamers() if isinstance(other, ExpertTiers)]
         if any(other.store is store and other.prefix == prefix for other in others):
@@ -85,26 +84,26 @@ class ExpertTiers(NotCopied):
         self.groups: list[StreamedGroup] = []  # one for each expert
         self.group_of: dict[int, StreamedGroup] = {}  # by the id of a parameter
         self.layers: list[TieredLayer] = []
-        # of each expert's gradient, where somebody clips
+        # square of each gradient's norm, if the optimizer clips
         self.squares: dict[int, float] | None = None
-        # expert → its master weights and moments, by their names in the store
+        # expert → names in the store of its master weights and moments
         self.kept: dict[int, dict[str, str]] = {}
         self._sizes: dict[str, list[int]] = {}
         self._state: tuple[str, ...] = ()
-        self.graded: dict[int, set[int]] = {}  # expert → its members that have a gradient
+        self.graded: dict[int, set[int]] = {}  # expert → its members with a gradient
         self.plan = TierPlan(0, self._needs, self._ends, self._size)
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="experts")
         self._leaving: list[Pending[None]] = []
         self._moving: list[Future[None]] = []
         self._entering: dict[Block, Future[None]] = {}
-        self._call: ExpertCall | None = None  # whose backward is on
+        self._call: ExpertCall | None = None  # its backward is running
         self._held: dict[tuple[ExpertCall, int], tuple[Any, torch.Tensor]] = {}
         self._stale = False
 
     # ------------------------------------------------------------ experts
 
     def add(self, modules: Iterable[nn.Module], name: str = "") -> "TieredLayer":
-        """Take the experts of one layer out of memory, one after the other."""
+        """Move the experts of one layer into the store, one after the other."""
         layer = TieredLayer(self, len(self.groups), len(self.layers))
         leaving: list[Pending[None]] = []
         meta = f"{self.prefix}/{layer.number:04d}/meta"
@@ -128,8 +127,8 @@ class ExpertTiers(NotCopied):
             with self.store.borrow(meta, write=False) as held:
                 if not torch.equal(held, mine):
                     raise StateMismatch(
-                        f"the store holds other experts under prefix {self.prefix!r}: open it with "
-                        "the model that it was made with, or pass another prefix="
+                        f"the store has other experts under prefix {self.prefix!r}: use the model "
+                        "that it was made with, or pass another prefix="
                     )
         else:
             self.store.put(meta, mine)
@@ -169,9 +168,9 @@ class ExpertTiers(NotCopied):
         )
         if group.nbytes < self.store.pack_below:
             raise InvalidArgument(
-                f"{name} has {group.nbytes} bytes, and the store packs what is below "
-                f"{self.store.pack_below}, so that experts would move together: open it with "
-                "options=commpress.tiered_mem.Options(pack_below=0)"
+                f"{name} has {group.nbytes} bytes, but the store packs tensors below "
+                f"{self.store.pack_below} together, which would move experts together: open it "
+                "with options=commpress.tiered_mem.Options(pack_below=0)"
             )
         self.groups.append(group)
         for parameter, _, _ in members:
@@ -181,8 +180,8 @@ class ExpertTiers(NotCopied):
         return group
 
     def attach(self, kept: dict[int, dict[str, str]], state: Sequence[str], clips: bool) -> None:
-        """An optimizer keeps, of each expert, the tensors ``kept`` in the store: ``state`` are
-        their names here."""
+        """Register an optimizer that stores the tensors ``kept`` of each expert; ``state`` are
+        their keys."""
         if self.kept:
             raise InvalidArgument(
                 "the experts have an optimizer already: pass all parameters to one ExpertOptimizer"
@@ -194,7 +193,7 @@ class ExpertTiers(NotCopied):
             for member in group.members
         ]
         whole, part = map(max, zip(*weights, strict=True))
-        # gradients are made where those of others were
+        # new gradients reuse the memory of earlier ones
         return_large_blocks(max(part + PAGE, LARGE), spare=2 * whole)
         self.plan.stored |= {
             (e, key)
@@ -202,13 +201,13 @@ class ExpertTiers(NotCopied):
             for key, name in names.items()
             if name in self.store
         }
-        for group in self.groups:  # of a step that was not finished
+        for group in self.groups:  # left by an unfinished step
             if self.name((group.number, GRADIENT)) in self.store:
                 self.store.delete(self.name((group.number, GRADIENT)))
         self._resize()
 
     def _resize(self) -> None:
-        """Memory for ``resident`` experts, as large as they are by now."""
+        """Set the memory for ``resident`` experts of their present size."""
         largest = max(self.nbytes(group.number) for group in self.groups)
         capacity = self.store.usage().host_capacity
         resident = max(capacity // largest, 1) if self.resident is None else self.resident
@@ -216,20 +215,20 @@ class ExpertTiers(NotCopied):
             raise InvalidArgument(
                 f"resident={resident} experts with their "
                 f"gradients{' and moments' * bool(self._state)} take {resident * largest} bytes, "
-                f"the store has {capacity} of host memory: open it with a larger host=, or pass a "
-                "smaller resident="
+                f"but the store has {capacity} of host memory: open it with a larger host=, or "
+                "pass a smaller resident="
             )
         self.plan.capacity = resident * largest
         self.forget_places()
 
     def nbytes(self, expert: int) -> int:
-        """Bytes of memory of an expert with all it has."""
+        """Return the bytes of an expert with its gradient and moments."""
         trained = any(m.parameter.requires_grad for m in self.groups[expert].members)
         return sum(
             self._size((expert, key)) for key in (VALUES, *(GRADIENT, *self._state) * trained)
         )
 
-    # ------------------------------------------------------------ what the plan asks
+    # ------------------------------------------------------------ questions of the plan
 
     def _needs(self, kind: Kind, expert: int) -> list[Block]:
         if kind == "forward" or not self._trained(expert):
@@ -248,7 +247,7 @@ class ExpertTiers(NotCopied):
         return any(m.parameter.requires_grad for m in self.groups[expert].members)
 
     def name(self, block: Block) -> str:
-        """In the store."""
+        """Return a block's name in the store."""
         expert, key = block
         values = self.groups[expert].stored[0].name
         return (
@@ -270,7 +269,7 @@ class ExpertTiers(NotCopied):
             self.end(kind, expert)
 
     def begin(self, kind: Kind, expert: int) -> None:
-        """There is room for all that the turn needs, and what can be read ahead is on its way."""
+        """Make room for the blocks of a turn and read them, and start reading for later turns."""
         moves = self.plan.begin(kind, expert)
         self._move(Moves(moves.leave))
         needed = self._needs(kind, expert)
@@ -309,14 +308,15 @@ class ExpertTiers(NotCopied):
             self._entering |= dict.fromkeys(moves.enter, moving)
 
     def _enter(self, leaving: list[Pending[None]], names: list[str]) -> None:
-        """In the background: read when there is room."""
+        """Read blocks in the background when there is room."""
         for pending in leaving:
             pending.wait()
         if names:
             self.store.prefetch(names)
 
     def forget_places(self) -> None:
-        """Others have used the store: look where everything is before the next step."""
+        """Look up the places of all blocks before the next step, because others have used the
+        store."""
         self._stale = True
 
     def look(self) -> None:
@@ -339,9 +339,9 @@ class ExpertTiers(NotCopied):
     # ------------------------------------------------------------ forward and backward
 
     def begin_forward(self, layer: "TieredLayer", counts: Sequence[int]) -> "ExpertCall":
-        """As soon as it is known how many tokens each expert of the layer has."""
+        """Start a forward, as soon as the number of tokens of each expert of the layer is known."""
         if torch._C._current_graph_task_id() == -1:
-            self._release()  # of a backward that was aborted
+            self._release()  # left by an aborted backward
         self.look()
         experts = [layer.first + i for i, count in enumerate(counts) if count]
         order = self.plan.phase(
@@ -352,8 +352,8 @@ class ExpertTiers(NotCopied):
         return call
 
     def hold(self, call: "ExpertCall", expert: int) -> torch.Tensor:
-        """The weights of an expert in backward, from when it is asked for them until its gradient
-        has come."""
+        """Return an expert's weights in backward, and keep them in memory until its gradient is
+        complete."""
         held = self._held.get((call, expert))
         if held is None:
             if self._call is not call:
@@ -370,7 +370,7 @@ class ExpertTiers(NotCopied):
         return flat.to(self.groups[expert].device)
 
     def _release(self) -> None:
-        """Give back what a backward holds at its end: experts whose gradient nobody wanted."""
+        """Release, at the end of a backward, experts without a requested gradient."""
         for (_, expert), (borrow, _) in self._held.items():
             borrow.__exit__(None, None, None)
             self.plan.end("backward", expert)
@@ -382,7 +382,7 @@ class ExpertTiers(NotCopied):
     def take_gradients(
         self, call: "ExpertCall", expert: int, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """The end of an expert's backward: its gradient is added up in the store, in float32."""
+        """End an expert's backward: add its gradient in the store, in float32."""
         self.hold(call, expert)
         group = self.groups[expert]
         came = [
@@ -422,20 +422,20 @@ class ExpertTiers(NotCopied):
     # ------------------------------------------------------------ update
 
     def begin_update(self) -> list[int]:
-        """Experts that have a gradient, in the order in which to update them."""
+        """Return the experts with a gradient, in the order of updates."""
         self._release()
         self.look()
         return self.plan.phase("update", -1, sorted(self.graded))
 
     def forget_gradient(self, expert: int) -> None:
-        """It has been used up, or is not wanted; nothing is written for that."""
+        """Delete an expert's gradient, which was used or is not wanted, without writing it."""
         if self.graded.pop(expert, None) is not None:
             self.store.delete(self.name((expert, GRADIENT)))
         if self.squares is not None:
             self.squares.pop(expert, None)
 
     def drop_gradients(self) -> None:
-        """They are not wanted, and the step ends without an update."""
+        """Delete all gradients and end the step without an update."""
         self._release()
         for expert in list(self.graded):
             self.forget_gradient(expert)
@@ -443,21 +443,21 @@ class ExpertTiers(NotCopied):
         self.plan.over()
 
     def close(self) -> None:
-        """End its thread. Experts stay in the store, which is the caller's; ``state_dict`` of the
-        model still reads them."""
+        """End the thread. Experts stay in the store, which belongs to the caller; ``state_dict`` of
+        the model still reads them."""
         self._mover.shutdown()
 
 
 class TieredLayer:
-    """One layer's experts: modules that compute, whose parameters show NaN, and their numbers among
-    all experts in tiers."""
+    """One layer's experts: modules with parameters that show NaN, and their numbers among all
+    experts in tiers."""
 
     def __init__(self, tiers: ExpertTiers, first: int, number: int) -> None:
         self.tiers, self.first, self.number = tiers, first, number
-        self.channel: Channel | None = None  # to the ranks that have the layer's other experts
+        self.channel: Channel | None = None  # to the ranks with the layer's other experts
         self.modules = nn.ModuleList()
-        self.ranks = 1  # by how many their gradients are divided
-        # makes autograd ask for gradients of weights
+        self.ranks = 1  # divisor of their gradients
+        # makes autograd compute gradients of weights
         self._anchor = torch.zeros((), requires_grad=True)
         self._coming: ExpertCall | None = None
 
@@ -466,12 +466,12 @@ class TieredLayer:
         return range(self.first, self.first + len(self.modules))
 
     def expect(self, counts: Sequence[int]) -> None:
-        """So many rows will come: begin to read while they are on their way."""
+        """Begin to read for ``counts`` rows of each expert while the rows are on their way."""
         self._coming = self.tiers.begin_forward(self, counts)
 
     def apply(self, parts: Sequence[torch.Tensor], arguments: Any = tuple) -> list[torch.Tensor]:
-        """Results of those experts that have rows, in their order. ``arguments(rows)``: what they
-        are given beside them."""
+        """Return the results of experts with rows, in their order. ``arguments(rows)``: further
+        arguments of an expert."""
         call, self._coming = self._coming, None
         counts = [len(part) for part in parts]
         if call is None or sorted(call.order) != [
@@ -487,7 +487,7 @@ class TieredLayer:
 
 
 class ExpertCall:
-    """One forward of a layer: its experts in their order."""
+    """One forward of a layer, with its experts in order."""
 
     def __init__(self, tiers: ExpertTiers, layer: TieredLayer, order: list[int]) -> None:
         self.tiers, self.layer, self.order = tiers, layer, order
@@ -518,7 +518,7 @@ class ExpertCall:
         return result
 
     def _pack(self, expert: int, first: int, behind: int, tensor: torch.Tensor) -> Any:
-        """Of weights their place; what is computed from them is saved as ever."""
+        """Save only the place of a view of weights; save other tensors as usual."""
         if not tensor.numel() or not first <= tensor.data_ptr() < behind:
             return tensor
         return (
@@ -538,8 +538,8 @@ class ExpertCall:
 
 
 class _Turn(torch.autograd.Function):
-    """Rows and weights as they enter an expert: in backward, the last of it, where all its
-    gradients have come."""
+    """Identity on rows and weights at the input of an expert; in backward it runs last, when all
+    gradients of the expert are complete."""
 
     @staticmethod
     def forward(

@@ -1,13 +1,12 @@
-"""Layers of experts divided among ranks, in place of those that models have.
+"""Layers of experts divided among ranks, in place of a model's own layers.
 
-    model = transformers.MixtralForCausalLM(config)                  # the same weights on every
-                                                                     rank
+    model = transformers.MixtralForCausalLM(config)                  # equal weights on all ranks
     commpress.moe.parallelise(model, codec="int8", topology="auto")  # each rank keeps its experts
     ddp = DistributedDataParallel(model)                             # averages all the others
     commpress.moe.clip_grad_norm_(model.parameters(), 1.0)           # one factor for all ranks
 
-Parameters of experts are marked (``commpress.optim.layout``), so that nobody averages those of one
-rank with others.
+Parameters of experts are marked (``commpress.optim.layout``), so that different experts are not
+averaged with each other.
 """
 
 import copy
@@ -48,36 +47,36 @@ __all__ = [
     "parallelise",
 ]
 
-CALL = ("hidden_states", "top_k_index", "top_k_weights")  # how transformers calls a layer's experts
-# the second are GPT-OSS's words for the same
+CALL = ("hidden_states", "top_k_index", "top_k_weights")  # transformers' arguments of experts
+# the second are GPT-OSS's names of the same arguments
 CALLS = (CALL, ("hidden_states", "router_indices", "routing_weights"))
 
 
 class Experts(nn.Module):
-    """The experts of one layer, of which this rank keeps its own: [tokens, width], choices and
-    gates → Σ gate · expert(token).
+    """Divide the experts of one layer among ranks: [tokens, width], choices and gates → Σ gate ·
+    expert(token).
 
-    - ``experts``: a list of modules, each of rows to rows, or one module whose parameters all have
-      the experts along their first dimension, called as those of transformers:
-      ``experts(hidden_states, top_k_index, top_k_weights)``. All ranks give the same; of a batched
-      one the parameters are cut down in place.
+    - ``experts``: a list of modules, each from rows to rows, or one batched module with the experts
+      along the first dimension of all parameters, called as in transformers:
+      ``experts(hidden_states, top_k_index, top_k_weights)``. All ranks must pass the same; the
+      parameters of a batched module are reduced in place to this rank's experts.
     - ``exchange``: an ``ExpertExchange``, or its options.
-    - ``chunks``: tokens go in so many parts, some under way while experts work on another.
-    - ``mean``: gradients of experts are divided by the number of ranks, as DDP divides those of
-      everything else. Without it they are sums over the tokens of all ranks.
-    - ``replicas``: the ranks that hold the same experts, where the exchange is among some of all
-      ranks. Gradients of experts are averaged over them in backward.
-    - ``copies``, of an ``ExpertExchange``: their weights come from an expert's home in every
-      forward, and their gradients go there; ``copy_experts`` changes them.
-    - ``separate``: each expert of a batched module becomes a module with parameters of its own, so
-      that one without tokens has no gradient, and optimizers leave it alone.
-    - ``store``: experts live in this store (or ``ExpertTiers`` of it, which layers share),
-      ``resident`` of them in memory, and are trained by ``ExpertOptimizer``; separate ones always.
-      ``experts`` may then be an iterator, beside an ``exchange``: each goes to the store as it is
-      made.
+    - ``chunks``: number of parts in which tokens are sent, some while experts compute another.
+    - ``mean``: divide gradients of experts by the number of ranks, as DDP divides all others.
+      Otherwise they are sums over the tokens of all ranks.
+    - ``replicas``: ranks with the same experts, if the exchange is among some of all ranks.
+      Gradients of experts are averaged over them in backward.
+    - ``copies``: an option of ``ExpertExchange``. Weights of copies come from an expert's home in
+      every forward, and their gradients are sent there; ``copy_experts`` changes copies.
+    - ``separate``: make each expert of a batched module a module with its own parameters, so that
+      an expert without tokens has no gradient, and optimizers skip it.
+    - ``store``: keep experts in this store (or in ``ExpertTiers`` of it, which layers share),
+      ``resident`` of them in memory, and train them by ``ExpertOptimizer``; implies ``separate``.
+      With an ``exchange``, ``experts`` may then be an iterator: each expert moves to the store as
+      soon as it is made.
 
-    A ``state_dict`` has the experts of this rank, and says which; those of another rank are refused
-    in the next forward.
+    A ``state_dict`` has the experts of this rank with their numbers; those of another rank are
+    refused in the next forward.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class Experts(nn.Module):
         elif isinstance(experts, Iterator):
             if exchange is None or tiers is None:
                 raise InvalidArgument(
-                    "experts is an iterator, whose length nobody knows and which goes into a store "
-                    "one by one: pass exchange= and store= beside it, or a list"
+                    "experts is an iterator, of unknown length and for a store: pass exchange= and "
+                    "store=, too, or a list of experts"
                 )
             number = exchange.num_experts
         else:
@@ -151,7 +150,7 @@ class Experts(nn.Module):
             else:
                 chosen = _separate(experts, own) if self.alone else [every[e] for e in own]
                 self.experts = nn.ModuleList(chosen)
-            # so that every rank knows that there are parameters that not all hold
+            # so that every rank has a parameter marked as not equal on all ranks
             if not own and not self.batched:
                 like = next(every[0].parameters(), torch.empty(0)).dtype
                 none = nn.Parameter(torch.empty(0, dtype=like), requires_grad=False)
@@ -161,11 +160,11 @@ class Experts(nn.Module):
 
     @property
     def _divide(self) -> int:
-        """By how much gradients are divided."""
+        """Divisor of gradients."""
         return _divisor(self.exchange) if self.mean else 1
 
     def reform(self, change: Change) -> Callable[[], None]:
-        """Say anew among whom the experts are divided: for ``group.reform``."""
+        """Mark parameters again after a change of ranks: for ``group.reform``."""
         return self._follow
 
     def _follow(self) -> None:
@@ -174,27 +173,27 @@ class Experts(nn.Module):
             self.tier.ranks = self._divide
 
     def _claim(self) -> None:
-        """Say of all parameters that they are of divided experts."""
+        """Mark all parameters as those of divided experts."""
         self._seen: weakref.ref[DistributedDataParallel] | None = None
-        self._hooked: set[int] = set()  # parameters, by their ids, whose gradients come by here
+        self._hooked: set[int] = set()  # ids of parameters with a hook of this layer
         self.mark()
         if self.exchange.on_lost == "mask":
             on_reform(self.exchange.channel.group, self)
 
     @property
     def own(self) -> list[int]:
-        """The numbers of the experts on this rank."""
+        """Numbers of the experts on this rank."""
         found: list[int] = self.exchange.home.on(self.exchange.channel.rank).tolist()
         return found
 
     def mark(self) -> None:
-        """Say who holds the parameters, in ranks of the whole world where there are more than those
-        of the exchange."""
+        """Mark which ranks have the parameters, as ranks of the whole world if there are more than
+        those of the exchange."""
         channel = self.exchange.channel
         members = channel.members or tuple(range(channel.size))
         rank = members[channel.rank]
         for parameter in self.experts.parameters():
-            if not isinstance(parameter, DTensor):  # of fully_shard, which is refused
+            if not isinstance(parameter, DTensor):  # fully_shard's parameters are refused later
                 mark_held(
                     parameter,
                     members,
@@ -203,7 +202,7 @@ class Experts(nn.Module):
                 )
 
     def _hook(self) -> None:
-        """See to the gradients of parameters that have one from now on."""
+        """Register hooks for gradients of parameters that require one."""
         for parameter in self.experts.parameters() if self.tier is None else ():
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
@@ -213,8 +212,8 @@ class Experts(nn.Module):
                     )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Experts":
-        """Experts of their own on the same ranks, as ``AveragedModel`` makes them; the exchange is
-        the same."""
+        """Copy the experts, on the same ranks and with the same exchange, as ``AveragedModel``
+        does."""
         made = type(self).__new__(type(self))
         memo |= {id(self): made, id(self.exchange): self.exchange, id(self.replicas): self.replicas}
         made.__dict__.update(
@@ -223,7 +222,7 @@ class Experts(nn.Module):
         made._claim()
         return made
 
-    @torch.compiler.disable  # messages are nothing to trace: graphs break around a layer
+    @torch.compiler.disable  # messages cannot be traced: graphs break around a layer
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -239,12 +238,12 @@ class Experts(nn.Module):
         )
 
     def _check(self) -> None:
-        """Refuse what has happened to the parameters since they were marked."""
+        """Raise ``InvalidArgument`` if the parameters were changed since they were marked."""
         if self._loaded != self.own:
             raise InvalidArgument(
-                f"experts {self._loaded} were loaded where {self.own} lie: load what this rank "
-                "saved. With a Trainer use the callback commpress.hf.DividedExperts "
-                "(commpress.hf.Compress does the same), which saves and loads every rank's"
+                f"experts {self._loaded} were loaded on the rank of {self.own}: load the state of "
+                "this rank. With a Trainer use the callback commpress.hf.DividedExperts "
+                "(commpress.hf.Compress does the same), which saves and loads every rank's experts"
             )
         self.check_parameters()
         ddp = DistributedDataParallel._get_active_ddp_module()
@@ -253,14 +252,13 @@ class Experts(nn.Module):
             self._seen = weakref.ref(ddp)
 
     def check_parameters(self) -> None:
-        """Raise ``InvalidArgument`` if others took the place of those that were marked."""
+        """Raise ``InvalidArgument`` if there are other parameters than those that were marked."""
         if any(held_of(p) is None for p in self.experts.parameters()):
             raise InvalidArgument(
-                "other parameters took the place of this rank's experts or came to them, as "
-                "load_state_dict(assign=True) puts them, or fully_shard, which divides them once "
-                "more, or adapters: load without assign, or fully_shard(..., "
-                "ignored_params=commpress.moe.held_parameters(model)), or call "
-                "commpress.moe.parallelise once more, on the model with its adapters"
+                "parameters of this rank's experts were replaced or added, as by "
+                "load_state_dict(assign=True), fully_shard or adapters: load without assign, pass "
+                "ignored_params=commpress.moe.held_parameters(model) to fully_shard, or call "
+                "commpress.moe.parallelise again on the model with its adapters"
             )
 
     def get_extra_state(self) -> torch.Tensor:
@@ -272,7 +270,7 @@ class Experts(nn.Module):
     def _apply_all(
         self, fetched: FetchedWeights, rows: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """Those of this rank, then copies."""
+        """Compute the results of this rank's experts, then those of its copies."""
         here, theirs = counts.tensor_split([len(self.own)])
         parts = rows.split([int(here.sum()), int(theirs.sum())])
         return torch.cat(
@@ -286,7 +284,7 @@ class Experts(nn.Module):
         if not len(rows):
             if not self.batched and self.replicas is None:
                 return rows
-            # gradients of zero, as if others had tokens
+            # gradients of zero, as for experts without tokens in a batch
             nothing = [p.reshape(-1)[:0].sum() for p in self.experts.parameters()]
             return rows + torch.stack(nothing).sum().to(rows.dtype)
         if self.batched:
@@ -298,14 +296,13 @@ class Experts(nn.Module):
         if self.tier is not None:
             return torch.cat(self.tier.apply(parts, self._arguments))
         pairs = zip(self.experts.children(), parts, strict=True)
-        every = self.replicas is not None  # others wait for the gradients of all
+        every = self.replicas is not None  # replicas wait for the gradients of all experts
         return torch.cat(
             [expert(part, *self._arguments(part)) for expert, part in pairs if len(part) or every]
         )
 
     def _arguments(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Arguments of an expert beside its rows: all are for the one that a separate module
-        has."""
+        """Return an expert's further arguments: all choices are its only expert."""
         if not self.alone:
             return ()
         return torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device), rows.new_ones(
@@ -317,13 +314,13 @@ class Experts(nn.Module):
 
 
 def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
-    """Put ``Experts`` in place of every batched layer of experts in ``model``, whose code stays as
-    it is; collective.
+    """Replace every batched layer of experts in ``model`` by ``Experts``, without a change of the
+    model's code; collective.
 
-    ``options`` are those of ``Experts`` and ``ExpertExchange``; each layer has an exchange of its
-    own. DDP around ``model``, made after this, leaves experts to their ranks: also those in
-    ``Experts`` that are in ``model`` already. Give the very module that DDP wraps. With a ``store``
-    all layers share it, and ``resident`` experts of all together are in memory.
+    ``options`` are those of ``Experts`` and ``ExpertExchange``; each layer has its own exchange. A
+    DDP around ``model``, made after this, does not average experts, including those of ``Experts``
+    that ``model`` already has. Pass the same module that DDP will wrap. A ``store`` is shared by
+    all layers, and ``resident`` counts the experts of all in memory.
     """
     found, layers = list(_layers(model)), experts_of(model)
     if not found and not layers:
@@ -331,18 +328,17 @@ def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
         raise InvalidArgument(
             f"model is a {type(model).__name__} without layers of experts: expected modules with "
             "num_experts whose parameters all have the experts along their first dimension and "
-            f"that are called with {', '.join(CALL)}. Put commpress.moe.Experts in by hand"
+            f"that are called with {', '.join(CALL)}. Use commpress.moe.Experts in the model"
         )
     if (store := options.pop("store", None)) is not None:
         options["store"] = _tiers(store, options.pop("resident", None))
     for layer in layers:
-        layer.mark()  # also adapters that came to them
+        layer.mark()  # includes adapters added since
     for parent, name, experts in found:
         if name == "base_layer":
             raise InvalidArgument(
-                f"model has experts inside a {type(parent).__name__}, whose adapters would not be "
-                "divided with them: call parallelise before adapters are put in, and once more on "
-                "the model with them"
+                f"model has experts inside a {type(parent).__name__} with adapters that would not "
+                "be divided: call parallelise before adding adapters, and again afterwards"
             )
         layers.append(Experts(experts, **options))
         setattr(parent, name, layers[-1])
@@ -352,19 +348,19 @@ def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
 
 
 def copy_experts(model: nn.Module, copies: int) -> list[dict[int, int]]:
-    """Make so many copies in each layer, of the experts with the most tokens since this was called
-    last; collective.
+    """Make ``copies`` copies in each layer, of the experts with the most tokens since the last
+    call; collective.
 
-    What was copied before is given up. Call it on all ranks between two steps. Returns for each
-    layer on how many ranks experts lie that have copies.
+    Earlier copies are dropped. Call it on all ranks between two steps. It returns for each layer
+    the number of ranks of each expert with copies.
     """
     check_counts(copies=copies)
     found = []
     for layer in experts_of(model):
         if layer.tier is not None:
             raise InvalidArgument(
-                "model has experts in a store, from which weights do not go to other ranks: leave "
-                "store= out"
+                "model has experts in a store, which cannot be copied to other ranks: leave store= "
+                "out"
             )
         assert layer.copied is not None
         layer.copied.check()
@@ -375,19 +371,18 @@ def copy_experts(model: nn.Module, copies: int) -> list[dict[int, int]]:
 
 
 def experts_of(model: nn.Module) -> list[Experts]:
-    """All its layers of divided experts, in the order of its modules."""
+    """Return all layers of divided experts, in the order of modules."""
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def held_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of experts that lie on this rank, as ``fully_shard(ignored_params=)`` takes
-    them."""
+    """Return the parameters of this rank's experts, for ``fully_shard(ignored_params=)``."""
     return {p for layer in experts_of(model) for p in layer.parameters()}
 
 
 def holders_of(model: nn.Module) -> dict[str, dist.ProcessGroup]:
-    """By name, the group of the ranks that hold a parameter; all ranks hold those that are not in
-    it."""
+    """Return by name the group of ranks that have a parameter, for parameters that not all ranks
+    have."""
     alone: dist.ProcessGroup | None = None
     found: dict[str, dist.ProcessGroup] = {}
     replicas = {id(p): layer.replicas for layer in experts_of(model) for p in layer.parameters()}
@@ -410,20 +405,20 @@ def clip_grad_norm_(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """torch's ``clip_grad_norm_`` for a model whose experts are divided among the ranks of
+    """Clip like torch's ``clip_grad_norm_`` for a model with experts divided among the ranks of
     ``process_group`` (default: all).
 
-    The norm, which it returns, is that of all gradients, each expert counted once; all ranks
-    multiply by the same factor. Collective, once backward is over on all ranks. torch's own would
-    know of each rank's experts only, and multiply what all ranks hold alike by another factor on
-    each. DTensors, as of FSDP2, may be among them. Experts in tiers may not, whose gradients are in
-    a store: ``ExpertOptimizer(max_grad_norm=)`` clips them.
+    It returns the norm of all gradients, with each expert counted once, and all ranks multiply by
+    the same factor. Collective; call it after backward has ended on all ranks. torch's function
+    sees only this rank's experts, and would multiply replicated gradients by a different factor on
+    each rank. DTensors, as of FSDP2, are allowed. Experts in tiers are not, because their gradients
+    are in a store: use ``ExpertOptimizer(max_grad_norm=)``.
     """
     every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(isinstance(streamer_of(p), ExpertTiers) for p in every):
         raise InvalidArgument(
-            "parameters have experts in tiers, whose gradients are in a store and would be left "
-            "out: pass max_grad_norm= to commpress.moe.ExpertOptimizer, and do not clip besides "
+            "parameters include experts in tiers, whose gradients are in a store: pass "
+            "max_grad_norm= to commpress.moe.ExpertOptimizer, and do not clip elsewhere "
             "(max_grad_norm=0 with a Trainer)"
         )
     ranks, grads = ranks_of(process_group), [p.grad for p in every if p.grad is not None]
@@ -467,12 +462,13 @@ def _refuse_pairs(
     exchange: ExpertExchange, replicas: dist.ProcessGroup | None, tiers: ExpertTiers | None
 ) -> None:
     both = {
-        "replicas are given beside a store, where nobody averages gradients over them": replicas
+        "replicas and store are given, and gradients in a store are not averaged": replicas
         is not None
         and tiers is not None,
-        "copies are given beside a store, from which an expert's weights do not go to other "
-        "ranks": tiers is not None and exchange.copies.holders,
-        "replicas is given, a group that ends with a lost rank, and on_lost is 'mask'": replicas
+        "copies and store are given, and experts in a store cannot be copied to other ranks": (
+            tiers is not None and exchange.copies.holders
+        ),
+        "on_lost is 'mask', and the group replicas= would end with a lost rank": replicas
         is not None
         and exchange.on_lost == "mask",
     }
@@ -487,7 +483,7 @@ def _refuse_pairs(
 
 
 def batch_of(module: Any) -> int:
-    """The number of experts that ``module`` has as a batch, 0 if it has none."""
+    """Return the number of experts if ``module`` is a batched module of experts, else 0."""
     number = getattr(module, "num_experts", 0)
     if not isinstance(module, nn.Module) or not isinstance(number, int):
         return 0
@@ -502,16 +498,15 @@ def batch_of(module: Any) -> int:
         if buffer.dim() and buffer.shape[0] == number
     ]:
         raise InvalidArgument(
-            f"experts, a {type(module).__name__}, have a buffer {cut[0]!r} of as many rows as "
-            "experts, which would not be divided with them: make it a parameter with "
-            "requires_grad=False, or give a list of modules"
+            f"experts, a {type(module).__name__}, have a buffer {cut[0]!r} with a row for each "
+            "expert, which would not be divided: make it a parameter with requires_grad=False, or "
+            "pass a list of modules"
         )
     return number
 
 
 def _refuse_dense(model: nn.Module) -> None:
-    """Raise ``InvalidArgument`` for batched experts that are called with nothing but tokens, as
-    Llama 4's."""
+    """Raise ``InvalidArgument`` for batched experts that get every token, as in Llama 4."""
     for name, module in model.named_modules():
         number = getattr(module, "num_experts", 0)
         if number and [
@@ -520,10 +515,9 @@ def _refuse_dense(model: nn.Module) -> None:
             called = ", ".join(inspect.signature(module.forward).parameters)
             raise InvalidArgument(
                 f"model has experts in {name!r}, a {type(module).__name__} that is called with "
-                f"{called}, expected {', '.join(CALL)}: each expert gets every token, so there is "
-                "nothing to send to ranks by choice. Divide its weights with fully_shard, or write "
-                "the layer around it anew with commpress.moe.Experts([...]), which is told of each "
-                "token's choices"
+                f"{called}, expected {', '.join(CALL)}: each expert gets every token, so there are "
+                "no choices by which to send tokens. Shard its weights by fully_shard, or rewrite "
+                "the layer with commpress.moe.Experts([...]), which takes each token's choices"
             )
 
 
@@ -537,15 +531,15 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def _divisor(exchange: ExpertExchange) -> int:
-    """Ranks that have tokens of their own."""
+    """Return the number of ranks with different tokens."""
     return exchange.channel.size // exchange.tensor_size
 
 
 def _mean(
     exchange: ExpertExchange | None, replicas: dist.ProcessGroup | None
 ) -> Callable[[Any], torch.Tensor | None]:
-    """Gradients are divided by the ranks of ``exchange``, and averaged over ``replicas``: a hook of
-    a parameter."""
+    """Return a hook of a parameter that divides its gradient by the ranks of ``exchange`` and
+    averages it over ``replicas``."""
 
     def mean(gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:  # no copy of an expert had tokens
@@ -566,13 +560,11 @@ def _own(experts: Iterable[nn.Module], own: list[int], number: int) -> Iterator[
         if count - 1 in own:
             yield expert
     if count != number:
-        raise InvalidArgument(
-            f"experts has {count} modules, exchange has {number} experts: make as many"
-        )
+        raise InvalidArgument(f"experts has {count} modules, expected {number} as in the exchange")
 
 
 def _separate(module: Any, own: list[int]) -> Iterator[nn.Module]:
-    """Modules with one expert each, one after the other."""
+    """Yield modules with one expert each."""
     whole = list(module.parameters())
     for expert in own:
         alone = {
@@ -587,7 +579,7 @@ def _separate(module: Any, own: list[int]) -> Iterator[nn.Module]:
 
 
 def _cut(module: Any, own: list[int]) -> nn.Module:
-    """Keep the experts ``own``: of every parameter those rows."""
+    """Keep only the rows of the experts ``own`` in every parameter."""
     for owner in list(module.modules()):
         for name, parameter in list(owner.named_parameters(recurse=False)):
             kept = nn.Parameter(

@@ -1,16 +1,15 @@
-"""Decide which experts' tensors are in memory, which leave for others, and what is read ahead.
-Nothing is moved here.
+"""Decide which experts' tensors are in memory, which are evicted for others, and which are read in
+advance. This module moves no data.
 
-A step is a row of phases: forward of a layer, backward of a layer, the update. In a phase experts
-have their turns one after the other. What is known: from the gates on, the turns of this forward;
-with it those of its backward, which come in the opposite order; and from the last step, which
-phases follow and with whom. The order of turns in a forward and in the update is free, so experts
-that are in memory go first.
+A step is a sequence of phases: forward of a layer, backward of a layer, the update. In a phase each
+expert has a turn. The gates determine the turns of this forward, and those of its backward in the
+opposite order; the last step predicts which phases follow, with which experts. The order of turns
+in a forward and in the update is free, so experts in memory come first.
 
-Note: Belady. Whoever is needed last leaves, which no rule can beat for blocks of one size if the
-future is known. A read ahead takes the place of the block that would leave for it at its turn, and
-begins when that block has had its own last turn: never a byte more is read than without reading
-ahead. Of those whose next turn nobody knows the least frequently used leaves.
+Note: Belady. The block that is needed last is evicted, which is optimal for blocks of one size if
+the future is known. A read in advance replaces the block that would be evicted for it at its turn,
+and begins when that block has had its last turn: so no more bytes are read than without reading in
+advance. Among blocks without a known next turn the least frequently used is evicted.
 """
 
 import math
@@ -21,20 +20,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-# the number of an expert, and what of it: its weights, their gradient, a moment
+# number of an expert, and kind of tensor: weights, gradient or a moment
 Block = tuple[int, str]
 Kind = Literal["forward", "backward", "update"]
 NEVER = math.inf
-# turns to come that are read for although a gradient that goes would make place: disks are never
-# without work
+# turns for which blocks are read in advance even if a gradient's deletion would make room later, so
+# that disks are never idle
 AHEAD = 2
-AGED = 0.9  # how much of a frequency is left a step later
+AGED = 0.9  # decay of a frequency per step
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Turns of some experts of one layer. ``sure``: they will come, in this order; else it is what
-    the last step did."""
+    """Turns of some experts of one layer. ``sure``: they will come in this order; else they are a
+    prediction from the last step."""
 
     kind: Kind
     layer: int
@@ -48,8 +47,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Moves:
-    """Blocks to write, where they are newer in memory, and to let go of; then those that have room:
-    to read what is stored."""
+    """Blocks to evict, after writing those that are newer in memory; then blocks with room, to read
+    if they are stored."""
 
     leave: tuple[Block, ...] = ()
     enter: tuple[Block, ...] = ()
@@ -60,14 +59,15 @@ class Moves:
 
 @dataclass
 class StepTrace:
-    """Phases of the step so far, and of the one before it: what they say about those to come."""
+    """Phases of the step so far and of the step before it, from which later phases are
+    predicted."""
 
     last: list[Phase] = field(default_factory=list)
     done: list[Phase] = field(default_factory=list)
-    open: list[Phase] = field(default_factory=list)  # forwards whose backward is to come
+    open: list[Phase] = field(default_factory=list)  # forwards before their backward
 
     def note(self, phase: Phase, *, differentiable: bool) -> None:
-        """A forward without gradients is no part of a step."""
+        """Record a phase. A forward without gradients is not part of a step."""
         if not phase.experts or (phase.kind == "forward" and not differentiable):
             return
         self.done.append(phase)
@@ -83,7 +83,7 @@ class StepTrace:
         self.last, self.done, self.open = self.done, [], []
 
     def coming(self) -> list[Phase]:
-        """The rest of this step, and the next step."""
+        """Return the rest of this step, and the next step."""
         backward = [Phase("backward", p.layer, p.experts[::-1]) for p in reversed(self.open)]
         places = [p.place for p in self.done]
         rest = (
@@ -117,11 +117,11 @@ class StepTrace:
 
 
 class TierPlan:
-    """Contents of memory, by the plan: ``capacity`` bytes at most.
+    """Contents of memory according to the plan, of at most ``capacity`` bytes.
 
-    - ``needs(kind, expert)``: the blocks that a turn needs together; ``ends(kind, expert)``: those
-      that are no more after it.
-    - ``size(block)``: bytes.
+    - ``needs(kind, expert)``: return the blocks that a turn needs together.
+    - ``ends(kind, expert)``: return the blocks that are deleted after a turn.
+    - ``size(block)``: return the bytes of a block.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class TierPlan:
         size: Callable[[Block], int],
     ) -> None:
         self.capacity, self._needs, self._ends, self._size = capacity, needs, ends, size
-        self.resident: dict[Block, int] = {}  # their sizes
-        self.stored: set[Block] = set()  # those that are somewhere, in memory or on disk
+        self.resident: dict[Block, int] = {}  # blocks in memory → bytes
+        self.stored: set[Block] = set()  # blocks that exist, in memory or on disk
         self.used = 0
         self.frequency: defaultdict[int, float] = defaultdict(float)
         self.trace = StepTrace()
-        self._turns: list[tuple[Kind, int]] = []  # those to come that are sure
-        self._needed: list[tuple[Block, ...]] = []  # by each of them
-        self._freed: list[int] = []  # bytes by all before each of them, in the end
-        self._at = -1  # the turn that is on, or was last
-        self._over = 0  # turns that are over
-        self._ready = 0  # the first turn to come of which something is not in memory
+        self._turns: list[tuple[Kind, int]] = []  # sure turns to come
+        self._needed: list[tuple[Block, ...]] = []  # blocks needed by each of them
+        self._freed: list[int] = []  # bytes freed by all turns before each of them
+        self._at = -1  # current or last turn
+        self._over = 0  # number of ended turns
+        self._ready = 0  # first turn to come with a block that is not in memory
         self._busy: tuple[Block, ...] = ()
         self._uses: dict[Block, list[int]] = {}
 
@@ -151,8 +151,8 @@ class TierPlan:
     def phase(
         self, kind: Kind, layer: int, experts: Sequence[int], *, differentiable: bool = True
     ) -> list[int]:
-        """Begin one: the order of its turns. That of a backward is given; others begin with whom
-        memory has most of."""
+        """Begin a phase and return the order of its turns, which is given for a backward; others
+        begin with the experts that have most bytes in memory."""
         order = list(experts)
         if kind != "backward":
             order.sort(
@@ -167,7 +167,7 @@ class TierPlan:
         return order
 
     def over(self) -> None:
-        """The step has ended."""
+        """End the step."""
         self.trace.over()
         for expert in self.frequency:
             self.frequency[expert] *= AGED
@@ -194,8 +194,8 @@ class TierPlan:
     # ------------------------------------------------------------ turns
 
     def begin(self, kind: Kind, expert: int) -> Moves:
-        """Before a turn: who must have left, and what must be read."""
-        with suppress(ValueError):  # nobody has said so
+        """Begin a turn: return the blocks to evict and to read before it."""
+        with suppress(ValueError):  # an unexpected turn
             self._at = self._turns.index((kind, expert), max(self._at, 0))
         self._busy = tuple(self._needs(kind, expert))
         leave, enter = list[Block](), list[Block]()
@@ -210,14 +210,14 @@ class TierPlan:
         return Moves(tuple(leave), tuple(enter))
 
     def end(self, kind: Kind, expert: int) -> None:
-        """After a turn: what it has made is stored, what it has used up is no more."""
+        """End a turn: blocks that it has made are stored, those that it has used up are deleted."""
         self.stored.update(self._busy)
         for block in self._ends(kind, expert):
             self.drop(block)
         self._busy, self._over = (), self._at + 1
 
     def ahead(self) -> Moves:
-        """Reads for turns to come that can begin now, and who leaves for them."""
+        """Return reads for later turns that can begin now, and evictions for them."""
         leave, enter = list[Block](), list[Block]()
         turn = max(self._ready, self._at + 1)
         while turn < len(self._turns):
@@ -247,13 +247,13 @@ class TierPlan:
         return Moves(tuple(leave), tuple(enter))
 
     def add(self, block: Block, *, resident: bool) -> None:
-        """It is found in the store, in memory or on disk."""
+        """Record a block found in the store, in memory or on disk."""
         self.stored.add(block)
         if resident and block not in self.resident:
             self._take(block)
 
     def drop(self, block: Block) -> None:
-        """It is no more."""
+        """Record that a block was deleted."""
         self.stored.discard(block)
         if block in self.resident:
             self._forget(block)
@@ -268,8 +268,8 @@ class TierPlan:
         return block
 
     def _farthest(self, at: int, kept: Sequence[Block]) -> Block | None:
-        """The block whose next turn after ``at`` is the last; of those, the least frequently
-        used."""
+        """Return the block with the latest next turn after ``at``, and among those the least
+        frequently used one."""
         able = (block for block in self.resident if block not in kept)
         return max(
             able, key=lambda block: (self._next(block, at), -self.frequency[block[0]]), default=None

@@ -1,8 +1,8 @@
-"""Trips of tokens under autograd: to their experts, or back; the gradient of the one is the other.
+"""Trips of tokens under autograd, to their experts or back; the gradient of either is the other.
 
-A trip's start and its end are nodes of autograd's graph, and backward takes nodes in the opposite
-order: it starts where forward has ended. So chunks of tokens, some of which travel while experts
-work on another, do the same mirrored in backward.
+The start and the end of a trip are nodes of autograd's graph. Backward runs them in the opposite
+order, so that it starts a trip where forward has ended it. So if forward overlaps chunks with the
+experts' computation, backward does, too.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,10 @@ Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Trip:
-    """One trip ``out`` to experts, or back, of which ``steps`` begins either direction.
+    """One trip ``out`` to experts, or back; ``steps`` makes the steps of forward or backward.
 
-    ``sequence`` numbers its forward, the next number its backward, whose turn may differ by rank.
+    ``sequence`` numbers its forward, the next number its backward, which may run at another time on
+    each rank.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class Trip:
         count: int | None = None,
     ) -> None:
         self.exchange, self.plan, self.sequence, self.out = exchange, plan, sequence, out
-        self.count = count  # rows at the experts; None: as many as come
+        self.count = count  # rows at the experts; None: all received ones
         self._under_way: Callable[[], Any] = tuple
 
     def steps(self, rows: torch.Tensor, gates: torch.Tensor | None, *, forward: bool) -> Steps[Any]:
-        """Rows, with gates or their gradients, one way."""
+        """Make the steps that send rows, with gates or their gradients."""
         exchange, plan, number = self.exchange, self.plan, self.sequence + (not forward)
         assert plan is not None
         if self.out == forward:
@@ -52,22 +53,22 @@ class Trip:
         return exchange.back_steps(plan, rows, gates, codec, number)
 
     def start(self, steps: Steps[Any], *tensors: torch.Tensor | None) -> None:
-        """Now; with chunks in the background."""
+        """Run the steps: now, or for chunks in the background."""
         found = self.exchange.finish(steps, *tensors)
         self._under_way = lambda: found
 
     def end(self) -> Any:
-        """Wait for what was started; nothing of it is kept."""
+        """Wait for the started steps, and return their result without keeping it."""
         wait, self._under_way = self._under_way, tuple
         return wait()
 
     def of(self, rows: torch.Tensor, gates: torch.Tensor | None = None) -> Any:
-        """Take it at once: the rows on the other side, and gates if there were any."""
+        """Make the whole trip; return the rows on the other side, with gates if there are any."""
         return _End.apply(_Start.apply(rows, gates, self), self)
 
 
 class ChunkTrip(Trip):
-    """A trip in the background. On its way out a chunk finds its plan first."""
+    """A trip in the background. The trip out first computes the plan of its chunk."""
 
     def __init__(
         self, exchange: "ExpertExchange", sequence: int, *, out: bool, routing: Any = None
@@ -93,12 +94,12 @@ def in_chunks(
     experts: Experts,
     count: int,
 ) -> torch.Tensor:
-    """Σ gates · experts for each token: all ``count`` chunks start out; each that arrives goes
-    through the experts and starts back; then all are awaited."""
+    """Return Σ gates · experts for each token: start all ``count`` chunks, apply the experts to
+    each that arrives and start it back, then wait for all."""
     bounds = [len(tokens) * i // count for i in range(count + 1)]
     trips, tickets = [], []
     for i, part in enumerate(slice(*part) for part in pairwise(bounds)):
-        # now: in the same order on every rank, whenever they are used
+        # taken now, in the same order on every rank, whenever they are used
         first = exchange.channel.take(NUMBERS + 4)
         routing = exchange.routing_steps(
             topk_idx[part],

@@ -1,5 +1,5 @@
-"""Edges of pipelines: what stages of ``torch.distributed.pipelining`` send each other,
-compressed; and ``encoded`` tensors for edges of your own."""
+"""Compressed edges of pipelines, over which stages of ``torch.distributed.pipelining`` exchange
+tensors; and ``encoded`` tensors for your own edges."""
 
 from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
 from commpress.integrations.pipeline.edges import PipelineEdges, compress_pipeline

@@ -1,4 +1,4 @@
-"""Choice of a codec for each edge of a pipeline by its link, measured once between neighbouring
+"""Choice of a codec for each edge of a pipeline, by a measurement of its link between neighboring
 ranks."""
 
 from time import perf_counter
@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
 
-NUMEL = 1 << 18  # elements of the tensor whose journey is compared
-ENOUGH, MOST = 0.05, 1 << 25  # a probe this long, in seconds or bytes, says what a link carries
+NUMEL = 1 << 18  # elements of the tensor for which codecs are compared
+ENOUGH, MOST = 0.05, 1 << 25  # seconds or bytes of a probe that measures a link's bandwidth
 CANDIDATES = ("none", "bf16", "int8", "int4")  # the finest first
-GAIN = 0.95  # a coarser codec has to need less than this share of the time
+GAIN = 0.95  # a coarser codec must take less than this share of the time
 
 
 def fastest(bandwidth: float, seconds: dict[str, float], numel: int = NUMEL) -> str:
-    """The codec with which ``numel`` float32 cross a link soonest, exact unless another gains
-    something.
+    """Return the codec that sends ``numel`` float32 over a link fastest, exact unless another is
+    clearly faster.
 
-    ``seconds``: for encoding and decoding them, by codec.
+    ``seconds``: time for encoding and decoding them, by codec.
     """
     best, least = CANDIDATES[0], 4 * numel / bandwidth
     for name in CANDIDATES[1:]:
@@ -32,12 +32,12 @@ def fastest(bandwidth: float, seconds: dict[str, float], numel: int = NUMEL) -> 
 
 
 def measured(group: Any, device: torch.device) -> dict[tuple[int, int], str]:
-    """Sender and receiver, ranks of ``group`` → codec, for all neighbours round the group;
-    collective, and the same on all."""
+    """Map (sender, receiver), ranks of ``group``, to a codec for all neighbors in the ring;
+    collective, and equal on all ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     seconds = _codec_seconds(device)
     pairs = {tuple(sorted((r, (r + 1) % size))) for r in range(size)} - {(0, 0)}
-    # number of the codec from each rank to each
+    # number of the codec from each rank to each other
     table = torch.full((size, size), -1, device=device)
     for low, high in sorted(pairs):
         for sender, receiver in ((low, high), (high, low)):
@@ -73,8 +73,8 @@ def _codec_seconds(device: torch.device) -> dict[str, float]:
 
 
 def _bandwidth(sends: bool, peer: int, group: Any, device: torch.device) -> float:
-    """Bytes per second, of a probe that grows until it takes long enough; what a short one takes is
-    taken off."""
+    """Return bytes per second, by a probe that grows until it takes long enough, minus the time of
+    an empty one."""
     other = dist.get_global_rank(group, peer) if group is not None else peer
     answer = torch.zeros(1, dtype=torch.float64, device=device)
     numel = 1 << 14
@@ -90,7 +90,7 @@ def _bandwidth(sends: bool, peer: int, group: Any, device: torch.device) -> floa
 def _probe(
     sends: bool, other: int, values: torch.Tensor, answer: torch.Tensor, group: Any
 ) -> float:
-    """Seconds until the receiver has it and says so, on both sides the sender's."""
+    """Return the sender's seconds until the receiver has confirmed the message, on both sides."""
     start = perf_counter()
     if not sends:
         dist.recv(values, other, group)

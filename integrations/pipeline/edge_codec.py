@@ -1,5 +1,5 @@
-"""Codec of what crosses one edge of a pipeline: a tensor of any float becomes bytes of a size that
-its shape tells."""
+"""Codec for one edge of a pipeline: it turns a tensor of any float dtype into bytes, of a size that
+follows from its shape."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,23 +16,23 @@ from commpress.kernels.registered import known
 
 
 class EdgeCodec(Protocol):
-    """Frozen and comparable; two equal ``spec`` mean equal bytes."""
+    """A codec is frozen and comparable; equal ``spec`` mean equal bytes."""
 
     @property
     def spec(self) -> str: ...
 
     def size(self, numel: int, width: int) -> int:
-        """Bytes of ``numel`` elements in tokens of ``width``."""
+        """Return the bytes of ``numel`` elements in tokens of ``width``."""
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, width: int) -> None:
-        """message, uint8, := float32[numel]."""
+        """Encode float32[numel] into ``message``, uint8."""
 
     def decode(self, message: torch.Tensor, values: torch.Tensor, width: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class RowCodec:
-    """A codec of the package, or one that is registered, over the whole tensor as one row."""
+    """A codec of the package, or a registered one, applied to the whole tensor as one row."""
 
     codec: Codec
 
@@ -64,8 +64,7 @@ def _row(kind: int, block: int, numel: int) -> Pieces:
 
 
 def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCodec | None:
-    """The codec of an edge that a name or a codec stands for; None where tensors travel as they
-    are."""
+    """Return the codec of an edge for a name or a codec; None if tensors are sent unchanged."""
     if codec == "tah4" or isinstance(codec, TileCodec):
         return TileCodec()
     found = codec_named(codec)
@@ -75,8 +74,8 @@ def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCod
     if not (found.kind in (INT8, INT4, FP8, *CASTS) or fine or known(found.kind)):
         raise InvalidArgument(
             f"{name} is {found.spec!r}, expected int4, int8, fp8, bf16, fp16, bits3 to bits8, "
-            "tah4, none or a registered one: activations have no error feedback, so "
-            "what others leave out would be lost"
+            "tah4, none or a registered one: activations have no error feedback, so the errors of "
+            "coarser codecs would be lost"
         )
     return RowCodec(found)
 
@@ -86,12 +85,12 @@ def exact_bytes(tensor: torch.Tensor) -> int:
 
 
 def width_of(tensor: torch.Tensor) -> int:
-    """Elements of a token."""
+    """Return the number of elements of a token."""
     return tensor.shape[-1] if tensor.dim() else 1
 
 
 def encoded(tensor: torch.Tensor, codec: EdgeCodec) -> torch.Tensor:
-    """A new message of a tensor's elements."""
+    """Return a new message with a tensor's elements."""
     values, width = tensor.detach().reshape(-1).to(torch.float32), width_of(tensor)
     message = torch.empty(
         codec.size(values.numel(), width), dtype=torch.uint8, device=tensor.device

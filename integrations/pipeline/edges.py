@@ -1,10 +1,9 @@
-"""Edges of a pipeline: what torch's schedules send from stage to stage becomes bytes, and floats
-again where it arrives.
+"""Edges of a pipeline: tensors that torch's schedules send from stage to stage are encoded, and
+decoded on arrival.
 
 A schedule asks a stage for its sends and receives, and runs forward or backward of a micro-batch
-once a receive is done. There messages take the place of tensors: they are sent and received, and
-decoded into the tensors before these are used. So shapes, schedules, meshes and autograd are
-torch's own.
+after a receive. These sends and receives get messages in place of tensors, and messages are decoded
+into the tensors before these are used. So shapes, schedules, meshes and autograd are torch's own.
 """
 
 import hashlib
@@ -48,17 +47,17 @@ NAMES = (
     "forward_one_chunk",
     "backward_one_chunk",
 )
-_WORDS = 256  # bytes in which a rank names its options
+_WORDS = 256  # bytes for a rank's options as text
 
 
 @dataclass
 class EdgeCounters(Totals):
-    """Totals of one rank since its stages were compressed. Bytes are those this rank sent to other
-    stages."""
+    """Totals of one rank since its stages were compressed. Bytes are those that this rank sent to
+    other stages."""
 
     messages: int = 0
     sent_bytes: int = 0
-    exact_bytes: int = 0  # what torch alone would have sent
+    exact_bytes: int = 0  # bytes that torch alone would have sent
     compressed_elements: int = 0
     exact_elements: int = 0
     encode_seconds: float = 0.0
@@ -66,7 +65,7 @@ class EdgeCounters(Totals):
 
     @property
     def ratio(self) -> float:
-        """Times that bytes are fewer than torch's."""
+        """Factor by which bytes are fewer than torch's."""
         return self.exact_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
@@ -84,20 +83,20 @@ class PipelineEdges:
     ) -> None:
         self.stages, self.codecs = list(stages), codecs
         self.min_numel, self.gradients_only = min_numel, gradients_only
-        self.choice = dict(choice)  # of codec="auto": (from, to) ranks of the group → codec
+        self.choice = dict(choice)  # with codec="auto": (from, to) ranks of the group → codec
         self.counters = EdgeCounters()
         self.edges = [StageEdges(stage, self) for stage in self.stages]
         for edge in self.edges:
             edge.enter()
 
     def remove(self) -> None:
-        """Let the stages send as torch does again. On every rank."""
+        """Let the stages send exact tensors again; call it on every rank."""
         for edge in self.edges:
             edge.leave()
 
 
 class StageEdges:
-    """Edges of one stage: to the one before and the one behind it."""
+    """Edges of one stage, to the stages before and after it."""
 
     def __init__(self, stage: Any, owner: PipelineEdges) -> None:
         self.stage, self.owner, self.kind = stage, owner, type(stage)
@@ -106,17 +105,17 @@ class StageEdges:
         self.due: dict[tuple[bool, int], list[Callable[[], None]]] = {}
 
     def enter(self) -> None:
-        """The stage becomes one of a class of its own, as a module that ``fully_shard`` has in its
-        hands."""
+        """Change the stage's class to one that compresses, as ``fully_shard`` does with a
+        module."""
         self.stage.__class__ = _compressed(self.kind, self)
 
     def leave(self) -> None:
         self.stage.__class__ = self.kind
 
-    # ------------------------------------------------------------ there
+    # ------------------------------------------------------------ sending
 
     def sends(self, ops: list[dist.P2POp], chunk: int, *, forward: bool) -> list[dist.P2POp]:
-        """The same sends with messages in place of tensors."""
+        """Return the sends with messages in place of tensors."""
         each = self._each(ops, forward, outputs=True)
         return [_instead(op, self._message(op, forward, lossy)) for op, lossy in each]
 
@@ -136,10 +135,10 @@ class StageEdges:
         counters.sent_bytes += exact_bytes(message)
         return message
 
-    # ------------------------------------------------------------ and back
+    # ------------------------------------------------------------ receiving
 
     def receives(self, ops: list[dist.P2POp], chunk: int, *, forward: bool) -> list[dist.P2POp]:
-        """The same receives of messages; ``settle`` decodes what they bring."""
+        """Return the receives with messages in place of tensors; ``settle`` decodes them."""
         found: list[dist.P2POp] = []
         due: list[Callable[[], None]] = []
         for op, lossy in self._each(ops, forward, outputs=False):
@@ -154,18 +153,18 @@ class StageEdges:
         return found
 
     def settle(self, chunk: int, *, forward: bool) -> None:
-        """Decode what has come for a micro-batch."""
+        """Decode the messages received for a micro-batch."""
         start = perf_counter()
         for decode in self.due.pop((forward, chunk), ()):
             decode()
         self.owner.counters.decode_seconds += perf_counter() - start
 
-    # ------------------------------------------------------------ what is lossy
+    # ------------------------------------------------------------ codecs
 
     def _each(
         self, ops: list[dist.P2POp], forward: bool, *, outputs: bool
     ) -> list[tuple[dist.P2POp, bool]]:
-        """Ops, and whether each may lose something: the same on both sides."""
+        """Return each op and whether it may be lossy, equal on both sides."""
         learns = (
             learning(self.stage, outputs=outputs) if forward and self.owner.gradients_only else None
         )
@@ -182,19 +181,19 @@ class StageEdges:
         return None if found is not None and found.spec == _OWN.get(op.tensor.dtype) else found
 
     def _peer(self, op: dist.P2POp) -> int:
-        """Rank of the other end in the pipeline's group; torch may send each edge through a group
-        of its own."""
+        """Return the rank of the other end in the pipeline's group; torch may use another group for
+        each edge."""
         group = self.stage.group or dist.group.WORLD
         assert group is not None
         return dist.get_group_rank(group, op.peer)
 
 
-_OWN = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # casts that change nothing
+_OWN = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # casts without effect, by dtype
 
 
 def _compressed(kind: type, own: StageEdges) -> type:
-    """A class of stages between ``kind`` and one stage: what a schedule sends and receives goes
-    through ``own``."""
+    """Make a subclass of ``kind`` for one stage: the schedule's sends and receives go through
+    ``own``."""
 
     class Compressed(kind):
         edges = own
@@ -235,22 +234,22 @@ def compress_pipeline(
     min_numel: int = 256,
     gradients_only: bool = True,
 ) -> PipelineEdges:
-    """Compress what the stages of a pipeline send each other, on every rank of its group, before
-    its first step.
+    """Compress the tensors that stages of a pipeline exchange. Call it on every rank of the
+    pipeline's group, before the first step.
 
     ``stages_or_schedule``: a stage, this rank's stages, or the schedule that runs them
     (``torch.distributed.pipelining``).
 
-    - ``codec``: of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah4 (rotated
-      tiles), none, a registered one, or "auto": the fastest of none, bf16, int8 and int4
-      on each edge, as its link is measured now.
-    - ``gradient_codec``: of their gradients (default: as ``codec``).
-    - ``min_numel``: smaller tensors travel exactly.
-    - ``gradients_only``: so do floats that need no gradient, such as masks. False where a stage
-      that learns nothing is first.
+    - ``codec``: codec of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah4 (rotated
+      tiles), none, a registered one, or "auto": the fastest of none, bf16, int8 and int4 on each
+      edge, by a measurement of its link now.
+    - ``gradient_codec``: codec of their gradients (default: as ``codec``).
+    - ``min_numel``: smaller tensors are sent exactly.
+    - ``gradients_only``: floats without a gradient, such as masks, are sent exactly. Pass False if
+      the first stage has no trainable parameters.
 
-    Integers, float64 and what stages of one rank hand each other are exact. The derivative takes
-    the codec for the identity.
+    Integers, float64 and tensors between stages of one rank are exact. Gradients pass through the
+    codec as if it were the identity.
     """
     stages = _stages(stages_or_schedule)
     check_backwards(stages_or_schedule, stages)
@@ -281,8 +280,8 @@ def compress_pipeline(
 
 
 def check_backwards(schedule: Any, stages: Sequence[Any]) -> None:
-    """Raise ``InvalidArgument`` where torch would lose gradients without a word: ``autograd.grad``
-    runs no hooks."""
+    """Raise ``InvalidArgument`` where torch would silently lose gradients, because
+    ``autograd.grad`` runs no hooks."""
     if not splits_backward(schedule):
         return
     why = (
@@ -292,20 +291,21 @@ def check_backwards(schedule: Any, stages: Sequence[Any]) -> None:
     for stage in stages:
         if isinstance(stage.submod, DistributedDataParallel):
             raise InvalidArgument(
-                f"stage {stage.stage_index} is under DistributedDataParallel, {why}, of which DDP "
-                "hears nothing: replicas would part. Leave DDP out: compress(schedule, mesh=mesh, "
+                f"stage {stage.stage_index} is under DistributedDataParallel, {why}, which runs no "
+                "hook of DDP: replicas would diverge. Leave DDP out: compress(schedule, mesh=mesh, "
                 "dims=...) averages in synchronize()"
             )
         if isinstance(stage.submod, FSDPModule) and reshards_after_forward(stage.submod):
             raise InvalidArgument(
-                f"stage {stage.stage_index} is under fully_shard, which lets weights go after "
+                f"stage {stage.stage_index} is under fully_shard, which frees weights after "
                 f"forward, {why}: torch does not find these weights and leaves their gradients "
                 "out. Pass reshard_after_forward=False to every fully_shard"
             )
 
 
 def _stages(given: Any) -> list[Any]:
-    """Stages of this rank, each of which torch has made and nobody has compressed."""
+    """Return this rank's stages, after checking that torch made them and that they are not yet
+    compressed."""
     if isinstance(given, Sequence):
         stages = list(given)
     else:
@@ -332,8 +332,8 @@ def _stages(given: Any) -> list[Any]:
     return stages
 
 
-def _agree(group: Any, said: str, codec: Any, device: torch.device) -> None:
-    words = f"{said} {codec!s}".encode()[:_WORDS].ljust(_WORDS)
+def _agree(group: Any, options: str, codec: Any, device: torch.device) -> None:
+    words = f"{options} {codec!s}".encode()[:_WORDS].ljust(_WORDS)
     rows = torch.empty(dist.get_world_size(group), _WORDS, dtype=torch.uint8, device=device)
     dist.all_gather(
         list(rows), torch.tensor(list(words), dtype=torch.uint8, device=device), group=group
@@ -341,10 +341,10 @@ def _agree(group: Any, said: str, codec: Any, device: torch.device) -> None:
     every = [bytes(row).decode(errors="replace").strip().split(" ", 1) for row in rows.tolist()]
     if len({each[0] for each in every}) > 1:
         rank = dist.get_rank(group)
-        others = tuple(r for r, each in enumerate(every) if each[0] != said)
+        others = tuple(r for r, each in enumerate(every) if each[0] != options)
         raise Mismatch(
             f"rank {rank} compresses the pipeline with codec={codec!s} and other options than "
-            f"ranks {list(others)}, which say {sorted({each[1] for each in every})}: call "
+            f"ranks {list(others)}, which have {sorted({each[1] for each in every})}: call "
             "compress_pipeline with the same options on all of them",
             ranks=others,
         )

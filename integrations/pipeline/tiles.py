@@ -1,11 +1,10 @@
-"""Tiles of activations in 4 bits: a rotation spreads each tile's outlier.
+"""Tiles of activations in 4 bits, after a rotation that spreads each tile's outlier.
 
-    x of a tile: its largest element changes places with the first, then y = H x
+    tile x: swap its largest element with the first, then y = H x
     y ≈ lo + code · step      lo, step in bf16      (TAH-Quant, 2506.01352)
 
 The first row and column of H are constant, so an outlier in the first place moves all of y by the
-same amount, which ``lo`` takes up: what is left for the codes to span is what the tile is without
-it.
+same amount, which is part of ``lo``: the codes span only the range that the tile has without it.
 """
 
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ import torch
 
 from commpress.kernels.rotation import BLOCK, hadamard
 
-HEAD = 5  # bytes of a tile before its codes: lo, step, and the place of its largest element
+HEAD = 5  # bytes of a tile before its codes: lo, step, and the index of its largest element
 LEVELS = 15.0
 
 
 @dataclass(frozen=True)
 class TileCodec:
-    """Tiles of 64 elements of a token, the last dimension of a tensor, in 4.625 bits an element.
-    ``spec``: "tah4" is the only one.
+    """Encode tiles of 64 elements of a token, along the last dimension of a tensor, in 4.625 bits
+    an element. ``spec``: always "tah4".
     """
 
     spec: str = "tah4"
@@ -30,7 +29,7 @@ class TileCodec:
         return _tiles(numel, width) * (HEAD + BLOCK // 2)
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, width: int) -> None:
-        """message := codes of float32[numel], tokens of ``width`` side by side. A tile with a NaN
+        """Encode float32[numel], consecutive tokens of ``width``, into ``message``. A tile with NaN
         or infinity becomes NaN."""
         padded = torch.nn.functional.pad(values.view(-1, width), (0, -width % BLOCK))
         tiles = padded.view(-1, BLOCK)
@@ -63,14 +62,14 @@ def _tiles(numel: int, width: int) -> int:
 
 
 def _swap(tiles: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """The element at ``place`` and the first in each other's places."""
+    """Swap the element at ``place`` with the first."""
     swapped = tiles.clone()
     swapped[:, :1] = tiles.gather(1, place)
     return swapped.scatter_(1, place, torch.where(place == 0, swapped[:, :1], tiles[:, :1]))
 
 
 def _rounded(values: torch.Tensor, *, down: bool) -> torch.Tensor:
-    """The nearest bf16 that is not above, or not below."""
+    """Return the nearest bf16 that is not above, or not below."""
     near = values.to(torch.bfloat16)
     beyond = near.float() > values if down else near.float() < values
     toward = torch.full_like(near, -torch.inf if down else torch.inf)

@@ -229,8 +229,8 @@ def test_what_cannot_have_copies_is_refused(tmp_path):
         (Batched(5), one, {0: 2}, {}, "expert 0 on 2 ranks, expected .* on 1 to 1 ranks"),
         (Batched(5), one, {0: 0}, {}, "on 0 ranks"),
         (Batched(5), one, {"a": 1}, {}, "expert 'a'"),
-        (Batched(4), two, {0: 2}, {"store": store, "resident": 2}, "copies are given beside a"),
-        (mixed, two, {0: 2}, {}, r"parameters of .*bfloat16.*, expected one type"),
+        (Batched(4), two, {0: 2}, {"store": store, "resident": 2}, "copies and store are given"),
+        (mixed, two, {0: 2}, {}, r"parameters of .*bfloat16.*, expected one dtype"),
         ([torch.nn.Sequential(linear, normal)] * 2, two, {0: 2}, {}, "no buffers"),
     ]:
         with pytest.raises(InvalidArgument, match=says):

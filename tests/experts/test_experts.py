@@ -375,7 +375,7 @@ def test_as_many_rows_as_asked_for(layout):
     back = torch.empty(batch.tokens[0].shape)
     assert exchange.combine(routing, many[0], out=back) is back
     assert torch.equal(back, exchange.combine(routing, exact[0]))
-    with pytest.raises(InvalidArgument, match=f"{count} rows come to rank 0"):
+    with pytest.raises(InvalidArgument, match=f"rank 0 receives {count} rows"):
         exchange.dispatch(*given_, count - 1)
 
 
@@ -669,7 +669,7 @@ def too_little_room():
 
 def test_ranks_raise_together_where_one_has_too_little_room(pool):
     for said, rows, same_tokens in pool.run(too_little_room):
-        assert "max_recv_tokens is 10, but 12 rows come to rank 1" in said
+        assert "max_recv_tokens is 10, but rank 1 receives 12 rows" in said
         assert (rows, same_tokens) == (12, True)
 
 
@@ -682,7 +682,7 @@ def test_ranks_raise_together_where_one_has_too_little_room(pool):
         ({"pad": 0}, "pad 0"),
         ({"codec": ("int8",) * 3}, "codec is .*, expected one codec or a pair"),
         ({"gradient_codec": ("int8", "topk-64")}, "gradient_codec is 'topk"),
-        ({"placement": [0, 1]}, "placement names 2 experts"),
+        ({"placement": [0, 1]}, "placement has 2 ranks"),
         ({"placement": [0] * 3 + [9]}, "expected for each expert the rank"),
         ({"topology": "3x2"}, "expected every rank from 0 to 0"),
     ],

@@ -238,7 +238,7 @@ def under_ddp_with_a_codec():
             use()
     layer = commpress.moe.experts_of(model)[0]
     layer.load_state_dict(layer.state_dict() | {"_extra_state": torch.tensor([4])})
-    with pytest.raises(InvalidArgument, match=r"experts \[4\] were loaded where"):
+    with pytest.raises(InvalidArgument, match=r"experts \[4\] were loaded on the rank of"):
         model(batch_of(0, 0))
     return norm, found
 
@@ -311,7 +311,7 @@ def test_mistakes_are_refused():
         (lambda: put(torch.nn.Linear(3, 3), **here), "experts is a Linear, expected a list"),
         (lambda: put([], **here), "experts is a list"),
         (lambda: put(modules(), exchange), "exchange has 4 experts and options are"),
-        (lambda: put(buffered, **here), "have a buffer 'scale' of as many rows as experts"),
+        (lambda: put(buffered, **here), "have a buffer 'scale' with a row for each expert"),
         (lambda: put(Batched(4), chunks=0, **here), "chunks is 0"),
         (
             lambda: commpress.moe.parallelise(torch.nn.Linear(3, 3)),

@@ -262,13 +262,13 @@ def with_adapters():
     twin.load_state_dict(model.state_dict())
     twin = adapted(twin)
     with pytest.raises(
-        InvalidArgument, match="inside a ParamWrapper, whose adapters would not be divided"
+        InvalidArgument, match="inside a ParamWrapper with adapters that would not be divided"
     ):
         commpress.moe.parallelise(twin)
     own += commpress.moe.parallelise(model, placement=[0, 1, 1, 0, 1, 0])[0].own
     model = adapted(model)
     with pytest.raises(
-        InvalidArgument, match="parallelise once more, on the model with its adapters"
+        InvalidArgument, match="parallelise again on the model with its adapters"
     ):
         model(input_ids=tokens_of(0, 0))
     commpress.moe.parallelise(model)
