@@ -10,7 +10,7 @@ from commpress.lazy import lazily
 if TYPE_CHECKING:
     from commpress.integrations.observe.endpoint import MetricsEndpoint
 
-# it needs a package that not everybody has
+# loaded on use, because it needs an optional package
 __getattr__ = lazily(__name__, {"endpoint": ["MetricsEndpoint"]})
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Counters of a hook, in numbers a user can read."""
+"""Counters of a hook."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,31 +19,31 @@ from commpress.totals import Totals
 
 @dataclass
 class Counters(Totals):
-    """Totals of one rank since the state was made. Bytes are those this rank sent, headers
-    included."""
+    """Totals of one rank since the state was made. Bytes are those that this rank sent, including
+    headers."""
 
     steps: int = 0
     skipped_steps: int = 0
     skipped_buckets: int = 0
-    plain_steps: int = 0  # of steps, those that torch's own all-reduce carried
+    plain_steps: int = 0  # steps by torch's own all-reduce
     messages: int = 0
-    # what a float32 ring all-reduce of the same buckets sends: 8·(P−1)/P per element
+    # bytes of a float32 ring all-reduce of the same buckets: 8·(P−1)/P per element
     logical_bytes: int = 0
     wire_bytes: int = 0
-    # of wire_bytes, those that left the node; counted where there is a topology
+    # part of wire_bytes that left the node; counted with a topology
     between_bytes: int = 0
     compressed_elements: int = 0
     exact_elements: int = 0
-    # of exact_elements, those that no codec knows (float64, complex, sparse), averaged as torch
-    # does
+    # part of exact_elements that torch's all-reduce averaged, because no codec takes their dtype or
+    # layout (float64, complex, sparse)
     plain_elements: int = 0
     encode_seconds: float = 0.0
-    # waiting for peers and the network, part of it hidden behind backward
+    # waiting for peers and the network, partly overlapped with backward
     wire_seconds: float = 0.0
     decode_seconds: float = 0.0
-    # ranks that died, and with each what it owed; those that handed it over are not counted
+    # ranks that died and lost their residuals; ranks that handed these over are not counted
     lost_ranks: int = 0
-    choice: str = ""  # what codec="auto" or a plan chose, and why
+    choice: str = ""  # choice of codec="auto" or of a plan, with its reason
     # parameter → ‖c − Q(c)‖ / ‖c‖, last measured
     errors: dict[str, float] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class Counters(Totals):
             self.compressed_elements += message.pieces.numel - exact
 
     def elements(self, plan: Sequence[Deal | ExactMessage], ranks: int = 1) -> None:
-        """Of the rows of a reduce-scatter or an all-gather, as they have arrived."""
+        """Count the elements of the received rows of a reduce-scatter or an all-gather."""
         for deal in plan:
             if isinstance(deal, ExactMessage):
                 self.compressed_elements += ranks * (deal.stop - deal.start)
@@ -67,7 +67,7 @@ class Counters(Totals):
             self.exact_elements += deal.every.pieces.numel - lossy
 
     def channels(self, channels: Iterable[Channel]) -> None:
-        """Totals that channels and their workspaces keep."""
+        """Take the totals of channels and their workspaces."""
         every = list(channels)
         self.wire_bytes = sum(channel.sent_bytes for channel in every)
         self.wire_seconds = sum(channel.waited for channel in every)
@@ -87,7 +87,8 @@ class Counters(Totals):
 
     @classmethod
     def together(cls, every: Sequence["Counters"]) -> "Counters":
-        """Of several states that took the same steps: bytes, messages and seconds add up."""
+        """Combine the counters of several states that took the same steps: bytes, messages and
+        seconds add up."""
         total = cls()
         for counters in every:
             for name, value in vars(counters).items():
@@ -106,11 +107,12 @@ class Counters(Totals):
 
     @property
     def ratio(self) -> float:
-        """Times that bytes are fewer than float32's."""
+        """Factor by which bytes are fewer than float32's."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def say(self, rank: int, *, wanted: bool) -> None:
-        """After the first step that may be compressed; ``wanted``: that anything is."""
+        """Log a summary after the first step that may be compressed, or warn if ``wanted`` and
+        nothing was compressed."""
         if wanted and self.compressed_elements == 0:
             warn_on_first(
                 rank,
@@ -135,7 +137,7 @@ class Counters(Totals):
             f"fewer), {crossed}"
             f"{share:.1f} % of elements compressed"
             + (
-                f", {plain:.1f} % (float64, complex or sparse) averaged as torch does"
+                f", {plain:.1f} % (float64, complex or sparse) averaged by torch"
                 if self.plain_elements
                 else ""
             )
@@ -146,9 +148,8 @@ class Counters(Totals):
 def relative_errors(
     before: torch.Tensor, spans: Sequence[Span], outcomes: Sequence[Outcome]
 ) -> dict[str, float]:
-    """‖residual‖ / ‖compensated‖ per parameter, from what the encoder saw and what it proposes to
-    keep.
-    """
+    """Return ‖residual‖ / ‖compensated‖ of each parameter, from the encoder's input and the
+    proposed residuals."""
     left: dict[str, float] = {}
     for outcome in outcomes:
         if outcome.proposed is None:

@@ -1,5 +1,4 @@
-"""Metrics over HTTP, in the formats of ``prometheus_client``. Off unless made; on this machine only
-unless told otherwise.
+"""Metrics over HTTP, in the formats of ``prometheus_client``, by default for this machine only.
 
 endpoint = commpress.MetricsEndpoint(port=9400 + dist.get_rank())
 metrics = commpress.Metrics(state, to=[endpoint])          # curl http://127.0.0.1:9400/metrics
@@ -36,7 +35,7 @@ except ModuleNotFoundError as error:
 
 log = logging.getLogger("commpress")
 
-AT_ONCE = 8  # connections, a thread each
+AT_ONCE = 8  # connections, each with a thread
 # an IPv6 address or a name, and a port
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]*))(?::[0-9]*)?")
 _LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -44,69 +43,70 @@ HELP = {
     "steps": "Steps taken.",
     "logical_bytes": "Bytes that float32 ring all-reduces would have sent.",
     "wire_bytes": "Bytes this rank sent.",
-    "between_bytes": "Bytes of them that left the node, where there is a topology.",
+    "between_bytes": "Bytes that left the node, counted with a topology.",
     "skipped_steps": "Steps skipped because gradients were not finite.",
     "encode_seconds": "Seconds in kernels that encode.",
     "wire_seconds": "Seconds spent waiting for peers in the background.",
     "decode_seconds": "Seconds in kernels that decode.",
     "disk_read_bytes": "Bytes the tiered store read from disk.",
     "disk_written_bytes": "Bytes the tiered store wrote to disk.",
-    "stalls": "Times a tensor of the tiered store had to be waited for.",
+    "stalls": "Waits for tensors of the tiered store.",
     "stall_seconds": "Seconds spent so.",
     "rounds": "Rounds of local updates.",
-    "exchanges": "Exchanges of one fragment in them.",
-    "dropped": "Exchanges in which some rank's change was not finite and was left out.",
-    "waited_seconds": "Seconds in which training stood still for an exchange.",
+    "exchanges": "Exchanges of one fragment in these rounds.",
+    "dropped": "Exchanges without the change of some rank, which was not finite.",
+    "waited_seconds": "Seconds in which training waited for an exchange.",
     "faults": "Times that ranks were lost.",
     "lost": "Ranks that were lost.",
     "joined": "Ranks that have joined.",
-    "pause_seconds": "Seconds in which the group was formed anew.",
+    "pause_seconds": "Seconds in which the group was reformed.",
     "alarms": "Alarms that compression harms.",
     "ranks": "Ranks that there are.",
-    "participation": "Ranks in committed steps, of as many as there ever were.",
+    "participation": "Ranks in committed steps, as a share of the most ranks so far.",
     "goodput": "Share of the time without pauses.",
     "spread": (
         "Spread of the ranks' changes around their mean, relative to it, in the last exchange."
     ),
-    "participants": "Ranks that counted in the last exchange.",
-    "shared_weights": "Hash of the shared weights, the same on every rank.",
+    "participants": "Ranks that took part in the last exchange.",
+    "shared_weights": "Hash of the shared weights, equal on every rank.",
     "step_seconds": "Seconds of the last step.",
     "compression_error": "Relative error of one encoding, by group of parameters.",
     "bits": (
-        "Bits that an optimizer sends of each element in a compressed round, by group of "
-        "parameters."
+        "Bits that an optimizer sends per element in a compressed round, by group of parameters."
     ),
-    "expert_choices": "Choices of experts that this rank's tokens made.",
+    "expert_choices": "Choices of experts by this rank's tokens.",
     "expert_dropped": "Choices beyond an expert's capacity.",
     "expert_duplicated": "Copies of tokens that did not have to cross to other nodes.",
     "expert_inside_bytes": "Bytes this rank sent for experts inside its node.",
     "expert_between_bytes": "Bytes this rank sent for experts to other nodes.",
-    "expert_tokens": "Tokens that came to an expert of this rank since the last sample.",
-    "imbalance": "Choices that went to the fullest rank, relative to the mean.",
+    "expert_tokens": "Tokens for an expert of this rank since the last sample.",
+    "imbalance": "Choices of the rank with the most, relative to the mean.",
     "weights_version": "The newest version of published weights.",
     "weights_bytes": "Bytes of its differences.",
-    "weights_anchor_bytes": "Bytes of all weights beside them, for readers that come late.",
-    "weights_dense_bytes": "Bytes of the weights as they are.",
+    "weights_anchor_bytes": "Bytes of all weights in addition, for late readers.",
+    "weights_dense_bytes": "Bytes of the uncompressed weights.",
     "weights_density": "Share of the weights that changed.",
-    "weights_seconds": "Seconds until the version could be had.",
-    "weights_scan_seconds": "Seconds of them in which training stood still.",
-    "weights_ratio": "Times fewer bytes than the weights as they are.",
+    "weights_seconds": "Seconds until the version was available.",
+    "weights_scan_seconds": "Seconds of these in which training waited.",
+    "weights_ratio": "Factor by which bytes are fewer than those of uncompressed weights.",
     "weights_behind": "Versions that a reader is behind.",
     "weights_asked": "Seconds since a reader asked.",
-    "owed_norm": "Norm of what compression has left behind on this rank, by group of parameters.",
+    "owed_norm": "Norm of the residuals on this rank, by group of parameters.",
 }
 
-# figures by group whose families have another name
+# names of families that differ from the figure's
 FAMILIES = {"error": "compression_error", "owed": "owed_norm"}
 
 
 class MetricsEndpoint:
-    """A sink of ``Metrics`` and ``WeightMetrics``. ``port``: 0 takes a free one; ``url`` says
-    where. ``labels`` are put on every line, as rank="3".
+    """Serve metrics over HTTP, as a sink of ``Metrics`` and ``WeightMetrics``; ``url`` is its
+    address.
 
-    ``host``: an address of this machine to listen on, of IPv4 or IPv6; "0.0.0.0" or "::" for all of
-    them. Whoever can reach it can read the figures: nobody is asked who he is. ``timeout``: seconds
-    after which a client that has not finished is cut off.
+    - ``port``: port to listen on; 0 takes a free one.
+    - ``host``: IPv4 or IPv6 address of this machine to listen on; "0.0.0.0" or "::" for all. There
+      is no authentication: everybody who can reach the address can read the figures.
+    - ``labels``: labels of every line, such as rank="3".
+    - ``timeout``: seconds after which an unfinished connection is closed.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class MetricsEndpoint:
         self._shown: tuple[dict[str, float], StepMetrics | None] = (dict(self._totals), None)
         self._weights: WeightSample | None = None
         registry = CollectorRegistry()
-        registry.register(self)  # whatever has collect()
+        registry.register(self)  # takes any object with collect()
         self._server = _serve(host, port, make_wsgi_app(registry), timeout)
         self.host, self.port = host, self._server.server_port
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
         if not self._server.inside:
             log.warning(
-                "metrics can be read by whoever reaches %s: nobody is asked who he is there",
+                "everybody who can reach %s can read metrics there, without authentication",
                 self.url,
             )
         threading.Thread(
@@ -150,14 +150,14 @@ class MetricsEndpoint:
         self._totals["steps"] += sample.steps
         for name in TOTALS:
             self._totals[name] += getattr(sample, name)
-        self._shown = (dict(self._totals), sample)  # readers get the old pair or the new one
+        self._shown = (dict(self._totals), sample)  # in one go: readers see no half
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
     def collect(self) -> Iterator[Metric]:
-        """Collect for a registry of ``prometheus_client``."""
+        """Yield metric families, for a registry of ``prometheus_client``."""
         totals, last = self._shown
         for name, value in totals.items():
             yield self._family(CounterMetricFamily, name, [({}, value)])
@@ -198,8 +198,8 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection, and never more than ``AT_ONCE``: the oldest connection makes room, a
-    slow one is cut off."""
+    """A server with a thread per connection, at most ``AT_ONCE``: a new connection closes the
+    oldest one if there is no room, and slow ones are closed."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -207,7 +207,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     timeout_of_clients = 10.0
 
     def server_bind(self) -> None:
-        self._clients: dict[socket.socket, float] = {}  # and when they came, oldest first
+        self._clients: dict[socket.socket, float] = {}  # times of arrival, oldest first
         self._room, self._changing = threading.Semaphore(AT_ONCE), threading.Lock()
         super().server_bind()
 
@@ -221,11 +221,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Called by ``serve_forever`` twice a second, and after every connection."""
+        """Close slow connections; ``serve_forever`` calls this twice a second, and after every
+        connection."""
         self._cut(before=monotonic() - self.timeout_of_clients, most=AT_ONCE)
 
     def _cut(self, *, before: float, most: int) -> None:
-        with self._changing:  # a socket that is closed meanwhile would give its number to another
+        with self._changing:  # a socket closed meanwhile could have given its number to another
             for request in [r for r, came in self._clients.items() if came < before][:most]:
                 _shut(request)
 
@@ -241,21 +242,21 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._cut(before=float("inf"), most=AT_ONCE)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A library does not print."""
-        log.debug("a reader of metrics went away: %s", client_address, exc_info=True)
+        """Log instead of printing."""
+        log.debug("a reader of metrics disconnected: %s", client_address, exc_info=True)
 
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Nothing: a library does not print."""
+        """Print nothing, unlike the base class."""
 
 
 def _shut(request: socket.socket) -> None:
-    """Wake the thread that reads from it or writes to it."""
+    """Wake the thread that reads from or writes to a connection."""
     try:
         request.shutdown(socket.SHUT_RDWR)
     except OSError as error:
-        log.debug("a reader of metrics had gone already: %s", error)
+        log.debug("a reader of metrics was already disconnected: %s", error)
 
 
 def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout: float) -> _Server:
@@ -286,10 +287,10 @@ def _is_loopback(address: str) -> bool:
 def _checked(
     answer: Callable[..., Iterable[bytes]], *, inside: bool
 ) -> Callable[..., Iterable[bytes]]:
-    """Answer requests whose headers can be read.
+    """Answer only requests with valid headers.
 
-    ``inside``: and whose Host is a loopback address: a page of another site must not read this
-    through a name of its own that it points here.
+    ``inside``: also require a loopback address as Host, so that another site's page cannot read
+    metrics through a domain name that it resolves to this machine.
     """
 
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -297,7 +298,7 @@ def _checked(
         if host is None or not _is_readable(environ.get("HTTP_ACCEPT", "")):
             status, why = "400 Bad Request", b"the Host or Accept header cannot be read\n"
         elif inside and not _is_loopback((host[1] or host[2]).lower()):
-            status, why = "403 Forbidden", b"asked by a name that is not this machine's loopback\n"
+            status, why = "403 Forbidden", b"the Host header is not a loopback address\n"
         else:
             return answer(environ, start_response)
         start_response(status, [("Content-Type", "text/plain")])
@@ -307,7 +308,8 @@ def _checked(
 
 
 def _is_readable(accept: str) -> bool:
-    """Tell whether ``prometheus_client`` can read it: versions that are no numbers raise there."""
+    """Return whether ``prometheus_client`` can read the header: it raises for versions that are no
+    numbers."""
     try:
         choose_encoder(accept)
     except (TypeError, ValueError):

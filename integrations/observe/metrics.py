@@ -1,13 +1,14 @@
-"""Metrics: what every step cost, for people and programs that watch a run.
+"""Metrics of every step, for people and programs that watch a run.
 
-    metrics = commpress.Metrics(state, store=store, to=[print, commpress.MetricsEndpoint(),
-    commpress.to_writer(writer)]) for batch in data:
+    sinks = [print, commpress.MetricsEndpoint(), commpress.to_writer(writer)]
+    metrics = commpress.Metrics(state, store=store, to=sinks)
+    for batch in data:
         ...
         optimizer.step()
         metrics.step()
 
-The numbers are differences of counters that are kept anyway, read by the thread that trains when
-the step is over: nothing is added to the step itself.
+The numbers are differences of counters that exist anyway. The training thread reads them after the
+step, so that the step itself takes no longer.
 """
 
 import json
@@ -29,30 +30,29 @@ NORMS_EVERY = 100  # steps: a norm reads all residuals once
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One rank's figures of the step that has just ended, or of ``steps`` steps since the last
+    """Figures of one rank for the step that has just ended, or for ``steps`` steps since the last
     sample.
 
-    Bytes are those this rank sent; ``logical_bytes`` what float32 ring all-reduces would have sent.
-    ``wire_seconds`` is time spent waiting for peers in the background (DDP and FSDP1; zero where it
-    is not measured). ``errors`` and ``owed`` are by group of parameters, as last measured: relative
-    error of one encoding (mean over the group's tensors), and norm of what compression has left
-    behind on this rank. ``bits``, likewise: what an optimizer sends of each element in a compressed
-    round.
+    Bytes are those that this rank sent; ``logical_bytes`` those of float32 ring all-reduces.
+    ``wire_seconds`` is time spent waiting for peers in the background (DDP and FSDP1; zero if it is
+    not measured). ``errors``, ``owed`` and ``bits`` are by group of parameters, as last measured:
+    relative error of one encoding (mean over the group's tensors), norm of this rank's residuals,
+    and bits that an optimizer sends per element in a compressed round.
 
-    Of ``LocalUpdates``: ``rounds`` of all fragments and ``exchanges`` of one, ``dropped``, those in
-    which a rank's change was not finite, ``waited_seconds`` in which training stood still, and of
+    ``LocalUpdates``: ``rounds`` of all fragments, ``exchanges`` of one fragment, ``dropped`` (those
+    in which a rank's change was not finite), and ``waited_seconds`` in which training waited; for
     the last exchange ``spread`` (of the ranks' changes around their mean, relative to it),
-    ``participants`` and ``shared_weights``, a hash that all ranks have alike.
+    ``participants``, and ``shared_weights``, a hash equal on all ranks.
 
-    Of experts: choices of this rank's tokens, those ``dropped`` beyond a capacity, copies that did
-    not have to cross to other nodes (``duplicated``), and bytes sent inside the node and between
-    nodes, which ``wire_bytes`` does not have in it. ``expert_tokens`` came to each expert here, by
-    its number; ``imbalance`` is the fullest rank's share relative to the mean, by exchange, as last
+    Experts: choices of this rank's tokens, those ``dropped`` beyond a capacity, copies that did not
+    have to cross to other nodes (``duplicated``), and bytes sent inside the node and between nodes,
+    which are not in ``wire_bytes``. ``expert_tokens`` counts tokens for each expert of this rank;
+    ``imbalance`` is the load of the rank with the most, relative to the mean, by exchange, as last
     measured.
 
-    Of ``commpress.elastic``: ``faults``, ranks ``lost`` and ``joined``, ``pause_seconds`` in which
-    the group was formed anew; the ``ranks`` that there are, and of the whole run ``participation``
-    (ranks in committed steps, of as many as there ever were) and ``goodput`` (share of the time
+    ``commpress.elastic``: ``faults``, ranks ``lost`` and ``joined``, and ``pause_seconds`` in which
+    the group was reformed; the present number of ``ranks``; for the whole run ``participation``
+    (ranks in committed steps, relative to the most ranks so far) and ``goodput`` (share of the time
     without pauses).
 
     ``alarms`` counts those of ``compress(alarm=)``.
@@ -113,7 +113,7 @@ class StepMetrics:
         }
 
     def scalars(self) -> dict[str, float]:
-        """Flat: ``wire_bytes``, ``error/blocks.0`` and so on."""
+        """Return all figures in one dictionary: ``wire_bytes``, ``error/blocks.0`` and so on."""
         given = asdict(self).items()
         numbers = {
             name: value for name, value in given if name not in NO_SCALARS and value is not None
@@ -136,20 +136,20 @@ NO_SCALARS = (
     "imbalance",
 )
 Sink = Callable[[StepMetrics], object]
-TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:28]  # logical_bytes … alarms: what adds up
+TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:28]  # logical_bytes … alarms
 
 
 class Metrics:
-    """``state`` is what ``compress`` or ``compress_fsdp`` returned, or an optimizer of ours; ``to``
-    gets every sample.
+    """Sample metrics of ``state``, the result of ``compress`` or ``compress_fsdp`` or an optimizer
+    of commpress, and pass each sample to the sinks in ``to``.
 
-    - ``store``: a ``TieredStore`` whose disks and stalls are counted too.
+    - ``store``: a ``TieredStore``, to count its disk transfers and stalls, too.
     - ``experts``: an ``ExpertExchange``, or several by name.
-    - ``elastic``: the loop that ``commpress.elastic`` returned.
-    - ``every``: steps from one sample to the next.
+    - ``elastic``: the loop returned by ``commpress.elastic``.
+    - ``every``: steps between two samples.
     - ``norms_every``: steps between measurements of ``owed``; 0 never.
-    - ``group_by``: parameter name → group; by default the first number in it and what stands
-      before: "blocks.0".
+    - ``group_by``: maps a parameter's name to a group; by default the name up to its first number:
+      "blocks.0".
     """
 
     def __init__(
@@ -169,8 +169,7 @@ class Metrics:
         )
         if state is None and store is None and not self.experts and elastic is None:
             raise InvalidArgument(
-                "state, store, experts and elastic are all None, expected one of them: there is "
-                "nothing to measure"
+                "state, store, experts and elastic are all None: pass at least one of them"
             )
         if elastic is not None and not hasattr(elastic, "counters"):
             raise InvalidArgument(
@@ -199,7 +198,7 @@ class Metrics:
         self.steps_done = 0
         self.last: StepMetrics | None = None
         self._owed: dict[str, float] = {}
-        self._hash = ""  # of the shared weights of local updates
+        self._hash = ""  # hash of the shared weights of local updates
         self._seen, self._came, self._since, self._at = (
             self._totals(),
             expert_tokens(self.experts),
@@ -208,8 +207,7 @@ class Metrics:
         )
 
     def step(self) -> StepMetrics | None:
-        """The step is over. Returns the sample, if this step ends one, after every sink has had
-        it."""
+        """Count a finished step. If it ends a sample, pass that to every sink and return it."""
         self.steps_done += 1
         self._since += 1
         if self.norms_every and self.steps_done % self.norms_every == 0:
@@ -238,8 +236,8 @@ class Metrics:
         return sample
 
     def _of_rounds(self, exchanges: int) -> dict[str, Any]:
-        """Figures of the last exchange of local updates. The hash reads all shared weights: only
-        after an exchange."""
+        """Return the figures of the last exchange of local updates. The hash reads all shared
+        weights, so it is computed only after an exchange."""
         if not isinstance(self.state, LocalUpdates):
             return {}
         if exchanges or self.last is None:
@@ -287,7 +285,7 @@ class Metrics:
         return totals
 
     def _of_elastic(self) -> dict[str, Any]:
-        """Figures of a loop that outlives its ranks."""
+        """Return the figures of an elastic loop."""
         if self.elastic is None:
             return {}
         counters = self.elastic.counters
@@ -299,7 +297,8 @@ class Metrics:
 
 
 def of_local(local: LocalUpdates) -> dict[str, Any]:
-    """Totals of local updates; logical are those of a float32 ring all-reduce in every step."""
+    """Return the totals of local updates; logical bytes are those of a float32 ring all-reduce in
+    every step."""
     counters, ranks = local.counters, local.channel.size
     numel = sum(p.numel() for group in local.param_groups for p in group["params"])
     return {
@@ -314,7 +313,7 @@ def of_local(local: LocalUpdates) -> dict[str, Any]:
 
 
 def expert_tokens(experts: Mapping[str, ExpertExchange]) -> dict[str, float]:
-    """Tokens that came to each expert of this rank: "experts/3", by exchange and number."""
+    """Return the tokens for each expert of this rank, by exchange and number: "experts/3"."""
     return {
         f"{name}/{number}": tokens
         for name, each in experts.items()
@@ -332,7 +331,8 @@ def _counters(state: Any) -> list[Any]:
 
 
 def by_layer(name: str) -> str:
-    """'module.blocks.0.qkv.weight' → 'module.blocks.0', 'head.weight' → 'head'."""
+    """Return the name up to its first number, as 'module.blocks.0' of 'module.blocks.0.qkv.weight',
+    or its module, as 'head' of 'head.weight'."""
     numbered = re.match(r"(?:\D*\.)?\d+(?=\.|$)", name)
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
@@ -346,7 +346,7 @@ def errors(state: Any, group: Callable[[str], str]) -> dict[str, float]:
 
 
 def bits(state: Any, group: Callable[[str], str]) -> dict[str, float]:
-    """By group, of what an optimizer sends in a compressed round."""
+    """Return, by group, the bits per element that an optimizer sends in a compressed round."""
     sent: dict[str, float] = {}
     numel: dict[str, int] = {}
     for counters in _counters(state) if state is not None else ():
@@ -357,7 +357,8 @@ def bits(state: Any, group: Callable[[str], str]) -> dict[str, float]:
 
 
 def owed(state: Any, group: Callable[[str], str]) -> dict[str, float]:
-    """‖sent residual‖ by group, of this rank. Between steps only: lazy residuals are settled."""
+    """Return ‖sent residual‖ of this rank by group. Call it between steps only, because it settles
+    lazy residuals."""
     squares: dict[str, float] = {}
     for store in stores_of(state):
         for (name, _), sent, _ in store.places():
@@ -366,7 +367,7 @@ def owed(state: Any, group: Callable[[str], str]) -> dict[str, float]:
 
 
 def stores_of(state: Any) -> list[ResidualStore]:
-    """Its own and those of its channels, each once."""
+    """Return the state's stores of residuals and those of its channels, each once."""
     if state is None:
         return []
     parts = [state, *vars(state).values()]
@@ -378,11 +379,11 @@ def stores_of(state: Any) -> list[ResidualStore]:
     return list({id(store): store for store in found}.values())
 
 
-# ---------------------------------------------------------------- where they go
+# ---------------------------------------------------------------- sinks
 
 
 def to_json_lines(path: str | Path) -> Sink:
-    """Append each sample to a file, a JSON object a line: ``step`` and all figures."""
+    """Append each sample to a file, as one JSON object per line with ``step`` and all figures."""
     file = Path(path)
 
     def write(sample: StepMetrics) -> None:
@@ -393,7 +394,7 @@ def to_json_lines(path: str | Path) -> Sink:
 
 
 def to_writer(writer: Any, prefix: str = "commpress/") -> Sink:
-    """Into TensorBoard, or whatever has ``add_scalar(tag, value, step)``."""
+    """Write each sample to TensorBoard, or to any object with ``add_scalar(tag, value, step)``."""
 
     def write(sample: StepMetrics) -> None:
         for name, value in sample.scalars().items():

@@ -1,4 +1,4 @@
-"""Watches: parts of a run that draw on a timeline because they are asked to, from outside.
+"""Watches: let the parts of a run record their spans on a timeline.
 
 timeline = commpress.Timeline(rank=dist.get_rank())
 with commpress.watch(timeline, state, store=store, model=ddp, optimizer=optimizer):
@@ -20,7 +20,7 @@ from commpress.timeline import Timeline
 
 
 def workspaces_of(state: Any) -> list[Workspace]:
-    """Buffers in which a state or an optimizer of ours encodes and decodes."""
+    """Return the buffers in which a state or an optimizer of commpress encodes and decodes."""
     found: dict[int, Workspace] = {}
     for value in vars(state).values():
         for each in value.values() if isinstance(value, dict) else [value]:
@@ -38,8 +38,8 @@ def watch(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> "Watch":
-    """Record encode, wire and decode of ``state``, disk and stalls of ``store``, forward and
-    backward of ``model``, steps of ``optimizer``, until the watch is ended or its context left."""
+    """Record spans of ``state`` (encode, wire, decode), ``store`` (disk, stalls), ``model``
+    (forward, backward) and ``optimizer`` (steps) until the watch is ended or its context left."""
     watch = Watch()
     if state is not None:
         spaces = workspaces_of(state) if hasattr(state, "__dict__") else []
@@ -87,7 +87,7 @@ class Watch:
 
 
 def _watch_model(model: torch.nn.Module, timeline: Timeline) -> list[Any]:
-    """Backward lasts until autograd has nothing left to do, which it is asked to say."""
+    """Record forward, and backward until autograd has finished, by a callback at its end."""
     begun: list[float] = []
 
     def before(*_: Any) -> None:

@@ -90,7 +90,7 @@ def test_they_are_averaged_as_torch_does_and_the_rest_is_compressed(pool, kinds,
         assert rows == (4 * 7 * 4 if "sparse" in kinds else 0)
         assert counters["compressed_elements"] == 4 * 24 * 25
         assert (
-            "as torch does"
+            "averaged by torch"
             in Counters(**{k: v for k, v in counters.items() if k != "ratio"}).summary()
         )
 
