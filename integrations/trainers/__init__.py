@@ -1,5 +1,5 @@
-"""Other people's trainers, launchers and checkpoints. ``hf`` and ``lightning`` need the packages of
-these names."""
+"""Integrations of trainers, launchers and checkpoints. ``hf`` and ``lightning`` need the packages
+of these names."""
 
 from typing import TYPE_CHECKING
 

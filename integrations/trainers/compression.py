@@ -1,15 +1,14 @@
-"""One rule for all trainers: replicas (DDP) take ``compress``, shards (FSDP2) ``compress_fsdp``,
-and nothing takes both.
+"""One rule for all trainers: replicas (DDP) use ``compress``, shards (FSDP2) ``compress_fsdp``.
 
     optimizer                  DistributedDataParallel           FSDP2
     of torch                   compresses gradients              compresses gradients, weights
-    OneBitAdam and its kin     averages nothing: ``overlap``     refused
+    OneBitAdam and similar     averages nothing: ``overlap``     refused
     LocalUpdates               averages nothing: ``keep_local``  refused
     Partitioned                refused                           refused
 
-Options are those of one of the two. For shards ``weights`` must be named beside ``codec``: nothing
-else travels in a lossy codec unasked. A pair that does not fit is an error at construction, or when
-the trainer has wrapped the model, before the first step.
+Options are those of one of the two. For shards with a ``codec``, ``weights`` must be given, too, so
+that no weights are compressed unasked. A combination that does not fit raises an error at
+construction, or when the trainer has wrapped the model, before the first step.
 """
 
 from inspect import signature
@@ -39,8 +38,8 @@ SHARDED, REPLICATED = "FSDP2", "DistributedDataParallel"
 
 
 def wrapper_of(model: nn.Module) -> str:
-    """Name what a trainer has put around ``model`` or into it: FSDP2, DistributedDataParallel,
-    another one's name, or ""."""
+    """Return the name of the trainer's wrapper around ``model`` or in it: FSDP2,
+    DistributedDataParallel, another one's name, or ""."""
     parts = list(model.modules())
     if any(isinstance(part, FSDPModule) for part in parts):
         return SHARDED
@@ -52,8 +51,8 @@ def wrapper_of(model: nn.Module) -> str:
 
 
 class Compression:
-    """Options of a trainer's callback, named ``caller``: of ``compress`` or of ``compress_fsdp``;
-    some are of both."""
+    """Options of ``compress`` or of ``compress_fsdp`` for a trainer's callback, named
+    ``caller``."""
 
     def __init__(self, caller: str, codec: Any, options: dict[str, Any]) -> None:
         refuse_unknown(caller, options, compress, CompressedState, compress_fsdp)
@@ -65,33 +64,33 @@ class Compression:
         of_shards = [name for name in options if name not in _OF_REPLICAS]
         if of_replicas and of_shards:
             raise InvalidArgument(
-                f"{caller} got {of_replicas[0]}=, which is for replicas (DistributedDataParallel), "
-                f"and {of_shards[0]}=, which is for shards (FSDP2): pass codec= and options of "
+                f"{caller} got {of_replicas[0]}=, for replicas (DistributedDataParallel), and "
+                f"{of_shards[0]}=, for shards (FSDP2): pass codec= and options of "
                 "commpress.compress, or codec=, weights= and options of commpress.compress_fsdp"
             )
         self.for_replicas, self.for_shards = next(iter(of_replicas), ""), next(iter(of_shards), "")
 
     def check(self, wrapper: str) -> None:
-        """Raise ``InvalidArgument`` if the options are not for what a trainer has made of the
-        model; see ``wrapper_of``."""
+        """Raise ``InvalidArgument`` if the options do not fit the trainer's wrapper; see
+        ``wrapper_of``."""
         if wrapper == SHARDED and self.for_replicas:
             raise InvalidArgument(
-                f"{self.caller} got {self.for_replicas}=, which is for replicas, and the model is "
+                f"{self.caller} got {self.for_replicas}=, an option for replicas, but the model is "
                 f"sharded by FSDP2: pass {self.caller}(codec='int8', weights='int8') and "
                 "options of commpress.compress_fsdp"
             )
         if wrapper == SHARDED and self.codec is not None and "weights" not in self.options:
             raise InvalidArgument(
-                f"{self.caller} got codec={self.codec!r} alone, and the model is sharded by FSDP2, "
-                f"whose weights travel too: pass {self.caller}(codec={self.codec!r}, "
-                "weights='int8'), or weights=None to leave them exact"
+                f"{self.caller} got codec={self.codec!r} alone, but the model is sharded by FSDP2, "
+                f"which also sends weights: pass {self.caller}(codec={self.codec!r}, "
+                "weights='int8'), or weights=None to send them exactly"
             )
         if wrapper == REPLICATED and self.for_shards:
             raise InvalidArgument(
-                f"{self.caller} got {self.for_shards}=, which is for shards of FSDP2, and the "
+                f"{self.caller} got {self.for_shards}=, an option for shards of FSDP2, but the "
                 f"model runs under DistributedDataParallel: pass {self.caller}(codec='int8') and "
-                "options of commpress.compress, or let the trainer shard. Accelerate does so on "
-                "GPUs only: on CPUs it ignores fsdp= and trains replicas"
+                "options of commpress.compress, or let the trainer shard. Accelerate shards only "
+                "on GPUs: on CPUs it ignores fsdp= and trains replicas"
             )
         if wrapper not in (SHARDED, REPLICATED):
             ran = f"by {wrapper}" if wrapper else "without DistributedDataParallel or FSDP2"
@@ -103,29 +102,29 @@ class Compression:
             )
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raise ``InvalidArgument`` if replicas cannot have the optimizer, or it compresses and
-        options say so as well."""
+        """Raise ``InvalidArgument`` if the optimizer does not suit replicas, or compresses itself
+        and there are options for compression, too."""
         if not averages(optimizer) and not isinstance(optimizer, LocalUpdates):
             return
         name = type(optimizer).__name__
         if not isinstance(optimizer, CompressedOptimizer | LocalUpdates):
             raise InvalidArgument(
-                f"the optimizer is {name}, which averages over the ranks itself and keeps what a "
-                "trainer's checkpoint has no place for: use it in a loop of your own and run the "
-                "model without DistributedDataParallel, or take another"
+                f"the optimizer is {name}, which averages over the ranks itself and has a state "
+                "that a trainer's checkpoint does not save: use it in your own loop without "
+                "DistributedDataParallel, or take another optimizer"
             )
         given = "codec" if self.codec is not None else next(iter(self.options), "")
         if given:
             raise InvalidArgument(
-                f"{self.caller} got {given}=, and the optimizer is {name}, which compresses what "
-                f"it sends itself: pass such options to {name}, and none to {self.caller}"
+                f"{self.caller} got {given}=, but the optimizer is {name}, which compresses its "
+                f"messages itself: pass such options to {name}, and none to {self.caller}"
             )
 
     def join(
         self, ddp: DistributedDataParallel, optimizer: Any, scaler: torch.amp.GradScaler | None
     ) -> CompressedState | CompressedOptimizer | LocalUpdates:
-        """Let one of them average: DDP what it compresses, or the optimizer, and DDP nothing.
-        Returns what compresses."""
+        """Let either DDP average, with compression, or the optimizer, and DDP not; return the
+        object that compresses."""
         self.check(wrapper_of(ddp))
         self.check_optimizer(optimizer)
         if isinstance(optimizer, LocalUpdates):
@@ -143,24 +142,24 @@ class Compression:
         scaler: torch.amp.GradScaler | None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> ShardedState:
-        """Compress gradients and weights of shards."""
+        """Compress gradients and weights of a sharded model."""
         self.check(wrapper_of(model))
         if optimizer is not None and (averages(optimizer) or isinstance(optimizer, LocalUpdates)):
             raise InvalidArgument(
                 f"the optimizer is {type(optimizer).__name__}, which averages over the ranks "
-                "itself, and the model is sharded by FSDP2, which has done so before: take one "
-                "that does not, such as AdamW, or train replicas"
+                "itself, but the model is sharded by FSDP2, which averages already: take another "
+                "optimizer, such as AdamW, or train replicas"
             )
         options = dict[str, Any](grad_scaler=scaler) | self.options
         return compress_fsdp(model, "int8" if self.codec is None else self.codec, **options)
 
 
 def refuse_shards(caller: str, model: nn.Module) -> None:
-    """Raise ``InvalidArgument`` if the model is sharded, for a ``caller`` whose ranks train
-    replicas apart from each other."""
+    """Raise ``InvalidArgument`` if the model is sharded, for a ``caller`` that trains replicas
+    independently."""
     if wrapper_of(model) == SHARDED:
         raise InvalidArgument(
-            f"{caller} lets replicas train apart, and the model is sharded by FSDP2, whose ranks "
-            "train one model together: train replicas (DistributedDataParallel), or compress with "
-            "Compress(codec='int8', weights='int8')"
+            f"{caller} trains replicas independently, but the model is sharded by FSDP2: train "
+            "replicas (DistributedDataParallel), or compress by Compress(codec='int8', "
+            "weights='int8')"
         )

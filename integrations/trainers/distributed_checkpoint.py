@@ -1,5 +1,5 @@
-"""States of commpress in ``torch.distributed.checkpoint``: every rank's part under its own names,
-in parallel.
+"""States of commpress in ``torch.distributed.checkpoint``: every rank writes its part under its own
+names, in parallel.
 
     # the same world size, bit for bit
     commpress.save_distributed(optimizer, "checkpoint/optimizer")
@@ -7,12 +7,11 @@ in parallel.
     commpress.save_distributed(optimizer, "checkpoint/optimizer", elastic=True)
     commpress.load_distributed(optimizer, "checkpoint/optimizer")
 
-Tensors are saved as tensors; what holds them together is one msgpack document per rank, itself a
+Tensors are saved as tensors; the structure around them is one msgpack document per rank, saved as a
 tensor of bytes.
 
-Note: torch's own ``.metadata`` is a pickle, which torch reads by ``pickle.load``: a file could run
-any command. Here it is read by an unpickler that knows torch's classes of metadata and nothing
-else.
+Note: torch's own ``.metadata`` is a pickle, which torch reads by ``pickle.load``, so that a file
+could run any command. Here it is read by an unpickler that knows only torch's classes of metadata.
 """
 
 import math
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from commpress.errors import InvalidArgument, StateMismatch
 
 _OUTLINE = "outline"
-_MAX_OUTLINE = _MAX_METADATA = 1 << 28  # bytes: of one rank's document, of torch's
+_MAX_OUTLINE = _MAX_METADATA = 1 << 28  # limits in bytes
 _NAME = re.compile(rf"rank(\d{{1,9}})/({_OUTLINE}|\d{{1,18}})")
 _METADATA = {
     "torch.distributed.checkpoint.metadata": {
@@ -57,18 +56,19 @@ _METADATA = {
 
 
 class Saved(Protocol):
-    """Optimizers, ``LocalUpdates``, states of hooks: each rank's state is plain data."""
+    """An object with a state of plain data on each rank: an optimizer, ``LocalUpdates`` or a hook's
+    state."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /, *others: dict[str, Any]) -> None: ...
 
 
 def save_distributed(state: Saved, folder: str | Path, *, elastic: bool = False) -> None:
-    """Save every rank's part of ``state``, an optimizer or what ``compress`` returned; collective
-    over the default group. ``elastic`` states fit any world size, others continue bit for bit."""
+    """Save every rank's part of ``state``, an optimizer or the result of ``compress``; collective
+    over the default group. ``elastic`` states fit any world size, others resume bit for bit."""
     if elastic and not hasattr(state, "elastic_state_dict"):
         raise InvalidArgument(
-            f"elastic is True and a {type(state).__name__} has no elastic_state_dict: leave it "
+            f"elastic is True, but a {type(state).__name__} has no elastic_state_dict: leave it "
             "out, and load at the same world size"
         )
     saved: Any = state
@@ -83,7 +83,8 @@ def save_distributed(state: Saved, folder: str | Path, *, elastic: bool = False)
 
 
 def load_distributed(state: Saved, folder: str | Path) -> None:
-    """Load what ``save_distributed`` wrote, the model first; collective over the default group."""
+    """Load a checkpoint of ``save_distributed``, after the model; collective over the default
+    group."""
     reader = _Reader(folder)
     sizes = {
         name: (tuple(entry.size), entry.properties.dtype)
@@ -93,7 +94,7 @@ def load_distributed(state: Saved, folder: str | Path) -> None:
     saved = sum(name.endswith(f"/{_OUTLINE}") for name in sizes)
     if not saved:
         raise StateMismatch(
-            f"{folder} holds no state: expected what commpress.save_distributed wrote"
+            f"{folder} has no state: expected a folder of commpress.save_distributed"
         )
     rank, size = _place()
     elastic, own = _read(reader, sizes, [rank if rank < saved else 0])
@@ -101,8 +102,8 @@ def load_distributed(state: Saved, folder: str | Path) -> None:
         _, own = _read(reader, sizes, list(range(saved)))
     elif saved != size:
         raise StateMismatch(
-            f"{folder} was saved by {saved} ranks, this group has {size}: save with elastic=True "
-            "to change the world size"
+            f"{folder} was saved by {saved} ranks, but this group has {size}: save with "
+            "elastic=True to change the world size"
         )
     state.load_state_dict(*own)
 
@@ -112,32 +113,32 @@ def _place() -> tuple[int, int]:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint without executing anything in it."""
+    """Reader that executes nothing from a checkpoint."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(str(folder))
         self.folder = Path(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read torch's metadata, and no other classes."""
+        """Read torch's metadata, and refuse other classes."""
         file = self.folder / ".metadata"
         if file.stat().st_size > _MAX_METADATA:
             raise StateMismatch(
-                f"{file} has {file.stat().st_size} bytes, too many to describe a checkpoint"
+                f"{file} has {file.stat().st_size} bytes, too many for the metadata of a checkpoint"
             )
         with file.open("rb") as stream:
             try:
                 metadata = _MetadataUnpickler(stream).load()
             except StateMismatch:
                 raise
-            except Exception as error:  # whatever broken bytes lead to
+            except Exception as error:  # broken bytes may raise any error
                 raise StateMismatch(
-                    f"{file} is not as torch {torch.__version__} writes it: {error!r}"
+                    f"{file} is no metadata of torch {torch.__version__}: {error!r}"
                 ) from error
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
             raise StateMismatch(
-                f"{file} holds a {type(metadata).__name__}, expected what "
-                "commpress.save_distributed wrote"
+                f"{file} contains a {type(metadata).__name__}, expected a checkpoint of "
+                "commpress.save_distributed"
             )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -147,18 +148,18 @@ class _Reader(dcp.FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePath  # where it was saved
+            return PurePath  # the folder in which it was saved
         if name not in _METADATA.get(module, ()):
             raise StateMismatch(
                 f".metadata names {module}.{name}, which torch.distributed.checkpoint does not "
-                "write: somebody has changed the checkpoint, and reading it elsewhere may run a "
+                "write: the checkpoint was manipulated, and reading it elsewhere may run a "
                 "command. Nothing was executed"
             )
         return super().find_class(module, name)
 
 
 def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> tuple[bool, list[Any]]:
-    """Read states of ``ranks``, and whether they are elastic."""
+    """Return whether the states of ``ranks`` are elastic, and the states."""
     wanted = {name: each for name, each in sizes.items() if int(_NAME.fullmatch(name)[1]) in ranks}  # type: ignore[index]
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in wanted.values())
     there = sum(file.stat().st_size for file in reader.folder.glob("*.distcp"))
@@ -174,7 +175,7 @@ def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> tuple[boo
         document = named.get(_name(rank, _OUTLINE))
         if document is None:
             raise StateMismatch(
-                f"{reader.folder} has no outline of rank {rank}: not all that was saved is there"
+                f"{reader.folder} has no outline of rank {rank}: the checkpoint is incomplete"
             )
         if document.numel() > _MAX_OUTLINE:
             raise StateMismatch(
@@ -193,7 +194,8 @@ def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> tuple[boo
 
 
 def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` with every tensor replaced by its number."""
+    """Return ``value`` with every tensor replaced by its number, and append tensors to
+    ``tensors``."""
     if torch.is_tensor(value):
         tensors.append(value.detach())
         return {"tensor": len(tensors) - 1}

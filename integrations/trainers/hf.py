@@ -9,8 +9,8 @@ Trainer(..., callbacks=[DividedExperts()])                           experts of 
 DistributedCompression(codec="int8").attach(accelerator)             gradients, Accelerate
 DistributedCompression(codec="int8",
                        weights="int8").attach(accelerator)           both, of its FSDP2
-DistributedCompression().attach(accelerator)                         momentum or changes, of an
-                                                                     optimizer of ours
+DistributedCompression().attach(accelerator)                         momentum or changes, with an
+                                                                     optimizer of commpress
 """
 
 import logging
@@ -59,13 +59,14 @@ SUMS = ("steps", "wire_bytes", "encode_seconds", "wire_seconds", "decode_seconds
 
 
 class _Beside(TrainerCallback):
-    """A callback that attaches in the first forward, and logs beside the Trainer."""
+    """Base of callbacks that attach in the first forward and add their figures to the Trainer's
+    logs."""
 
-    handle: Any = None  # of what waits for the first forward
+    handle: Any = None  # of the hook for the first forward
 
-    @torch.compiler.disable  # sockets, threads and files are nothing to trace
+    @torch.compiler.disable  # sockets, threads and files cannot be traced
     def first_forward(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Only here the wrapper around the model can be asked for."""
+        """Attach to the wrapper, which is known only during a forward."""
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None:
             self.handle.remove()
@@ -75,7 +76,7 @@ class _Beside(TrainerCallback):
         raise NotImplementedError
 
     def numbers(self) -> dict[str, float]:
-        """Figures since the last log; none before anything is attached."""
+        """Return the figures since the last log; none before it is attached."""
         raise NotImplementedError
 
     def on_log(
@@ -89,23 +90,23 @@ class _Beside(TrainerCallback):
 
 
 class Compress(_Beside):
-    """Compress what a Trainer's ranks send each other.
+    """Compress the communication of a Trainer's ranks.
 
-    With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded)
-    its rounds replace DDP's averaging, no options are for here, and ``args.max_grad_norm`` becomes
-    the optimizer's (pass 0 there to overlap rounds with backward). With any other optimizer
-    gradients are compressed by ``codec`` ("int8" unless given) and ``options``, those of
+    An optimizer that averages gradients itself (``OneBitAdam`` and similar ones, whole or sharded)
+    replaces DDP's averaging; then this callback takes no options, and ``args.max_grad_norm``
+    becomes the optimizer's (pass 0 there to overlap rounds with backward). With any other optimizer
+    gradients are compressed by ``codec`` ("int8" by default) and ``options``, those of
     ``commpress.compress``.
 
-    Where the Trainer shards the model by FSDP2 (``fsdp=True`` of its arguments), ``options`` are
-    those of ``commpress.compress_fsdp``. Beside a ``codec``, which is of gradients, ``weights``
-    must be named; ``Compress()`` sends both in int8.
+    If the Trainer shards the model by FSDP2 (``fsdp=True`` of its arguments), ``options`` are those
+    of ``commpress.compress_fsdp``. With a ``codec``, which is for gradients, ``weights`` must be
+    given, too; ``Compress()`` sends both in int8.
 
-    Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it,
-    on another number of ranks too where the files of all of them are there. Logs get bytes sent per
-    step, how many times fewer that is than float32, milliseconds of encoding, waiting and decoding,
-    and the relative size of what compression still owes. ``metrics`` are sinks of
-    ``commpress.Metrics``: each gets every step's figures.
+    Checkpoints get one file per rank, ``commpress-<rank>.pt``. ``resume_from_checkpoint`` finds it,
+    also on another number of ranks if the files of all are present. Logs get the bytes sent per
+    step, their ratio to float32, milliseconds of encoding, waiting and decoding, and the relative
+    size of residuals. ``metrics`` are sinks of ``commpress.Metrics``, which get every step's
+    figures.
     """
 
     def __init__(self, codec: Any = None, *, metrics: Sequence[Sink] = (), **options: Any) -> None:
@@ -113,11 +114,11 @@ class Compress(_Beside):
         self.state: CompressedState | CompressedOptimizer | ShardedState | None = None
         self._optimizer: CompressedOptimizer | None = None
         self._resume: Path | None = None
-        self._attached: weakref.ref[torch.nn.Module] | None = None  # to this model
+        self._attached: weakref.ref[torch.nn.Module] | None = None  # the model
         self._clip: float | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._metrics: Metrics | None = None
-        self._since: Counter[str] = Counter()  # the last log: sums
+        self._since: Counter[str] = Counter()  # sums since the last log
         self._experts = DividedExperts()
 
     # ------------------------------------------------------------ attaching
@@ -138,19 +139,19 @@ class Compress(_Beside):
             self._check(optimizer, wrapper)
         if self._optimizer is not None and args.max_grad_norm and several:
             self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
-            # gradients are local: the Trainer would clip each rank by a factor of its own
+            # gradients are local: the Trainer would clip each rank by another factor
             args.max_grad_norm = 0
         self._experts.on_train_begin(args, state, control, **things)
         if not several:
-            log.warning("there is one rank: nothing is compressed")
+            log.warning("there is only one rank: nothing is compressed")
         elif wrapper != SHARDED:
             self.handle = things["model"].register_forward_pre_hook(self.first_forward)
 
     def _check(self, optimizer: Any, wrapper: str) -> None:
-        """Before the first step, of replicas or of what the Trainer has made of them."""
+        """Check the optimizer and the Trainer's wrapper before the first step."""
         if isinstance(optimizer, LocalUpdates):
             raise InvalidArgument(
-                "the optimizer is LocalUpdates: give the Trainer the optimizer that it has, and "
+                "the optimizer is LocalUpdates: pass its inner optimizer to the Trainer, and "
                 "LocalTraining(...) with its options in place of Compress"
             )
         if wrapper or self.compression.for_shards:
@@ -158,7 +159,7 @@ class Compress(_Beside):
         self.compression.check_optimizer(optimizer)
 
     def _shard(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to FSDP2; the model has the weights of the checkpoint by now, if there is one."""
+        """Attach to FSDP2, after the model's weights were loaded from a checkpoint."""
         # another train(): a Trainer keeps its model
         again = self._attached is not None and self._attached() is model
         if not again or not isinstance(self.state, ShardedState):
@@ -170,7 +171,7 @@ class Compress(_Beside):
         self._go_on(self.state)
 
     def _go_on(self, state: Compressor) -> None:
-        """Load what a checkpoint has for ``state``, and watch it."""
+        """Load the state from a checkpoint if there is one, and begin to record metrics."""
         if self._resume is not None and not isinstance(state, CompressedOptimizer):
             self._load(state)
         self._metrics = Metrics(
@@ -200,7 +201,7 @@ class Compress(_Beside):
         self._experts.on_pre_optimizer_step(args, state, control, **things)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        """Agree before something is saved or evaluated."""
+        """Close a window before saving or evaluating."""
         if self.handle is not None and self.state is None:
             self.compression.check("")
         if self._metrics is not None:
@@ -243,7 +244,7 @@ class Compress(_Beside):
         if self._clip is not None:
             args.max_grad_norm = self._clip
         if isinstance(self.state, ShardedState) and args.load_best_model_at_end:
-            self.state.forget_weights()  # those that were sent last are others
+            self.state.forget_weights()  # the last sent ones are others than the best
         if self.state is not None and state.is_world_process_zero:
             log.info(self.state.counters.summary())
 
@@ -251,10 +252,10 @@ class Compress(_Beside):
 class DividedExperts(TrainerCallback):
     """Save and load the experts of each rank of a Trainer, and clip all ranks by one factor.
 
-    For a model that ``commpress.moe.parallelise`` has divided, with an optimizer of torch;
-    ``Compress`` does the same. A Trainer itself saves the model and the optimizer of rank 0, and
-    clips each rank by the norm that it sees. Beside these lies ``experts-<rank>.pt``, which
-    ``resume_from_checkpoint`` finds on as many ranks.
+    It serves models divided by ``commpress.moe.parallelise``, with an optimizer of torch;
+    ``Compress`` does the same. A Trainer saves only the model and the optimizer of rank 0, and
+    clips each rank by its own norm. This callback adds ``experts-<rank>.pt``, which
+    ``resume_from_checkpoint`` finds on the same number of ranks.
     """
 
     def __init__(self) -> None:
@@ -284,17 +285,17 @@ class DividedExperts(TrainerCallback):
 
 
 class LocalTraining(_Beside):
-    """Let each rank of a Trainer train by itself and exchange changes once a round: ``options`` are
-    those of ``LocalUpdates``.
+    """Train each rank of a Trainer independently, with an exchange of changes once a round:
+    ``options`` are those of ``LocalUpdates``.
 
-    Before an evaluation or a checkpoint all ranks exchange what is left, so that what is measured
-    and saved are the shared weights. Checkpoints get one file per rank, ``commpress-<rank>.pt``,
-    with its inner optimizer and residuals; with those of all ranks a run goes on on another number
-    of them.
+    Before an evaluation or a checkpoint all ranks exchange pending changes, so that the shared
+    weights are evaluated and saved. Checkpoints get one file per rank, ``commpress-<rank>.pt``,
+    with its inner optimizer and residuals; with the files of all ranks a run can resume on another
+    number of ranks.
 
-    ``tokens`` counts those of a batch, as the model is called with it, for ``weight="tokens"``; by
-    default labels that are not −100, of a model without labels the tokens that it attends to.
-    ``metrics``: as of ``Compress``.
+    ``tokens`` counts the tokens of a batch, with the model's arguments, for ``weight="tokens"``; by
+    default labels that are not −100, or attended tokens for a model without labels. ``metrics``: as
+    in ``Compress``.
     """
 
     def __init__(
@@ -313,16 +314,16 @@ class LocalTraining(_Beside):
         )
         self.local: LocalUpdates | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._counts: Any = None  # the handle of what counts tokens
+        self._counts: Any = None  # handle of the hook that counts tokens
         self._resume: Path | None = None
-        self._sent, self._counted = 0, 0  # bytes until the last log; tokens since the last step
+        self._sent, self._counted = 0, 0  # bytes up to the last log; tokens since the last step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         self._optimizer = bare(things)
         if averages(self._optimizer):
             raise InvalidArgument(
                 f"the optimizer is {type(self._optimizer).__name__}, which averages over the ranks "
-                "in its steps: local updates need one that does not, such as AdamW"
+                "in its steps: take another for local updates, such as AdamW"
             )
         refuse_shards("LocalTraining", things["model"])
         self._resume = _folder(args, state) if state.global_step else None
@@ -402,8 +403,7 @@ class LocalTraining(_Beside):
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Tokens of a batch: those that have a label, or where there are no labels those that are
-    attended to."""
+    """Count the tokens of a batch: those with a label, or without labels the attended ones."""
     labels, attended, words = (
         batch.get(name) for name in ("labels", "attention_mask", "input_ids")
     )
@@ -414,15 +414,15 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
     if torch.is_tensor(words):
         return words.numel()
     raise InvalidArgument(
-        f"weight is 'tokens' and the model is called with {sorted(batch)}, neither labels nor "
-        "input_ids: pass LocalTraining(tokens=...), a function that counts those of a batch, or "
-        "weight='steps'"
+        f"weight is 'tokens', but the model is called with {sorted(batch)}, without labels or "
+        "input_ids: pass LocalTraining(tokens=...), a function that counts the tokens of a batch, "
+        "or weight='steps'"
     )
 
 
 def report_first(trainer: Any) -> None:
-    """Let TensorBoard and the like log our numbers: callbacks are asked in order, and a Trainer
-    puts its reporters first."""
+    """Move commpress's callbacks before reporters such as TensorBoard, so that these log its
+    figures."""
     trainer.callback_handler.callbacks.sort(
         key=lambda callback: not isinstance(callback, Compress | LocalTraining)
     )
@@ -437,18 +437,18 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 def bare(things: dict[str, Any]) -> Any:
-    """The optimizer of a Trainer's callback, out of accelerate's wrapper."""
+    """Return the optimizer of a Trainer's callback, without accelerate's wrapper."""
     return getattr(things["optimizer"], "optimizer", things["optimizer"])
 
 
 class RankFiles:
-    """Accelerate's ``save_state`` and ``load_state`` with what each rank's compressed optimizer has
-    apart from the others.
+    """Add each rank's state of a compressed optimizer to Accelerate's ``save_state`` and
+    ``load_state``.
 
-    ``RankFiles(optimizer).attach(accelerator)`` once, before either, also for ``LocalUpdates``.
-    Accelerate itself saves the optimizer of rank 0 only; ``commpress-<rank>.pt`` lies beside it,
-    and ``load_state`` fits another number of ranks. Windows of 0/1 Adam and rounds of local updates
-    are closed.
+    Call ``RankFiles(optimizer).attach(accelerator)`` once, before either, also for
+    ``LocalUpdates``. Accelerate saves only the optimizer of rank 0; this adds
+    ``commpress-<rank>.pt`` beside it, and ``load_state`` works on another number of ranks, too.
+    Saving closes windows of 0/1 Adam and rounds of local updates.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -460,15 +460,15 @@ class RankFiles:
     def attach(self, accelerator: Any) -> "RankFiles":
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._look)
-        # what it is told to load comes after the optimizers
+        # registered objects are loaded after the optimizers
         accelerator.register_for_checkpointing(self)
         return self
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         if isinstance(self.optimizer, LocalUpdates):
-            self.optimizer.drain()  # one file holds weights for all ranks
+            self.optimizer.drain()  # one file has the weights of all ranks
         elif isinstance(self.optimizer, WindowedOptimizer):
-            self.optimizer.synchronize()  # one file holds momentum for all ranks
+            self.optimizer.synchronize()  # one file has the momentum of all ranks
         save_rank(self.optimizer, Path(folder))
 
     def _look(self, models: Any, folder: str) -> None:
@@ -482,15 +482,15 @@ class RankFiles:
 
 
 class DistributedCompression(DistributedDataParallelKwargs):
-    """``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``; ``ddp`` are
-    arguments of DDP itself.
+    """Compress the communication of Accelerate: call
+    ``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``.
 
-    The optimizer that is prepared with the model says what is compressed. With one of torch,
-    gradients, by ``codec`` ("int8" unless given) and options of ``compress``; where Accelerate
-    shards by FSDP2, gradients and weights, by ``codec``, ``weights`` and options of
-    ``compress_fsdp``. With ``OneBitAdam`` and its kin, whole or sharded, or ``LocalUpdates``, what
-    these send, and DDP averages nothing: then no options are for here. ``state`` is what
-    compresses, from ``prepare`` on.
+    The optimizer that is prepared with the model decides. With an optimizer of torch, gradients are
+    compressed by ``codec`` ("int8" by default) and options of ``compress``, or, if Accelerate
+    shards by FSDP2, gradients and weights by ``codec``, ``weights`` and options of
+    ``compress_fsdp``. ``OneBitAdam`` and similar ones, whole or sharded, and ``LocalUpdates``
+    compress their own messages, and DDP averages nothing; then there are no options here. ``ddp``:
+    arguments of DDP. ``state``: the object that compresses, after ``prepare``.
     """
 
     def __init__(
@@ -499,26 +499,24 @@ class DistributedCompression(DistributedDataParallelKwargs):
         self.compression = Compression("DistributedCompression", codec, options)
         if ddp is not None and self.compression.for_shards:
             raise InvalidArgument(
-                f"DistributedCompression got {self.compression.for_shards}=, which is for shards "
-                f"of FSDP2, and ddp={ddp!r}, which is for DistributedDataParallel: leave one of "
-                "them out"
+                f"DistributedCompression got {self.compression.for_shards}=, an option for shards "
+                f"of FSDP2, and ddp={ddp!r}, for DistributedDataParallel: leave one of them out"
             )
         super().__init__(**(ddp or {}))
         self.state: Compressor | None = None
         self._accelerator: Any = None
-        self._model: torch.nn.Module | None = None  # that Accelerate has wrapped, or sharded
+        self._model: torch.nn.Module | None = None  # wrapped or sharded by Accelerate
         self._handle: Any = None
 
     def attach(self, accelerator: Any) -> "DistributedCompression":
-        """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there.
+        """Attach to an accelerator, which would not take this object among ``kwargs_handlers``.
 
         ``accelerator.save_state`` writes a file per rank, ``commpress-<rank>.pt``, and
-        ``load_state`` after ``prepare`` reads it, on another number of ranks too.
+        ``load_state`` after ``prepare`` reads it, also on another number of ranks.
         """
         if accelerator._models or accelerator._optimizers:
             raise InvalidArgument(
-                "accelerator has prepared something already: call attach(accelerator) before "
-                "prepare"
+                "accelerator.prepare was called already: call attach(accelerator) before it"
             )
         accelerator.ddp_handler, self._accelerator = self, accelerator
         accelerator.prepare = self._preparing(accelerator.prepare)
@@ -527,8 +525,8 @@ class DistributedCompression(DistributedDataParallelKwargs):
         return self
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Accelerate has wrapped a model; the optimizer is not known before all of ``prepare`` is
-        over, or never."""
+        """Remember the wrapped model; Accelerate calls this. The optimizer is known only after
+        ``prepare``, if there is one."""
         self._model = model
         self._handle = model.register_forward_pre_hook(self._without_optimizer)
 
@@ -537,7 +535,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
         self._join(None)
 
     def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Accelerate tells nobody that it has sharded a model, but returns it."""
+        """Wrap ``prepare`` to find a model sharded by FSDP2, for which Accelerate calls no hook."""
 
         @wraps(prepare)
         def prepared(*things: Any, **options: Any) -> Any:
@@ -547,7 +545,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
                 wrapper = wrapper_of(getattr(model, "_orig_mod", model))
                 if wrapper == SHARDED:
                     self._model = model
-                # nothing is around a model without gradients
+                # a model without gradients has no wrapper
                 elif wrapper and self._accelerator.num_processes > 1:
                     self.compression.check(wrapper)
             optimizers = [each for each in every if isinstance(each, torch.optim.Optimizer)]
@@ -558,7 +556,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
         return prepared
 
     def _join(self, optimizer: Any) -> None:
-        """Attach, once the model and its optimizer are known."""
+        """Attach once the model and its optimizer are known."""
         if self._model is None or self.state is not None:
             return
         scaler = getattr(self._accelerator, "scaler", None)

@@ -1,4 +1,4 @@
-"""Hugging Face: the model that a config.json describes."""
+"""Hugging Face: make the model described by a config.json."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from commpress.errors import InvalidArgument, MissingPackage
 
 
 def model_from_config(content: dict[str, Any]) -> torch.nn.Module:
-    """Of the class the config names, else the plain model; no code of the config's own is run, no
-    weights are loaded."""
+    """Make a model of the class named in the config, else the plain model. No code of the config is
+    run, and no weights are loaded."""
     try:
         from transformers import AutoConfig, AutoModel
         from transformers.models.auto import modeling_auto
@@ -25,7 +25,7 @@ def model_from_config(content: dict[str, Any]) -> torch.nn.Module:
         config = AutoConfig.for_model(kind, **options)
     except (ValueError, TypeError) as error:
         raise InvalidArgument(
-            f"model_type {kind!r} of the config is none that transformers knows: {error}"
+            f"model_type {kind!r} of the config is unknown to transformers: {error}"
         ) from error
     named = (content.get("architectures") or [None])[0]
     for mapping in (

@@ -19,15 +19,16 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRank:
-    """``torch.distributed.init_process_group`` under torchrun, mpirun or srun, or for one process
-    without a launcher.
+    """Call ``torch.distributed.init_process_group`` under torchrun, mpirun or srun, or for one
+    process without a launcher.
 
-    Rank and size come from the launcher. So does the meeting point: ``MASTER_ADDR`` and
-    ``MASTER_PORT`` where they are set; under mpirun rank 0 opens a port and MPI tells the others
-    (mpi4py); under SLURM the first node of the step and a port made of the job's number. Sets
-    torchrun's six variables for what reads them later. Where ranks are on several machines and
-    ``GLOO_SOCKET_IFNAME`` is not set, it becomes the interface that reaches ``MASTER_ADDR``.
-    ``backend`` (None: torch's choice) and ``options`` go to torch.
+    Rank and size come from the launcher, and so does the meeting point: ``MASTER_ADDR`` and
+    ``MASTER_PORT`` if they are set; under mpirun rank 0 opens a port and broadcasts it by MPI
+    (mpi4py); under SLURM the first node of the step, with a port computed from the job's number.
+    torchrun's six variables are set for later readers. If ranks are on several machines and
+    ``GLOO_SOCKET_IFNAME`` is not set, it is set to the interface that reaches ``MASTER_ADDR``.
+
+    ``backend`` (None: torch's choice) and ``options`` are passed to torch.
     """
     _check_backend(backend)
     where = place() or LaunchedRank("nobody", 0, 1, 0, 1)
@@ -58,12 +59,12 @@ def _check_backend(backend: str | None) -> None:
         cure = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
         if asked in _OURS:
             cure = "import commpress.backend, which registers it"
-        raise InvalidArgument(f"backend is {backend!r}, which torch does not know: {cure}")
+        raise InvalidArgument(f"backend is {backend!r}, which is unknown to torch: {cure}")
 
 
 def _store(where: LaunchedRank, timeout: Any) -> dist.TCPStore:
-    """Rank 0 serves. ``multi_tenant``: whoever later uses the same address and port in this process
-    shares it."""
+    """Connect to the store, which rank 0 serves. ``multi_tenant`` shares it with later users of the
+    same address and port in this process."""
 
     def serve(host: str, port: int) -> dist.TCPStore:
         return dist.TCPStore(
@@ -97,7 +98,7 @@ def _store(where: LaunchedRank, timeout: Any) -> dist.TCPStore:
 
 
 def first_host(nodes: str) -> str:
-    """The first name in SLURM's short form, such as node[003-007,9],other4."""
+    """Return the first name in SLURM's short form, such as node[003-007,9],other4."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
     if not match:
         raise InvalidArgument(
@@ -107,13 +108,13 @@ def first_host(nodes: str) -> str:
 
 
 def own_address() -> str:
-    """An address of this machine that others can reach."""
+    """Return an address of this machine that other machines can reach."""
     address, _ = interface.own_address()
     if interface.is_loopback(address) and not interface.named():
         way_out = interface.route_to()
         if way_out is None:
             raise InvalidArgument(
-                "this machine's address is unknown: set MASTER_ADDR to one others can reach"
+                "this machine's address is unknown: set MASTER_ADDR to one that others can reach"
             )
         return way_out[0]
     return address

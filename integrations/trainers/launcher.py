@@ -1,5 +1,5 @@
-"""The rank that torchrun, mpirun or srun gave this process, from its environment. Loads no
-torch."""
+"""The rank that torchrun, mpirun or srun gave this process, from its environment. Nothing here
+loads torch."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from commpress.errors import InvalidArgument
 
 
 class LaunchedRank(NamedTuple):
-    """Rank of this process, as a launcher says it."""
+    """Rank of this process according to its launcher."""
 
     launcher: str
     rank: int
@@ -41,7 +41,7 @@ _VARIABLES = {
 
 
 def place(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Rank that a launcher gave this process, or None if none did."""
+    """Return the rank that a launcher gave this process, or None without a launcher."""
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank not in environment or size not in environment:
             continue
@@ -51,7 +51,7 @@ def place(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
             per_node = re.match(r"\d+", environment.get(local_size, ""))  # SLURM writes 2(x3),1
         except ValueError as error:
             raise InvalidArgument(
-                f"the variables of {launcher} are not numbers ({error}): unset them or mend them"
+                f"the variables of {launcher} are not numbers ({error}): unset or correct them"
             ) from None
         if not 0 <= number < count:
             raise InvalidArgument(

@@ -36,7 +36,7 @@ log = logging.getLogger("commpress")
 
 
 class _Agreeing(Callback):
-    """A callback whose ranks agree before something is measured or saved."""
+    """Base of callbacks that synchronize ranks before a validation or a checkpoint."""
 
     def agree(self) -> None:
         raise NotImplementedError
@@ -49,26 +49,26 @@ class _Agreeing(Callback):
 
 
 class Compress(_Agreeing):
-    """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` ("int8"
-    unless given), ``options``.
+    """Compress gradients by ``codec`` ("int8" by default) and ``options``, those of
+    ``commpress.compress``, or momentum if the module's optimizer is one of commpress.
 
-    Of a module that ``ModelParallelStrategy`` shards by FSDP2, gradients and weights: ``options``
-    are then those of ``commpress.compress_fsdp``, and beside a ``codec``, which is of gradients,
-    ``weights`` must be named.
+    If ``ModelParallelStrategy`` shards the module by FSDP2, gradients and weights are compressed:
+    ``options`` are then those of ``commpress.compress_fsdp``, and with a ``codec``, which is for
+    gradients, ``weights`` must be given, too.
 
-    In ``Fabric(callbacks=[...])`` it attaches where ``setup`` has wrapped the model. Save it beside
+    In ``Fabric(callbacks=[...])`` it attaches when ``setup`` has wrapped the model. Save it with
     the model, ``fabric.save(path, {"model": model, "optimizer": optimizer, "compression":
     callback})``, and load it by ``callback.load_state_dict(fabric.load(path, {"model": model,
-    "optimizer": optimizer})["compression"])``: of a checkpoint that is a folder Fabric itself would
-    leave it as it is.
+    "optimizer": optimizer})["compression"])``, because Fabric itself does not load it from a
+    checkpoint that is a folder.
 
     Open windows of 0/1 Adam are closed before validation, at the end of an epoch and before a
-    checkpoint; one of weights only in the middle of an epoch is that of rank 0.
+    checkpoint; a checkpoint of weights only in the middle of an epoch is that of rank 0.
 
-    A checkpoint, which Lightning saves as one file, holds what compression left behind on every
-    rank: a run goes on bit for bit, and on another number of ranks with the mean. That is 4 bytes
-    and more per parameter and rank. With ``elastic`` it holds the mean alone, 4 bytes per
-    parameter, from which as many ranks do not go on bit for bit.
+    A checkpoint, which Lightning saves as one file, has the residuals of every rank: a run resumes
+    bit for bit, and on another number of ranks with their mean. They take at least 4 bytes per
+    parameter and rank. With ``elastic`` it has only the mean, 4 bytes per parameter, and a run on
+    the same number of ranks does not resume bit for bit.
     """
 
     def __init__(self, codec: Any = None, *, elastic: bool = False, **options: Any) -> None:
@@ -78,14 +78,14 @@ class Compress(_Agreeing):
         self._in_fabric = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach; weights and optimizer are those of the checkpoint by now, if there is one."""
+        """Attach, after weights and optimizer were loaded from a checkpoint."""
         ddp, optimizer = trainer.strategy.model, trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         saved, self._saved = self._saved, []
         if isinstance(optimizer, LocalUpdates):
             raise InvalidArgument(
-                "the module's optimizer is LocalUpdates: return the optimizer that it has, and "
-                "pass LocalTraining(...) with its options in place of Compress"
+                "the module's optimizer is LocalUpdates: return its inner optimizer, and pass "
+                "LocalTraining(...) with its options in place of Compress"
             )
         if wrapper_of(ddp) != SHARDED and averages(optimizer):
             self.compression.check_optimizer(optimizer)
@@ -98,11 +98,11 @@ class Compress(_Agreeing):
         self._load(saved)
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Attach in Fabric, to the first model that it sets up."""
+        """Attach in Fabric to the first model that it sets up."""
         if self.state is not None:
             raise InvalidArgument(
-                f"Fabric has set up a second model, a {type(module).__name__}, and a Compress is "
-                "for one: call commpress.compress or compress_fsdp for each of them, without this "
+                f"Fabric has set up a second model, a {type(module).__name__}, but Compress serves "
+                "only one: call commpress.compress or compress_fsdp for each of them, without this "
                 "callback"
             )
         self._in_fabric = True
@@ -122,7 +122,7 @@ class Compress(_Agreeing):
             self.state = joined
 
     def _load(self, saved: list[dict[str, Any]]) -> None:
-        """Load the parts of all ranks that saved."""
+        """Load the parts of all ranks of the saved run."""
         if isinstance(self.state, ShardedState):
             same = len(saved) == dist.get_world_size() and saved[0].get("kind") == "exact"
             saved = saved[dist.get_rank() :][:1] if same else saved
@@ -136,8 +136,8 @@ class Compress(_Agreeing):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """All that ranks have apart from each other, on rank 0; collective. Lightning asks the
-        optimizer after this."""
+        """Return the states of all ranks on rank 0; collective. Lightning calls the optimizer's
+        state_dict after this one."""
         self.agree()
         if self.state is None:
             return {}
@@ -151,7 +151,7 @@ class Compress(_Agreeing):
         return {"ranks": gathered_on_first(part)}
 
     def _owed_whole(self, state: ShardedState) -> list[dict[str, Any]]:
-        """The mean that ranks owe, whole on rank 0 as plain tensors; nothing elsewhere."""
+        """Return the mean residual as whole tensors on rank 0; nothing elsewhere."""
         owed = state.elastic_state_dict()
         whole = {name: residual.full_tensor() for name, residual in owed["residuals"].items()}
         return [owed | {"residuals": whole}] if dist.get_rank() == 0 else []
@@ -178,20 +178,19 @@ class Compress(_Agreeing):
 
 
 class LocalTraining(_Agreeing):
-    """Let each rank train by itself and exchange changes once a round: ``options`` are those of
-    ``LocalUpdates``.
+    """Train each rank independently, with an exchange of changes once a round: ``options`` are
+    those of ``LocalUpdates``.
 
     The module keeps its optimizers, as for one process; ``strategy="ddp"`` starts the ranks and
-    averages nothing. Before validation, a checkpoint, at the end of an epoch and of training all
-    ranks exchange what is left, so that what is measured and saved are the shared weights. A
-    checkpoint of weights only in the middle of an epoch is that of rank 0.
+    averages nothing. Before a validation or a checkpoint, and at the end of an epoch and of
+    training, all ranks exchange pending changes, so that the shared weights are evaluated and
+    saved. A checkpoint of weights only in the middle of an epoch is that of rank 0.
 
-    A checkpoint holds what ranks have apart from each other, so that a run goes on bit for bit: the
-    shared weights, the outer step's state, residuals and inner optimizer of each rank, 12 bytes and
-    more per parameter and rank. On another number of ranks a run goes on from the same with the
-    mean of what compression owed.
+    A checkpoint has the state of every rank, so that a run resumes bit for bit: the shared weights,
+    the outer step's state, residuals and inner optimizer of each rank, at least 12 bytes per
+    parameter and rank. On another number of ranks a run resumes with the mean of the residuals.
 
-    ``tokens`` counts those of a batch, for ``weight="tokens"``.
+    ``tokens`` counts the tokens of a batch, for ``weight="tokens"``.
     """
 
     def __init__(
@@ -200,16 +199,16 @@ class LocalTraining(_Agreeing):
         refuse_unknown("LocalTraining", options, LocalUpdates)
         if options.get("weight") == "tokens" and tokens is None:
             raise InvalidArgument(
-                "weight is 'tokens' and tokens is None, expected a function that counts those of a "
-                "batch"
+                "weight is 'tokens' and tokens is None, expected a function that counts the tokens "
+                "of a batch"
             )
         self.options, self.tokens = {"every": every, **options}, tokens
         self.local: LocalUpdates | None = None
         self._saved: list[dict[str, Any]] = []  # of every rank that saved
-        self._steps, self._counted = 0, 0  # of the trainer; tokens since the last
+        self._steps, self._counted = 0, 0  # steps of the trainer; tokens since the last one
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach; weights and optimizers are those of the checkpoint by now, if there is one."""
+        """Attach, after weights and optimizers were loaded from a checkpoint."""
         model = trainer.strategy.model
         refuse_shards("LocalTraining", model)
         if isinstance(model, DistributedDataParallel):
@@ -220,14 +219,14 @@ class LocalTraining(_Agreeing):
             )
         if not pl_module.automatic_optimization:
             raise InvalidArgument(
-                "the module optimizes by hand: let it step commpress.LocalUpdates, without this "
-                "callback"
+                "the module uses manual optimization: let it step commpress.LocalUpdates, without "
+                "this callback"
             )
         for optimizer in trainer.optimizers:
             if averages(optimizer):
                 raise InvalidArgument(
                     f"an optimizer is {type(optimizer).__name__}, which averages over the ranks in "
-                    "its steps: local updates need one that does not, such as AdamW"
+                    "its steps: take another for local updates, such as AdamW"
                 )
         if self.local is not None:  # of another fit()
             self.local.close()
@@ -238,7 +237,7 @@ class LocalTraining(_Agreeing):
         self._steps = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Before gradients are clipped."""
+        """Average gradients during the warm-up, before they are clipped."""
         if self.local is not None and self.local.warms_up:
             self.local.synchronize()
 
@@ -268,8 +267,8 @@ class LocalTraining(_Agreeing):
             log.info(self.local.report())
 
     def state_dict(self) -> dict[str, Any]:
-        """All that ranks have apart from each other, on rank 0; collective. Lightning asks the
-        optimizers after this."""
+        """Return the states of all ranks on rank 0; collective. Lightning calls the optimizers'
+        state_dict after this one."""
         if self.local is None:
             return {}
         self.agree()

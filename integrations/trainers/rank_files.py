@@ -1,5 +1,5 @@
-"""One file per rank in a checkpoint of somebody else's: what ranks have apart from each other, such
-as residuals (``commpress-<rank>.pt``), and divided experts (``experts-<rank>.pt``)."""
+"""One file per rank in a trainer's checkpoint, for states that differ between ranks: residuals
+(``commpress-<rank>.pt``) and divided experts (``experts-<rank>.pt``)."""
 
 import logging
 from io import BytesIO
@@ -18,23 +18,24 @@ from commpress.optim.optimizer import CompressedOptimizer
 
 log = logging.getLogger("commpress")
 
-# what compresses: of a hook, of shards, or an optimizer
+# objects that compress: a hook's state, that of shards, or an optimizer
 Compressor = CompressedState | ShardedState | CompressedOptimizer | LocalUpdates
 
 
 def part_of(state: Compressor) -> dict[str, Any]:
-    """This rank's part of a checkpoint; those of all ranks fit any number of ranks."""
+    """Return this rank's part of a checkpoint; the parts of all ranks fit any number of ranks."""
     if isinstance(state, ShardedState):
         rank, size = place()
         return {"rank": rank, "size": size} | state.state_dict()
     if isinstance(state, CompressedOptimizer):
-        # the rest is in the trainer's own file, the same for all ranks
+        # the trainer's own file has the rest, which is equal on all ranks
         return {"commpress": state.rank_state()}
     return state.state_dict() if isinstance(state, LocalUpdates) else state.rank_state()
 
 
 def take_parts(state: Compressor, parts: list[dict[str, Any]]) -> None:
-    """Load this rank's part, or those of all ranks that saved; none leaves ``state`` as it is."""
+    """Load this rank's part, or those of all ranks of the saved run; without parts ``state`` stays
+    unchanged."""
     if isinstance(state, ShardedState):
         state.forget_weights()
     if parts and isinstance(state, CompressedOptimizer):
@@ -44,7 +45,7 @@ def take_parts(state: Compressor, parts: list[dict[str, Any]]) -> None:
 
 
 def save_rank(state: Compressor, folder: Path) -> None:
-    """Write this rank's part; there are no files of more ranks afterwards."""
+    """Write this rank's part, and delete files of ranks beyond the present ones."""
     own = part_of(state)
     rank, size = _saved_by(own)
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,22 +56,22 @@ def save_rank(state: Compressor, folder: Path) -> None:
 
 
 def load_rank(state: Compressor, folder: Path) -> None:
-    """Load what this rank saved, or where another number of ranks did, what all of them saved;
-    nothing, with a warning, if that is not there."""
-    # shards have a channel only to those of their mesh
+    """Load this rank's file, or those of all ranks if another number of ranks saved them; without
+    files log a warning and load nothing."""
+    # the channel of shards reaches only the ranks of their mesh
     apart = not isinstance(state, ShardedState)
     rank, size = (state.channel.rank, state.channel.size) if apart else place()
     take_parts(state, load_ranks(folder, rank, size))
 
 
 def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
-    """Parts in ``folder`` for this rank."""
+    """Return the parts in ``folder`` for this rank."""
     files = _files(folder)
     first = _read(files.get(rank, next(iter(files.values())))) if files else None
     saved = size if first is None else _saved_by(first)[1]
     if first is None or (saved == size and rank not in files):
         log.warning(
-            "%s has no commpress-%d.pt: what compression left behind on this rank is lost",
+            "%s has no commpress-%d.pt: the residuals of this rank are lost",
             folder,
             rank,
         )
@@ -79,8 +80,8 @@ def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
         return [first]
     if len(files) != saved:
         log.warning(
-            "%s has files of %d ranks, but %d saved it and %d go on: put the files of all of them "
-            "there. What compression left behind is lost.",
+            "%s has files of %d ranks, but %d saved it and %d resume: put the files of all of them "
+            "there. The residuals are lost.",
             folder,
             len(files),
             saved,
@@ -91,8 +92,8 @@ def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
 
 
 def gathered_on_first(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's state on rank 0, nothing elsewhere; collective. It is read as a file is: tensors
-    and numbers only."""
+    """Gather every rank's state on rank 0, nothing elsewhere; collective. Like a file it may
+    contain only tensors and plain data."""
     file = BytesIO()
     torch.save(own, file)
     device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
@@ -112,12 +113,12 @@ def gathered_on_first(own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def place() -> tuple[int, int]:
-    """Rank and number of ranks."""
+    """Return rank and number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _files(folder: Path) -> dict[int, Path]:
-    """Those of all ranks."""
+    """Return the files of all ranks by rank."""
     numbers = {file.stem.removeprefix("commpress-"): file for file in folder.glob("commpress-*.pt")}
     return {
         int(number): numbers[number] for number in sorted(filter(str.isdecimal, numbers), key=int)
@@ -125,7 +126,7 @@ def _files(folder: Path) -> dict[int, Path]:
 
 
 def _saved_by(part: dict[str, Any]) -> tuple[int, int]:
-    """The rank that saved it, and of how many."""
+    """Return the rank that saved a part, and the number of ranks."""
     part = part["commpress"]["quantized"] if "commpress" in part else part
     return part["rank"], part["size"]
 
@@ -138,11 +139,11 @@ def _read(file: Path | BytesIO) -> dict[str, Any]:
 
 
 def save_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write ``experts-<rank>.pt``, where ``model`` has experts that are divided among ranks: these,
-    and what torch's optimizer has of them.
+    """Write ``experts-<rank>.pt`` with this rank's divided experts and their state in torch's
+    optimizer, if ``model`` has such experts.
 
-    Note: that of rank 0 has the rest of the model too. transformers saves models of experts under
-    names of old, gates included, and a Trainer that goes on does not find them by these.
+    Note: the file of rank 0 also has the rest of the model. transformers saves models with experts
+    under older names, gates included, by which a resuming Trainer does not find them.
     """
     layers = experts_of(model)
     if not layers:
@@ -163,8 +164,7 @@ def save_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folde
 
 
 def load_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Take over what this rank wrote, after somebody loaded the model and the optimizer of another
-    rank."""
+    """Load this rank's file, after the model and the optimizer of another rank were loaded."""
     layers = experts_of(model)
     if not layers:
         return
@@ -172,15 +172,15 @@ def load_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folde
     file = folder / f"experts-{rank}.pt"
     if not file.exists():
         raise StateMismatch(
-            f"{folder} has no {file.name}, the experts of this rank: it was saved without "
+            f"{folder} has no {file.name} with the experts of this rank: it was saved without "
             "commpress.hf.DividedExperts, or by fewer ranks. Put the files of all ranks there, and "
-            "go on with as many"
+            "resume on the same number of ranks"
         )
     saved = _read(file)
     if saved["size"] != size or len(saved["layers"]) != len(layers):
         raise StateMismatch(
             f"{file} has {len(saved['layers'])} layers of a run on {saved['size']} ranks, expected "
-            f"{len(layers)} on {size}: go on with as many ranks as saved it"
+            f"{len(layers)} on {size}: resume on the same number of ranks"
         )
     rest = saved["rest"] or _read(folder / "experts-0.pt")["rest"]
     with torch.no_grad():
@@ -200,7 +200,7 @@ def load_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folde
 
 
 def _rest(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, but those of divided experts."""
+    """Return parameters and buffers by name, without divided experts."""
     apart = {id(each) for layer in experts_of(model) for each in layer.parameters()}
     every = [*model.named_parameters(), *model.named_buffers()]
     return {name: each.detach() for name, each in every if id(each) not in apart}
@@ -209,8 +209,8 @@ def _rest(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _own_numbers(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[int, torch.Tensor]:
-    """Parameters of experts by their number in ``optimizer``; none where the optimizer is ours, and
-    saves them itself."""
+    """Return the parameters of experts by their number in ``optimizer``; none for an optimizer of
+    commpress, which saves them itself."""
     if isinstance(optimizer, CompressedOptimizer):
         return {}
     held = {id(p) for layer in experts_of(model) for p in layer.parameters()}

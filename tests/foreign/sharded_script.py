@@ -70,7 +70,7 @@ def in_a_trainer(folder):
     assert filled == [True, False], "an empty group"
     assert callback.state.max_grad_norm == 0.5
     assert callback.state.facts.norm_ratio > 0
-    with pytest.raises(InvalidArgument, match="run the model without DistributedDataParallel"):
+    with pytest.raises(InvalidArgument, match="without DistributedDataParallel"):
         trained(
             folder / "partitioned",
             (commpress.Partitioned, {"optimizer": torch.optim.AdamW}),

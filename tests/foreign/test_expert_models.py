@@ -267,9 +267,7 @@ def with_adapters():
         commpress.moe.parallelise(twin)
     own += commpress.moe.parallelise(model, placement=[0, 1, 1, 0, 1, 0])[0].own
     model = adapted(model)
-    with pytest.raises(
-        InvalidArgument, match="parallelise again on the model with its adapters"
-    ):
+    with pytest.raises(InvalidArgument, match="parallelise again on the model with its adapters"):
         model(input_ids=tokens_of(0, 0))
     commpress.moe.parallelise(model)
     start = by_name(twin)
