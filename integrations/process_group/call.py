@@ -1,5 +1,5 @@
-"""Work of one call on a commpress group: agreed and issued, finished, or failed with a typed
-error."""
+"""Work of one call on a commpress group: waiting for agreement, issued, finished, or failed with a
+typed error."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _ZERO = timedelta(0)
 SLICE = timedelta(seconds=0.5)
-# what torch says of the wait; Gloo's own timeout reads otherwise
+# torch's error for a wait that was too short, unlike Gloo's for its own timeout
 _TOO_SHORT = "Operation timed out!"
 
 
 class GroupWork(dist.Work):
-    """``issue`` starts the call on the transport and returns its work; the guard calls it once all
-    ranks agree."""
+    """Work of a call. ``issue`` starts it on the transport and returns the transport's work; the
+    guard calls ``issue`` once all ranks agree."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class GroupWork(dist.Work):
         self.source = -1  # of a receive from any source
         self.inner: Any = None
         self.error: Exception | None = None
-        self.has_future = False  # somebody was given it
+        self.has_future = False  # the future was handed out
         self._future: torch.futures.Future[Any] | None = None
         self._done = False
 
     def start(self) -> None:
-        """Called once, by the guard under its lock."""
+        """Issue the call; called once, by the guard under its lock."""
         try:
             self.inner = self.issue(self)
-        except Exception as error:  # the caller shall see it, not whoever issues the call
+        except Exception as error:  # for the caller, not for the thread that issues the call
             self.fail(error)
             return
         self.issue = _issued
@@ -63,7 +63,7 @@ class GroupWork(dist.Work):
             self._future.set_exception(error)
 
     def describe(self) -> str:
-        """As this rank has called it."""
+        """Describe the call as this rank has made it."""
         record = self.record or next(iter(self.expected.values())).mirrored()
         return record.describe()
 
@@ -81,10 +81,9 @@ class GroupWork(dist.Work):
     def _finish(self, timeout: timedelta) -> None:
         """Wait for the data.
 
-        Note: in slices. A peer that fails after all have agreed may never issue the call: when data
-        is late, the guard looks at what peers have sent. A collective may be waited for again after
-        a wait that was too short; a wait for a send or a receive may not, but that one waits for
-        its peer alone.
+        Note: slices. A peer that fails after all have agreed may never issue the call, so if data
+        is late, the guard reads the peers' records. The wait for a collective may be repeated after
+        a timeout; the wait for a send or a receive may not, but it depends on one peer only.
         """
         slices = self.sliced and timeout == _ZERO
         while True:
@@ -170,7 +169,7 @@ class FutureWork:
 
 
 def profiling() -> bool:
-    """True while a profiler runs: it sees only what the thread issues that it was started on."""
+    """Return whether a profiler runs: it sees only calls issued by the thread that started it."""
     return torch.autograd._profiler_enabled()
 
 

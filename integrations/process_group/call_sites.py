@@ -1,13 +1,13 @@
-"""Call sites of a process group: the same call of every backward, with its exchange and what it
-owes.
+"""Call sites of a process group: the same call in every backward, with its exchange and its
+residual.
 
 Note: the call site. DDP reduces its buckets in the same order in every backward, so the n-th
-compressed reduction of a backward with so many elements is one site and keeps one residual. After
-DDP has rebuilt its buckets, at its first step, sites change and what the old ones still owed is
+compressed reduction of a backward, with its number of elements, is one site and has one residual.
+After DDP has rebuilt its buckets, at its first step, sites change and the residuals of old ones are
 dropped. The hook (``commpress.compress``) keys residuals by parameter and loses nothing. Two models
-that train over one group need one group each. Outside a backward there is no such order: a metric
-between two gradients would receive the residual of another tensor. Reductions there are compressed
-without residuals, by codecs that need none (``GroupOptions``), and so is every all-gather.
+need two groups. Outside a backward there is no such order: a metric between two gradients would
+receive the residual of another tensor. Reductions there are compressed without residuals, by codecs
+that need none (``GroupOptions``), and so is every all-gather.
 """
 
 from abc import ABC, abstractmethod
@@ -27,14 +27,14 @@ from commpress.work import Steps
 
 
 class Site(ABC):
-    """One call site. ``steps`` moves ``inp`` into ``out`` and tells whether all numbers were finite
-    on all ranks.
+    """One call site. ``steps`` carries out the call from ``inp`` to ``out`` and returns whether all
+    numbers were finite on all ranks.
 
-    If they were not, ``out`` is NaN, on all ranks alike, and no residual has changed.
+    If not, ``out`` is NaN on all ranks, and no residual has changed.
     """
 
-    sequences: int  # numbers that one call takes
-    waits: int | None  # how often the steps wait, where that is known beforehand
+    sequences: int  # sequence numbers of one call
+    waits: int | None  # number of waits in the steps, if known in advance
 
     def __init__(self, name: str, calls: int = 0) -> None:
         self.name, self.calls, self.last_backward = name, calls, 0
@@ -51,15 +51,15 @@ class Site(ABC):
         key: int,
         factor: int,
     ) -> Steps[bool]:
-        """``factor``: what a mean is multiplied by, the number of ranks where the sum is asked
-        for."""
+        """Make the steps of one call. ``factor``: factor of the mean, the number of ranks for a
+        sum."""
 
     @abstractmethod
     def forget(self, workspace: Workspace) -> None:
-        """Let go of the buffers that lie ready for it: it does not come again."""
+        """Free the buffers kept for this site, which will not be called again."""
 
     def _floats(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, flat, or float32 of its length for those of another dtype."""
+        """Return the flat tensor, or a float32 scratch of its length if it has another dtype."""
         if tensor.dtype == torch.float32:
             return tensor.view(-1)
         if self._scratch is None:
@@ -68,7 +68,7 @@ class Site(ABC):
 
 
 def _taken(outcomes: list[Outcome], mean: torch.Tensor, out: torch.Tensor, factor: int) -> bool:
-    """Commit a reduction, or discard it; ``out`` is ``factor`` times the mean, or NaN."""
+    """Commit or discard a reduction; set ``out`` to ``factor`` times the mean, or NaN."""
     finite = all(outcome.finite for outcome in outcomes)
     if finite:
         if factor != 1:
@@ -126,7 +126,7 @@ class ReduceSite(Site):
 
 
 class _DealtSite(Site):
-    """Calls of which each rank has an equal row."""
+    """Calls in which each rank has an equal row."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class ScatterSite(_DealtSite):
 
 
 class GatherSite(_DealtSite):
-    """All-gathers: every rank holds the same bits afterwards, also of its own row."""
+    """All-gathers; all ranks get the same bits, also for their own rows."""
 
     def __init__(
         self, name: str, row: torch.Tensor, codec: Codec, rank: int, size: int, *, calls: int = 0
@@ -228,7 +228,7 @@ class GatherSite(_DealtSite):
 
 
 class ExactGatherSite(Site):
-    """All-gathers that lose no bit."""
+    """Lossless all-gathers."""
 
     def __init__(self, name: str, row: torch.Tensor, size: int, *, calls: int = 0) -> None:
         super().__init__(name, calls)

@@ -1,10 +1,10 @@
-"""Control connections: one small TCP connection between every two ranks of a group, beside those
-that carry the data.
+"""Control connections: one TCP connection between every two ranks of a group, besides those for
+data.
 
-They carry records and nothing else. One that closes without a record of leave is a
-death: the kernel closes it whatever the process was doing. The door stays open: a peer that doubts
-whether this process still runs connects to it and asks, and so do members and newcomers that want
-to agree on who goes on (``agreement``).
+They carry only records. If one closes without a record of leaving, the peer is dead, because the
+kernel closes it whatever the process was doing. The listening socket stays open: a peer that doubts
+whether this process still runs connects to it and asks, and so do members and newcomers that agree
+on new members (``agreement``).
 """
 
 import contextlib
@@ -36,12 +36,12 @@ Events = dict[int, int]  # by file descriptor
 
 
 class ControlConnection(Connection):
-    """This rank's end of the connection to one peer, over which both send records."""
+    """This rank's end of the connection to one peer; both send records over it."""
 
-    left = False  # the peer has told that it leaves
+    left = False  # the peer has announced that it leaves
 
     def records(self) -> list[Record]:
-        """The records that have come."""
+        """Return the records received so far."""
         found = []
         for message in self.receive():
             if (record := Record.of(message)) is None:
@@ -52,7 +52,7 @@ class ControlConnection(Connection):
 
 
 class ControlConnections:
-    """All of one rank in one epoch of a group; made by all its ranks together."""
+    """All control connections of one rank in one epoch of a group; all ranks make them together."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class ControlConnections:
         timeout: timedelta,
         watch: Callable[[], object] = nothing,
     ) -> None:
-        """``watch`` is called while peers are awaited; what it raises ends that."""
+        """Connect to all peers. ``watch`` is called during the wait; an error that it raises ends
+        that."""
         rank, size = epoch.places.index(membership.here), len(epoch.places)
         self.rank, self.size, self.membership = rank, size, membership
         awaited = Awaited(rank, epoch.places, lambda: membership.keys)
@@ -84,25 +85,25 @@ class ControlConnections:
         }
         close_in_children(self)
 
-    # ------------------------------------------------------------ is it still running?
+    # ------------------------------------------------------------ are peers running?
 
     def silent(self, seconds: float) -> tuple[int, ...]:
-        """The peers whose processes do not answer within ``seconds``: stopped, or their machine is
-        gone."""
+        """Return the peers whose processes do not answer within ``seconds``, because they are
+        stopped or their machine is down."""
         asked: dict[int, Knock] = {}
         doubted = [peer for peer, one in self.by_rank.items() if one.open]
         for peer in doubted:
             with contextlib.suppress(OSError):
                 asked[peer] = self._meeting.call(peer, PING, seconds)
-        said = answers(asked, seconds)
-        return tuple(peer for peer in doubted if said.get(peer) != WELCOME)
+        found = answers(asked, seconds)
+        return tuple(peer for peer in doubted if found.get(peer) != WELCOME)
 
     def forked(self) -> None:
         for connection in self.by_rank.values():
             connection.socket.close()
 
     def close(self, last: Record | None = None) -> None:
-        """Send a last record to everybody and hang up."""
+        """Send a last record to all peers and close the connections."""
         for connection in self.by_rank.values():
             if last is not None:
                 connection.send(last)
@@ -110,8 +111,8 @@ class ControlConnections:
 
 
 def first_epoch(store: dist.Store, rank: int, size: int) -> Membership:
-    """The beginning of a group, by all its ranks together: they tell each other in ``store`` where
-    their doors are."""
+    """Begin a group, together with all its ranks: they exchange their addresses through
+    ``store``."""
     door = own_door(size)
     try:
         store.set(f"control/{rank}", door.here)
@@ -128,11 +129,11 @@ def first_epoch(store: dist.Store, rank: int, size: int) -> Membership:
 
 
 class Polls:
-    """Files that a rank looks at while it waits: connections to its peers, the bell of its
-    membership, a pipe by which others wake it.
+    """File descriptors that a rank polls while it waits: connections to its peers, the bell of its
+    membership, and a pipe by which other threads wake it.
 
-    ``everybody``: news from any peer. ``one[peer]``: from that one, or that another hung up.
-    ``busy``, ``idle``: for the thread that watches, with and without the news.
+    ``everybody``: records from any peer. ``one[peer]``: records from that peer, or a closed
+    connection to another. ``busy``, ``idle``: for the guard's thread, with and without records.
     """
 
     def __init__(self, connections: ControlConnections) -> None:
@@ -140,7 +141,7 @@ class Polls:
         os.set_blocking(self.wake, False)
         os.set_blocking(self._waker, False)
         self.bell = connections.membership.bell.fileno()
-        # whose connections are open
+        # peers with open connections
         self.peers = {one.socket.fileno(): peer for peer, one in connections.by_rank.items()}
         self.everybody, self.idle, self.busy = select.poll(), select.poll(), select.poll()
         self.one = {peer: select.poll() for peer in connections.by_rank}
@@ -155,7 +156,7 @@ class Polls:
             poll.register(self.bell, select.POLLIN)
 
     def forget(self, fd: int) -> bool:
-        """Look at this connection no more; False if it was forgotten before."""
+        """Stop polling a connection; return False if it was forgotten before."""
         peer = self.peers.pop(fd, None)
         if peer is None:
             return False
@@ -165,14 +166,14 @@ class Polls:
         return True
 
     def nudge(self) -> None:
-        """Wake who waits in ``idle`` or ``busy``."""
+        """Wake the thread that waits in ``idle`` or ``busy``."""
         try:
             os.write(self._waker, b"!")
-        except BlockingIOError:  # it has been asked more often than it could look
+        except BlockingIOError:  # the pipe is full of nudges, which is enough
             return
 
     def clear(self, events: Events) -> None:
-        """Take the nudges that have come."""
+        """Read all nudges from the pipe."""
         if self.wake in events:
             while len(os.read(self.wake, 4096)) == 4096:
                 pass

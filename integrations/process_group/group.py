@@ -1,9 +1,8 @@
-"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, with compressed collectives
-on request.
+"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, with optional compression.
 
-Every call is described to all peers first (``guard``) and then carried out by torch's own group, or
+Every call is first described to all peers (``guard``) and then carried out by torch's own group, or
 by ``mpi_group``. Calls over NCCL are issued at once, because NCCL neither ends the process nor
-blocks the host; the guard checks them meanwhile.
+blocks the host; the guard checks them in the meantime.
 """
 
 # torch's stubs give each collective two or three overloads; one signature here takes them all.
@@ -68,13 +67,15 @@ Tensors = list[torch.Tensor]
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """Made by ``init_process_group("commpress")`` and ``new_group``; directly like
-    ``ProcessGroupGloo``.
+    """A process group made by ``init_process_group("commpress")`` and ``new_group``, or directly,
+    like ``ProcessGroupGloo``.
 
-    ``pg_options``: the calls that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``,
-    without which all are exact. ``name``: the name of its backend; Gloo's where it stands in for
-    Gloo. ``inner``: the carrier of data: torch's Gloo and NCCL, or MPI. ``formed``: False for a
-    group without members, and without calls, until ``reconfigure`` names them.
+    - ``pg_options``: the calls that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``,
+      without which all are exact.
+    - ``name``: name of its backend; "gloo" if it replaces Gloo.
+    - ``inner``: carrier of data: torch's Gloo and NCCL, or MPI.
+    - ``formed``: False for a group that has no members, and allows no calls, until
+      ``reconfigure``.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner, self._abort = make(dist.PrefixStore("data", store), rank, size, timeout, self)
         self.options = self._get_backend(torch.device("cpu")).options
         self.guard: Guard | None = None
-        # what goes on with the group; who is told of its members
+        # objects that follow changes of the group; stores with its members
         self.registry, self.stores = Registry(), [store]
-        self.change: Change | None = None  # the last one
-        # of the epochs: where it is, None: at this process
+        self.change: Change | None = None  # the last change of ranks
+        # store of the epochs and its address (None: in this process)
         self.held_store: tuple[tuple[str, int] | None, Any] | None = None
-        self._parts: list[Any] = []  # to be closed with the group
+        self._parts: list[Any] = []  # to close with the group
         weakref.finalize(self, _close, self._parts)
         self._membership: Membership | None = None
         connections = None
@@ -127,7 +128,7 @@ class ProcessGroup(dist.ProcessGroup):
         return private_transports(self._inner, store, self._rank, self._size, self._timeout, check)
 
     def _connect(self, connections: ControlConnections | None) -> None:
-        """Guard the calls, if there are others."""
+        """Guard the calls, if there are other ranks."""
         self.guard = None
         if connections is not None:
             self.guard = Guard(
@@ -143,13 +144,12 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def timeout(self) -> timedelta:
-        """Of every call."""
+        """Timeout of every call."""
         return self._timeout
 
     @property
     def communicator(self) -> Any:
-        """Of these ranks, where MPI carries the data, to make copies of; None over torch's own
-        groups."""
+        """MPI communicator of these ranks, for making copies; None over torch's own groups."""
         return getattr(self._inner, "communicator", None)
 
     @property
@@ -326,7 +326,8 @@ class ProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Gloo's own, which names missing ranks itself; over MPI the guard names them."""
+        """Run Gloo's monitored barrier, which names missing ranks; over MPI the guard names
+        them."""
         self._check_formed()
         if self.communicator is None:
             self._inner.monitored_barrier(timeout, wait_all_ranks)
@@ -348,7 +349,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self._started(
                 GroupWork(None, lambda work: self._inner.recv_anysource(tensors, tag), tensors)
             )
-        # a profiler knows this call by its own name; Gloo finds the source
+        # a profiler knows this call by its name, so Gloo must find the source
         profiled = profiling() and self.communicator is None
 
         def issue(work: GroupWork) -> Any:
@@ -389,7 +390,7 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
         **named: Any,
     ) -> GroupWork:
-        """A call that begins or ends at one rank. ``tensors``: those that every rank has."""
+        """Make a call that begins or ends at one rank. ``tensors``: those that every rank has."""
         opts = options_of(kind, opts, timeout, named, "rootRank")
         return self._exact(name, getattr(self._inner, name), ends, tensors, opts)
 
@@ -402,7 +403,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any,
         result: Tensors | None = None,
     ) -> GroupWork:
-        """A call of torch's own. ``described``: tensors that are alike on all ranks."""
+        """Make a call of torch's own group. ``described``: tensors that are alike on all ranks."""
         return self._begin(
             _record(name, described, opts),
             lambda work: start(*ends, opts),
@@ -450,8 +451,8 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any,
         expected: dict[int, Record] | None = None,
     ) -> GroupWork:
-        """Describe the call to the peers; wait for their agreement here, unless the caller wants to
-        go on meanwhile."""
+        """Describe the call to the peers, and wait for their agreement unless the call is
+        asynchronous."""
         work = GroupWork(self.guard, issue, tensors)
         if self.guard is None:
             return self._started(work)
@@ -467,7 +468,7 @@ class ProcessGroup(dist.ProcessGroup):
         except CommunicationError as error:
             if torch._C._current_graph_task_id() < 0:
                 raise
-            # DDP's C++, which calls this at the end of a backward, must get to its end
+            # no raise: DDP's C++, which calls this at the end of a backward, must complete that
             work.fail(error)
         if not getattr(opts, "asyncOp", True) or profiling():
             if not work.settled:
@@ -481,8 +482,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _left_to_guard(self, work: GroupWork) -> GroupWork:
         """Let the guard's thread issue the call when all agree.
 
-        A profiler sees only calls of the profiled thread: while one runs, the thread that waits for
-        a call issues it.
+        While a profiler runs, which sees only calls of the profiled thread, the waiting thread
+        issues the call instead.
         """
         if self.guard is not None and not work.settled and not profiling():
             self.guard.nudge()
@@ -498,14 +499,15 @@ class ProcessGroup(dist.ProcessGroup):
     def _check_formed(self) -> None:
         if not self._formed:
             raise CommunicationError(
-                "this group is not formed: call dist._reconfigure(uuid, handles) with all handles "
+                "this group has no members: call dist._reconfigure(uuid, handles) with all handles "
                 "first"
             )
 
     def _queue_for_autograd(self, work: GroupWork) -> None:
         """Let the running backward wait for this call, so that its error keeps its type.
 
-        DDP looks at futures only, and makes "RuntimeError: Unable to cast" of an exception in one.
+        DDP waits only for futures, and turns an exception in one into "RuntimeError: Unable to
+        cast".
         """
         task = torch._C._current_graph_task_id()
         if task < 0:
@@ -522,10 +524,10 @@ class ProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         return self._called
 
-    getBackendName = name  # what C++ looks for
+    getBackendName = name  # C++'s name of the method
 
     def _set_sequence_number_for_group(self) -> None:
-        """The backends inside have theirs since they were made."""
+        """Do nothing: the inner backends have had theirs since they were made."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._inner._get_sequence_number_for_group()
@@ -542,7 +544,7 @@ class ProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> "ProcessGroup | None":
-        """A group of these ranks of this one, made by them alone; None for the others."""
+        """Make a group of these ranks, by themselves alone; return None on the others."""
         if self.rank() not in ranks:
             return None
         ordered = sorted(ranks)
@@ -554,7 +556,7 @@ class ProcessGroup(dist.ProcessGroup):
             ordered.index(self.rank()),
             len(ordered),
             timeout or self._timeout,
-            # whose nodes are those of all ranks
+            # topology describes the nodes of all ranks
             pg_options=(self.pg_options and replace(self.pg_options, topology=None)) or "exact",
             global_ranks=members,
             name=self._called,
@@ -564,18 +566,18 @@ class ProcessGroup(dist.ProcessGroup):
         group._set_group_desc(group_desc or "undefined")
         return group
 
-    splitGroup = split_group  # what C++ looks for
+    splitGroup = split_group  # C++'s name of the method
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and counts of this rank's compressed calls, between two backwards: numbers,
-        texts and tensors."""
+        """Return residuals and counts of this rank's compressed calls, between two backwards, as
+        plain data and tensors."""
         return self.reducer.state_dict()
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """From this rank's state, for a run that goes on bit for bit; at another world size from
-        those of all ranks."""
+        """Load this rank's state, to resume bit for bit, or those of all ranks at another world
+        size."""
         self.reducer.load_state_dict(*states)
 
     # ------------------------------------------------------------ other ranks
@@ -586,7 +588,7 @@ class ProcessGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    getRank, getSize = rank, size  # what C++ looks for
+    getRank, getSize = rank, size  # C++'s names of the methods
 
     def reform(
         self,
@@ -601,17 +603,17 @@ class ProcessGroup(dist.ProcessGroup):
         """Continue with the surviving ranks and with newcomers, in this process and with this
         object; collective over all of them.
 
-        Returns the same change on each, or raises one named error on each within ``timeout``, by
-        default the group's. Afterwards ranks are numbered anew, and all collectives of torch and
-        all channels work among them. Calls under way have failed. Groups of some ranks
-        (``new_group``, ``split_group``, meshes) are destroyed: make them anew.
+        It returns the same change on each, or raises the same error on each within ``timeout``, by
+        default the group's. Afterwards ranks have new numbers, and all collectives of torch and all
+        channels work among them. Calls in progress fail. Groups of some ranks (``new_group``,
+        ``split_group``, meshes) are destroyed: make them again.
 
         - ``say``: bytes for all ranks.
-        - ``age``: steps trained so far. If two groups meet, the members go on and the ranks of the
-          other are newcomers; an older one is refused.
+        - ``age``: steps trained so far. If two groups meet, the members continue and the ranks of
+          the other are newcomers; an older one is refused.
         - ``join``: on newcomers, a member's ``contact`` or a store that the members use.
-        - ``minimum``: the least number of members that goes on.
-        - ``admit``: False on the first survivor: newcomers wait at its door for a later reform.
+        - ``minimum``: fewest members that may continue.
+        - ``admit``: False on the first survivor lets newcomers wait for a later reform.
         """
         limit = check_reform(self, timeout, say, age, minimum, join, admit)
         terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit)
@@ -626,8 +628,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def membership(self) -> Membership:
-        """This process's part in the agreements of the group; a group of one begins to listen when
-        it is first asked for."""
+        """This process's part in agreements of the group. A group of one rank begins to listen on
+        first use."""
         if self._membership is None:
             self._membership = first_epoch(dist.HashStore(), self._rank, self._size)
             self._parts.append(self._membership)
@@ -635,35 +637,35 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def contact(self) -> str:
-        """The text by which this member takes newcomers in: ``reform(join=contact)``."""
+        """Text by which newcomers find this member: ``reform(join=contact)``."""
         return contact_of(self.membership.here)
 
     @property
     def waiting(self) -> int:
-        """Newcomers at this member's door, for it to ``reform``."""
+        """Number of newcomers that wait for this member to ``reform``."""
         return self.membership.waiting
 
     def check_peers(self) -> None:
-        """Raise if a peer is gone, or if the group has failed."""
+        """Raise if a peer is dead or the group has failed."""
         if self.guard is not None:
             self.guard.check()
 
     def announce(self, store: dist.Store) -> None:
-        """Publish the members in another ``store``, now and after each change: one whose host may
-        outlive that of the first."""
+        """Publish the members in another ``store``, now and after each change, for example in one
+        that may outlive the first."""
         self.stores.append(store)
         announce(self)
 
     def enroll(self, channel: Any) -> None:
-        """Have ``channel`` connected anew when the ranks change; weakly."""
+        """Reconnect ``channel`` when the ranks change; the reference is weak."""
         self.registry.enroll(channel)
 
     def on_reform(self, owner: Any) -> None:
-        """Call ``owner.reform(change)`` once the ranks have changed and channels are connected; the
-        reference is weak.
+        """Call ``owner.reform(change)`` after the ranks have changed and channels are connected;
+        the reference is weak.
 
-        It may communicate. It changes nothing itself but returns a function that does, which is
-        called when all have come as far.
+        ``reform`` may communicate. It must change nothing but return a function that does, which is
+        called after all ranks have succeeded so far.
         """
         self.registry.on_reform(owner)
 
@@ -674,7 +676,8 @@ class ProcessGroup(dist.ProcessGroup):
                 owner.hand_over(leaving)
 
     def leave(self) -> None:
-        """Go for good: nobody waits for this rank any more, and every call of it fails."""
+        """Leave the group for good: the others no longer wait for this rank, and all its later
+        calls fail."""
         stop(
             self, CommunicationError("this rank has left the group: destroy it, or build a new one")
         )
@@ -689,7 +692,7 @@ class ProcessGroup(dist.ProcessGroup):
         abort: Callable[[], object],
         connections: ControlConnections | None,
     ) -> None:
-        """Work among other ranks from here on; for ``Reformation``."""
+        """Continue among other ranks; for ``Reformation``."""
         self._rank, self._size, self._store, self._global_ranks = (
             rank,
             size,
@@ -703,11 +706,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._connect(connections)
 
     def abort_inner(self) -> None:
-        """End Gloo's pending calls."""
+        """Abort Gloo's pending calls."""
         self._abort()
 
     def get_backend(self, device: torch.device) -> Any:
-        """The backend that ``dist.get_backend_impl`` hands out from torch 2.14 on; it follows the
+        """Return the backend for ``dist.get_backend_impl`` of torch 2.14 and later; it follows the
         group when its ranks change."""
         if self.communicator is not None:
             return self._get_backend(device)
@@ -715,20 +718,20 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """True from torch 2.14 on, but over MPI: then ``dist._reconfigure`` gives the group other
+        """True since torch 2.14, except over MPI: then ``dist._reconfigure`` gives the group other
         ranks."""
         return RECONFIGURES and self.communicator is None
 
     def get_reconfigure_handle(self) -> str:
-        """The text by which the others find this member: its ``contact``."""
+        """Return the text by which others find this member: its ``contact``."""
         check_reconfigures(self)
         return self.contact
 
     def reconfigure(self, options: Any) -> GroupWork:
-        """Form the group of exactly the members that torch's ``ReconfigureOptions`` name, as
-        ``reform`` does.
+        """Form the group of exactly the members in torch's ``ReconfigureOptions``, by the method of
+        ``reform``.
 
-        When this returns the group is formed; an error names missing members.
+        The group is formed on return; an error names missing members.
         """
         check_reconfigures(self)
         limit = check_reform(self, options.timeout, b"", 0, 1, None)
@@ -782,7 +785,7 @@ def _close(parts: list[Any]) -> None:
 
 
 def _reforms(group: "weakref.ref[ProcessGroup]", error: CommunicationError) -> None:
-    """A peer reforms the group: have nobody here wait for it in a group of some of the ranks."""
+    """End waits in groups of some ranks, because a peer reforms the default group."""
     here = group()
     if here is not None and is_default(here):
         fail_subgroups(error)
@@ -794,8 +797,8 @@ def _check_peers(group: "weakref.ref[ProcessGroup]") -> None:
 
 
 def _wait_all(works: list[GroupWork]) -> None:
-    """Raise the error at the end of a backward that DDP would find in a future. DDP waits for other
-    works itself."""
+    """Raise, at the end of a backward, an error that DDP would find in a future. DDP itself waits
+    for other works."""
     for work in works:
         if work.has_future:
             work.wait()

@@ -1,4 +1,4 @@
-"""Collectives of a process group that may be compressed: none unless somebody says so."""
+"""Options that choose which collectives of a process group are compressed; by default none."""
 
 import os
 from collections.abc import Sequence
@@ -39,29 +39,29 @@ class GroupOptions:
     - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU or
       on CUDA;
     - its reduction is one of ``ops``: "sum", "avg", also as ``ReduceOp``;
-    - ``only="gradients"``: it is called from inside a backward pass, where DDP reduces its buckets.
-      The norm for clipping, a metric, a vote are computed outside and never touched.
-      ``only="everything"`` compresses those too, without residuals, and takes codecs that need
-      none: of eight bits or more per element, such as "int8", or right on average, such as
-      "terngrad".
+    - ``only="gradients"``: it is called inside a backward pass, where DDP reduces its buckets.
+      Norms for clipping, metrics and votes are computed outside, and stay exact.
+      ``only="everything"`` compresses those, too, without residuals, and requires codecs that need
+      none: with eight bits or more per element, such as "int8", or unbiased, such as "terngrad".
 
-    ``codec``: of all-reduces; None leaves them exact. Others are exact unless they have a codec
-    too:
+    ``codec``: codec of all-reduces; None leaves them exact. Other collectives are exact unless they
+    have a codec, too:
 
-    - ``reduce_scatter``: of ``reduce_scatter_tensor``, if the same holds of its input;
-    - ``all_gather``: of ``all_gather_into_tensor`` with ``min_numel`` elements in its output, in a
-      backward or not;
-    - ``all_to_all``: of every ``all_to_all_single`` of these dtypes, however long, as ranks may
-      send different numbers of rows.
+    - ``reduce_scatter``: codec of ``reduce_scatter_tensor``, under the same conditions for its
+      input;
+    - ``all_gather``: codec of ``all_gather_into_tensor`` with ``min_numel`` elements in its output,
+      inside and outside a backward;
+    - ``all_to_all``: codec of every ``all_to_all_single`` of these dtypes, of any length, because
+      ranks may send different numbers of rows.
 
-    ``all_gather="exact"`` and ``all_to_all="exact"`` lose no bit: they code the exponents of
+    ``all_gather="exact"`` and ``all_to_all="exact"`` are lossless: they code the exponents of
     bfloat16, for 1.3 to 1.43 times fewer bytes, and of float32, for 1.15, on the CPU. So does
-    ``broadcast="exact"``, of tensors of at least ``min_numel`` elements, and nothing else is known
-    for broadcasts.
+    ``broadcast="exact"``, the only choice for broadcasts, with tensors of at least ``min_numel``
+    elements.
 
-    ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the
-    launcher says): all-reduces then add up inside a node, exactly, and compress what leaves it.
-    Groups with one do not ``reform``.
+    ``topology``: the ranks of each node, as a ``Topology``, as text ("2x4") or "auto" (from the
+    launcher): all-reduces then sum exactly inside a node, and compress between nodes. Groups with
+    one cannot ``reform``.
     """
 
     codec: str | Codec | None = "int8"
@@ -77,7 +77,7 @@ class GroupOptions:
     def __post_init__(self) -> None:
         if self.codec is not None and isinstance(codec_named(self.codec), LowRankCodec):
             raise InvalidArgument(
-                f"codec is {self.codec!r}, which needs matrices, and an all-reduce brings flat "
+                f"codec is {self.codec!r}, which needs matrices, but an all-reduce sees flat "
                 "buckets: use commpress.compress(ddp, codec=...), which knows the parameters' "
                 "shapes, or another codec here"
             )
@@ -95,13 +95,13 @@ class GroupOptions:
         codecs = self.codecs()
         if isinstance(codecs.get("reduce_scatter"), WholeTensorCodec):
             raise InvalidArgument(
-                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a rank "
+                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, but a rank "
                 "gets a row of one: use a codec such as 'int8' or 'sign'"
             )
         if not isinstance(codecs.get("broadcast", ExponentCodec()), ExponentCodec):
             raise InvalidArgument(
-                f"broadcast is {self.broadcast!r}, expected 'exact' or None: all ranks must hold "
-                "what the root holds"
+                f"broadcast is {self.broadcast!r}, expected 'exact' or None: all ranks must get "
+                "the root's bits"
             )
         for name in ("all_reduce", "reduce_scatter"):
             if isinstance(codec := codecs.get(name), ExponentCodec):
@@ -112,30 +112,30 @@ class GroupOptions:
         for option, name in {"codec": "all_reduce", "reduce_scatter": "reduce_scatter"}.items():
             if self.only == "everything" and name in codecs and _needs_residuals(codecs[name]):
                 raise InvalidArgument(
-                    f"{option} is {getattr(self, option)!r}, which needs residuals, and "
-                    "only='everything' compresses calls outside a backward, which have none: what "
-                    "it leaves out there would never be sent. Use only='gradients'; or a codec "
-                    "such as 'int8', 'bf16' or 'terngrad'; or, for gradients, "
+                    f"{option} is {getattr(self, option)!r}, which needs residuals, but "
+                    "only='everything' compresses calls outside a backward, which have none: "
+                    "their errors would never be sent. Use only='gradients'; or a codec such as "
+                    "'int8', 'bf16' or 'terngrad'; or, for gradients, "
                     "commpress.compress(ddp, codec=...)"
                 )
         if self.topology is None:
             return
         if self.codec is None:
             raise InvalidArgument(
-                f"topology is {self.topology!r}, and codec is None: it is all-reduces that it "
-                "divides"
+                f"topology is {self.topology!r}, but codec is None: only compressed all-reduces "
+                "use a topology, so leave it out or pass a codec"
             )
         if isinstance(self.topology, str):
             if self.topology != "auto":
                 Topology.parse(self.topology)
         elif not isinstance(self.topology, Topology):
             raise InvalidArgument(
-                f"topology is a {type(self.topology).__name__}, expected a Topology, its words "
-                "such as '2x4', 'auto' or None"
+                f"topology is a {type(self.topology).__name__}, expected a Topology, text such as "
+                "'2x4', 'auto' or None"
             )
 
     def codecs(self) -> dict[str, Codec]:
-        """The codec of each collective that may be compressed."""
+        """Return the codec of each collective that may be compressed."""
         given = {
             "all_reduce": self.codec,
             "reduce_scatter": self.reduce_scatter,
@@ -150,10 +150,10 @@ class GroupOptions:
 
 
 def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
-    """Options as they are, from text such as
-    ``codec=int8,min_numel=65536,ops=sum+avg,only=gradients``, or from a plan's file.
+    """Return the options, parsed if they are text such as
+    ``codec=int8,min_numel=65536,ops=sum+avg,only=gradients`` or the name of a plan's file.
 
-    None reads ``COMMPRESS_GROUP_OPTIONS``; an empty text, or "exact", means that all is exact.
+    None reads ``COMMPRESS_GROUP_OPTIONS``; an empty text, or "exact", means no compression.
     """
     text = os.environ.get(VARIABLE, "") if given is None else given
     if isinstance(text, GroupOptions):
@@ -165,7 +165,7 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
         )
     if text.strip() in ("", _EXACT):
         return None
-    # a plan: all-reduces have no names here, so its rules for single layers do not hold
+    # a plan: all-reduces have no names here, so rules for single layers do not apply
     if text.strip().endswith(".json"):
         plan = load_plan(text.strip())
         return GroupOptions(plan.codec, max(plan.min_numel, 1)) if plan.compresses else None
@@ -193,8 +193,8 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
 
 
 def _needs_residuals(codec: Codec) -> bool:
-    """Return true if a good part of a tensor stays out of every mean of calls that keep no
-    residual."""
+    """Return whether a large part of a tensor would be missing from every mean without
+    residuals."""
     return codec.feedback and (isinstance(codec, WholeTensorCodec) or codec.row_bytes(_ROW) < _ROW)
 
 
@@ -206,7 +206,7 @@ def _op_name(op: Any) -> str:
     )
     if name not in _OPS:
         raise InvalidArgument(
-            f"ops holds {op!r}, expected 'sum' and 'avg': no other reduction of averages makes "
-            "sense"
+            f"ops has {op!r}, expected 'sum' and 'avg': no other reduction can be computed from "
+            "averages"
         )
     return name

@@ -1,14 +1,14 @@
-"""Agreement before data: a call is issued when every peer has sent a record of the same one.
+"""Agreement before data: a call is issued when every peer has sent a record of the same call.
 
-Each call sends one record per peer (``records``) over the control connections and waits for theirs.
-Only then does Gloo see it: Gloo ends the process when a message is longer than the buffer that
-waits for it, so a disagreement must not reach it.
+Each call sends one record (``records``) to each peer over the control connections, and waits for
+theirs. Only then is it passed to Gloo, which ends the process if a message is longer than the
+receiver's buffer, so a disagreement must not reach it.
 
 Note: one reader. The first thread that waits for a call reads for all (the leader); others wait for
-it. If nobody waits for pending calls, the guard's own thread leads. It also watches for connections
-that close, and aborts the transport when a peer is gone.
+it. If no thread waits for pending calls, the guard's own thread leads. It also watches for closed
+connections, and aborts the transport when a peer is dead.
 
-Note: after a failure the ranks are out of step and this guard ends. ``reform``, or a new group,
+Note: failure. The ranks are then out of step, and this guard ends. ``reform``, or a new group,
 makes another.
 """
 
@@ -42,8 +42,8 @@ from commpress.integrations.process_group.records import (
     speaks_of_a_peer,
 )
 
-FIRST = 0.02  # seconds to wait for one peer only
-LINGER = 0.5  # seconds that data under way may still take after a peer was found dead
+FIRST = 0.02  # seconds to wait for a single missing peer
+LINGER = 0.5  # seconds for transfers to finish after a peer's death
 
 
 class Guard:
@@ -58,14 +58,15 @@ class Guard:
         name: Callable[[int], str],
         reforms: Callable[[CommunicationError], object] = lambda error: None,
     ) -> None:
-        """``reforms`` is called when a peer wants to agree on new members."""
+        """Guard calls over ``connections``. ``reforms`` is called when a peer wants to agree on new
+        members."""
         self.rank, self.seconds, self.grace = (
             connections.rank,
             timeout.total_seconds(),
             grace_of(timeout),
         )
         self.failure: CommunicationError | None = None
-        self.reforming: set[int] = set()  # peers that agree anew on who is in the group
+        self.reforming: set[int] = set()  # peers that want to agree on new members
         self._reforms = reforms
         self._connections, self._abort, self._blame = (
             connections,
@@ -76,7 +77,7 @@ class Guard:
         self._changed = threading.Condition()  # re-entrant: a future may call back into the group
         self._leading, self._closed = False, False
         self._collectives, self._pairs = PendingCollectives(self._peers), PendingPairs()
-        # peers that wait to receive from anyone: they are not to blame
+        # peers that wait to receive from any source: they are not to blame
         self._any_source: set[int] = set()
         self._unsettled: set[GroupWork] = set()
         self._dead: set[int] = set()
@@ -94,8 +95,7 @@ class Guard:
         work: GroupWork,
         expected: dict[int, Record] | None = None,
     ) -> None:
-        """Send ``record`` (the same to all, or each peer its own) and queue the call behind those
-        before it."""
+        """Send ``record`` (the same to all peers, or to each its own) and queue the call."""
         records = dict.fromkeys(self._peers, record) if isinstance(record, Record) else record
         with self._changed:
             self._check()
@@ -106,7 +106,7 @@ class Guard:
             self._advance()
 
     def point_to_point(self, record: Record, peer: int, work: GroupWork) -> None:
-        """A send to or receive from one peer."""
+        """Queue a send to or a receive from one peer."""
         with self._changed:
             self._check()
             work.expected = {peer: record.mirrored()}
@@ -131,7 +131,7 @@ class Guard:
             self._advance()
 
     def settle(self, work: GroupWork, deadline: float | None = None) -> None:
-        """Return when ``work`` is issued or has failed."""
+        """Wait until ``work`` is issued or has failed."""
         with self._changed:
             while not work.settled:
                 limit = work.deadline if deadline is None else min(deadline, work.deadline)
@@ -146,11 +146,11 @@ class Guard:
                 self.nudge()
 
     def nudge(self) -> None:
-        """Let the guard's thread look after pending calls."""
+        """Let the guard's thread handle pending calls."""
         self._polls.nudge()
 
     def look(self) -> bool:
-        """Read messages because data is late; return false if the group has failed, here or at a
+        """Read records because data is late; return False if the group has failed, here or at a
         peer."""
         with self._changed:
             self._receive(list(self._polls.peers.values()))
@@ -160,7 +160,7 @@ class Guard:
             return self.failure is None
 
     def check(self) -> None:
-        """Raise if the group has failed or a peer has died: for waits outside of calls."""
+        """Raise if the group has failed or a peer is dead: for waits outside of calls."""
         self.look()
         if self.failure is not None:
             raise again(self.failure)
@@ -168,8 +168,8 @@ class Guard:
             raise self._blame.died(sorted(self._dead))
 
     def _lead(self, seconds: float) -> None:
-        """Wait for news and act on them: at first only for one peer that is missing, so as not to
-        wake for every other."""
+        """Wait for records and handle them; at first wait for a single missing peer, which avoids
+        waking for every other one."""
         missing = self._collectives.missing()
         everybody = self._polls.everybody
         first = self._polls.one.get(missing[0]) if missing else None
@@ -250,7 +250,7 @@ class Guard:
                 self._send_all(Record(kind=ANY_SOURCE))
 
     def _advance(self) -> None:
-        """Issue every collective on which all agree, in order; fail if somebody differs, is gone or
+        """Issue every collective on which all agree, in order; fail if a peer differs, is dead or
         has given up."""
         collectives = self._collectives
         while collectives and self.failure is None:
@@ -271,7 +271,7 @@ class Guard:
                     and (waiting := self._pairs.waiting_for(peer))
                 ):
                     self._lose(waiting, [peer])
-        # what this rank saw itself weighs more
+        # failures seen by this rank take precedence over notices
         if self._notices and self.failure is None and self._unsettled:
             self._fail_by_notice()
 
@@ -285,7 +285,8 @@ class Guard:
         self._fail(self._blame.lost(work, gone, left=any(self._peers[peer].left for peer in gone)))
 
     def _expire(self, work: GroupWork) -> None:
-        """Fail a ``work`` that has waited too long, naming the ranks at fault and their calls."""
+        """Fail a ``work`` that has reached its timeout, and name the ranks at fault and their
+        calls."""
         if work.expected:
             late = self._collectives.late(work)
         else:
@@ -412,11 +413,12 @@ class Guard:
         return True
 
     def _ended(self) -> bool:
-        """Asked anew each time: it may have changed while the lock was given up."""
+        """Return whether the guard was closed. A method, because a value may change while the lock
+        is released."""
         return self._closed
 
     def _next_look(self) -> float | None:
-        """Milliseconds until something is due, or None."""
+        """Return the milliseconds until the next deadline, or None."""
         dues = [work.deadline for work in self._unsettled]
         if self._abort_at is not None:
             dues.append(self._abort_at)
@@ -430,8 +432,8 @@ class Guard:
     def stop(self, error: CommunicationError, *, reforms: bool = False) -> None:
         """Fail pending and later calls with ``error``, or with an earlier one; the thread stays.
 
-        ``reforms``: this rank goes to agree on who is in the group. The peers are told, the thread
-        ends.
+        ``reforms``: this rank is going to agree on new members: notify the peers and end the
+        thread.
         """
         with self._changed:
             if self.failure is None:
@@ -441,7 +443,7 @@ class Guard:
             self._end(give_up_record(failure, reforms=True))
 
     def close(self) -> None:
-        """Tell the peers, end the thread, hang up."""
+        """Notify the peers, end the thread and close the connections."""
         self._end(Record(kind=LEAVE))
 
     def _end(self, last: Record) -> None:
@@ -460,14 +462,14 @@ class Guard:
         self.nudge()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        # holds the groups inside, which an error with its frames must not keep
+        # it refers to the inner groups, which an error with its frames must not keep alive
         self._abort = _nothing
         self._connections.close(last)
         self._polls.close()
 
 
 def _nothing() -> None:
-    """There is nothing more to abort."""
+    """Do nothing: the placeholder of a finished abort."""
 
 
 K = TypeVar("K")
@@ -476,10 +478,9 @@ Place = tuple[int, int, int]  # peer, its operation (SEND or RECV), tag
 
 
 class PendingCollectives:
-    """Queue of collectives waiting for agreement, and of the records of them that have come from
-    each peer.
+    """Queue of collectives that wait for agreement, and of the records received from each peer.
 
-    The transport tells calls apart by their order, so one begins only after those before it.
+    The transport distinguishes calls by their order, so a call begins only after all earlier ones.
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
@@ -493,7 +494,7 @@ class PendingCollectives:
     def enter(
         self, work: GroupWork, records: dict[int, Record], expected: dict[int, Record]
     ) -> dict[int, Record]:
-        """Number a call and queue it; the record that each peer is to get."""
+        """Number a call and queue it; return the record for each peer."""
         number, self._number = self._number, (self._number + 1) & 0xFFFFFFFF
         self._works.append(work)
         work.expected = {p: each._replace(sequence=number) for p, each in expected.items()}
@@ -508,7 +509,7 @@ class PendingCollectives:
         return self._works[0]
 
     def wrong(self) -> list[tuple[int, Record]]:
-        """Map peers whose call differs from the oldest pending one to that call."""
+        """Return the peers with another call than the oldest pending one, and their calls."""
         expected = self._works[0].expected
         return [
             (peer, records[0])
@@ -517,26 +518,26 @@ class PendingCollectives:
         ]
 
     def missing(self) -> list[int]:
-        """The peers that have not come to the oldest call; none where no call waits."""
+        """Return the peers without a record of the oldest call; none if no call waits."""
         return (
             [peer for peer, records in self._received.items() if not records] if self._works else []
         )
 
     def take(self) -> GroupWork:
-        """The oldest call, on which all agree."""
+        """Remove and return the oldest call, on which all agree."""
         for records in self._received.values():
             records.popleft()
         return self._works.popleft()
 
     def late(self, work: GroupWork) -> list[int]:
-        """The peers of ``work`` that have not come to it."""
+        """Return the peers without a record of ``work``."""
         place = next((i for i, each in enumerate(self._works) if each is work), None)
         return [
             peer for peer in work.expected if place is None or len(self._received[peer]) <= place
         ]
 
     def does_instead(self, peer: int) -> Record | None:
-        """A collective that this peer has come to and this rank has not."""
+        """Return a peer's record of a collective that this rank has not called."""
         records, place = self._received[peer], len(self._works)
         return records[place] if len(records) > place else None
 
@@ -545,10 +546,10 @@ class PendingCollectives:
 
 
 class PendingPairs:
-    """Sends and receives of this rank and of its peers that wait for each other: first come first
-    matched, by peer and tag.
+    """Sends and receives of this rank and of its peers that wait for each other, matched in order
+    by peer and tag.
 
-    Empty queues are let go: a tag may never come again.
+    Empty queues are deleted, because a tag may never be used again.
     """
 
     def __init__(self) -> None:
@@ -558,7 +559,7 @@ class PendingPairs:
         self._senders: dict[int, deque[int]] = {}  # tag → peers whose sends wait, oldest first
 
     def enter(self, work: GroupWork, peer: int, operation: int, tag: int) -> None:
-        """``work`` waits for ``operation`` of ``peer``."""
+        """Queue ``work``, which waits for ``operation`` of ``peer``."""
         self._works.setdefault((peer, operation, tag), deque()).append(work)
 
     def enter_any_source(self, work: GroupWork, tag: int) -> None:
@@ -570,7 +571,7 @@ class PendingPairs:
             self._senders.setdefault(record.root, deque()).append(peer)
 
     def matched(self, peer: int, operation: int, tag: int) -> Iterator[tuple[GroupWork, Record]]:
-        """Take the pairs that have met, in order."""
+        """Remove and yield the matched pairs, in order."""
         place = (peer, operation, tag)
         while place in self._works and place in self._received:
             work, record = _take(self._works, place), _take(self._received, place)
@@ -581,22 +582,22 @@ class PendingPairs:
             yield work, record
 
     def matched_any_source(self, tag: int) -> tuple[GroupWork, int] | None:
-        """Take the oldest receive from any source, if a send waits for it, and the sender's
-        rank."""
+        """Remove and return the oldest receive from any source with the sender's rank, if a send
+        waits for it."""
         if tag not in self._any_source or tag not in self._senders:
             return None
         return _take(self._any_source, tag), self._senders[tag][0]
 
     @property
     def from_any_source(self) -> bool:
-        """A receive from any source waits."""
+        """True if a receive from any source waits."""
         return bool(self._any_source)
 
     def waiting_for(self, peer: int) -> GroupWork | None:
         return next((works[0] for (p, _, _), works in self._works.items() if p == peer), None)
 
     def unmatched(self, peer: int) -> Record | None:
-        """A send or receive of ``peer`` that nothing here has matched."""
+        """Return a send or receive of ``peer`` without a match here."""
         return next(
             (records[0] for (p, _, _), records in self._received.items() if p == peer), None
         )

@@ -28,7 +28,7 @@ from commpress.integrations.process_group.records import grace_of
 from commpress.torch_private import abort, begin_sequence, refusing_backend, set_timeout
 
 _UNSET = timedelta(milliseconds=-1)
-Abort = Callable[[], object]  # end what is under way
+Abort = Callable[[], object]  # ends running operations
 
 
 def torch_group(
@@ -41,12 +41,12 @@ def torch_group(
     within: timedelta | None = None,
     watch: Callable[[], object] = nothing,
 ) -> tuple[dist.ProcessGroup, Abort]:
-    """torch's own group with Gloo and, where there is CUDA, NCCL; ``group`` hands out the same
+    """Make torch's own group with Gloo and, if there is CUDA, NCCL; ``group`` returns the same
     backends.
 
-    ``within``: the time that ranks have to connect, where they do so anew. torch keeps the backends
-    that a group hands out: then it goes on with its first ones, which end every call with an error.
-    ``watch`` is called meanwhile; what it raises ends the wait.
+    ``within``: time limit for ranks that connect again. torch keeps the backends that a group has
+    once returned, so ``group`` then keeps its first ones, with which every call fails. ``watch`` is
+    called during the wait; an error that it raises ends that.
     """
     interface.name_interface()
     limit = timeout - timedelta(seconds=grace_of(timeout))
@@ -88,13 +88,13 @@ def nccl_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
 
 
 def inner_of(group: Any) -> Any:
-    """The group that carries the data of this one."""
+    """Return the group that carries the data of this one."""
     return getattr(group, "_inner", None)
 
 
 class CurrentBackend:
-    """The backend of a group whose ranks may change: calls go to the one that carries its data
-    when they are made."""
+    """Backend of a group with changing ranks: it passes calls to the backend that carries the data
+    at that time."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -118,11 +118,11 @@ def mpi_group(
     within: timedelta | None = None,
     epoch: str = "",
 ) -> tuple[MpiGroup, Abort]:
-    """MPI; ``group`` hands out a placeholder, because torch keeps a group's name and devices in its
-    backends.
+    """Make a group over MPI; ``group`` returns a placeholder, because torch stores a group's name
+    and devices in its backends.
 
-    Whatever would call the placeholder past the group gets an error. ``within``, ``epoch``: of
-    ranks that go on without others.
+    Calls of the placeholder raise an error. ``within``, ``epoch``: time limit and name of a new
+    communicator, for ranks that continue without others.
     """
     limit = timeout - timedelta(seconds=grace_of(timeout))
     if within is not None:
@@ -140,22 +140,22 @@ def mpi_group(
 
 
 def at_once(inner: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """True where a call may be issued before the peers have agreed: NCCL neither ends the process
-    nor blocks the host."""
+    """Return whether a call may be issued before the peers have agreed, because NCCL neither ends
+    the process nor blocks the host."""
     return (
         bool(tensors) and tensors[0].is_cuda and isinstance(inner, dist.ProcessGroup) and has_nccl()
     )
 
 
 def ready(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for the kernels that fill tensors on a GPU, because another thread will read them by way
-    of the host."""
+    """Wait for the kernels that write tensors on a GPU, because another thread will read them from
+    the host."""
     if tensors and tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
 def card_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of NCCL alone that torch.distributed does not know."""
+    """Make a group of NCCL alone, unregistered in torch.distributed."""
     kinds, group = dist.ProcessGroup.BackendType, dist.ProcessGroup(store, rank, size)
     backend = nccl_backend(store, rank, size, timeout)
     begin_sequence(backend)
@@ -165,9 +165,9 @@ def card_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 
 
 class CardTransport(TorchTransport):
-    """Over NCCL, by a communicator of its own, which is made when the first message goes.
+    """Transport over its own NCCL communicator, which is made with the first message.
 
-    torch.distributed knows nothing of its group: it has no name and no global ranks there.
+    Its group is unregistered in torch.distributed, without a name and global ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -196,10 +196,10 @@ def private_transports(
     timeout: timedelta,
     check: Callable[[], object] = nothing,
 ) -> Mapping[str, Callable[[], Transport]]:
-    """Makers of ``private_transport``, and of a ``CardTransport`` where NCCL carries tensors on
+    """Return makers of ``private_transport``, and of a ``CardTransport`` if NCCL carries tensors on
     CUDA.
 
-    ``check`` is called while ranks are awaited, and raises if one of them is gone.
+    ``check`` is called during waits for ranks, and raises if one of them is dead.
     """
     makers: dict[str, Callable[[], Transport]] = {
         "cpu": partial(private_transport, inner, store, rank, size, timeout, check)
@@ -219,8 +219,8 @@ def private_transport(
     timeout: timedelta,
     check: Callable[[], object] = nothing,
 ) -> Transport:
-    """For the group's own compressed messages: they meet no others. Made by all ranks in the same
-    call."""
+    """Make the transport of the group's own compressed messages, separate from all others. All
+    ranks call it together."""
     if not isinstance(inner, dist.ProcessGroup):
         return MpiTransport(inner.communicator, timeout=timeout)
     return host_transport(store, rank, range(size), timeout, check)
@@ -229,7 +229,7 @@ def private_transport(
 def options_of(
     kind: Any, given: Any, timeout: timedelta | None, named: dict[str, Any], field: str
 ) -> Any:
-    """torch's options, from one of the three ways in which its own groups take them."""
+    """Return torch's options, from any of the three forms that its own groups take."""
     if given is None:
         given = named.get("op", named.get("root"))
     if isinstance(given, kind):

@@ -1,10 +1,10 @@
-"""The collectives of a process group over MPI (mpi4py), in Python: torch's wheels are built without
-MPI.
+"""Collectives of a process group over MPI (mpi4py), in Python, because torch's wheels are built
+without MPI.
 
-Bytes go point to point, from and into the tensors themselves; sums are torch's own arithmetic in
-the order of Gloo's ring (``ring_order``), so no dtype needs an MPI type and results have Gloo's
-bits. Lengths are not checked here: the guard has compared them, which is as well, because Open MPI
-writes past the end of a receive that is too short.
+Bytes are sent point to point, directly between tensors; sums are torch's own arithmetic in the
+order of Gloo's ring (``ring_order``), so no dtype needs an MPI type and results have Gloo's bits.
+Lengths are not checked here but by the guard: Open MPI writes past the end of a receive buffer that
+is too short.
 """
 
 import weakref
@@ -24,15 +24,15 @@ from commpress.integrations.process_group.mpi_progress import MpiProgress, MpiWo
 from commpress.integrations.process_group.ring_order import Fold, bounds, chunk
 
 Tensors = Sequence[torch.Tensor]
-SMALL = 1 << 14  # bytes: shorter buffers are reduced by everybody, in one round
+SMALL = 1 << 14  # bytes: every rank reduces shorter buffers by itself, in one round
 _TAGS = 1 << 14
 _CPU = torch.device("cpu")
 
 
 class MpiGroup:
-    """Group inside a ``ProcessGroup``, on communicators of its own; made by all its ranks together.
+    """Group inside a ``ProcessGroup``, with its own communicators; all its ranks make it together.
 
-    ``communicator`` carries nothing: others make copies of it, in the same order on every rank.
+    ``communicator`` carries no data: others make copies of it, in the same order on every rank.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class MpiGroup:
         weakref.finalize(self, self._progress.close)
 
     def _communicator(self, store: dist.Store, epoch: str, seconds: float) -> Any:
-        """Of these ranks alone; each says where MPI has put it. In an ``epoch`` of its own without
-        those who are gone."""
+        """Make a communicator of these ranks, which exchange their ranks in MPI; with an ``epoch``
+        one without dead ranks."""
         world = self._mpi.COMM_WORLD
         store.set(f"mpi/{self.rank}", str(world.Get_rank()))
         places = [int(store.get(f"mpi/{r}")) for r in range(self.size)]
@@ -69,7 +69,7 @@ class MpiGroup:
         group = world.Get_group().Incl(places)
         if epoch:
             make = partial(self._mpi.Intracomm.Create_from_group, group, f"commpress {epoch}")
-            comm = within(seconds, "a communicator of those who are left", make)
+            comm = within(seconds, "a communicator of the remaining ranks", make)
             ending.go_on(comm, set(range(world.Get_size())) - set(places))
         else:
             comm = world.Create_group(group)
@@ -132,7 +132,7 @@ class MpiGroup:
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any
     ) -> MpiWork:
-        """``outputs[r][i]`` := input i of rank r."""
+        """Set ``outputs[r][i]`` to input i of rank r."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MpiWork:
@@ -161,12 +161,13 @@ class MpiGroup:
         dtypes = {t.dtype for t in (*inputs, *outputs)}
         if len(inputs) != self.size or len(outputs) != self.size or len(dtypes) > 1:
             raise InvalidArgument(
-                f"an all_to_all takes and gives {self.size} tensors of one dtype: one for each rank"
+                f"all_to_all got {len(inputs)} inputs and {len(outputs)} outputs of "
+                f"{sorted(map(str, dtypes))}, expected {self.size} of each, all of one dtype"
             )
         if inputs[self.rank].numel() != outputs[self.rank].numel():
             raise InvalidArgument(
-                f"rank {self.rank} sends itself another number of elements than it expects from "
-                "itself"
+                f"rank {self.rank} sends itself {inputs[self.rank].numel()} elements, but expects "
+                f"{outputs[self.rank].numel()} from itself"
             )
         outgoing, incoming = (
             {r: [t] for r, t in enumerate(tensors)} for tensors in (inputs, outputs)
@@ -196,12 +197,13 @@ class MpiGroup:
         return self._begin("recv", self._receive(tensors[0], peer, tag), tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MpiWork:
-        """In a group of one rank; else the guard knows the source before this is called."""
+        """Receive in a group of one rank; in others the guard knows the source before and calls
+        ``recv``."""
         work = self.recv(tensors, 0, tag)
         work.source = 0
         return work
 
-    # ------------------------------------------------------------ their steps
+    # ------------------------------------------------------------ steps
 
     def _move(
         self,
@@ -209,7 +211,7 @@ class MpiGroup:
         incoming: Mapping[int, Tensors],
         tag: int | None = None,
     ) -> Steps:
-        """Tensors to and from each rank; those for this rank itself are copied."""
+        """Exchange tensors with each rank; those for this rank itself are copied."""
         views = {r: [HostView(t) for t in tensors] for r, tensors in incoming.items()}
         sent = {r: [flat_of(t) for t in tensors] for r, tensors in outgoing.items()}
         yield self._swap(
@@ -222,8 +224,8 @@ class MpiGroup:
     def _swap(
         self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int
     ) -> list[Any]:
-        """Receives first; each rank begins with its neighbour, so that not all send to the same
-        one."""
+        """Start receives and then sends. Each rank begins with its neighbor, so that not all send
+        to the same one."""
         comm, me, size = self._data, self.rank, self.size
         requests = []
         for r in ((me - i) % size for i in range(1, size)):
@@ -258,8 +260,8 @@ class MpiGroup:
     def _own_chunk(
         self, buffer: torch.Tensor, opts: Any, tag: int, *, even: bool = True, here: bool = True
     ) -> Generator[list[Any], None, tuple[list[torch.Tensor], torch.Tensor]]:
-        """The chunks of a buffer, one a rank, and this rank's reduced: in its place (``here``), or
-        in new memory."""
+        """Return the chunks of a buffer, one per rank, and this rank's chunk reduced: in place
+        (``here``), or in new memory."""
         fold, per_rank = self._fold(buffer, opts, even=even)
         cuts = [bounds(r, buffer.numel(), per_rank) for r in range(self.size)]
         chunks = [buffer[slice(*each)] for each in cuts]
@@ -272,7 +274,7 @@ class MpiGroup:
         return chunks, total
 
     def _sparse_sum(self, tensor: torch.Tensor) -> Steps:
-        """Every rank gets all indices and values, and adds them in the order of the ranks."""
+        """Send all indices and values to every rank, and add them in the order of ranks."""
         mine, tag = tensor.detach().cpu().coalesce(), self._tag()
         others = [r for r in range(self.size) if r != self.rank]
         count = torch.tensor([mine._nnz()])
@@ -310,10 +312,10 @@ class MpiGroup:
     def _reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *, whole: bool
     ) -> Steps:
-        """``outputs[i]`` := the reduction of every rank's ``inputs[i][me]``.
+        """Set ``outputs[i]`` to the reduction of every rank's ``inputs[i][me]``.
 
-        The order of adding is that of an all-reduce of all ``inputs[i]`` side by side (``whole``),
-        or of each by itself.
+        The order of summation is that of an all-reduce of the concatenated ``inputs[i]``
+        (``whole``), or of each by itself.
         """
         views, tag = [HostView(t) for t in outputs], self._tag()
         rows = [[flat_of(t) for t in row] for row in inputs]
@@ -342,7 +344,7 @@ class MpiGroup:
         yield [self._data.Ibarrier()]
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Steps:
-        flat = flat_of(tensor)  # lives until it is sent
+        flat = flat_of(tensor)  # kept alive until it is sent
         yield [self._pairs.Isend(self._bytes(flat), peer, tag)]
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Steps:
@@ -357,7 +359,7 @@ class MpiGroup:
         return self._progress.start(name, steps, tensors, asked if asked > 0 else self.seconds)
 
     def _tag(self, given: int | None = None) -> int:
-        """Of an operation: every rank begins them in the same order."""
+        """Return the tag of an operation; every rank begins operations in the same order."""
         if given is not None:
             return given
         self._calls += 1
@@ -375,7 +377,7 @@ class MpiGroup:
         )
 
     def _parts(self, numel: int, like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Room for as many numbers of every rank; also what to give back."""
+        """Return room for ``numel`` elements of every rank, and the memory to give back."""
         held = self._scratch.take(self.size * numel * like.itemsize, _CPU)
         return list(
             held.view(like.dtype).split(numel) if numel else [held.view(like.dtype)] * self.size
@@ -388,11 +390,11 @@ class MpiGroup:
         return [mine if r == self.rank else part for r, part in enumerate(parts)]
 
     def _dealt(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Its elements dealt out evenly to the ranks, in order."""
+        """Divide a tensor's elements evenly among the ranks, in order."""
         numel, rest = divmod(tensor.numel(), self.size)
         if rest:
             raise InvalidArgument(
-                f"{tensor.numel()} elements cannot be dealt out evenly to {self.size} ranks"
+                f"{tensor.numel()} elements cannot be divided evenly among {self.size} ranks"
             )
         flat = tensor.reshape(-1)
         return [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
@@ -413,8 +415,8 @@ class MpiGroup:
         ):
             raise InvalidArgument(
                 f"{name} has a tensor of {like.numel()} {like.dtype} and a list of "
-                f"{[t.numel() for t in tensors]} elements: expected as many of the same dtype for "
-                f"each of {self.size} ranks"
+                f"{[t.numel() for t in tensors]} elements, expected {self.size} tensors of the "
+                "same length and dtype, one for each rank"
             )
 
     # ------------------------------------------------------------ life
@@ -437,20 +439,21 @@ class MpiGroup:
 def _dense(tensors: Tensors) -> None:
     if any(t.layout is not torch.strided for t in tensors):
         raise InvalidArgument(
-            "of sparse tensors only the sum of one at a time is offered over MPI: densify these"
+            "sparse tensors over MPI can only be summed one at a time: convert them to dense ones"
         )
 
 
 def _shapes(tensor: torch.Tensor, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the indices and values of a sparse tensor like this one with ``count`` entries."""
+    """Return the shapes of the indices and values of a sparse tensor like this one with ``count``
+    entries."""
     return (tensor.sparse_dim(), count), (count, *tensor.values().shape[1:])
 
 
-# --------------------------------------------------- memory of the host, which MPI reads and writes
+# --------------------------------------------------- host memory for MPI
 
 
 class HostView:
-    """A tensor's elements as plain ``numbers`` side by side: its own memory if that is so, else a
+    """A tensor's elements as contiguous ``numbers``: its own memory if it is contiguous, else a
     copy to write back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -464,7 +467,7 @@ class HostView:
 
 
 class JoinedViews:
-    """Several tensors in one ``HostView``."""
+    """Several tensors copied into one buffer, like ``HostView``."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -478,19 +481,19 @@ class JoinedViews:
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in order, in memory of the host: its own, or a copy."""
+    """Return the elements in order in host memory: the tensor's own memory, or a copy."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
 
 
 def numbers_of(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory as numbers that can be added: truth values as bytes."""
+    """Return the same memory as numbers that can be added: bools as bytes."""
     return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise InvalidArgument(
-            f"a tensor of shape {tuple(tensor.shape)} is not contiguous: what arrives must lie "
-            "side by side"
+            f"a tensor of shape {tuple(tensor.shape)} is not contiguous, expected a contiguous one "
+            "to receive into: call contiguous() on it"
         )
     return tensor

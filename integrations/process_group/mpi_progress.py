@@ -1,8 +1,8 @@
-"""Operations over MPI that go on while nobody waits: MPI moves data only while it is asked.
+"""Progress of operations over MPI in the background: MPI moves data only while it is called.
 
-An operation is a generator that yields the requests it waits for. Whoever waits for one asks for
-all; a thread asks while nobody does, so that futures are set and a backward pass overlaps with its
-reductions.
+An operation is a generator that yields the requests it waits for. A thread that waits for one tests
+all; the background thread tests them otherwise, so that futures are set and a backward pass
+overlaps with its reductions.
 """
 
 import os
@@ -22,16 +22,16 @@ _ZERO = timedelta(0)
 
 
 class MpiProgress:
-    """Operations that one process has under way on one group."""
+    """Running operations of one process in one group."""
 
     def __init__(self) -> None:
         self.mpi = mpi()
         ending.expect()
-        self._lock = threading.Lock()  # held by whoever asks MPI
+        self._lock = threading.Lock()  # held during calls of MPI
         self._idle = threading.Condition()
         self._pending: list[MpiWork] = []
-        self._kept: list[MpiWork] = []  # given up, with buffers that MPI may still touch
-        self._waiting = 0  # threads that ask on their own behalf
+        self._kept: list[MpiWork] = []  # aborted, with buffers that MPI may still access
+        self._waiting = 0  # threads that test requests while they wait
         self._thread: threading.Thread | None = None
         self._over = ""
 
@@ -51,12 +51,12 @@ class MpiProgress:
         return work
 
     def ask(self) -> bool:
-        """Ask MPI once; true if anything ended."""
+        """Test all requests once; return whether any operation has ended."""
         with self._lock:
             ended = [work for work in self._pending if work.advance()]
             if ended:
                 self._pending = [work for work in self._pending if not work.settled]
-        for work in ended:  # not under the lock: what hangs on a future may call the group
+        for work in ended:  # without the lock: a future's callback may call the group
             work.set_future()
         return bool(ended)
 
@@ -97,8 +97,8 @@ class MpiProgress:
                 self.ask()
 
     def give_up(self, why: str) -> None:
-        """End what is under way with an error; and with this process the job, unless a group goes
-        on."""
+        """End running operations with an error, and let the end of this process end the job unless
+        a group continues."""
         ending.abort(self._kept)
         self._end(why)
 
@@ -121,7 +121,7 @@ class MpiProgress:
 
     @property
     def left(self) -> bool:
-        """True while MPI may still touch buffers of operations that were given up."""
+        """True while MPI may still access buffers of aborted operations."""
         return bool(self._kept)
 
 
@@ -150,16 +150,16 @@ class MpiWork:
         self._setting, self._set = threading.Lock(), False
 
     def advance(self) -> bool:
-        """Go on as far as it goes without waiting; whether it has ended. Under the lock of
-        ``MpiProgress``."""
+        """Continue as far as possible without waiting; return whether it has ended. Needs the lock
+        of ``MpiProgress``."""
         try:
             while not self._requests or self.progress.mpi.Request.Testall(self._requests):
-                # tensors made in that mode may be written in that mode only
+                # tensors made in inference mode can be written only in it
                 with torch.inference_mode():
                     self._requests = next(self._steps)  # type: ignore[arg-type]
         except StopIteration:
             self._steps, self.settled = None, True
-        except Exception as error:  # the waiting thread shall see it, not whoever happens to ask
+        except Exception as error:  # for the thread that waits, not the one that tests
             self.fail(error)
         return self.settled
 
@@ -167,7 +167,7 @@ class MpiWork:
         self.error, self.settled = error, True
 
     def set_future(self) -> None:
-        """Set the future, if anybody has asked for one; once."""
+        """Set the future once, if it was requested."""
         with self._setting:
             future, done = self._future, self._set
             self._set = done or future is not None
@@ -185,7 +185,7 @@ class MpiWork:
         if self.error is not None:
             raise self.error
         if not self.settled and time.monotonic() < self.deadline:
-            raise RuntimeError("Operation timed out!")  # as Gloo says of a wait that was too short
+            raise RuntimeError("Operation timed out!")  # Gloo's error for a wait that was too short
         if not self.settled:
             raise RuntimeError(
                 f"{self.name} over MPI reached its timeout: a peer timed out or died"

@@ -1,9 +1,9 @@
-"""Records: the words for one call that a rank sends to each peer before its data moves; and the
-errors that name who is to blame where they differ, or do not come.
+"""Records: the description of a call that a rank sends to each peer before its data; and errors
+that name the ranks at fault if records differ or are missing.
 
 Two ranks agree on a call if each receives from the other exactly the record it expects. In a
-collective whose parts have one size that is the record it sent itself; in an all-to-all, what one
-gives must be what the other takes.
+collective with parts of one size that is the record it sent itself; in an all-to-all, the sizes of
+sending and receiving are swapped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ import torch
 
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 
-# kinds; ANY_SOURCE: waits to receive so, or no longer
+# kinds; ANY_SOURCE: the rank begins or ends waiting for any source
 CALL, LEAVE, GAVE_UP, ANY_SOURCE, REFORM = 1, 2, 3, 6, 9
 
 OPERATIONS = (
@@ -66,14 +66,14 @@ NO_DTYPE = 255
 
 
 class Record(NamedTuple):
-    """The fields of one record, as the sender means them."""
+    """Fields of one record, from the sender's view."""
 
     kind: int = CALL
     operation: int = 0
     reduction: int = NO_REDUCTION
     dtype: int = NO_DTYPE
     sequence: int = 0
-    root: int = 0  # or the tag
+    root: int = 0  # or tag
     give: int = 0  # elements from the sender to the receiver
     take: int = 0  # elements from the receiver to the sender
     shape: int = 0  # a hash of the shapes
@@ -81,12 +81,12 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, message: Any) -> "Record | None":
-        """The record that came; None if it is none."""
+        """Parse a received message; None if it is no record."""
         fits = isinstance(message, list) and [*map(type, message)] == _FIELDS
         return cls(*message) if fits else None
 
     def mirrored(self) -> "Record":
-        """The record that the peer must send for the two to agree."""
+        """Return the record that the peer must send to agree."""
         operation = {SEND: RECV, RECV: SEND}.get(self.operation, self.operation)
         return self._replace(operation=operation, give=self.take, take=self.give)
 
@@ -127,7 +127,7 @@ def call(
     root: int = 0,
     codec: str = "",
 ) -> Record:
-    """The record of a collective in which every rank gives and takes the same."""
+    """Make the record of a collective in which every rank sends and receives the same amount."""
     dtype = tensors[0].dtype if tensors else None
     return _described(name, tuple(t.shape for t in tensors), dtype, reduction, root, codec)
 
@@ -143,7 +143,7 @@ def _described(
 ) -> Record:
     numel = sum(shape.numel() for shape in shapes)
     shape = hash(shapes[0] if len(shapes) == 1 else shapes) & 0xFFFFFFFF
-    if name == "broadcast":  # a number of elements is all that torch asks ranks to agree on here
+    if name == "broadcast":  # torch requires only equal numbers of elements here
         shape = 0
     code = NO_DTYPE if dtype is None else _DTYPES.get(dtype, OTHER_DTYPE)
     return Record(CALL, _NUMBERS[name], reduction, code, 0, root, numel, numel, shape, codec)
@@ -156,7 +156,7 @@ def all_to_all(
     takes: Sequence[int],
     codec: str = "",
 ) -> list[Record]:
-    """The records of an all-to-all, one for each peer."""
+    """Make the records of an all-to-all, one for each peer."""
     number, code = _NUMBERS[name], _DTYPES.get(dtype, OTHER_DTYPE)
     return [
         Record(operation=number, dtype=code, give=give, take=take, codec=codec)
@@ -165,7 +165,7 @@ def all_to_all(
 
 
 def counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Elements for or from each rank."""
+    """Return the number of elements for or from each rank."""
     if not len(splits):
         return [tensor.numel() // size] * size
     row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
@@ -192,7 +192,7 @@ def _dtype_name(code: int) -> str:
     )
 
 
-_NAMED = 63  # ranks below it fit into the record of one who gives up
+_NAMED = 63  # ranks below it fit into a record of giving up
 _KINDS: dict[int, type[CommunicationError]] = {0: CommunicationError, 1: Mismatch, 2: PeerFailure}
 
 
@@ -203,13 +203,13 @@ class BlamedCall(Protocol):
 
 
 class Blame:
-    """Errors of one rank; ``name`` tells how a peer is called."""
+    """Make errors of one rank; ``name`` returns a peer's name."""
 
     def __init__(self, rank: int, name: Callable[[int], str]) -> None:
         self.rank, self._name = rank, name
 
     def disagreement(self, work: BlamedCall, wrong: Sequence[tuple[int, Record]]) -> Mismatch:
-        mine, theirs, wrong = work.describe(), [], sorted(wrong)  # whoever came first
+        mine, theirs, wrong = work.describe(), [], sorted(wrong)  # independent of arrival
         for peer, record in wrong:
             what = record.describe()
             theirs.append(
@@ -237,8 +237,8 @@ class Blame:
     def expired(
         self, work: BlamedCall, seconds: float, silent: Sequence[int], others: Mapping[int, Record]
     ) -> CommunicationError:
-        """``work`` has waited too long: for ranks that are silent and ranks that do something else
-        instead."""
+        """Make the error of a ``work`` that has reached its timeout, because of silent ranks and of
+        ranks with other calls."""
         busy = "; ".join(
             f"{self._name(peer)} calls {record.describe()}" for peer, record in others.items()
         )
@@ -264,10 +264,10 @@ class Blame:
         return CommunicationError(f"rank {self.rank}: {work.describe()} failed: {text}")
 
     def notice(self, peer: int, record: Record, works: Sequence[BlamedCall]) -> CommunicationError:
-        """A peer has given up: the group is over. If it blames this rank, the two disagree, and it
-        is the other one."""
+        """Make the error after a peer has given up, which ends the group. If the peer blames this
+        rank, the two disagree, and the error blames the peer."""
         blamed = tuple(r for r in range(_NAMED) if record.give >> r & 1)
-        # a send or receive that it will not meet
+        # a send or receive that the peer will not match
         direct = any(work.expected.keys() == {peer} for work in works)
         mine = self.rank in blamed or not blamed
         kind = _KINDS.get(record.reduction, CommunicationError)
@@ -283,7 +283,8 @@ class Blame:
         )
 
     def reforms(self, peer: int | None, record: Record | None) -> CommunicationError:
-        """A peer wants to agree on who goes on; it may say whom it misses."""
+        """Make the error after a peer has begun to agree on new members; its record may name the
+        ranks it misses."""
         blamed = tuple(
             r
             for r in range(_NAMED)
@@ -301,30 +302,31 @@ class Blame:
 
 
 def give_up_record(error: CommunicationError, *, reforms: bool = False) -> Record:
-    """The record by which a rank that gives up, or ``reforms`` the group, tells its peers why."""
+    """Make the record by which a rank that gives up, or ``reforms`` the group, tells its peers the
+    reason."""
     kind = 1 if isinstance(error, Mismatch) else 2 if isinstance(error, PeerFailure) else 0
     give = sum(1 << r for r in error.ranks if r < _NAMED)
     return Record(kind=REFORM if reforms else GAVE_UP, reduction=kind, give=give)
 
 
 def again(error: CommunicationError) -> CommunicationError:
-    """For every call after the failure."""
+    """Make the error of every call after the failure."""
     return type(error)(
         (
-            f"this group failed before: {error} group.reform() goes on with those who are left; or "
-            "destroy it and build a new one."
+            f"this group failed before: {error} Call group.reform() to continue with the remaining "
+            "ranks, or destroy it and build a new one."
         ),
         ranks=error.ranks,
     )
 
 
 def grace_of(timeout: timedelta) -> float:
-    """Seconds, of a timeout, kept for finding out who is at fault."""
+    """Return the seconds of a timeout that are reserved for finding the ranks at fault."""
     return min(2.0, timeout.total_seconds() / 5)
 
 
 def speaks_of_a_peer(text: str) -> bool:
-    """True if an error of the transport may come from a peer's failure."""
+    """Return whether an error of the transport may be due to a peer's failure."""
     lower = text.lower()
     words = (
         "timed out",

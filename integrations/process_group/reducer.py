@@ -1,14 +1,14 @@
-"""The compressed calls of a process group: decided, given to a channel, counted; residuals that it
-saves and hands over.
+"""Compressed calls of a process group: decide, submit to a channel, count; save residuals and hand
+them over.
 
-Note: where they go. Tensors on CUDA go over a communicator of NCCL of the group's own where NCCL
-carries the group, all others over its connections between hosts, those on CUDA by way of pinned
-memory. Either way has a channel, with a worker, buffers and a stream, so the algorithms are those
-of the DDP hook, and so are the bits.
+Note: routes. Tensors on CUDA are sent over the group's own NCCL communicator if NCCL carries the
+group, all others over its connections between hosts, those on CUDA through pinned memory. Each
+route has a channel with a worker, buffers and a stream, so algorithms and bits are those of the DDP
+hook.
 
-Note: other ranks. What sites owe is handed over when ranks come and go (``handover``). A call
-decides by itself, so of those that were under way when a rank died some may have been finished by
-others: they are left out here, and counted.
+Note: changes of ranks. Residuals of sites are handed over when ranks leave or join (``handover``).
+Each call commits by itself, so of the calls running at a rank's death some may have been completed
+by other ranks: their residuals are dropped here, and counted.
 """
 
 from collections import defaultdict
@@ -56,46 +56,45 @@ from commpress.integrations.process_group.group_options import GroupOptions
 from commpress.totals import Totals
 from commpress.work import Steps, future_on
 
-KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
-USUAL = (25 << 20) // 4  # elements of a bucket of DDP
+KEPT_BACKWARDS = 8  # backwards without a call of a site before it is dropped
+USUAL = (25 << 20) // 4  # elements of DDP's usual bucket
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _SITES = {"all_reduce": "call", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 
-# by type of the devices whose tensors they carry; "cpu" carries all others
+# makers by device type of tensors; "cpu" carries those of all other devices
 Transports = Mapping[str, Callable[[], Transport]]
 
 
 @dataclass
 class GroupCounters(Totals):
-    """Calls of one rank since the group was made, of the collectives for which its options name a
-    codec."""
+    """Totals of one rank since the group was made, for collectives with a codec in its options."""
 
     compressed_calls: int = 0
-    compressed_elements: int = 0  # of the longer of what went in and what came out
-    # what float32 takes for the compressed calls: 8·(P−1)/P per element of an all-reduce by a ring
+    compressed_elements: int = 0  # of inputs or outputs, whichever are longer
+    # bytes of the compressed calls in float32: 8·(P−1)/P per element of a ring all-reduce
     logical_bytes: int = 0
-    wire_bytes: int = 0  # what they sent, headers included
-    between_bytes: int = 0  # of these, those that left the node, where there is a topology
-    # NaN or infinity somewhere: the result is NaN on all ranks, no residual changed
+    wire_bytes: int = 0  # bytes that they sent, with headers
+    between_bytes: int = 0  # part of these that left the node, with a topology
+    # calls with NaN or infinity: the result is NaN on all ranks, no residual changed
     skipped_calls: int = 0
-    dropped_sites: int = 0  # call sites that did not come again; what they owed is lost
-    # messages under way when a rank died; what they would have left behind is lost
+    dropped_sites: int = 0  # call sites without further calls; their residuals are lost
+    # messages in flight at a rank's death; their residuals are lost
     lost_calls: int = 0
-    lost_ranks: int = 0  # that died, and with each what it owed
-    calls: dict[str, int] = field(default_factory=dict)  # compressed ones, by collective
-    # why a call was left alone → how many
+    lost_ranks: int = 0  # ranks that died with their residuals
+    calls: dict[str, int] = field(default_factory=dict)  # compressed calls by collective
+    # exact calls by reason
     exact_calls: dict[str, int] = field(default_factory=dict)
     exact_elements: dict[str, int] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
-        """Bytes of float32 for each byte sent, of the compressed calls."""
+        """Bytes of float32 per byte sent, for compressed calls."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
 
 class GroupReducer:
-    """Decides, compresses, counts. Its channels exist from the first compressed call on, with a
-    topology from the beginning."""
+    """Decide on compression, compress and count. Channels are made at the first compressed call,
+    with a topology at once."""
 
     def __init__(
         self, options: GroupOptions | None, rank: int, size: int, transports: Transports
@@ -105,19 +104,19 @@ class GroupReducer:
         self._codecs = options.codecs() if options is not None else {}
         self._sites: dict[tuple[object, ...], Site] = {}
         self._task, self._backwards, self._nth = -1, 0, 0
-        self._sequence = 0  # every rank counts, also a call that the others then refuse
-        # of all-reduces; of reduce-scatters
+        self._sequence = 0  # equal on all ranks: counts refused calls, too
+        # residuals of all-reduces, and of reduce-scatters
         self._residuals, self._scattered = ResidualStore(), ResidualStore()
-        self._calls: dict[str, int] = {}  # loaded, of sites that have not come yet
+        self._calls: dict[str, int] = {}  # loaded counts of sites without a call so far
         self._way = Way()
         self._workspaces: dict[str, Workspace] = defaultdict(Workspace)
-        # whose buffers the worker, which alone touches them, lets go
+        # sites with buffers that the worker has to free, because only it accesses them
         self._dropped: dict[str, list[Site]] = defaultdict(list)
         self._channels: dict[str, Channel] = {}
-        self._sent_before = 0  # bytes, by channels that are no more
+        self._sent_before = 0  # bytes of earlier channels
         self._handover: Handover | None = None
-        self._cut = rank, size  # of residuals
-        self._ended = ""  # why nothing is compressed any more
+        self._cut = rank, size  # for which residuals are divided
+        self._ended = ""  # reason why nothing is compressed any more
         self._topology: Topology | None = None
         if (
             options is not None
@@ -140,11 +139,11 @@ class GroupReducer:
         op: Any = None,
         plain: bool = True,
     ) -> str:
-        """The codec if this call is to be compressed; otherwise "", and counted why not, unless it
-        has none anyway.
+        """Return the codec if this call is to be compressed. Otherwise return "", and count the
+        reason if its collective has a codec.
 
-        ``numel``: of the longer tensor; ``plain``: there is one tensor each way, and the ranks have
-        equal rows of the longer.
+        ``numel``: elements of the longer tensor; ``plain``: True for one tensor each way, with
+        equal rows of the longer for all ranks.
         """
         reason = self._why_not(name, tensors, op, numel, plain)
         if reason is None:
@@ -191,8 +190,8 @@ class GroupReducer:
     def steps(
         self, name: str, inp: torch.Tensor, out: torch.Tensor, op: Any = None
     ) -> Callable[[], FutureWork]:
-        """Fix site and order now, in the order of the calls; the result starts the call once all
-        ranks agree."""
+        """Choose site and sequence numbers now, in the order of calls; return a function that
+        starts the call, for when all ranks agree."""
         kind, site = self._kind(inp.device), self._site(name, inp, out)
         sequence, self._sequence = self._sequence, self._sequence + site.sequences
         key, site.calls = site.calls, site.calls + 1
@@ -219,7 +218,8 @@ class GroupReducer:
         in_splits: Sequence[int],
         own: int,
     ) -> Callable[[], FutureWork]:
-        """As ``steps``. Of ``inp`` this rank keeps ``own`` elements."""
+        """Prepare an all-to-all like ``steps``. ``own``: elements of ``inp`` that this rank
+        keeps."""
         codec, given = self._codecs["all_to_all"], (out.detach(), inp.detach())
         exact = isinstance(codec, ExponentCodec)
         kind, sequence = self._kind(inp.device), self._sequence
@@ -244,7 +244,7 @@ class GroupReducer:
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], FutureWork]:
-        """Begin to make ``tensor`` the root's; see ``steps``."""
+        """Prepare a broadcast of the root's ``tensor`` like ``steps``."""
         kind, sequence, given = self._kind(tensor.device), self._sequence, tensor.detach()
         self._sequence += broadcast_sequences(tensor.numel(), self.size, tensor.dtype)
 
@@ -252,7 +252,7 @@ class GroupReducer:
             yield from exact_broadcast(given, root, transport=channel.transport, sequence=sequence)
             return True
 
-        # of a tree's messages the mean rank sends one
+        # in a tree a rank sends one message on average
         logical = 4 * tensor.numel() * (self.size - 1) // self.size
         return partial(self._submitted, "broadcast", kind, made, tensor, tensor, logical, None)
 
@@ -271,7 +271,7 @@ class GroupReducer:
         def steps() -> Steps[None]:
             finite = yield from made(channel)
             self._count(name, finite, max(inp.numel(), out.numel()), logical)
-            # here, on the stream of the job: torch lets others wait for the stream of this thread
+            # on the job's stream, which is current in this thread: torch makes others wait for it
             done.set_result([out])
 
         def failed(job: torch.futures.Future[None]) -> None:
@@ -299,10 +299,9 @@ class GroupReducer:
         return device.type if device.type in self._transports else "cpu"
 
     def _connected(self, kind: str) -> Channel:
-        """The channel for tensors of a kind of device.
+        """Return the channel for tensors on a kind of device.
 
-        Note: only the one between hosts meets the others when it is made; NCCL does at its first
-        message.
+        Note: the channel between hosts connects when it is made, NCCL with its first message.
         """
         if kind not in self._channels:
             channel = Channel(
@@ -373,32 +372,33 @@ class GroupReducer:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and counts of this rank's sites, between two backwards: numbers, texts and
-        tensors."""
+        """Return residuals and counts of this rank's sites, between two backwards, as plain data
+        and tensors."""
         state = exact_state(self._residuals, self, self._backwards, str(self._topology or ""))
         scattered = exact_state(self._scattered, self, self._backwards)["residuals"]
         calls = self._calls | {site.name: site.calls for site in self._sites.values()}
         return state | {"codecs": self._specs(), "scattered": scattered, "calls": calls}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """From this rank's state, or those of all ranks at another world size. All or nothing."""
+        """Load this rank's state, or those of all ranks at another world size; all or nothing."""
         nodes = str(self._topology or "")
         for state in states:
             if "scattered" not in state or "calls" not in state:
                 raise StateMismatch(
-                    "expected what state_dict() of a group gave; this is something else"
+                    "the state has no 'scattered' or no 'calls', expected a state_dict() of a group"
                 )
             if state.get("codecs") != self._specs():
                 raise StateMismatch(
-                    f"the state was saved with the codecs {state.get('codecs')}, this group has "
-                    f"{self._specs()}: load it into a group with the same GroupOptions"
+                    f"the state was saved with the codecs {state.get('codecs')}, but this group "
+                    f"has {self._specs()}: load it into a group with the same GroupOptions"
                 )
             if state["size"] != self.size and (
                 nodes or state.get("nodes") or any(each["scattered"] for each in states)
             ):
                 raise StateMismatch(
-                    f"the state is of {state['size']} ranks, this group has {self.size}: residuals "
-                    "of reduce-scatters and of a topology fit the same number of ranks only"
+                    f"the state is of {state['size']} ranks, but this group has {self.size}: "
+                    "residuals of reduce-scatters and of a topology fit only the same number of "
+                    "ranks"
                 )
         backwards, residuals = residuals_of(states, self, nodes=nodes)
         own = next(
@@ -420,29 +420,30 @@ class GroupReducer:
     # ------------------------------------------------------------ other ranks
 
     def stop(self, reason: str) -> None:
-        """End what is under way with an error that gives ``reason``."""
+        """End running calls with an error that gives ``reason``."""
         for channel in self._channels.values():
             channel.stop(reason)
 
     def abort(self) -> None:
-        """End what NCCL has under way, which knows nothing of a rank that is gone."""
+        """Abort calls over NCCL, which does not notice dead ranks."""
         for kind, channel in list(self._channels.items()):
             if kind != "cpu":
                 channel.inner.abandon("the group has failed.")
 
     def connect(self, rank: int, size: int, transports: Transports) -> None:
-        """Work among other ranks from here on. ``reform`` hands over what the old ones owed."""
+        """Continue among other ranks. ``reform`` hands the old ones' residuals over."""
         self.rank, self.size, self._transports = rank, size, transports
         self._sent_before += sum(channel.sent_bytes for channel in self._channels.values())
         self._channels.clear()
 
     def reform(self, change: Change) -> Callable[[], None] | None:
-        """Hand over what call sites owe; collective. Call the result when all have come as far."""
+        """Hand over the residuals of call sites; collective. Call the result after all ranks have
+        succeeded so far."""
         if self.options is None:
             return None
         if self.options.topology is not None:
             self._ended = "other ranks"
-            raise cannot_follow(self, "topology names ranks that were")
+            raise cannot_follow(self, "topology names the earlier ranks")
         channel = self._connected("cpu")
         if self._handover is None:
             self._handover = Handover(channel)
@@ -458,13 +459,13 @@ class GroupReducer:
         return self._handover.with_it(self._follow)
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Let the others take over what these ranks owe, which are about to leave; collective over
-        all, between calls."""
+        """Give the residuals of ranks that are about to leave to the others; collective over all,
+        between calls."""
         if self._handover is not None:
             self._handover.channel.run(self._handover.leaving(leaving, {"": self._residuals}))
 
     def _follow(self) -> None:
-        """Sites are cut anew; each finds what it owes when it comes again, but for rows of
+        """Make sites again. Each finds its residual at its next call, except for rows of
         reduce-scatters."""
         assert self._handover is not None
         self._cut = self._handover.rank, self._handover.size

@@ -1,10 +1,10 @@
-"""Reform: those of a group who can still speak, and newcomers, go on as one, in the same processes,
-with the same objects.
+"""Reform: the surviving members of a group and newcomers continue as one group, in the same
+processes, with the same objects.
 
-Who that is, they agree on over their doors (``collectives.transports.membership``). Then each
-connects anew what the group has, the guard, Gloo and the channels, and lets whoever keeps something
-by rank hand it over. All of that may be done again if somebody dies meanwhile; what changes for
-good comes last, when all have come as far.
+They first agree on the members (``collectives.transports.membership``). Then each reconnects the
+guard, Gloo and the channels, and objects with a state per rank hand it over. All of this may be
+repeated if another rank dies in the meantime; irreversible changes come last, after all ranks have
+succeeded.
 """
 
 import hashlib
@@ -48,19 +48,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("commpress")
 
-MEMBERS = "commpress/members"  # the key under which stores have the members' contacts
-# until connections that are made anew stand; to a store of torch that may take 5
+MEMBERS = "commpress/members"  # key in stores for the members' contacts
+# limit for new connections; one to a store of torch may take 5 s
 CONNECTING = timedelta(seconds=10)
-_TRIES = 0.2  # seconds between two looks into a store
+_TRIES = 0.2  # seconds between two queries of a store
 
 
-# numbers of references, and these, so that no other gets one of them
+# ids of references, and the references, so that the ids stay unique
 Mark = tuple[set[int], list[weakref.ref[Any]]]
 
 
 class Registry:
-    """Objects over a group that are to go on with it, in the order in which they were made; none is
-    kept alive."""
+    """Objects that follow changes of a group, in the order of creation; references are weak."""
 
     def __init__(self) -> None:
         self._channels: list[weakref.ref[Channel]] = []
@@ -70,21 +69,21 @@ class Registry:
         self._channels.append(weakref.ref(channel))
 
     def mark(self) -> "Mark":
-        """Of what there is by now."""
+        """Record the present objects."""
         return {id(each) for each in self._channels + self._owners}, [
             *self._channels,
             *self._owners,
         ]
 
     def return_to(self, mark: "Mark") -> None:
-        """Objects that were made since go no further, although somebody may still hold them."""
+        """Drop and stop objects made since the mark, which callers may still have."""
         known, _ = mark
         for channel in [
             channel
             for each in self._channels
             if id(each) not in known and (channel := each()) is not None
         ]:
-            channel.stop("this channel is of ranks that there were")
+            channel.stop("this channel belongs to the ranks before a reform")
         self._channels = [each for each in self._channels if id(each) in known]
         self._owners = [each for each in self._owners if id(each) in known]
 
@@ -109,7 +108,7 @@ class Registry:
 
 
 class Reformation:
-    """One reform of a group, as one process takes part in it. The ``Builder`` of an agreement."""
+    """One process's part in a reform of a group: the ``Builder`` of an agreement."""
 
     def __init__(self, group: "ProcessGroup", timeout: timedelta) -> None:
         self.group, self.timeout = group, timeout
@@ -121,7 +120,7 @@ class Reformation:
         return "" if self.refused is None else f"{type(self.refused).__name__}: {self.refused}"
 
     def run(self, terms: Terms) -> Change:
-        """The change, when all have made it."""
+        """Run the agreement; return the change when all ranks have made it."""
         group = self.group
         try:
             change, refusal = Agreement(
@@ -135,33 +134,33 @@ class Reformation:
         if self.refused is not None:
             raise self.refused
         if refusal:
-            raise InvalidArgument(f"an object of another rank cannot go on: {refusal}")
+            raise InvalidArgument(f"an object of another rank cannot continue: {refusal}")
         return change
 
     # ------------------------------------------------------------ of an agreement
 
     def offer(self, places: Sequence[str]) -> Message:
-        """A store for all members."""
+        """Offer a store for all members."""
         if len(places) == 1:
             return {}
         host, held = self.group.membership.here.split(" ")[0], self.group.held_store
-        if held is None or held[0] is not None:  # none of its own so far
+        if held is None or held[0] is not None:  # this process has no store so far
             store = _store_on(host)
             held = self.group.held_store = None, store
         return {"host": host, "port": held[1].port, "leader": self.group.membership.here}
 
     def build(self, proposal: Proposal, watch: Callable[[], object]) -> Callable[[], None]:
         self.refused = None
-        # an epoch in doubt that was completed listens here
+        # an epoch in doubt that was completed may have connections
         stop(self.group, CommunicationError("this group reforms again"))
         self._connect(proposal, watch)
         commits = [self._staged(owner, proposal.change) for owner in self.group.registry.owners]
         return partial(_all, [commit for commit in commits if commit is not None])
 
     def _connect(self, proposal: Proposal, watch: Callable[[], object] = nothing) -> None:
-        """Everything of the group works among the new ranks.
+        """Connect everything of the group among the new ranks.
 
-        ``watch`` ends every wait until there is a guard, which ends those that follow.
+        ``watch`` ends waits until there is a guard, which ends later ones.
         """
         group, rank, size = self.group, proposal.change.rank, proposal.change.size
         within = min(CONNECTING, self.timeout)
@@ -198,7 +197,7 @@ class Reformation:
             channel.reform()
 
     def _store_of(self, facts: Message, watch: Callable[[], object], *, leads: bool) -> Any:
-        """The store of an epoch, at the process that led to it."""
+        """Connect to the store of an epoch, in the process that led to it."""
         if not facts:
             return dist.HashStore()
         where, held = (facts["host"], facts["port"]), self.group.held_store
@@ -213,14 +212,14 @@ class Reformation:
         return held[1]
 
     def undo(self) -> None:
-        """End what was built, at the peers too, so that nobody waits for it."""
+        """End what was built, also at the peers, so that no rank waits for it."""
         stop(
             self.group,
             CommunicationError(
-                "a reform of this group was given up, because somebody failed meanwhile."
+                "a reform of this group was given up, because a rank failed during it."
             ),
         )
-        # a connection to it may still be waited on, and takes one question at a time
+        # a connection to it may be in use by a wait, and serves one query at a time
         self.group.held_store = None
 
     def _staged(self, owner: Any, change: Change) -> Callable[[], None] | None:
@@ -228,13 +227,14 @@ class Reformation:
             return owner.reform(change)
         except (CommunicationError, OSError, dist.DistError):
             raise
-        except Exception as error:  # it cannot; the group goes on without it
-            log.warning("%s cannot go on with other ranks: %s", type(owner).__name__, error)
+        except Exception as error:  # the group continues without this object
+            log.warning("%s cannot continue with other ranks: %s", type(owner).__name__, error)
             self.refused = self.refused or error
             return None
 
     def _fail(self, error: BaseException) -> None:
-        """The group is of no use; but one that was alone is again."""
+        """Record that the group is unusable, except that a group of one rank becomes usable
+        again."""
         group = self.group
         if self._alone and group.membership.ready is None:
             epoch = group.membership.epoch
@@ -247,8 +247,8 @@ class Reformation:
 
 
 def _store_on(host: str) -> dist.TCPStore:
-    """A store of torch, which by itself listens at all addresses of this machine, at one of them
-    alone."""
+    """Make a store of torch that listens at one address, instead of at all addresses of this
+    machine."""
     listener = socket.create_server(
         (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
     )
@@ -267,8 +267,7 @@ def _store_on(host: str) -> dist.TCPStore:
 
 
 def stop(group: "ProcessGroup", error: CommunicationError) -> None:
-    """End everything that is under way over the group's connections, here and at the peers, with
-    one error."""
+    """End all operations over the group's connections, here and at the peers, with one error."""
     if group.guard is not None:
         group.guard.stop(error, reforms=True)
         error = group.guard.failure or error
@@ -279,8 +278,7 @@ def stop(group: "ProcessGroup", error: CommunicationError) -> None:
 
 
 def leave_subgroups(error: CommunicationError) -> None:
-    """Groups of some ranks of the default one end with it: their ranks have other numbers from now
-    on."""
+    """Destroy groups of some ranks of the default group, because ranks get new numbers."""
     let_go([_left(other, error) for other in other_groups()])
 
 
@@ -292,7 +290,7 @@ def _left(other: Any, error: CommunicationError) -> Any:
 
 
 def fail_subgroups(error: CommunicationError) -> None:
-    """Let nobody wait in groups of some of the ranks, because the default one ends."""
+    """End waits in groups of some ranks, because the default group ends."""
     for other in other_groups():
         if (guard := getattr(other, "guard", None)) is not None:
             guard.stop(error)
@@ -309,7 +307,7 @@ def check_reform(
     join: object,
     admit: object = True,
 ) -> timedelta:
-    """The time that a reform may take; refuses what cannot be."""
+    """Return the time limit of a reform; refuse arguments that cannot work."""
     if group.communicator is not None and not survives():
         raise InvalidArgument(
             f"MPI ends the whole job when one of its ranks dies: {WITH_ULFM}, or use the backend "
@@ -317,12 +315,12 @@ def check_reform(
         )
     if group.communicator is not None and join is not None:
         raise InvalidArgument(
-            "join= takes a process into a group over MPI, whose processes mpirun has started all "
-            "at once"
+            "join= is given for a group over MPI, which cannot take newcomers, because mpirun has "
+            "started all its processes at once: leave it out"
         )
     if is_registered(group) and not is_default(group):
         raise InvalidArgument(
-            "only the default group reforms, which destroys this one: make it anew afterwards"
+            "only the default group can reform, which destroys this one: make it again afterwards"
         )
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
         raise InvalidArgument(
@@ -332,9 +330,7 @@ def check_reform(
     if not isinstance(say, bytes):
         raise InvalidArgument(f"say is a {type(say).__name__}, expected bytes")
     if not isinstance(admit, bool):
-        raise InvalidArgument(
-            f"admit is {admit!r}, expected True, or False to leave newcomers at the door"
-        )
+        raise InvalidArgument(f"admit is {admit!r}, expected True, or False to let newcomers wait")
     check_counts(age=age, minimum=minimum)
     if isinstance(join, str):
         place_of(join)
@@ -342,7 +338,7 @@ def check_reform(
 
 
 def cause_of(group: "ProcessGroup") -> CommunicationError:
-    """The error that made somebody reform the group, as far as this process knows."""
+    """Return the error that made this process reform the group, as far as it is known."""
     if group.guard is not None and group.guard.failure is not None:
         return group.guard.failure
     for channel in group.registry.channels:
@@ -378,13 +374,14 @@ def terms_of(
 
 
 def _labels(group: "ProcessGroup") -> tuple[str, ...]:
-    """Objects that go on with the group, and what carries its data: a newcomer with another kind is
-    not let in."""
+    """Return labels of the objects that follow the group and of the data's carrier: a newcomer with
+    other ones is refused."""
     return (*(["MPI"] if group.communicator is not None else []), *group.registry.labels())
 
 
 def check_reconfigures(group: "ProcessGroup") -> None:
-    """Refuse where torch, or what carries the data, has no way to be given other ranks."""
+    """Raise ``InvalidArgument`` if this torch, or the carrier of the data, cannot take other
+    ranks."""
     if not RECONFIGURES:
         raise InvalidArgument(
             f"reconfigure needs torch 2.14 or later, this is {torch.__version__}: group.reform() "
@@ -392,19 +389,20 @@ def check_reconfigures(group: "ProcessGroup") -> None:
         )
     if group.communicator is not None:
         raise InvalidArgument(
-            "reconfigure gives a group over MPI no other ranks; group.reform() goes on with those "
-            "left"
+            "reconfigure cannot give a group over MPI other ranks: use group.reform() to continue "
+            "with the remaining ones"
         )
     check_reform(group, None, b"", 0, 1, None)
 
 
 def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
-    """Terms on which those form a group whom torch's ``ReconfigureOptions`` name."""
+    """Return the terms by which exactly the members in torch's ``ReconfigureOptions`` form a
+    group."""
     handles, here = options.handles, group.membership.here
     for handle in handles:
         if not is_contact(handle):
             raise InvalidArgument(
-                f"handles has {handle!r}, expected what dist._get_reconfigure_handle() says on "
+                f"handles has {handle!r}, expected the result of dist._get_reconfigure_handle() on "
                 "each member"
             )
     ordered = not isinstance(handles, set | frozenset)
@@ -413,11 +411,12 @@ def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
         raise InvalidArgument(f"handles is {handles!r}, expected each member once")
     if here not in places:
         raise InvalidArgument(
-            f"handles lacks this member's own, {contact_of(here)!r}: only members form the group"
+            f"handles does not include this member's own, {contact_of(here)!r}: only members form "
+            "the group"
         )
     if options.hints:
         raise InvalidArgument(
-            f"hints is {options.hints!r}, expected none: the backend 'commpress' has no use for any"
+            f"hints is {options.hints!r}, expected none: the backend 'commpress' does not use hints"
         )
     key = (
         int.from_bytes(
@@ -428,15 +427,14 @@ def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
     )
     if key == group.membership.epoch.key:
         raise CommunicationError(  # a RuntimeError, as Gloo's groups raise
-            f"uuid is {options.uuid}, which is already used for the group of now: give a new one "
-            "each time"
+            f"uuid is {options.uuid}, which the present group already has: pass a new one each time"
         )
     terms = terms_of(group, say=b"", age=0, join=None, minimum=1)
     return replace(terms, appointed=places, ordered=ordered, key=key)
 
 
 def contacts_in(join: Any) -> list[str]:
-    """The doors that are known by now."""
+    """Return the addresses of members known so far."""
     if isinstance(join, str):
         return [place_of(join)]
     try:
@@ -444,13 +442,13 @@ def contacts_in(join: Any) -> list[str]:
             time.sleep(_TRIES)
             return []
         return [place_of(each) for each in json.loads(join.get(MEMBERS))["contacts"]]
-    except (RuntimeError, OSError):  # its host is gone; it may come back
+    except (RuntimeError, OSError):  # its host is down and may come back
         time.sleep(_TRIES)
         return []
 
 
 def announce(group: "ProcessGroup") -> None:
-    """Tell all stores that are still there who the members are."""
+    """Publish the members in all stores that still answer."""
     epoch = group.membership.epoch
     text = json.dumps(
         {"epoch": epoch.number, "contacts": [contact_of(place) for place in epoch.places]}
@@ -458,9 +456,9 @@ def announce(group: "ProcessGroup") -> None:
     for store in group.stores:
         try:
             store.set(MEMBERS, text)
-        # its host may be gone, which is why there may be a second one
+        # its host may be down, for which there may be a second store
         except (RuntimeError, OSError) as error:
-            log.warning("a store cannot be told who the members of the group are: %s", error)
+            log.warning("a store does not take the members of the group: %s", error)
 
 
 def _all(commits: Sequence[Callable[[], None]]) -> None:

@@ -1,9 +1,9 @@
-"""The order in which a ring adds: sums over MPI then have Gloo's bits, although all parts come at
-once.
+"""The order of summation in a ring: with it sums over MPI have Gloo's bits, although all parts are
+received at once.
 
-Gloo cuts a buffer into one chunk per rank. Chunk c starts its way at rank c − 1, goes down the
-ring, and each rank adds its own numbers to what comes: x_c + (x_{c+1} + (… (x_{c−2} + x_{c−1}))).
-Rounding depends on that order, and on nothing else.
+Gloo divides a buffer into one chunk per rank. Chunk c starts at rank c − 1 and passes down the
+ring, and each rank adds its own numbers to it: x_c + (x_{c+1} + (… (x_{c−2} + x_{c−1}))). Rounding
+depends only on that order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from commpress.errors import InvalidArgument
 
 SEGMENT = 1 << 20  # bytes that Gloo sends at a time
-BLOCK = 1 << 16  # elements folded at a time: they stay in the cache
+BLOCK = 1 << 16  # elements reduced at a time, which fit into the cache
 _FOLDS: tuple[Callable[..., torch.Tensor] | None, ...] = (  # by number of torch's reduction
     torch.add,
     torch.add,
@@ -28,10 +28,10 @@ _AVERAGE = 1
 
 
 def chunk(numel: int, itemsize: int, size: int, *, even: bool = True) -> int:
-    """Elements of one rank's chunk; the last ranks may have fewer, or none.
+    """Return the elements of one rank's chunk; the last ranks may have fewer, or none.
 
-    A chunk is some segments. Gloo's all-reduce makes all segments equally long, its reduce (not
-    ``even``) all but the last as long as may be.
+    A chunk consists of segments. Gloo's all-reduce makes all segments equally long, its reduce (not
+    ``even``) all but the last as long as possible.
     """
     total, longest = numel * itemsize, SEGMENT - SEGMENT % itemsize
     count = _round_up(max(-(-total // longest), 2 * size), size)
@@ -47,7 +47,7 @@ def bounds(rank: int, numel: int, per_rank: int) -> tuple[int, int]:
 
 
 class Fold:
-    """One reduction among ``size`` ranks."""
+    """A reduction among ``size`` ranks."""
 
     def __init__(self, number: int, dtype: torch.dtype, size: int) -> None:
         call = _FOLDS[number] if number < len(_FOLDS) else None
@@ -61,8 +61,8 @@ class Fold:
     def __call__(
         self, parts: Sequence[torch.Tensor], out: torch.Tensor, start: int, per_rank: int
     ) -> None:
-        """out := the reduction of ``parts`` (one per rank), which begin at element ``start`` of the
-        buffer.
+        """Set ``out`` to the reduction of ``parts`` (one per rank), which begin at element
+        ``start`` of the buffer.
 
         ``out`` may be one of them.
         """
@@ -83,7 +83,7 @@ class Fold:
 
 
 def _blocks(low: int, high: int, per_rank: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, chunk) of runs of elements that lie in one chunk and are not too long."""
+    """Yield (first, last, chunk) of ranges of elements inside one chunk, of limited length."""
     while low < high:
         owner = low // per_rank
         end = min(high, (owner + 1) * per_rank, low + BLOCK)

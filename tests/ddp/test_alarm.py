@@ -139,7 +139,7 @@ class Session:
             for total, p in zip(self.outputs, self.model.parameters(), strict=True):
                 total += whole(p.grad)
             self.optimizer.step()
-            self.ways.append(getattr(self.state.alarm, "way", ""))
+            self.ways.append(getattr(self.state.alarm, "active", ""))
 
     def _true(self, x, y, scale):
         with torch.no_grad():

@@ -141,8 +141,8 @@ def refused():
 
 def test_what_does_not_fit_is_refused_and_nothing_moves(over_mpi):
     for _, said in over_mpi.run(refused):
-        assert "expected as many of the same dtype" in said[1]
-        assert "densify" in said[4]
+        assert "of the same length and dtype" in said[1]
+        assert "convert them to dense" in said[4]
 
 
 # ---------------------------------------------------------------- groups, threads, order

@@ -86,7 +86,7 @@ def killed(comm, file):
     total = torch.ones(5)
     dist.all_reduce(total)
     compressed = group.counters.compressed_calls
-    with pytest.raises(InvalidArgument, match="mpirun has started all at once"):
+    with pytest.raises(InvalidArgument, match="mpirun has started all its processes"):
         group.reform(PATIENT, join="127.0.0.1:1")
     weights = [weights_of(model) for model in models]
     dist.destroy_process_group()

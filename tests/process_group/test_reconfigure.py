@@ -93,7 +93,7 @@ def shrink_and_grow(folder):
         assert (state.channel.size, summed()) == (2, 3)
         error = caught(dist._reconfigure, 12, manager.handles([0, 1]))
         assert isinstance(error, RuntimeError)
-        assert "already used for the group of now" in str(error)
+        assert "present group already has" in str(error)
         assert summed() == 3, "what is refused leaves the group as it is"
         model(torch.ones(1, 64)).sum().backward()
         manager.tell("shrunk", "")
@@ -129,7 +129,7 @@ def who_is_missing(folder):
     own = dist._get_reconfigure_handle()
     for handles, what in (
         (["nonsense"], "handles has 'nonsense'"),
-        ([], "lacks this member's own"),
+        ([], "does not include this member's own"),
         ([own, own], "each member once"),
     ):
         error = caught(dist._reconfigure, 20, handles)
