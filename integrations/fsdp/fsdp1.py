@@ -1,4 +1,4 @@
-"""Communication hook for gradients of FullyShardedDataParallel, the older class. Use FSDP2 in new
+"""Communication hook for gradients of the older FullyShardedDataParallel. Use FSDP2 in new
 programs."""
 
 from datetime import timedelta
@@ -25,16 +25,16 @@ from commpress.logs import warn_on_first
 
 
 class FlatShardState(Divided):
-    """State of ``compressed_reduce_scatter_hook`` between calls: ``fsdp.register_comm_hook(state,
-    hook)`` on the root.
+    """State of ``compressed_reduce_scatter_hook``: call ``fsdp.register_comm_hook(state, hook)`` on
+    the root.
 
     Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither a
     gradient's unit nor the places of its parameters, so units are identified by their order in
     backward, and one codec serves all. A backward with another order, or with units missing, raises
     an error: residuals would be added to other parameters.
 
-    - ``codec``: of every unit's gradient, elementwise.
-    - ``checksum``: check every message where the transport does not.
+    - ``codec``: codec of every unit's gradient.
+    - ``checksum``: check every message, if the transport does not.
 
     Other options as in ``CompressedState``.
     """
@@ -125,8 +125,8 @@ class FlatShardState(Divided):
         if self._order is not None and self._seen != self._order[: len(self._seen)]:
             came, self._seen = self._seen, []
             raise InvalidArgument(
-                f"backward brought units of {came} elements, the first one brought {self._order}: "
-                "every unit must take part in every backward, in the same order. Use fully_shard "
+                f"backward had units of {came} elements, but the first one {self._order}: every "
+                "unit must take part in every backward, in the same order. Use fully_shard "
                 "(FSDP2), which names its parameters"
             )
         return unit
@@ -137,9 +137,9 @@ class FlatShardState(Divided):
             self._order = came
         if came != self._order:
             raise InvalidArgument(
-                f"backward brought {len(came)} units, the first one brought {len(self._order)}: "
-                "every unit must take part in every backward. Use fully_shard (FSDP2), which names "
-                "its parameters"
+                f"backward had {len(came)} units, but the first one {len(self._order)}: every unit "
+                "must take part in every backward. Use fully_shard (FSDP2), which names its "
+                "parameters"
             )
         self.step += 1
         self.counters.steps = self.step
@@ -180,8 +180,8 @@ class FlatShardState(Divided):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
-        its own."""
+        """Return this rank's part, for a bitwise resume at the same world size: every rank saves
+        and loads its own."""
         return exact_state(self.residuals, self.transport, self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,8 +192,8 @@ class FlatShardState(Divided):
 def compressed_reduce_scatter_hook(
     state: FlatShardState, gradient: torch.Tensor, shard: torch.Tensor | None = None
 ) -> None:
-    """Average a unit's flat gradient: into ``shard`` where the strategy shards, in place where it
-    does not (NO_SHARD)."""
+    """Average a unit's flat gradient: into ``shard`` if the strategy shards, in place if it does
+    not (NO_SHARD)."""
     if not isinstance(state, FlatShardState):
         raise InvalidArgument(
             f"state is a {type(state).__name__}, expected a FlatShardState: "

@@ -1,5 +1,4 @@
-"""FSDP2: gradients and weights of a sharded model cross the network quantised, through torch's own
-extension points."""
+"""FSDP2: compress gradients and weights of a sharded model through torch's own extension points."""
 
 import logging
 import zlib
@@ -59,44 +58,42 @@ MIN_NUMEL = 1024
 
 
 class ShardedState(Divided):
-    """Compress what ``fully_shard`` sends; holds channels, residuals and counters.
+    """Compress the messages of ``fully_shard``. The result has channels, residuals and counters.
 
     Call it on every rank, after the last ``fully_shard`` and before the first step. The sharded
-    parameters, which the optimizer sees, stay as they are: only what is gathered from them is
-    quantised.
+    parameters, which the optimizer sees, do not change: only gathered copies are quantized.
 
-    - ``codec``, ``weights``: of gradients and of weights, a codec or its name; a policy by
-      parameter name; None leaves that side to torch. A codec is used by role: tensors of fewer than
-      ``min_numel`` elements, norms and biases travel exactly, embeddings and the last Linear with
-      at least 8 bits. ``weights=Difference("int4")`` sends changes of weights; ``weights="exact"``
-      codes their exponents and loses no bit: 1.35 to 1.43 times fewer bytes of bfloat16, 1.15 of
-      float32.
-    - ``topology``: gradients take two hops, inside the node with the codec ``inside``, which is
-      exact unless another is named, between nodes with ``codec``. PowerSGD takes exact sums of
-      nodes.
-    - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the
-      whole model on each rank; with an exact hop inside nodes, of a node's share of it. A codec
-      keeps it in fewer: "bf16", or "shift8", a byte that is right on average.
-      ``ShardedState.memory`` returns all of this memory.
+    - ``codec``, ``weights``: codecs of gradients and of weights: a codec or its name, a policy by
+      parameter name, or None to leave that side to torch. A codec is used by role: tensors of fewer
+      than ``min_numel`` elements, norms and biases are sent exactly, embeddings and the last Linear
+      with at least 8 bits. ``weights=Difference("int4")`` sends changes of weights;
+      ``weights="exact"`` codes their exponents without loss: 1.35 to 1.43 times fewer bytes of
+      bfloat16, 1.15 of float32.
+    - ``topology``: nodes, to reduce gradients in two hops: inside a node with the codec ``inside``,
+      which is exact by default, between nodes with ``codec``. PowerSGD needs exact sums of nodes.
+    - ``error_feedback``: keep residuals of gradients, 4 bytes per parameter of the whole model on
+      each rank; with an exact hop inside nodes, of a node's share of it. A codec keeps them in
+      fewer bytes: "bf16", or "shift8", one unbiased byte. ``ShardedState.memory`` returns all of
+      this memory.
     - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has
-      NaN or infinity become zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them),
-      or zeros and an error after backward ("raise"). No residual changes.
+      NaN or infinity become zeros on all ranks ("skip"), NaN ("propagate", if the program tests
+      them), or zeros with an error after backward ("raise"). No residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run
-      backward together, where these are more than share a group: they decide about each group
-      together. Not the stages of a pipeline. Default: with parameters cut by tensor parallelism
-      too, their mesh.
-    - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units, infinities reach
-      it, and no group's residuals change in a step that it skips.
-    - ``regather``: send weights again before backward. Otherwise they are kept from forward to
-      backward as they came, encoded, which costs a byte per parameter of the whole model on each
-      rank with "int8", and saves a third of the traffic.
-    - ``overlap``: on CPU, communicate on threads of their own: weights ahead of forward and
-      backward, gradients behind it.
-    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compressed gradients seem
-      to harm the run.
+      backward together, if these are more than the ranks of a group: they decide about each group
+      together. Stages of a pipeline are not among them. Default: the mesh of parameters that tensor
+      parallelism shards, too.
+    - ``grad_scaler``: AMP's GradScaler, so that residuals are kept in unscaled units, infinities
+      reach it, and no group's residuals change in a step that it skips.
+    - ``regather``: send weights again before backward. Otherwise received weights are kept, still
+      encoded, from forward to backward, which takes a byte per parameter of the whole model on each
+      rank with "int8" and saves a third of the traffic.
+    - ``overlap``: on a CPU, communicate on separate threads: gather weights in advance of forward
+      and backward, and reduce gradients during backward.
+    - ``alarm``: an ``Alarm``, or only its ``then``: the reaction if compressed gradients seem to
+      harm the run.
 
-    For each set of ranks that shares a group there is a channel for gradients, and one beside it
-    for weights: both are at work at once.
+    Each set of ranks with a group has two channels, for gradients and for weights, which work at
+    the same time.
     """
 
     def __init__(
@@ -122,8 +119,8 @@ class ShardedState(Divided):
             raise InvalidArgument("codec and weights are both None: there is nothing to compress")
         if inside != "none" and topology is None:
             raise InvalidArgument(
-                f"inside is {inside!r} and topology is None: inside and topology belong together, "
-                "the codec inside a node, and who shares one"
+                f"inside is {inside!r}, the codec inside a node, but topology is None: pass the "
+                "nodes as topology=, too"
             )
         for layer in experts_of(model):
             layer.check_parameters()
@@ -143,7 +140,7 @@ class ShardedState(Divided):
         if self.grad_scaler is not None:
             self.bad.value = float("nan")  # so that it skips the step
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
-        # the step that a loaded state had taken, which counters know nothing of
+        # step of a loaded state, which counters do not include
         self.resumed_at = 0
         self.error_feedback = error_feedback is not False
         self.kept_in = EXACT if isinstance(error_feedback, bool) else residual_codec(error_feedback)
@@ -158,7 +155,7 @@ class ShardedState(Divided):
         self.hops: list[Channel] = []  # inside a node and between nodes
         self.reducers: dict[ParamGroup, CompressedReduceScatter] = {}
         self.gatherers: list[CompressedAllGather] = []
-        self._exact_bytes = 0  # of weights, by torch
+        self._exact_bytes = 0  # of weights sent by torch
         self._summary_logged, self._pipeline_logged = False, False
         self.device = self.param_groups[0].parameters[0].device
         on_reform(None, self)
@@ -182,7 +179,7 @@ class ShardedState(Divided):
         self._check_codecs(gradient_policy, inside_policy, None if lossless else weight_policy)
         given = {"gradients": codec, "weights": weight_codec}
         self._wanted = {side for side, each in given.items() if each not in (None, NONE, EXACT)}
-        if agree_over is None:  # columns of tensor parallelism decide together
+        if agree_over is None:  # shard peers of tensor parallelism decide together
             agree_over = column_mesh(self.param_groups)
         self.consensus = consensus_over(agree_over, self.param_groups[0].group, timeout=timeout)
         self.alarm = alarm_of(alarm)
@@ -190,7 +187,7 @@ class ShardedState(Divided):
             self._check_alarm(self.alarm, gradient_policy, two_hops=topology is not None)
         self.choice = choice_of(codec, named, alarm=self.alarm)
         self._now = self.choice.usual
-        divided: set[tuple[int, ...]] = set()  # in two levels, for whole tensors
+        divided: set[tuple[int, ...]] = set()  # channels divided into two levels, for whole tensors
         for each in self.param_groups:
             ranks = tuple(dist.get_process_group_ranks(each.group))
             if ranks not in self.reducing:
@@ -232,15 +229,15 @@ class ShardedState(Divided):
         self.prefetcher = Prefetcher(self.background)
         self.deferred = DeferredReductions() if self.background and self.reducers else None
         self._rounds: dict[int, Round] = {}  # by backward, with a GradScaler
-        self._step_round: Round | None = None  # of a step that ends with ``settle``
+        self._step_round: Round | None = None  # the round of a step that ends with ``settle``
         # None: reductions and backwards are settled one by one
         self._unsettled: set[CompressedReduceScatter] | None = None
         if self.alarm is not None and any(
             reducer.whole is not None for reducer in self.reducers.values()
         ):
             raise InvalidArgument(
-                "alarm is given, and gradients have a codec that compresses whole tensors: an "
-                "alarm looks at codecs of rows, such as 'int4'"
+                "alarm is given, but the codec of gradients compresses whole tensors: an alarm "
+                "needs a codec of rows, such as 'int4'"
             )
         self._shared_verdict = len(self.reducing) == 1 or self.consensus is not None
         for each in self.param_groups:
@@ -276,16 +273,16 @@ class ShardedState(Divided):
             codec = None if gradients is None else gradients.choose(name, shape.numel())
             if not self.kept_in.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
-                    f"error_feedback is {self.kept_in.spec!r}, and gradients of {name!r} have a "
-                    "codec that compresses whole tensors, whose residuals are float32: leave "
-                    "error_feedback out, or choose a codec of rows such as 'int4'"
+                    f"error_feedback is {self.kept_in.spec!r}, but the codec of {name!r} "
+                    "compresses whole tensors, with residuals in float32: leave error_feedback "
+                    "out, or choose a codec of rows such as 'int4'"
                 )
             within = None if inside is None else inside.choose(name, shape.numel())
             if within is not None and not within.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
-                    f"inside is {within.spec!r} for {name!r}, which is compressed whole between "
-                    "nodes, out of exact sums: pass inside='none', or a policy with 'none' for it "
-                    "(commpress.ByName), or a codec of rows as codec"
+                    f"inside is {within.spec!r} for {name!r}, but the codec between nodes "
+                    "compresses whole tensors and needs exact sums: pass inside='none', or a "
+                    "policy with 'none' for it (commpress.ByName), or a codec of rows as codec"
                 )
 
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
@@ -386,14 +383,14 @@ class ShardedState(Divided):
     # ---------------------------------------------------------- called by parameter groups
 
     def begin(self, reducer: CompressedReduceScatter) -> int:
-        """A seed for stochastic codecs; counts steps by the group that has been reduced most
-        often."""
+        """Return a seed for stochastic codecs; a step begins when a group is reduced more often
+        than any before."""
         if self._unsettled is not None:
             if reducer in self._unsettled:
                 raise InvalidArgument(
-                    f"the gradients of {reducer.param_group.name} are reduced a second time, and "
-                    "those before have not been settled: call states.synchronize() on every rank "
-                    "between schedule.step() and optimizer.step()"
+                    f"the gradients of {reducer.param_group.name} are reduced again before the "
+                    "first reduction was settled: call states.synchronize() on every rank between "
+                    "schedule.step() and optimizer.step()"
                 )
             self._unsettled.add(reducer)
         if reducer.calls >= self.step:
@@ -441,10 +438,10 @@ class ShardedState(Divided):
 
     @torch.no_grad()
     def settle(self, finite: bool) -> NonFiniteGradient | None:
-        """All ranks have reduced: take the step, or make its gradients zeros (NaN with a
+        """Take the step after all ranks have reduced, or set its gradients to zero (NaN with a
         GradScaler) and keep residuals.
 
-        The error is for the caller to raise, once all have settled.
+        The caller raises the returned error, after all have settled.
         """
         round, self._step_round, self._unsettled = self._step_round, None, set()
         if round is not None:
@@ -464,8 +461,8 @@ class ShardedState(Divided):
         )
 
     def round(self) -> Round | None:
-        """The round of the backward under way, if a GradScaler will skip the step where one of its
-        groups is not finite."""
+        """Return the round of the running backward, with a GradScaler that skips a step in which
+        one group is not finite."""
         if self._unsettled is not None:
             self._step_round = self._step_round or Round()
             return self._step_round
@@ -488,8 +485,8 @@ class ShardedState(Divided):
         if not self._pipeline_logged:
             self._pipeline_logged = True
             text = (
-                "gradients are reduced outside of backward, as by a pipeline: at once, not behind "
-                "backward (overlap=True)"
+                "gradients are reduced outside of backward, as by a pipeline, so overlap=True does "
+                "not overlap them with it"
             )
             tell_on_first(self.bad.rank, text)
 
@@ -537,8 +534,8 @@ class ShardedState(Divided):
 
     @property
     def logical_bytes(self) -> int:
-        """Bytes that plain FSDP2 sends in the same dtypes where each collective sends (P − 1) / P
-        of its buffer."""
+        """Bytes that plain FSDP2 sends in the same dtypes, if each collective sends (P − 1) / P of
+        its buffer."""
         return self.gradients.logical_bytes + self.weights.logical_bytes
 
     def summary(self) -> str:
@@ -588,13 +585,13 @@ class ShardedState(Divided):
                 tell_on_first(self.bad.rank, "compressing: %s", self._shares())
 
     def memory(self) -> dict[str, int]:
-        """Bytes that compression keeps on this rank between steps, by what they are for; before the
-        first step as after it.
+        """Return the bytes that compression keeps on this rank between steps, by purpose; valid
+        before the first step, too.
 
-        "residuals": of gradients. "proposed": what a backward puts in their place; equal groups of
-        parameters share it, two at once. "scratch": one message in floats, for residuals in a
-        codec. "weights": as they came, or copies for differences; those of the root group, which
-        torch may decide not to gather twice, count until it has.
+        "residuals": residuals of gradients. "proposed": new residuals during a backward; equal
+        groups of parameters share them, two at once. "scratch": one message in floats, for
+        residuals in a codec. "weights": received weights, or copies for differences; those of the
+        root group count until torch has decided not to gather them twice.
         """
         every = [reducer.quantised() for reducer in self.reducers.values()]
         every = every if self.error_feedback else []
@@ -620,7 +617,8 @@ class ShardedState(Divided):
     # ------------------------------------------------------------ not finite
 
     def not_finite(self, reducer: CompressedReduceScatter, shard: torch.Tensor) -> None:
-        """Refuse gradients, alike on every rank, because all have seen all headers."""
+        """Refuse gradients with NaN or infinity, on all ranks alike, because all have received all
+        headers."""
         self.bad.refuse(
             shard,
             self.gradients,
@@ -632,8 +630,8 @@ class ShardedState(Divided):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for a bitwise resume at the same world size: every rank saves and loads
-        its own."""
+        """Return this rank's part, for a bitwise resume at the same world size: every rank saves
+        and loads its own."""
         return exact_residuals(self)
 
     def elastic_state_dict(self) -> dict[str, Any]:
@@ -646,10 +644,10 @@ class ShardedState(Divided):
         return elastic_residuals(self)
 
     def load_state_dict(self, state: dict[str, Any], *others: dict[str, Any]) -> None:
-        """From this rank's ``state_dict`` or an ``elastic_state_dict``, at any time between steps.
+        """Load this rank's ``state_dict`` or an ``elastic_state_dict``, at any time between steps.
 
-        From those of all ranks of a run on another number of them: then every residual is their
-        mean, as with the elastic form.
+        With the states of all ranks of a run on another number of ranks every residual becomes
+        their mean, as with the elastic form.
         """
         if state.get("kind") == "elastic":
             load_elastic(self, state)
@@ -659,8 +657,8 @@ class ShardedState(Divided):
             load_exact(self, state)
 
     def forget_weights(self) -> None:
-        """Gather all weights next time, with ``Difference`` exactly, as after loading others. On
-        every rank."""
+        """Gather all weights next time, with ``Difference`` exactly, as after loading other
+        weights. Call it on every rank."""
         for gatherer in self.gatherers:
             gatherer.forget()
 
@@ -669,7 +667,7 @@ compress_fsdp = ShardedState  # the public name
 
 
 def _whole_gradients(param_group: ParamGroup, policy: Policy) -> list[str]:
-    """Names of parameters whose gradients travel as whole tensors."""
+    """Return the names of parameters with gradients that are compressed as whole tensors."""
     trained = [
         name
         for name, p in zip(param_group.names, param_group.parameters, strict=True)

@@ -1,5 +1,5 @@
-"""Hybrid sharding with FSDP2: shards inside a node as torch sends them, replicas between nodes
-averaged compressed."""
+"""Hybrid sharding with FSDP2: torch shards inside a node, and compressed averages keep replicas on
+other nodes equal."""
 
 from datetime import timedelta
 from typing import Literal
@@ -27,19 +27,20 @@ from commpress.integrations.observe.counters import Counters
 
 
 class ReplicatedState(Divided, Stateful):
-    """Average gradients over ``replicate`` too, compressed; holds residuals and counters.
+    """Average gradients over ``replicate``, too, with compression. The result has residuals and
+    counters.
 
     Shard over one dimension of a mesh and pass the other here: ``fully_shard(module,
     mesh=mesh["shard"])`` and ``compress_hsdp(model, mesh["replicate"])``. (On a mesh of two
-    dimensions torch averages over replicas itself and offers no way in.) Replicas must start with
-    equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided by the ranks
-    of a node, and as much again divided by the replicas.
+    dimensions torch averages over replicas itself and has no extension point for it.) Replicas must
+    start with equal weights. Residuals of this rank's shard take 4 bytes per parameter, divided by
+    the ranks of a node, and the same again divided by the replicas.
 
     States fit other numbers of replicas, with the same shards. Other options as in
     ``compress_fsdp``.
 
     ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward
-    together, where these are more than ``replicate``: with tensor parallelism the whole mesh. They
+    together, if these are more than ``replicate``: with tensor parallelism the whole mesh. They
     decide about each group of parameters together.
     """
 
@@ -62,8 +63,8 @@ class ReplicatedState(Divided, Stateful):
         param_groups = param_groups_of(model)
         if agree_over is None and (mesh := column_mesh(param_groups)) is not None:
             raise InvalidArgument(
-                "agree_over is None and parameters are cut by tensor parallelism too, on "
-                f"{mesh}: pass the whole mesh, replicas included, as in agree_over=mesh"
+                f"agree_over is None, but tensor parallelism shards parameters, too, on {mesh}: "
+                "pass the whole mesh, including replicas, as in agree_over=mesh"
             )
         policy = policy_for(model, codec, min_numel=min_numel)
         self.seed, self.counters = seed, Counters()
@@ -92,8 +93,8 @@ class ReplicatedState(Divided, Stateful):
         check_dtype(shard, f"the gradients of {of.param_group.name}")
         if shard.numel() != of.numel:
             raise InvalidArgument(
-                f"{shard.numel()} gradients of {of.param_group.name} came, expected {of.numel}: "
-                "parameters without a gradient are left out. Call "
+                f"{of.param_group.name} has {shard.numel()} gradients, expected {of.numel}: torch "
+                "leaves out parameters without one. Call "
                 "model.set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
         self.steps_done = max(self.steps_done, of.calls + 1)
@@ -129,8 +130,7 @@ compress_hsdp = ReplicatedState  # the public name
 
 
 class _Average:
-    """Hook that averages over replicas the shard that a group's reduce-scatter left on this
-    rank."""
+    """Hook that averages over replicas this rank's shard from a group's reduce-scatter."""
 
     def __init__(self, param_group: ParamGroup, owner: ReplicatedState) -> None:
         self.param_group, self.owner, self.calls = param_group, owner, 0
@@ -140,7 +140,7 @@ class _Average:
         )
 
     def tensors(self) -> Tensors:
-        """This rank's shard of every parameter that has one."""
+        """Return this rank's shard of every parameter that has one."""
         shards = {
             name: p.to_local()
             for name, p in zip(self.param_group.names, self.param_group.parameters, strict=True)

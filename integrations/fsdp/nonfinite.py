@@ -10,14 +10,14 @@ from commpress.logs import warn_on_first
 
 
 class BadGradients:
-    """Replaces them by zeros ("skip"), NaN ("propagate"), or zeros and an error after backward
-    ("raise")."""
+    """Replace such gradients by zeros ("skip"), NaN ("propagate"), or zeros with an error after
+    backward ("raise")."""
 
     def __init__(self, policy: str, rank: int) -> None:
         check_on_nonfinite(policy)
         self.policy, self.rank = policy, rank
         self.value = float("nan") if policy == "propagate" else 0.0
-        self.error: NonFiniteGradient | None = None  # of the backward under way
+        self.error: NonFiniteGradient | None = None  # of the running backward
 
     def refuse(
         self,
@@ -28,8 +28,8 @@ class BadGradients:
         *,
         raises: bool = True,
     ) -> None:
-        """Replace ``gradients``, called ``name``. Warn, or if ``raises``, make backward raise at
-        its end."""
+        """Replace ``gradients``, called ``name``, and warn, or if ``raises`` and the policy is
+        "raise", raise at the end of backward."""
         gradients.fill_(self.value)
         counters.skipped_buckets += 1
         count = counters.skipped_buckets

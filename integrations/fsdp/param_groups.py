@@ -1,10 +1,9 @@
-"""Groups of parameters that FSDP2 moves together: the one place that looks behind its public
-interface.
+"""Groups of parameters that FSDP2 communicates together: the only module that reads its internals.
 
-There is one to each call of ``fully_shard``. Its reduce-scatter and all-gather move one flat
-buffer, of which row r holds rank r's slice of every parameter, in the order of
-``FSDPParamGroup.fsdp_params``. torch hands over the buffer without saying what lies where; that
-order is read here, once, and every later call is compared with it.
+Each call of ``fully_shard`` makes one group. Its reduce-scatter and all-gather use one flat buffer
+with a row for each rank, which has the rank's slice of every parameter, in the order of
+``FSDPParamGroup.fsdp_params``. torch passes the buffer without a description; the order is read
+here, once, and every later call is compared with it.
 """
 
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ class ParamGroup:
 
     @property
     def prefetches(self) -> bool:
-        """True if the user has set the groups that it gathers ahead in forward."""
+        """True if the user has chosen the groups to gather in advance in forward."""
         return bool(self.module._get_fsdp_state()._states_to_forward_prefetch)
 
     @property
@@ -75,8 +74,8 @@ class ParamGroup:
         return self.mesh.size()
 
     def parts(self, *, trainable: bool) -> list[Part]:
-        """Parts of a row, and where each lies; ``trainable``: of a reduce-scatter, which leaves
-        frozen parameters out."""
+        """Return the parts of a row and their places; ``trainable``: those of a reduce-scatter,
+        without frozen parameters."""
         parts, at = [], 0
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if trainable and not parameter.requires_grad:
@@ -89,12 +88,12 @@ class ParamGroup:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes that its ranks divide: for a parameter cut by tensor parallelism, the
-        shape of its shard."""
+        """Shapes that the ranks of this group shard: with tensor parallelism the shape of a
+        parameter's shard."""
         return dict(zip(self.names, fsdp_shapes(self.inner), strict=True))
 
     def columns_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The elements of a parameter, out of all, that this group's ranks share out."""
+        """Return the elements of a whole parameter that this group's ranks shard."""
         parameter = self.parameters[self.names.index(name)]
         coordinate, mesh = parameter.device_mesh.get_coordinate(), parameter.device_mesh.mesh
         assert coordinate is not None
@@ -105,13 +104,14 @@ class ParamGroup:
         return whole
 
     def slices(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Views of each rank's slice of a parameter in ``whole``, which holds all its elements in
-        order."""
+        """Return views of each rank's slice of a parameter in ``whole``, which has all its elements
+        in order."""
         chunks = self.cut(name, whole.view(self.shapes[name]), self.ranks)
         return [*chunks, *[whole[:0]] * (self.ranks - len(chunks))]
 
     def cut(self, name: str, whole: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
-        """``whole`` in as many parts as ``ranks`` get of that parameter, at most one each."""
+        """Divide ``whole`` among ``ranks`` as the parameter is sharded, into at most one part
+        each."""
         return whole.chunk(ranks, _dim(self.parameters[self.names.index(name)]))
 
     @cached_property
@@ -123,7 +123,7 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
     """All groups of ``model`` that have parameters, outermost first."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[ParamGroup] = []
-    known: set[int] = set()  # several modules that one fully_shard took together share its group
+    known: set[int] = set()  # modules given to one fully_shard call share its group
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -131,8 +131,8 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
         if len(groups) > 1:
             raise InvalidArgument(
                 f"{type(module).__name__} has parameters on {len(groups)} meshes "
-                "(shard_placement_fn), for which torch has no custom communication: give them a "
-                "fully_shard of their own"
+                "(shard_placement_fn), for which torch has no custom communication: call "
+                "fully_shard separately for the parameters of each mesh"
             )
         for group in groups:
             if not group.fsdp_params or id(group) in known:
@@ -175,10 +175,9 @@ def _check(param_group: ParamGroup) -> None:
             if not bool((mesh.mesh.diff(dim=number) > 0).all()):
                 raise InvalidArgument(
                     f"{name} is sharded on a mesh whose ranks do not ascend along {dim!r}: "
-                    f"{mesh.mesh.tolist()}. FSDP2 gives a rank the rows of its place in the group, "
-                    "whose ranks torch sorts, and distributed checkpoints save them as those of "
-                    "its place on the mesh: rows would change places. Start the ranks in the order "
-                    "of the mesh"
+                    f"{mesh.mesh.tolist()}. FSDP2 assigns rows in the order of the group, which "
+                    "torch sorts, but distributed checkpoints save them in the order of the mesh: "
+                    "rows would be swapped. Start the ranks in the order of the mesh"
                 )
         if any(
             type(placement) is not Shard and not placement.is_replicate()
@@ -190,14 +189,14 @@ def _check(param_group: ParamGroup) -> None:
             )
         if hasattr(parameter.to_local(), "fsdp_pre_all_gather"):
             raise InvalidArgument(
-                f"{name} has an all-gather of its own (fsdp_pre_all_gather), which cannot be "
-                "compressed"
+                f"{name} has its own all-gather (fsdp_pre_all_gather), which cannot be compressed: "
+                "pass weights=None, or use a plain parameter"
             )
 
 
 def column_mesh(param_groups: Sequence[ParamGroup]) -> DeviceMesh | None:
-    """The mesh of all ranks that have parts of the same parameters, where tensor parallelism has
-    cut some; else None."""
+    """Return the mesh of all ranks with parts of the same parameters, if tensor parallelism shards
+    some; else None."""
     found = [
         p.device_mesh for each in param_groups for p in each.parameters if p.device_mesh.ndim > 1
     ]
@@ -205,20 +204,20 @@ def column_mesh(param_groups: Sequence[ParamGroup]) -> DeviceMesh | None:
 
 
 def _dim(parameter: DTensor) -> int:
-    """The dimension that is sharded; with tensor parallelism on the same one torch's placement is
-    not a Shard."""
+    """Return the sharded dimension; with tensor parallelism on the same dimension torch's placement
+    is not a Shard."""
     placement: Any = parameter.placements[0]
     return int(placement.dim)
 
 
 def _cuts(size: int, ranks: int) -> list[int]:
-    """Places at which ``torch.chunk`` cuts."""
+    """Return the positions at which ``torch.chunk`` cuts."""
     return [min(i * -(-size // ranks), size) for i in range(1, ranks)]
 
 
 def _width(parameter: DTensor, shape: torch.Size, ranks: int) -> int:
-    """Elements of every row; dimension 0 is cut into ⌈size / ranks⌉, others only where they
-    divide."""
+    """Return the elements of every row; dimension 0 is cut into ⌈size / ranks⌉, others only if they
+    divide evenly."""
     if _dim(parameter) != 0:
         return shape.numel() // ranks
     return -(-shape[0] // ranks) * shape[1:].numel()

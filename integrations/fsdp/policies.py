@@ -1,4 +1,4 @@
-"""Policies of sharded models: codecs by role, and exact ones in the width of the tensors."""
+"""Policies of sharded models: codecs by role, and exact ones in the tensors' own width."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from commpress.codecs.family import EXACT, NAMES, BitsCodec, BlockCodec, CastCod
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.errors import InvalidArgument
 
-COARSE = 8  # bits: embeddings and the output layer get at least so many
+COARSE = 8  # fewest bits of embeddings and of the output layer
 
 
 def bits(codec: Codec) -> float:
@@ -23,8 +23,8 @@ def bits(codec: Codec) -> float:
 
 
 def policy_for(model: nn.Module, codec: str | Codec | Policy, *, min_numel: int) -> Policy:
-    """A policy stays itself; a codec becomes one by role: vectors travel exactly, embeddings and
-    the output layer at least in int8."""
+    """Return a policy unchanged; turn a codec into one by role: vectors are sent exactly,
+    embeddings and the output layer with at least int8."""
     if hasattr(codec, "choose"):
         return codec  # type: ignore[return-value]
     codec = codec_named(codec)
@@ -40,11 +40,10 @@ class _Width(CastCodec):
 
 @dataclass(frozen=True)
 class Lossless:
-    """``policy``, but what it sends exactly travels in the width of the tensors: bfloat16 loses
-    nothing of bfloat16.
+    """Follow ``policy``, but send exact tensors in their own width: bfloat16 is exact for bfloat16.
 
-    ``scaled``: what is encoded is a multiple of them (GradScaler), which that width may not hold:
-    then residuals are kept.
+    ``scaled``: multiples of the tensors are encoded (GradScaler), which their width may not
+    represent: then residuals are kept.
     """
 
     policy: Policy
@@ -71,8 +70,8 @@ def residual_codec(error_feedback: str | Codec) -> Codec:
         or bits(codec) < COARSE
     ):
         raise InvalidArgument(
-            f"error_feedback is {codec.spec!r}, expected True (float32), False, 'bf16', or eight "
-            "bits, as 'shift8' has, right on average"
+            f"error_feedback is {codec.spec!r}, expected True (float32), False, 'bf16', or a codec "
+            "of at least eight bits such as 'shift8'"
         )
     return codec
 

@@ -1,4 +1,4 @@
-"""Weights gathered ahead of forward and gradients reduced behind backward, on a CPU, which has no
+"""Gather weights in advance of forward and reduce gradients during backward, on a CPU, which has no
 streams."""
 
 from collections import defaultdict, deque
@@ -13,18 +13,18 @@ from commpress.collectives.channel import Channel
 from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.work import Steps
 
-# groups gathered ahead in forward: so the network is busy while one is computed and the next
+# groups gathered in advance in forward: the network is busy while one is computed and the next is
 # decoded
 AHEAD = 2
-# groups whose gradients are under way before backward has to wait: their buffers are what it costs
+# groups with running reductions before backward waits: each needs a buffer
 AT_ONCE = 2
 
 
 class Prefetcher:
-    """In forward a group begins the gathers of the next ones, in the order of the first forward:
-    torch's explicit prefetching.
+    """Set torch's explicit prefetching: in forward a group begins the gathers of the next ones, in
+    the order of the first forward.
 
-    A user who has set it already (``set_modules_to_forward_prefetch``) is left alone.
+    A user's own setting (``set_modules_to_forward_prefetch``) is kept.
     """
 
     def __init__(self, wanted: bool) -> None:
@@ -66,8 +66,8 @@ class DeferredReductions:
         *tensors: torch.Tensor,
         take: Callable[[Any], None],
     ) -> None:
-        """``take`` gets the result of ``steps``, which use ``tensors``, when the backward under way
-        ends."""
+        """Run ``steps``, which use ``tensors``, and pass their result to ``take`` at the end of the
+        running backward."""
         task = torch._C._current_graph_task_id()
         if task not in self._pending:
             Variable._execution_engine.queue_callback(partial(self._end, task))

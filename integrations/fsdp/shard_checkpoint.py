@@ -1,9 +1,9 @@
-"""Residuals of a sharded model in checkpoints: plain tensors and numbers per rank, or DTensors that
-lie like the parameters.
+"""Residuals of a sharded model in checkpoints: plain tensors and numbers per rank, or DTensors
+sharded like the parameters.
 
-Exact: each rank its own residuals, for a bitwise resume. Elastic: only R, the mean of the ranks'
-residuals, sharded like the parameters; on the new ranks every residual is R, so the mean, and with
-it everything still owed, is unchanged.
+Exact: each rank saves its own residuals, for a bitwise resume. Elastic: only R, the mean of the
+ranks' residuals, is saved, sharded like the parameters; every new rank gets R as its residual, so
+that the mean does not change.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,13 +55,13 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
     if saved["layout"] != _layout(state):
         raise StateMismatch(
             f"the state was saved by rank and world size {saved['layout'][:2]} of units "
-            f"{saved['layout'][2:]}, this is {_layout(state)[:2]} of {_layout(state)[2:]}: load "
-            "each rank's own file into the same model, or save with elastic_state_dict() to change "
-            "the world size"
+            f"{saved['layout'][2:]}, but this is {_layout(state)[:2]} of {_layout(state)[2:]}: "
+            "load each rank's own file into the same model, or save with elastic_state_dict() to "
+            "change the world size"
         )
     if saved.get("kept_in", "none") != state.kept_in.spec:
         raise StateMismatch(
-            f"the state was saved with residuals in {saved.get('kept_in', 'none')!r}, this run "
+            f"the state was saved with residuals in {saved.get('kept_in', 'none')!r}, but this run "
             f"keeps them in {state.kept_in.spec!r}: pass the same error_feedback=, or save with "
             "elastic_state_dict()"
         )
@@ -100,7 +100,7 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
         every = _in_order(reducer, own, group.ranks)
         parameters = dict(zip(group.names, group.parameters, strict=True))
         flat = torch.cat([whole.view(-1) for whole in every.values()])
-        channel = reducer.channel.beside("checkpoint")  # its bytes are none of gradients
+        channel = reducer.channel.beside("checkpoint")  # its bytes are not counted
         steps = reduce_message(
             flat,
             None,
@@ -133,8 +133,8 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
 def _in_order(
     reducer: Any, residuals: Iterable[tuple[Key, torch.Tensor]], ranks: int
 ) -> dict[str, torch.Tensor]:
-    """Sums of residuals of whole parameters, element by element as these are, of ``ranks`` ranks
-    that had them in the order of their rows."""
+    """Sum residuals of ``ranks`` ranks, which had them in the order of their rows, into tensors in
+    the order of the whole parameters."""
     group, device = reducer.param_group, reducer.param_group.parameters[0].device
     whole = {part.name: torch.zeros(part.numel, device=device) for part in reducer.parts}
     for (name, offset), sent in residuals:
@@ -142,7 +142,7 @@ def _in_order(
             continue
         if offset + sent.numel() > whole[name].numel():
             raise StateMismatch(
-                f"the states have a residual of {name!r} at {offset}, which this model has not"
+                f"the states have a residual of {name!r} at {offset}, unknown to this model"
             )
         whole[name][offset : offset + sent.numel()] += sent.to(device)
     for part in reducer.in_rows:
@@ -158,8 +158,8 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     _check(state, saved, "elastic")
     if _in_levels(state):
         raise StateMismatch(
-            "residuals of two hops have no elastic form: load what state_dict() gave, or leave "
-            "topology= out"
+            "residuals of two hops have no elastic form: load a state_dict(), or leave topology= "
+            "out"
         )
     _check_whole(state, "load what state_dict() gave")
     _load_whole(
@@ -180,22 +180,22 @@ def load_mean(state: Any, every: Sequence[dict[str, Any]]) -> None:
             f"the states are of ranks {sorted(ranks)} of a run on {size}: pass those of all its "
             "ranks, or this rank's own"
         )
-    cure = f"go on with {size} ranks, as saved it, or save with elastic_state_dict()"
+    cure = f"resume on {size} ranks, or save with elastic_state_dict()"
     if _in_levels(state) or any(saved["between"] for saved in every):
-        raise StateMismatch(f"residuals of two hops fit the ranks that saved them only: {cure}")
+        raise StateMismatch(f"residuals of two hops fit only the ranks that saved them: {cure}")
     if column_mesh(state.param_groups) is not None:
         raise StateMismatch(
-            f"residuals under tensor parallelism fit the ranks that saved them only: {cure}"
+            f"residuals under tensor parallelism fit only the ranks that saved them: {cure}"
         )
     if kept := next((saved["kept_in"] for saved in every if "kept_in" in saved), None):
         raise StateMismatch(
-            f"residuals were kept in {kept!r}, whose codes fit the ranks that saved them only: "
+            f"residuals were kept in {kept!r}, in codes that fit only the ranks that saved them: "
             f"{cure}"
         )
     known = {part.name for reducer in state.reducers.values() for part in reducer.parts}
     residuals = [(_key(text), sent) for saved in every for text, sent in saved["residuals"].items()]
     if strange := next((name for (name, _), _ in residuals if name not in known), None):
-        raise StateMismatch(f"the states have a residual of {strange!r}, which this model has not")
+        raise StateMismatch(f"the states have a residual of {strange!r}, unknown to this model")
     means = {}
     for reducer in state.reducers.values():
         for name, whole in _in_order(reducer, residuals, size).items():
@@ -229,7 +229,7 @@ def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor
             p.name: reducer.param_group.columns_part(p.name, every[p.name]).reshape(-1)
             for p in reducer.parts
         }
-        for part in reducer.in_rows:  # their offsets count elements in the order of ranks
+        for part in reducer.in_rows:  # offsets count elements in the order of ranks
             slices = reducer.param_group.slices(part.name, values[part.name])
             values[part.name] = torch.cat([each.reshape(-1) for each in slices])
         for deal in plan:
@@ -255,7 +255,8 @@ def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor
 
 
 def _check_whole(state: Any, cure: str) -> None:
-    """Columns of tensor parallelism have a basis each, of shards that are cut by the mesh."""
+    """Refuse codecs of whole tensors under tensor parallelism, in which shard peers have different
+    bases."""
     if _whole(state) and column_mesh(state.param_groups) is not None:
         raise StateMismatch(
             f"PowerSGD has no elastic form under tensor parallelism: {cure}, or choose a codec of "
@@ -264,7 +265,7 @@ def _check_whole(state: Any, cure: str) -> None:
 
 
 def _choices(state: Any) -> dict[str, dict[str, Any]]:
-    """Choices of codecs of whole tensors: bases, by parameter."""
+    """Return the bases of whole-tensor codecs by parameter."""
     result: dict[str, dict[str, Any]] = {"bases": {}}
     for whole in _whole(state):
         for kind, found in whole.exchanges.choices().items():
@@ -304,7 +305,7 @@ def _key(text: str) -> Key:
 
 
 def _layout(state: Any) -> list[Any]:
-    """Facts that must be the same for an exact resume."""
+    """Return the facts that must be equal for an exact resume."""
     first = state.param_groups[0]
     return [
         first.mesh.get_local_rank(),
@@ -316,7 +317,8 @@ def _layout(state: Any) -> list[Any]:
 def _check(state: Any, saved: dict[str, Any], kind: str) -> None:
     if saved.get("format") != _FORMAT or saved.get("kind") != kind:
         raise StateMismatch(
-            "expected what state_dict() or elastic_state_dict() gave; this is something else or "
-            "of another version"
+            f"the state has format {saved.get('format')!r} and kind {saved.get('kind')!r}, "
+            f"expected {_FORMAT!r} and {kind!r}: load a state_dict() or elastic_state_dict() of "
+            "this version"
         )
     check_entries(saved, _EXACT if kind == "exact" else (), "the state")

@@ -1,4 +1,4 @@
-"""FSDP2's reduce-scatter, compressed: one object per parameter group, which owns the group's
+"""Compressed reduce-scatter of FSDP2, with one object per parameter group, which has the group's
 residuals."""
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Hop:
     residuals: ResidualStore
     # rows sent to each rank of the channel; () in the last hop of two: ``own``
     rows: tuple[tuple[int, ...], ...] = ()
-    own: tuple[int, ...] = ()  # the rows that the first hop left here
+    own: tuple[int, ...] = ()  # rows that this rank has after the first hop
 
 
 @dataclass
@@ -46,14 +46,14 @@ class _Leg:
     hop: Hop
     plan: list[Deal]
     feedbacks: list[ErrorFeedback | None]
-    numel: int  # elements that arrive
+    numel: int  # received elements
 
 
 class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
-    """Averages the gradients of one parameter group: quantised rows to their owners, sums in
-    float32.
+    """Average the gradients of one parameter group: send quantized rows to their owners, which sum
+    in float32.
 
-    Those whose codec is of whole tensors are averaged beside them, on every rank
+    Gradients with a codec of whole tensors are averaged separately, on every rank
     (``whole_parameters``).
     """
 
@@ -96,7 +96,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         return torch.empty(numel, dtype=dtype, device=device)
 
     def _lends(self, numel: int, device: torch.device) -> bool:
-        """True if this is a buffer of whole gradients, which nobody reads once they are reduced."""
+        """Return whether this is a buffer of whole gradients, which is not read after the
+        reduction."""
         return (
             device.type == "cpu"
             and self.param_group.ranks > 1
@@ -120,7 +121,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         sequence = self.channel.take(numbers + 1)
         factor, deferred = _factor(op, self.param_group.ranks), self.owner.deferred
         if op == dist.ReduceOp.SUM or self.param_group.gradients_in_use:
-            deferred = None  # torch divides the output, or somebody reads it, at once
+            deferred = None  # torch divides or a hook reads the output at once
         # a pipeline reduces between its backwards
         if deferred is not None and torch._C._current_graph_task_id() < 0:
             self.owner.outside_backward()
@@ -143,7 +144,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             take = partial(self._add, out, output_tensor.dtype, legs)
             deferred.submit(self.channel, steps, input_tensor, out, take=take)
             return
-        alone = self.owner.deferred is None  # else behind those under way, whose buffers it shares
+        alone = self.owner.deferred is None  # else queued after running ones, which share buffers
         finite = (
             self.channel.run(steps)
             if alone
@@ -158,7 +159,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         self._count(output_tensor.dtype, legs)
 
     def _add(self, out: torch.Tensor, dtype: torch.dtype, legs: list[_Leg], finite: bool) -> None:
-        """Add the results to the gradients, where torch read zeros, rounded as torch would have."""
+        """Add the results to the gradients, which are zeros so far, rounded as torch would have."""
         if not finite:
             self.owner.not_finite(self, out)
         values = out.to(dtype).float()  # adding bfloat16 to float32 is slow
@@ -167,7 +168,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             gradient = parameters[part.name].grad
             if gradient is None:
                 raise InvalidArgument(
-                    f"the gradient of {part.name} was taken away before backward had ended: pass "
+                    f"the gradient of {part.name} was removed before the end of backward: pass "
                     "overlap=False to compress_fsdp"
                 )
             local = gradient.to_local()  # type: ignore[attr-defined]
@@ -187,21 +188,21 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         vote: int | None,
         round: Round | None,
     ) -> Steps[bool]:
-        """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were
-        finite, else residuals stay.
+        """Write the reduced gradients, to be returned in ``dtype``, to ``out``; return whether
+        those of all ranks were finite, else residuals do not change.
 
-        In a ``round`` they stay also where those of another exchange of it were not.
+        In a ``round`` they change only if all its exchanges were finite.
         """
         gain, workspace, device = self.owner.gain(), self.channel.workspace, gradients.device
         if any(part.width * self.param_group.ranks != part.numel for part in self.parts):
-            out.zero_()  # what lies behind the last slice of a parameter
+            out.zero_()  # padding after the last slice of a parameter
         jobs, means = [self._rows(gradients, out, legs, key, gain, sequence)], None
         sequence += sum(len(leg.plan) for leg in legs)
         if self.whole is not None:
             means = workspace.borrow(self.whole.numel, torch.float32, device)
             jobs.append(self.whole.steps(gradients, means, sequence=sequence, key=key, gain=gain))
             sequence += self.whole.exchange.sequences
-        # in levels ranks may wait differently often: see ``two_level``
+        # with levels the number of waits may differ between ranks: see ``two_level``
         limit = 2 if self.channel.levels is None else 1
         outcomes = [
             outcome for found in (yield from overlapped(jobs, limit=limit)) for outcome in found
@@ -213,7 +214,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             out.mul_(factor / gain)
         if finite and self.whole is not None and means is not None:
             self.whole.deliver(means, out, factor)
-        if finite and dtype == torch.float16:  # a mean that does not fit
+        if finite and dtype == torch.float16:  # the mean may overflow
             fits = bool(torch.isfinite(out.to(dtype)).all())
             finite = not (yield from any_rank(not fits, self.channel, sequence, device))
         if self.owner.consensus is not None:
@@ -264,7 +265,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             )
             sequence += len(leg.plan)
             if not last and not all(outcome.finite for outcome in outcomes):
-                target.fill_(float("nan"))  # so that all nodes hear of it
+                target.fill_(float("nan"))  # reports it to all nodes
             buffer = target
         workspace.give_back(*lent)
         return outcomes
@@ -290,15 +291,15 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             )
         if input_tensor.numel() != self.stride * self.param_group.ranks:
             raise InvalidArgument(
-                f"{input_tensor.numel()} gradients of {self.param_group.name} came, expected "
-                f"{self.stride * self.param_group.ranks}: parameters without a gradient are left "
-                "out, or requires_grad was changed after compress_fsdp. For the first call "
-                "model.set_reduce_scatter_unused_params(True) (torch 2.13), for the second "
-                "compress_fsdp when it is done"
+                f"{self.param_group.name} has {input_tensor.numel()} gradients, expected "
+                f"{self.stride * self.param_group.ranks}: torch leaves out parameters without a "
+                "gradient, or requires_grad was changed after compress_fsdp. In the first case "
+                "call model.set_reduce_scatter_unused_params(True) (torch 2.13), in the second "
+                "call compress_fsdp after the change"
             )
 
     def quantised(self) -> list[int]:
-        """Elements with residuals on this rank, hop by hop."""
+        """Return the number of elements with residuals on this rank, by hop."""
         result = []
         for hop in self.hops:
             rows = hop.own or range(self.param_group.ranks)
@@ -361,8 +362,8 @@ def _in_row(part: Part, row: int) -> int:
 
 
 def _seen(gradients: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> Seen:
-    """Facts of a reduce-scatter, which has left ``gradients`` as they were, before its outcomes are
-    settled."""
+    """Return what a choice observes of a reduce-scatter, before its outcomes are settled;
+    ``gradients`` are unchanged."""
     own = gradients.float() * gain
     compensated = own.clone()
     for outcome in outcomes:
@@ -385,4 +386,4 @@ def _factor(op: Any, ranks: int) -> float:
         return float(ranks)
     if kind == dist.ReduceOp.PREMUL_SUM:
         return float(ranks) * float(factor)
-    raise InvalidArgument(f"gradients are to be reduced with {op}, expected AVG, SUM or PREMUL_SUM")
+    raise InvalidArgument(f"the reduction of gradients is {op}, expected AVG, SUM or PREMUL_SUM")

@@ -1,5 +1,5 @@
-"""FSDP2's all-gather of parameters, compressed: one object per parameter group. Sharded parameters
-are only read."""
+"""Compressed all-gather of FSDP2, with one object per parameter group. Sharded parameters are only
+read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ _AllGather, _ = fsdp_communication()
 
 @dataclass(frozen=True)
 class Difference:
-    """Send weights as differences from the copies on all ranks, in ``codec``; nothing if they are
-    unchanged.
+    """Send weights as differences from the copies on all ranks, in ``codec``; send nothing if they
+    are unchanged.
 
-    The next difference contains the error of this one, so errors do not add up. Every rank keeps a
-    copy of all parameters in the dtype in which they are gathered: memory that full sharding saves.
-    After loading other weights, ``forget`` the copies (``ShardedState.forget_weights``) or let them
+    Each difference includes the error of the previous one, so errors do not add up. Every rank
+    keeps a copy of all parameters in the dtype of gathering, memory that full sharding would save.
+    After loading other weights, drop the copies (``ShardedState.forget_weights``) or let them
     converge in a few steps.
     """
 
@@ -41,12 +41,12 @@ class Difference:
 
 
 class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
-    """Gathers one group of parameters; every rank, the owner too, gets the decoded values.
+    """Gather one group of parameters; every rank, including the owner, gets the decoded values.
 
-    Note: when nothing is sent. Weights do not change between forward and backward, so backward
-    takes what forward has received, and no rank needs to ask. In forward they have changed if
-    gradients were reduced meanwhile. Else (evaluation, accumulation, frozen parameters) each rank
-    looks, and a header to everybody says whether any rank's have.
+    Note: when nothing is sent. Weights do not change between forward and backward, so backward uses
+    what forward has received, without communication. In forward they have changed if gradients were
+    reduced in between. Otherwise (evaluation, accumulation, frozen parameters) each rank compares
+    its row, and a header from every rank to all tells whether any has changed.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self.difference = difference
         self.parts = param_group.parts(trainable=False)
         self.stride = sum(part.width for part in self.parts)
-        self.held: torch.Tensor | None = None  # what all ranks hold, with ``difference``
-        self.restored: torch.Tensor | None = None  # the own row of it, from a checkpoint
-        self._rows: list[Any] = []  # what came last, still encoded, without ``difference``
-        self._last: torch.Tensor | None = None  # the own row when it was last sent
-        self._reduced = -1  # how often gradients had been reduced then
+        self.held: torch.Tensor | None = None  # the copy on all ranks, with ``difference``
+        self.restored: torch.Tensor | None = None  # this rank's row of it, from a checkpoint
+        self._rows: list[Any] = []  # last received rows, still encoded, without ``difference``
+        self._last: torch.Tensor | None = None  # this rank's row as last sent
+        self._reduced = -1  # number of reductions of gradients at that time
         self._backwards = 0
         exact = [part for part in self.parts if policy.choose(part.name, part.numel).lossless]
-        self.keep = keep and len(exact) < len(self.parts)  # what saves nothing is not worth memory
-        # parts that never travel as differences
+        self.keep = keep and len(exact) < len(self.parts)  # keeping exact rows would save nothing
+        # parts that are never sent as differences
         self._values = [slice(part.at, part.at + part.width) for part in exact]
         self._plans: dict[tuple[torch.dtype, bool], list[Deal]] = {}
 
@@ -93,7 +93,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         async_op: bool = False,
     ) -> Any:
         check_dtype(input_tensor, f"the parameters of {self.param_group.name}")
-        # between forward and backward, among the ranks of a node: exact
+        # among the ranks of a smaller mesh after forward: exact
         if group.size() != self.param_group.ranks:
             self.owner.gathered_exactly(output_tensor, group.size())
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -197,7 +197,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
     def _changed(
         self, row: torch.Tensor, sequence: int, backward: bool, fresh: bool
     ) -> Steps[bool]:
-        """True if any rank's weights differ from what was sent last. See the class's note."""
+        """Return whether any rank's weights differ from those last sent. See the class's note."""
         if backward or fresh:
             return fresh and not backward
         same = self._last is not None and torch.equal(_bits(row), _bits(self._last))
@@ -238,13 +238,13 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self._rows = []
 
     def _note(self, row: torch.Tensor) -> None:
-        """Remember the own row, which is a view of what will be overwritten."""
+        """Remember this rank's row, which is a view of memory that will be overwritten."""
         if self._last is None or self._last.dtype != row.dtype:
             self._last = torch.empty_like(row)
         self._last.copy_(row)
 
     def kept_bytes(self) -> int:
-        """Bytes that stay from forward to backward, or from step to step."""
+        """Return the bytes kept from forward to backward, or from step to step."""
         ranks, dtype = self.param_group.ranks, self.param_group.gathered_dtype
         if self.difference:
             return dtype.itemsize * self.stride * ranks
@@ -257,14 +257,14 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         )
 
     def own_row(self) -> torch.Tensor | None:
-        """This rank's part of what all hold: with all ranks' parts, and nothing else, it comes back
-        bit for bit."""
+        """Return this rank's row of the common copy: the rows of all ranks restore it bit for
+        bit."""
         if self.held is None:
             return self.restored
         return self.held.view(self.param_group.ranks, -1)[self.channel.rank].clone()
 
     def forget(self) -> None:
-        """The next gather sends all weights, with ``difference`` exactly."""
+        """Let the next gather send all weights, with ``difference`` exactly."""
         self.held = self.restored = self._last = None
         self._rows, self._reduced = [], -1
 
@@ -283,7 +283,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
 
 
 class LosslessAllGather(CompressedAllGather):
-    """Gathers one group of parameters bit for bit, their exponents coded."""
+    """Gather one group of parameters bit for bit, with coded exponents."""
 
     def __init__(
         self, param_group: ParamGroup, owner: Any, channel: Channel, *, keep: bool
@@ -293,9 +293,9 @@ class LosslessAllGather(CompressedAllGather):
         dtype, device = param_group.gathered_dtype, param_group.parameters[0].device
         if dtype not in exact_rows.KINDS or device.type != "cpu":
             raise InvalidArgument(
-                f"weights is 'exact', and {param_group.name} is gathered in {dtype} on {device}, "
-                "expected bfloat16 or float32 on the CPU, whose exponents it codes: gather in "
-                "bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)), or pass weights=None"
+                f"weights is 'exact', but {param_group.name} is gathered in {dtype} on {device}, "
+                "expected bfloat16 or float32 on the CPU: gather in bfloat16 "
+                "(MixedPrecisionPolicy(param_dtype=torch.bfloat16)), or pass weights=None"
             )
         self.keep = keep
         self._rows: list[exact_rows.Received] = []
@@ -348,8 +348,8 @@ def _bits(row: torch.Tensor) -> torch.Tensor:
 
 
 class _Pending(dist.Work):
-    """FSDP2 waits for what an all-gather returns before it copies the parameters out, also where it
-    did not ask for it."""
+    """Work of a gather. FSDP2 waits for the work that an all-gather returns before it copies the
+    parameters, even if it did not request asynchronous work."""
 
     def __init__(self, future: torch.futures.Future[None]) -> None:
         super().__init__()

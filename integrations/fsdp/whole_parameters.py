@@ -1,5 +1,5 @@
-"""Parameters whose codec is of whole tensors (PowerSGD): averaged whole on every rank,
-which keeps its slices.
+"""Parameters with a codec of whole tensors (PowerSGD): every rank averages them whole and keeps its
+slices.
 
 Over a channel of two levels nodes send exact sums of their ranks, as under DDP with a topology.
 """
@@ -20,8 +20,8 @@ from commpress.work import Steps
 
 
 class WholeParameters:
-    """Gradients of whole parameters, copied from the rows of all ranks into a buffer of the
-    channel's workspace, and back into one row."""
+    """Gradients of whole parameters, copied from the rows of all ranks to a workspace buffer, and
+    back to one row."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class WholeParameters:
 
     @property
     def numel(self) -> int:
-        """Elements of all of them together."""
+        """Number of elements of all parameters together."""
         return sum(part.numel for part in self.parts)
 
     def _tensors(self) -> Tensors:
@@ -80,8 +80,8 @@ class WholeParameters:
         )
 
     def deliver(self, whole: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        """out := this rank's slices of ``whole`` · ``factor``, each where its parameter lies in a
-        row."""
+        """Write this rank's slices of ``whole`` times ``factor`` to ``out``, each at its
+        parameter's place in a row."""
         for part, slices in zip(self.parts, self._slices(whole), strict=True):
             own = slices[self.channel.rank]
             torch.mul(own, factor, out=out[part.at : part.at + own.numel()].view(own.shape))

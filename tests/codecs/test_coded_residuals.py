@@ -210,7 +210,8 @@ def refused() -> None:
     session = Session(plan).run()
     other = Session(replace(plan, options={"error_feedback": "shift8"}))
     with pytest.raises(
-        StateMismatch, match=r"saved with residuals in 'none', this run keeps them in 'shift/8/512'"
+        StateMismatch,
+        match=r"saved with residuals in 'none', but this run keeps them in 'shift/8/512'",
     ):
         other.state.load_state_dict(session.state.state_dict())
     for options, message in (
@@ -219,7 +220,7 @@ def refused() -> None:
         ({"error_feedback": "powersgd-2"}, "error_feedback is 'powersgd/2/2', expected"),
         (
             {"codec": "powersgd-2", "error_feedback": "shift8"},
-            "compresses whole tensors, whose residuals are float32",
+            "compresses whole tensors, with residuals in float32",
         ),
     ):
         model = Net()

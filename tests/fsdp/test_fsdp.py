@@ -337,9 +337,17 @@ def refused() -> list[str]:
 
 def test_what_cannot_work_is_refused_with_the_cure(pool):
     for said in pool.run(refused, size=2):
-        wanted = ["fully_shard(module) first", "'int9'", "both None", "belong together", "'ignore'",
-                  "materialise the model first", "nothing", "requires_grad was changed",
-                  "Every rank must use the same codec"]  # fmt: skip
+        wanted = [
+            "fully_shard(module) first",
+            "'int9'",
+            "both None",
+            "pass the nodes as topology=",
+            "'ignore'",
+            "materialise the model first",
+            "nothing",
+            "requires_grad was changed",
+            "Every rank must use the same codec",
+        ]
         assert len(said) == len(wanted)
         for message, words in zip(said, wanted, strict=True):
             assert words in message
