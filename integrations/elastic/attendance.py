@@ -1,5 +1,5 @@
-"""Attendance of a process in a run: where it finds the others, when it joins them again,
-that it wants to leave, and what it declares.
+"""Attendance of a process in a run: finding the others, joining them again, leaving, and its report
+to them.
 """
 
 import contextlib
@@ -22,21 +22,21 @@ from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
 from commpress.errors import CommunicationError, Excluded, InvalidArgument
 from commpress.integrations.process_group.reform import MEMBERS, contacts_in
 
-ANSWER = 1.0  # seconds that a member has to say that it runs
+ANSWER = 1.0  # seconds for a member's answer
 
 
 class Attendance:
-    """Attendance of this process: ``join`` leads to the others as long as it is none of them.
+    """Attendance of this process. It has ``join`` until it has joined the others.
 
     - ``join``: a member's contact, a store, or "host:port" of one; by default COMMPRESS_JOIN. None
-      for who begins the run.
-    - COMMPRESS_STORE: "host:port" of a store that outlives the members, which are told there.
+      on processes that begin the run.
+    - COMMPRESS_STORE: "host:port" of a store that outlives the members and lists them.
     """
 
     def __init__(self, group: Any, join: Any, timeout: timedelta | None) -> None:
         self.join = join if join is not None else os.environ.get("COMMPRESS_JOIN") or None
-        self.leaving = self.left = False  # it wants to; it has, and the others go on without it
-        self.going: set[int] = set()  # ranks that have handed over what they owe, and go now
+        self.leaving = self.left = False  # it wants to leave; it has left
+        self.going: set[int] = set()  # ranks that have handed over their residuals and leave now
         self._group, self._timeout = group, timeout
 
     @property
@@ -44,8 +44,8 @@ class Attendance:
         return self._timeout or self._group.timeout
 
     def begin(self) -> bool:
-        """Find the others, or say that there are none but the group's; True if this process is to
-        join some."""
+        """Return whether this process has to join others, after connecting to their store if it is
+        given; a process that begins the run announces its group."""
         if self.join is None:
             self.announce(first=True)
             return False
@@ -54,23 +54,23 @@ class Attendance:
         return True
 
     def announce(self, *, first: bool = False) -> None:
-        """Have the store of the launcher told who the members are. Who joins does so when it is
-        one: alone it would take the others' place. ``first``: likewise where others are there,
-        whose run it is."""
+        """List the members in the launcher's store. A newcomer does so only after joining, because
+        alone it would replace the others there. ``first``: raise if the store lists running members
+        of another run."""
         place = os.environ.get("COMMPRESS_STORE")
         if not place or not hasattr(self._group, "announce"):
             return
         store = store_at(place, self.patience)
         if first and (others := self._others(store)):
             raise InvalidArgument(
-                f"the store at {place} names members of a run that goes on, at {others[0]}, and "
-                "this process was started without join=: pass join= or set COMMPRESS_JOIN to that "
+                f"the store at {place} lists members of a running run, at {others[0]}, but this "
+                "process was started without join=: pass join= or set COMMPRESS_JOIN to that "
                 "store, or end that run first"
             )
         self._group.announce(store)
 
     def _others(self, store: dist.Store) -> list[str]:
-        """Contacts of members that run and are not of this group."""
+        """Return contacts of running members that are not of this group."""
         if not store.check([MEMBERS]):
             return []
         mine, found = self._group.membership.epoch.places, list[str]()
@@ -93,7 +93,7 @@ class Attendance:
 def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
     """Connect to a launcher's store, in which a run registers its members.
 
-    Note: the thread. torch waits for ever for a server that takes connections and is no store,
+    Note: the thread. torch waits forever for a server that accepts connections but is no store,
     whatever the timeout.
     """
     host, _, port = place.rpartition(":")
@@ -116,9 +116,9 @@ def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
         return made.result(timeout.total_seconds())
     except (RuntimeError, TookTooLong) as error:
         raise CommunicationError(
-            f"the store at {place}, where the members of the run are found, has not answered "
-            f"within {timeout.total_seconds():g} s: its host or its process is gone, or it is no "
-            "store. Join by a member's group.contact instead"
+            f"the store at {place}, which lists the members of the run, has not answered within "
+            f"{timeout.total_seconds():g} s: its host or its process is down, or it is no store. "
+            "Join by a member's group.contact instead"
         ) from error
 
 
@@ -149,13 +149,13 @@ def reformable(group: Any) -> Any:
     found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
     if found is None:
         raise InvalidArgument(
-            "torch.distributed is not initialised: call init_process_group('commpress') before "
+            "torch.distributed is not initialized: call init_process_group('commpress') before "
             "commpress.elastic"
         )
     if not callable(getattr(found, "reform", None)):
         raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no other "
-            "can go on with other ranks. init_process_group('commpress')"
+            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress', the only "
+            "one that can continue with other ranks: call init_process_group('commpress')"
         )
     if getattr(found, "communicator", None) is not None and not survives():
         raise InvalidArgument(
@@ -173,8 +173,8 @@ class Declaration:
     """Report of one rank to the others.
 
     - ``healed``: it has the state of the run; a newcomer does not before it is healed.
-    - ``halfway``: its last step ended with an error after the optimizer's part of it.
-    - ``leaves``: it stays until the others have taken over what it owes, and then goes.
+    - ``halfway``: its last step failed after the optimizer's step.
+    - ``leaves``: it leaves after the others have taken over its residuals.
     """
 
     steps: int
@@ -210,7 +210,7 @@ class Declaration:
 
     @classmethod
     def healed_before(cls, change: Change) -> list[int]:
-        """Survivors that have the state of the run: newcomers that came just before may not be
+        """Return the survivors with the state of the run; the newest newcomers may not be
         healed."""
         return [
             rank
@@ -220,9 +220,9 @@ class Declaration:
 
     @classmethod
     def donors(cls, change: Change) -> list[int]:
-        """Ranks whose state is the run's: of the survivors that are healed those who have committed
-        most, and the whole of it where somebody has; else the first, as the others may have come
-        further in that step, or less far."""
+        """Return the ranks with the state of the run: those healed survivors that have committed
+        most steps, completely if there are such; else only the first one, because others may be
+        elsewhere in that step."""
         able = {
             rank: each
             for rank, each in cls.all(change).items()

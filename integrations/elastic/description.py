@@ -1,7 +1,7 @@
 """Description of a process in a run: all settings that must be equal on all of them, as text by
 name.
 
-A newcomer sends its description behind its greeting, and the member that answers compares it with
+A newcomer sends its description after its greeting, and the member that answers compares it with
 its own.
 """
 
@@ -22,13 +22,13 @@ from commpress.kernels.cpu.digest import digest
 from commpress.torch_private import hook_states
 
 LONGEST = 200  # characters of a value, which may be a whole plan
-# of DDP: what decides on its calls
+# attributes of DDP that decide which calls it makes
 LAYOUT = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
 
 
 class Description:
-    """Description of what a loop trains. Learning rates and all else that healing takes over are
-    not part of it."""
+    """Description of the objects that a loop trains, without learning rates and others that healing
+    copies."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class Description:
         sampler: ElasticSampler | None,
         **loop: Any,
     ) -> None:
-        """``loop``: what else decides on who does what in which step."""
+        """Describe these objects. ``loop``: other options that decide which rank does what in a
+        step."""
         self._state = state
         self._fixed = {
             "commpress": version("commpress"),
@@ -63,13 +64,13 @@ class Description:
             for name, each in self._state.items()
             if isinstance(each, torch.optim.Optimizer)
         }
-        # some may be added
+        # groups may be added later
         groups = {f"{name}.param_groups": _sizes(each) for name, each in optimizers.items()}
         return self._fixed | groups
 
 
 def _reading(sampler: ElasticSampler | None) -> dict[str, Any]:
-    """Everything that decides who reads which samples."""
+    """Return the options that decide which rank reads which samples."""
     if sampler is None:
         return {"data": None}
     names = ("samples", "batch_size", "shuffle", "drop_last", "seed")
@@ -95,7 +96,7 @@ def _options(each: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _hooks(replica: DistributedDataParallel) -> Iterable[tuple[str, str]]:
-    """Name what carries its gradients."""
+    """Yield the name and options of the hook that sends a replica's gradients."""
     states = [state for state in hook_states(replica) if not isinstance(state, ExactMeans)]
     yield "hook", ", ".join(type(state).__name__ for state in states) or "none"
     for options in [state.options for state in states if isinstance(state, CompressedState)]:

@@ -1,7 +1,7 @@
-"""Events of a run that outlives its ranks, and totals of them.
+"""Events of an elastic run, and totals of them.
 
-Each event is a JSON line in the file that COMMPRESS_EVENTS names, written in one call: a process
-that is killed leaves no half lines. ``commpress chaos`` reads them.
+Each event is a JSON line in the file named by COMMPRESS_EVENTS, written in one call, so that a
+killed process leaves no partial line. ``commpress chaos`` reads them.
 """
 
 import json
@@ -21,34 +21,34 @@ class ElasticCounters(Totals):
 
     derived = ("participation", "goodput")
     steps: int = 0  # committed here
-    samples: int = 0  # that this rank read in them
-    ranks: int = 0  # in them, added up
+    samples: int = 0  # read by this rank in these steps
+    ranks: int = 0  # sum of the ranks in these steps
     faults: int = 0  # times that ranks were lost
     reforms: int = 0
     lost: int = 0  # ranks
     joined: int = 0  # ranks
-    left: int = 0  # ranks that went on purpose, and owe nothing
-    healed: int = 0  # times that this rank was
-    healed_bytes: int = 0  # that came to it
-    given_bytes: int = 0  # that it gave to others
+    left: int = 0  # ranks that left on purpose, after handing over residuals
+    healed: int = 0  # times that this rank was healed
+    healed_bytes: int = 0  # received for that
+    given_bytes: int = 0  # sent to heal others
     snapshots: int = 0
     failed_snapshots: int = 0
-    # committed and gone again, because a sharded model went back to a snapshot
+    # committed but undone, because a sharded model returned to a snapshot
     undone_steps: int = 0
     seconds: float = 0.0  # since the loop began
-    step_seconds: float = 0.0  # in steps that were committed
-    pause_seconds: float = 0.0  # from faults until the loop could go on
+    step_seconds: float = 0.0  # in committed steps
+    pause_seconds: float = 0.0  # from faults until the loop continued
     snapshot_seconds: float = 0.0
     most_ranks: int = 0
 
     @property
     def participation(self) -> float:
-        """Ranks in committed steps, of as many as there ever were."""
+        """Ranks in committed steps, relative to the most ranks so far."""
         return self.ranks / (self.steps * self.most_ranks) if self.steps else 1.0
 
     @property
     def goodput(self) -> float:
-        """Share of the time that did not go into pauses and steps that failed."""
+        """Share of the time outside of pauses and failed steps."""
         return 1 - self.pause_seconds / self.seconds if self.seconds else 1.0
 
     def summary(self) -> str:
@@ -60,7 +60,7 @@ class ElasticCounters(Totals):
 
 
 class Events:
-    """Lines of JSON, appended to a file; to nowhere without one."""
+    """Write JSON lines to a file, or nowhere if no file is given."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         path = path or os.environ.get("COMMPRESS_EVENTS") or None
@@ -79,7 +79,7 @@ class Events:
         place: tuple[int, int, int],
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """``place``: rank, size and epoch."""
+        """Write an event. ``place``: rank, size and epoch."""
         if self._file is not None:
             head = {
                 "time": time.time(),

@@ -1,9 +1,7 @@
-"""Replicas that a run trains: which they are, and exact means of their buckets, from which they
-recover.
+"""Replicas (DistributedDataParallel) of a run, and a hook with exact means that survives failures.
 
-Without a hook DDP divides by the number of ranks that it saw first, and is of no use after a
-backward that failed. The hook here divides by those that there are, ends every backward, and only
-then raises what went wrong.
+Without a hook DDP divides by its first number of ranks, and is unusable after a failed backward.
+This hook divides by the present number, completes every backward, and raises errors only then.
 """
 
 import gc
@@ -21,8 +19,8 @@ from commpress.work import Steps, Worker
 
 
 def replicas_of(modules: Iterable[torch.nn.Module], group: Any) -> list[DistributedDataParallel]:
-    """Those inside of these modules, such as of one that torch.compile has made; and those of
-    ``group`` around them, of which the program has named only the module inside."""
+    """Return the replicas inside these modules, such as one made by torch.compile, and those of
+    ``group`` around them, if the program has named only the inner module."""
     named = list(modules)
     inside = [
         each
@@ -48,10 +46,11 @@ def _replicates(module: torch.nn.Module, group: Any) -> bool:
 
 
 def _owners(parts: Sequence[torch.nn.Module | torch.nn.Parameter]) -> list[torch.nn.Module]:
-    """Modules that have some of these.
+    """Return the modules that have some of these parts.
 
-    Note: found by who refers to them. A list of all objects would hold those that other threads are
-    making just then, and a tuple that somebody else holds cannot be finished (SystemError).
+    Note: they are found by referrers. A list of all objects would include objects under
+    construction in other threads, and a tuple with another reference cannot be completed
+    (SystemError).
     """
     known = {id(part) for part in parts}
 
@@ -61,7 +60,7 @@ def _owners(parts: Sequence[torch.nn.Module | torch.nn.Parameter]) -> list[torch
     named = [each for each in gc.get_referrers(*parts) if type(each) is dict and has_some(each)]
     inside = gc.get_referrers(*named)
     every = [*inside, *gc.get_referrers(*[each for each in inside if type(each) is dict])]
-    # asks no proxy for its class
+    # by type, because isinstance would call proxies
     found = {id(each): each for each in every if issubclass(type(each), torch.nn.Module)}
     return [
         each
@@ -71,26 +70,26 @@ def _owners(parts: Sequence[torch.nn.Module | torch.nn.Parameter]) -> list[torch
 
 
 def check_ordered(ddp: DistributedDataParallel) -> None:
-    """Raise ``InvalidArgument`` for one without a hook that also sends which parameters it has
-    used: exact means are sent by a thread of their own, and ranks must make the calls of one group
-    in the same order."""
+    """Raise ``InvalidArgument`` for a DDP without a hook that also exchanges which parameters were
+    used: exact means are sent by a separate thread, and ranks must make the calls of one group in
+    the same order."""
     for name in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, name):
             raise InvalidArgument(
-                f"DistributedDataParallel has {name}=True and no hook, whose calls come in another "
-                "order on each rank: commpress.compress(ddp, 'none') sends the same means over a "
-                f"channel of its own, or leave {name} out"
+                f"DistributedDataParallel has {name}=True and no hook, so that the order of calls "
+                "would differ between ranks: call commpress.compress(ddp, 'none'), which sends the "
+                f"same means over its own channel, or leave {name} out"
             )
 
 
-AT_ONCE = 4  # buckets under way
+AT_ONCE = 4  # buckets reduced at once
 
 
 class ExactMeans:
-    """State of ``exact_means_hook``: the group, and the backward that is under way.
+    """State of ``exact_means_hook``: the group, and the running backward.
 
-    Note: the thread. Called on autograd's, a group of ours lets a failed call end the backward
-    before DDP has finished it.
+    Note: the thread. A failed call of a commpress group on autograd's thread would end the backward
+    before DDP has completed it.
     """
 
     def __init__(self, group: Any) -> None:

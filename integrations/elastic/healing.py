@@ -1,16 +1,15 @@
 """Healing: ranks that are new or a step behind receive the state of the others, bit for bit.
 
-    1  everybody tells how long its document is, and a hash of it; who is no donor tells zeros
-    2  the first donor sends the document to all: which tensors there are, and all that is no tensor
-    3  everybody tells its hash of every tensor: who has the first donor's bits may give it
-    4  slices, each from one donor, several donors side by side, to all who need them
-    5  who was healed compares hashes, and only then loads
+    1  all ranks exchange the length and hash of their documents; ranks that are no donors, zeros
+    2  the first donor sends its document, the list of tensors and all other data, to all
+    3  all ranks exchange hashes of every tensor: ranks with the first donor's bits may send it
+    4  slices are sent, each from one donor and several donors at once, to all that need them
+    5  healed ranks compare hashes, and only then load
 
-Nothing is loaded before all of it is here and right: a donor that dies meanwhile has spoilt
-nothing.
+Nothing is loaded before everything was received and checked, so a donor's death does no harm.
 
-Note: where donors differ. Buffers such as BatchNorm's are each rank's own between two steps; the
-first donor's count, as DistributedDataParallel takes those of rank 0.
+Note: differing donors. Buffers such as BatchNorm's differ between ranks between two steps; the
+first donor's are sent, as DistributedDataParallel takes those of rank 0.
 """
 
 import logging
@@ -33,8 +32,8 @@ from commpress.tiered_mem.manifest import DTYPES
 from commpress.work import Steps, overlapped
 
 SLICE = 4 << 20  # bytes that one donor sends at a time
-ALONGSIDE = 2  # rounds of slices under way at once
-TELL_EVERY = 2.0  # seconds between two words about a long transfer
+ALONGSIDE = 2  # rounds of slices sent at once
+TELL_EVERY = 2.0  # seconds between log messages of a long transfer
 
 LONGEST = 1 << 28  # bytes of a document
 _LARGE = 1 << 63  # whole numbers from here on, such as seeds, are written as text
@@ -44,13 +43,13 @@ log = logging.getLogger("commpress")
 
 @dataclass(frozen=True)
 class Healed:
-    """Account of one healing, the same on every rank but for ``seconds``."""
+    """Account of one healing, equal on every rank except for ``seconds``."""
 
     hash: int
     nbytes: int  # of the state
-    given: dict[int, int]  # by donor: bytes that it gave to each who needed them
+    given: dict[int, int]  # donor → bytes that it sent to each needy rank
     seconds: float
-    differing: int = 0  # tensors in which donors were not alike
+    differing: int = 0  # tensors that differ between donors
 
 
 class TensorRange(NamedTuple):
@@ -77,8 +76,8 @@ def share(
     bring none."""
     if not donors or set(donors) & set(needy):
         raise InvalidArgument(
-            f"donors are {list(donors)} and needy {list(needy)}, expected at least one donor that "
-            "needs nothing itself"
+            f"donors are {list(donors)} and needy {list(needy)}, expected at least one donor, and "
+            "no rank in both"
         )
     begun = monotonic()
     document, first, same = yield from _send_document(channel, document, donors)
@@ -95,14 +94,14 @@ def share(
         if came != right:
             wrong = next(i for i, each in enumerate(came) if each != right[i])
             raise Corrupted(
-                f"rank {channel.rank}: tensor {wrong} of the state that came has another hash than "
-                f"rank {first} told: memory or network corrupt data; nothing was loaded",
+                f"rank {channel.rank}: tensor {wrong} of the received state has another hash than "
+                f"rank {first} sent: memory or network corrupt data; nothing was loaded",
                 ranks=(first,),
             )
     differing = sum(len(each) < len(donors) for each in able)
     if differing:
         log.info(
-            "donors differ in %d tensors, such as buffers of their own: those of rank %d count",
+            "donors differ in %d tensors, such as local buffers: those of rank %d were sent",
             differing,
             first,
         )
@@ -113,9 +112,9 @@ def share(
 def _send_document(
     channel: Channel, document: bytes, donors: Sequence[int]
 ) -> Steps[tuple[bytes, int, bool]]:
-    """The first donor's document, its rank, and whether this rank had the same."""
-    said, first, me, ranks = checksum_of(document), min(donors), channel.rank, range(channel.size)
-    words = [float(len(document)), float(said >> 32), float(said & 0xFFFFFFFF)]
+    """Return the first donor's document, its rank, and whether this rank had the same one."""
+    digest, first, me, ranks = checksum_of(document), min(donors), channel.rank, range(channel.size)
+    words = [float(len(document)), float(digest >> 32), float(digest & 0xFFFFFFFF)]
     told = yield from channel.gathered(words)
     length = int(told[first][0])
     if not 0 < length <= LONGEST:
@@ -125,7 +124,7 @@ def _send_document(
     lack = [r for r in ranks if (told[r] != told[first]).any()]
     if others := [r for r in lack if r in donors]:
         log.warning(
-            "ranks %s differ from rank %d in numbers, as of a scheduler: the latter's count",
+            "ranks %s differ from rank %d in numbers, as of a scheduler: the latter's were sent",
             others,
             first,
         )
@@ -173,7 +172,8 @@ def _send_slices(
     needy: Sequence[int],
     slice_bytes: int,
 ) -> Steps[dict[int, int]]:
-    """All bytes of ``tensors``, into those of who needs them; what each donor gave."""
+    """Send all bytes of ``tensors`` into those of ranks that need them; return the bytes sent by
+    each donor."""
     queues = dealt([each.nbytes for each in tensors], able, slice_bytes)
     total, done, told = sum(each.nbytes for each in tensors), 0, monotonic()
 
@@ -210,8 +210,8 @@ def _send_slices(
 def dealt(
     lengths: Sequence[int], able: Sequence[tuple[int, ...]], slice_bytes: int
 ) -> dict[int, list[Slice]]:
-    """Slices of each donor, in order: every part of a tensor by one of those who are able, the one
-    that has the least to give so far."""
+    """Assign every slice of each tensor to a donor that has it, the one with the fewest bytes so
+    far; return the slices of each donor in order."""
     donors = sorted({donor for each in able for donor in each})
     queues: dict[int, list[Slice]] = {donor: [] for donor in donors}
     load = dict.fromkeys(donors, 0)
@@ -236,7 +236,7 @@ def nbytes(part: Slice | None) -> int:
 
 
 def packed(content: Any, tensors: list[torch.Tensor]) -> bytes:
-    """A document of ``content``, whose tensors are appended to ``tensors``."""
+    """Make a document of ``content``, and append its tensors to ``tensors``."""
     outline = _outlined(content, tensors, "state")
     heads = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
     return bytes(msgpack.packb({"outline": outline, "tensors": heads}, use_bin_type=True))
@@ -253,7 +253,7 @@ def empty_tensors(document: bytes) -> list[torch.Tensor]:
     for kind, shape in _read(document)["tensors"]:
         if kind not in DTYPES:
             raise StateMismatch(
-                f"a state holds a tensor of {kind!r}, expected one of {', '.join(DTYPES)}"
+                f"a state has a tensor of {kind!r}, expected one of {', '.join(DTYPES)}"
             )
         found.append(torch.empty(shape, dtype=DTYPES[kind]))
     return found
@@ -268,13 +268,13 @@ def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         case torch.Tensor():
             if hasattr(value, "placements"):
                 raise InvalidArgument(
-                    f"{where} is a tensor of which only a part is here (DTensor), expected whole "
-                    "ones: of a sharded model pass build= and snapshots="
+                    f"{where} is a DTensor, expected a whole tensor: for a sharded model pass "
+                    "build= and snapshots="
                 )
             if value.layout != torch.strided or value.dtype not in DTYPES.values():
                 raise InvalidArgument(
-                    f"{where} is a tensor of {value.layout} and {value.dtype}, expected dense "
-                    "numbers"
+                    f"{where} is a tensor of {value.layout} and {value.dtype}, expected a dense "
+                    "tensor of numbers"
                 )
             tensors.append(value.detach())
             return {"tensor": len(tensors) - 1}
@@ -300,7 +300,7 @@ def _outlined(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
             return {"set": [_outlined(each, tensors, where) for each in sorted(value)]}
     raise InvalidArgument(
         f"{where} is a {type(value).__name__}, expected tensors, numbers, text, and dictionaries "
-        "or lists of these: nothing that comes is evaluated, so nothing else travels"
+        "or lists of these: received data is never evaluated, so nothing else is sent"
     )
 
 
@@ -332,7 +332,7 @@ def _filled(outline: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8[n] of its elements, on the host: a view where they lie there side by side."""
+    """Return a tensor's elements as uint8[n] on the host, a view if they are contiguous there."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 

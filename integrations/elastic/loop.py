@@ -1,13 +1,13 @@
-"""The loop that outlives its ranks.
+"""A training loop that continues when ranks die, leave or join.
 
-    for loss in commpress.elastic(train_step, {"model": model, "optimizer": optimizer}, data=loader,
-    epochs=3):
+    state = {"model": model, "optimizer": optimizer}
+    for loss in commpress.elastic(train_step, state, data=loader, epochs=3):
         ...
 
-If a step fails because a rank has died, left or joined, the present ranks repeat it, or take it
-over from a rank that has committed it. Nobody votes on a step: a rank that begins the exchange of
-the next one has committed this one, so ranks are at most one step apart. The other ranks heal
-newcomers and ranks that are behind, over the loop's own channel.
+If a step fails because a rank has died, left or joined, the present ranks repeat it, or copy its
+result from a rank that has committed it. There is no vote on a step: a rank that begins the
+exchange of the next one has committed this one, so ranks are at most one step apart. Newcomers and
+ranks that are behind are healed over the loop's own channel.
 """
 
 import logging
@@ -77,12 +77,12 @@ from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.torch_private import hook_of
 
-TRIES = 3  # times that a step fails although nobody came or went, until that is an error
-ATTEMPTS = 5  # to form the group anew, while others go or nobody answers, until that is an error
-# seconds in which newcomers are not heard after one has not got in: the first, the most
+TRIES = 3  # failures of a step without a change of ranks before it raises
+ATTEMPTS = 5  # failed attempts to reform the group before it raises
+# seconds without newcomers after one could not join: at first, and at most
 BACKOFF, LONGEST_BACKOFF = 1.0, 8.0
-POLL = 0.1  # seconds between two looks at the door while there are too few ranks
-NAME = "commpress"  # of the loop's own entry in what is shared
+POLL = 0.1  # seconds between two checks for newcomers while there are too few ranks
+NAME = "commpress"  # name of the loop's own entry in the shared state
 
 log = logging.getLogger("commpress")
 
@@ -109,7 +109,7 @@ def elastic(
     state: Mapping[str, Any] | None = None,
     **options: Unpack[ElasticOptions],
 ) -> "Elastic":
-    """Results of ``train_step``, one after the other, of steps that this rank has committed.
+    """Return an iterator over the results of ``train_step`` in the steps that this rank commits.
     ``options``: see ``Elastic``."""
     return Elastic(train_step, state, **options)
 
@@ -170,11 +170,11 @@ class Elastic:
             )
         if epochs is None and steps is None:
             raise InvalidArgument(
-                "epochs and steps are both None, expected one of them: when does the run end?"
+                "epochs and steps are both None, expected at least one of them, to end the run"
             )
         if epochs is not None and data is None:
             raise InvalidArgument(
-                f"epochs is {epochs!r}, but data is None, which has none: pass steps="
+                f"epochs is {epochs!r}, but data is None, which has no epochs: pass steps="
             )
         hash_every = (
             int(os.environ.get("COMMPRESS_HASH_EVERY", 0)) if hash_every is None else hash_every
@@ -182,8 +182,8 @@ class Elastic:
         check_counts(minimum=minimum, epochs=epochs or 0, steps=steps or 0, hash_every=hash_every)
         if build is not None and snapshots is None:
             raise InvalidArgument(
-                "build is given without snapshots=: a model that is divided has nothing else to "
-                "go back to when a rank is lost"
+                "build is given without snapshots=: a divided model can only return to a snapshot "
+                "when a rank is lost, so pass a folder"
             )
         self.batches, self.snapshots = (
             Batches(data),
@@ -202,24 +202,24 @@ class Elastic:
             ElasticCounters(),
             Events(events),
         )
-        self.epoch = 0  # of the group
+        self.epoch = 0  # epoch of the group
         self._healed, self._halfway = True, False
         self._begun, self._beginning = monotonic(), self.progress.state_dict()
-        self._counted = 0  # steps, up to the last one that counts here
-        self._failures = 0  # since a step was committed or somebody came or went
-        # seconds in which newcomers are not heard; the clock when they are over
+        self._counted = 0  # last step that was counted here
+        self._failures = 0  # since the last committed step or change of ranks
+        # seconds without newcomers, and the time when they end
         self._backoff = self._backoff_until = 0.0
         self._again = False  # the next step is a repeat
         self._seen: dict[int, int] = {}  # exchanges of local updates
-        # what this rank read for the step under way, the window's beginning, its place
+        # this rank's samples of the current step, the window's beginning, and its place
         self._sent = range(0), 0, self._place
         self.channel = Channel.among(process_group, timeout=timeout, name="commpress-elastic")
-        if build is not None:  # who joins builds when it is among the others
+        if build is not None:  # a newcomer builds after joining
             self.build = Build(build, self.group.registry)
             train_step, state = self.build() if self.attendance.join is None else (_nothing, {})
         self._take(train_step, state)  # type: ignore[arg-type]
 
-    # ------------------------------------------------------------ what is trained
+    # ------------------------------------------------------------ trained objects
 
     def _take(self, train_step: Callable[..., Any], state: Mapping[str, Any]) -> None:
         """Train these objects from now on."""
@@ -230,7 +230,7 @@ class Elastic:
             )
         if NAME in state:
             raise InvalidArgument(
-                f"state has the name {NAME!r}, which the loop needs for itself: choose another"
+                f"state has the name {NAME!r}, which the loop uses itself: choose another"
             )
         self.train_step, every = train_step, {**state, NAME: self.progress}
         if self.build is None:
@@ -253,8 +253,8 @@ class Elastic:
     def _describe(
         self, state: Mapping[str, Any], replicas: Sequence[DistributedDataParallel]
     ) -> None:
-        """Have newcomers that are unlike this process sent away at the door; models that are built
-        anew they have not yet."""
+        """Set the description by which unlike newcomers are refused. It leaves out models made by
+        ``build``, which newcomers do not have yet."""
         snapshots = None if self.snapshots is None else self.snapshots.every
         self.description = Description(
             state if self.build is None else {},
@@ -289,7 +289,7 @@ class Elastic:
 
     @property
     def contact(self) -> str:
-        """The place at which this rank takes newcomers in, for their ``join``."""
+        """Address for newcomers, for their ``join``."""
         return str(self.group.contact)
 
     # ------------------------------------------------------------ steps
@@ -337,7 +337,7 @@ class Elastic:
         self.events.close()
 
     def _attempt(self) -> tuple[bool, Any]:
-        """One step; whether this rank has committed it with a result, and that."""
+        """Try one step; return whether this rank has committed it with a result, and the result."""
         sampler = self.batches.sampler
         self._sent = (
             (range(0), 0, self._place)
@@ -358,7 +358,7 @@ class Elastic:
         else:
             self._committed(monotonic() - begun)
             return True, result
-        # the frames would keep alive what belongs to the ranks that there were
+        # the frames would keep objects of the former ranks alive
         if self.build is not None:
             without_frames(failure)
         self._recover(fault, failure)
@@ -385,14 +385,14 @@ class Elastic:
         counters.step_seconds += seconds
         counters.seconds = monotonic() - self._begun
         if self.events.wanted:
-            # divided: others on each rank
+            # a divided model has other weights on each rank
             due = self.hash_every and self.step % self.hash_every == 0 and self.build is None
             hashed = {"hash": f"{self.weights_hash():016x}"} if due else {}
             read = {"samples": [share.start, share.stop], "position": position}
             self.events.write("commit", self.step, place, read | hashed)
 
     def _has_ended(self) -> bool:
-        """This rank has committed the last step."""
+        """Return whether this rank has committed the last step."""
         sampler = self.batches.sampler
         ended = self.last_step is not None and self.step >= self.last_step
         return ended or (
@@ -400,19 +400,19 @@ class Elastic:
         )
 
     def _all_have_ended(self) -> bool:
-        """Return true if all ranks have ended; else some are behind or new, and the others repeat
-        steps that these have not committed."""
+        """Return whether all ranks have ended; if some are behind or new, the others help to
+        repeat the steps that these have not committed."""
         if not self._vote(False, "end"):
             return True
         try:
             self._reform()
         except CommunicationError as error:
-            log.info("all steps are committed here, and the others are gone: %s", error)
+            log.info("all steps are committed here, and the other ranks have ended: %s", error)
             return True
         return False
 
     def _asked(self, flag: bool, what: str) -> bool:
-        """True if ``flag`` is on some rank; all ranks are at this step then."""
+        """Return whether ``flag`` is set on some rank, with all ranks at this step."""
         channel = self.channel
         steps = any_rank(
             flag, channel, channel.take(), torch.device("cpu"), what=what, numel=self.step
@@ -420,8 +420,8 @@ class Elastic:
         return channel.run(steps)
 
     def _vote(self, flag: bool, what: str) -> bool:
-        """True if ``flag`` is on some rank; or if some have gone, or want to form the group
-        anew."""
+        """Return whether ``flag`` is set on some rank, or ranks are lost or want to reform the
+        group."""
         try:
             return self._asked(flag, what)
         except CommunicationError as error:
@@ -429,20 +429,20 @@ class Elastic:
             return True
 
     def state_hash(self) -> int:
-        """xxh3 of all tensors that the ranks share; where the model is divided, of the whole, and
+        """Return xxh3 of all shared tensors; of the whole model if it is divided, then
         collective."""
         _, tensors = self.state.taken_apart()
         return hash_of_all(b"", [hash_of(each) for each in tensors])
 
     def weights_hash(self) -> int:
-        """xxh3 of all parameters, where every rank has all of them."""
+        """Return xxh3 of all parameters, which every rank must have whole."""
         return hash_of_all(
             b"", [hash_of(each) for module in self._modules for each in module.parameters()]
         )
 
     def _somebody_waits(self) -> bool:
-        """A newcomer is at the door of this rank, or this rank wants to leave; with local updates
-        of any rank, asked where all are at the same step."""
+        """Return whether a newcomer waits at this rank, or this rank wants to leave; with local
+        updates whether that holds for any rank, exchanged when all are at the same step."""
         if self._locals:
             if not any(
                 each.counters.exchanges != self._seen.get(id(each)) for each in self._locals
@@ -451,7 +451,7 @@ class Elastic:
             self._seen = {id(each): each.counters.exchanges for each in self._locals}
             return self._vote(self._knocks or self.attendance.leaving, "newcomers")
         if any(each.round() is RoundKind.LOCAL for each in self._optimizers):
-            # nobody waits for anybody in such a step: the others may be at a later one
+            # such a step has no exchange: the others may be at a later one
             return False
         return self._knocks or (self.attendance.leaving and self.build is None)
 
@@ -462,7 +462,7 @@ class Elastic:
         self._note(fault)
         log.warning("step %d was interrupted: %s", self.step, fault)
         self._failures += not self._others_reform()
-        if self._failures > TRIES - (not self.counters.steps):  # who has just come gives up first
+        if self._failures > TRIES - (not self.counters.steps):  # a newcomer gives up first
             raise error
         if self._mark.applied:
             self._halfway = True
@@ -471,9 +471,8 @@ class Elastic:
             self.progress.step += 1
             self._mark.forget()
             log.warning(
-                "step %d failed after optimizer.step(): it counts, and what train_step does after "
-                "that was left out here, unless another rank has done it. Put collectives of your "
-                "own before optimizer.step()",
+                "step %d failed after optimizer.step(): it counts as committed, but the rest of "
+                "train_step was not run here. Call your own collectives before optimizer.step()",
                 self.step - 1,
             )
         else:
@@ -482,8 +481,8 @@ class Elastic:
         self._reform()
 
     def _reform(self, *, between: bool = False) -> None:
-        """Agree on the members until they are enough and all alike. ``between``: all are at the end
-        of a round."""
+        """Agree on members until there are enough and all have the same state. ``between``: all are
+        at the end of a round."""
         begun, failed = monotonic(), 0
         self.counters.reforms += 1
         while True:
@@ -514,15 +513,15 @@ class Elastic:
                     raise
                 if self.build is not None:
                     without_frames(error)
-                # stopped or cut off for too long: as a newcomer this rank is welcome
+                # stopped or disconnected for too long: this rank can rejoin as a newcomer
                 if isinstance(fault, Excluded):
                     log.warning(
-                        "the others have gone on, and this rank joins them again: %s", fault
+                        "the others have continued, and this rank joins them again: %s", fault
                     )
                     self.attendance.join_again(fault)
-                    self._healed, self._halfway = False, False  # nothing that the others would want
+                    self._healed, self._halfway = False, False  # its state is out of date
                 else:
-                    log.warning("somebody else went while the group was formed anew: %s", fault)
+                    log.warning("another rank was lost while the group reformed: %s", fault)
         pause = monotonic() - begun
         self._backoff = (
             0.0
@@ -549,14 +548,14 @@ class Elastic:
         return True
 
     def _others_reform(self) -> bool:
-        """Some rank forms the group anew, maybe for a newcomer: that is no failure of a step on
-        this rank."""
+        """Return whether another rank reforms the group, for example for a newcomer: then a step
+        has not failed because of this rank."""
         return bool(getattr(getattr(self.group, "guard", None), "reforming", ()))
 
     @property
     def _knocks(self) -> bool:
-        """Return true if a newcomer that may still get in waits at this rank's door."""
-        waiting = bool(self.group.waiting)  # sends away who is unlike the others
+        """True if a newcomer that may still join waits at this rank."""
+        waiting = bool(self.group.waiting)  # also refuses unlike newcomers
         return (
             waiting
             and monotonic() >= self._backoff_until
@@ -564,23 +563,23 @@ class Elastic:
         )
 
     def _agreed(self, *, leaves: bool) -> Change:
-        """Reform the group itself. Owners that cannot follow are an error, unless they are built
-        anew."""
-        said = Declaration(
+        """Reform the group itself. Owners that cannot follow are an error, unless ``build`` makes
+        them again."""
+        report = Declaration(
             self.step, healed=self._healed, halfway=self._halfway, leaves=leaves
         ).packed()
         before, age = (
             getattr(self.group, "change", None),
             0 if self.attendance.join is not None else self.step,
         )
-        # newcomers have had theirs, and could not take part in ours
+        # newcomers have had their own first steps and could not take part in these
         admit = self._rehearsal.over(self.counters.steps)
         try:
             change: Change = self.group.reform(
-                self.timeout, say=said, age=age, join=self.attendance.join, admit=admit
+                self.timeout, say=report, age=age, join=self.attendance.join, admit=admit
             )
         except InvalidArgument:
-            # it was not formed anew
+            # the group was not reformed
             if self.build is None or getattr(self.group, "change", None) in (None, before):
                 raise
             change = self.group.change
@@ -596,8 +595,8 @@ class Elastic:
         return change
 
     def _settle(self, change: Change) -> None:
-        """Make all ranks alike: newcomers, ranks behind, and ranks halfway through a step that
-        others have finished."""
+        """Give all ranks the same state: newcomers, ranks behind, and ranks halfway through a step
+        that others have finished."""
         if self.batches.sampler is not None:
             self.batches.sampler.reform(change)
         if self.build is not None:
@@ -608,10 +607,10 @@ class Elastic:
         donors = Declaration.donors(change)
         if not donors:
             raise NoQuorum(
-                f"none of the {change.size} ranks that are left has the state of the run: those "
-                "who had it died before the newcomers were healed. Start again from a snapshot"
+                f"none of the {change.size} remaining ranks has the state of the run: those that "
+                "had it died before the newcomers were healed. Start again from a snapshot"
             )
-        # who is a step behind could go on from there, if those ahead die now
+        # a rank that is a step behind still has a valid state, if those ahead die now
         self._healed &= change.was is not None
         took_part = self._healed
         donors = self._alike_among(donors)
@@ -620,23 +619,23 @@ class Elastic:
         self._settled(healed, needs=change.rank in needy)
         if self.snapshots is not None and change.was is None:
             self.snapshots.give_way(self.step)
-        # committed by others, with what this rank had sent, or only in part
+        # committed by others with this rank's data, or by this rank in part
         if took_part and self.step == self._counted + 1:
             self._count(0.0)
         self._counted = self.step
 
     def _alike_among(self, donors: Sequence[int]) -> list[int]:
-        """Those with the weights of the first: a step that changes them more than once may have
-        been interrupted anywhere."""
+        """Return the donors with the weights of the first: a step that changes weights more than
+        once may have been interrupted anywhere."""
         if self._locals:
             return list(donors)
         hashes = self.channel.run(gathered_hashes(self.channel, [self.weights_hash()]))[:, 0]
         if others := [rank for rank in donors if hashes[rank] != hashes[donors[0]]]:
-            log.warning("ranks %s have other weights than rank %d, whose count", others, donors[0])
+            log.warning("ranks %s have other weights than rank %d, which count", others, donors[0])
         return [rank for rank in donors if rank not in others]
 
     def _settled(self, healed: Healed | None, *, needs: bool) -> None:
-        """This rank is like the others."""
+        """Record that this rank has the state of the others."""
         self._healed, self._halfway = True, False
         if healed is None:
             return
@@ -654,13 +653,13 @@ class Elastic:
         self.counters.given_bytes += healed.given.get(self.channel.rank, 0)
 
     def _wait_for_more(self) -> bool:
-        """Below the minimum: wait for newcomers, all ranks together; true where no more are
-        needed."""
+        """Wait for newcomers below the minimum, on all ranks together; return whether there are
+        enough."""
         if not self._rehearse():
             return False
         until = monotonic() + self.patience
         log.warning(
-            "%d ranks are left, expected at least %d: waiting for newcomers",
+            "%d ranks remain, expected at least %d: waiting for newcomers",
             self.size,
             self.minimum,
         )
@@ -669,14 +668,15 @@ class Elastic:
                 return False
             sleep(POLL)
         raise NoQuorum(
-            f"{self.size} ranks are left, minimum is {self.minimum}, and nobody joined within "
+            f"{self.size} ranks remain, minimum is {self.minimum}, and no process joined within "
             f"{self.patience:g} s: start more processes with join=, or pass a smaller minimum"
         )
 
     # ------------------------------------------------------------ the beginning
 
     def _start(self) -> None:
-        """Load the newest snapshot, join, and make all ranks alike before the first step."""
+        """Load the newest snapshot, join, and give all ranks the same state before the first
+        step."""
         self._seen = {id(each): each.counters.exchanges for each in self._locals}
         joins = self.attendance.begin()
         if self.snapshots is not None:
@@ -684,7 +684,7 @@ class Elastic:
             if self.build is None and self.snapshots.last and not joins and not self.counters.steps:
                 step, document, tensors = self.snapshots.load()
                 self.state.load(document, tensors)
-                log.info("goes on from the snapshot of step %d in %s", step, self.snapshots.place)
+                log.info("resuming from the snapshot of step %d in %s", step, self.snapshots.place)
         if joins:
             self._rehearse()
             self._reform()
@@ -700,7 +700,7 @@ class Elastic:
             self._reform()
 
     def _rehearse(self) -> bool:
-        """Have the first steps of replicas over; False if somebody died meanwhile."""
+        """Run the first steps of replicas; return False if a rank died during them."""
         if self._rehearsal.over(self.counters.steps):
             return True
         try:
@@ -718,8 +718,8 @@ class Elastic:
         return True
 
     def _alike(self) -> bool:
-        """Ranks that were started together may have snapshots of different steps: the newest
-        counts. False if one is gone."""
+        """Give ranks that were started together the newest of their snapshots, which may be of
+        different steps. Return False if a rank is lost."""
         channel = self.channel
         try:
             mine = packed(dict(self.description()), [])
@@ -737,32 +737,33 @@ class Elastic:
             return False
         return True
 
-    def _compare(self, said: np.ndarray, mine: bytes) -> None:
-        """Refuse ranks that were started together with other data, models or options, on all of
-        them."""
-        unlike = [rank for rank, each in enumerate(said) if (each != said[0]).any()]
+    def _compare(self, reports: np.ndarray, mine: bytes) -> None:
+        """Raise on all ranks if some were started with other data, models or options than rank
+        0."""
+        unlike = [rank for rank, each in enumerate(reports) if (each != reports[0]).any()]
         if not unlike:
             return
         alike = [rank for rank in range(self.size) if rank not in unlike]
         first, _, _ = self.channel.run(share(mine, [], self.channel, donors=alike, needy=unlike))
         found = differences(unpacked(first, []), self.description(), others="rank 0 has")
         raise InvalidArgument(
-            f"ranks {unlike} were started otherwise than rank "
-            f"0{': ' + found if found else ', as their own errors say'}. Start all of them with "
-            "the same data, models and options"
+            f"ranks {unlike} were started with other settings than rank "
+            f"0{': ' + found if found else ', listed in their own errors'}. Start all of them "
+            "with the same data, models and options"
         )
 
     # ------------------------------------------------------------ snapshots
 
     def _save(self) -> None:
-        """Take a snapshot if it is due and all agree; divided models let ranks go after it."""
+        """Take a snapshot if it is due and all agree; ranks with divided models may leave after
+        it."""
         if self.snapshots is None or self.step % self.snapshots.every:
             return
         leaves = False
         try:
             leaves = self._asked(self.attendance.leaving and self.build is not None, "snapshot")
             self._write()
-        except Exception as error:  # this step is not known to be everybody's
+        except Exception as error:  # other ranks may not have this step
             fault = fault_of(error)
             if fault is None:
                 raise
@@ -784,7 +785,7 @@ class Elastic:
             self.counters.failed_snapshots += 1
             log.error(
                 (
-                    "the snapshot of step %d could not be written, and the run goes on with that "
+                    "the snapshot of step %d could not be written, and the run continues with that "
                     "of step %d: %s"
                 ),
                 self.step,
@@ -800,7 +801,7 @@ class Elastic:
     # ------------------------------------------------------------ divided models
 
     def _let_go(self) -> None:
-        """Let go of objects that belong to the former ranks."""
+        """Release objects that belong to the former ranks."""
         self._mark.close()
         assert self.build is not None
         objects = self.state.objects
@@ -808,8 +809,8 @@ class Elastic:
         self.build.let_go(objects)
 
     def _rebuild(self, *, built: bool = False, of: Sequence[int] = ()) -> None:
-        """Construct divided objects for the present ranks, from the newest snapshot ``of`` some of
-        them, or as at the beginning."""
+        """Construct divided objects for the present ranks and load the newest snapshot ``of`` some
+        ranks, if there is one."""
         assert self.build is not None
         assert self.snapshots is not None
         if not built:
@@ -825,7 +826,7 @@ class Elastic:
         if step or before:
             self._tell("restore", was=before)
 
-    # ------------------------------------------------------------ telling
+    # ------------------------------------------------------------ events
 
     def _note(self, fault: CommunicationError) -> None:
         self._tell("fault", error=str(fault), ranks=list(fault.ranks))

@@ -1,7 +1,7 @@
-"""Steps that are done again: marks of their beginning, rehearsals, builds, and what made them fail.
+"""Repetition of steps: marks of their beginning, rehearsals, builds, and causes of failures.
 
-Weights and the state of optimizers need no copy, for they change only after every exchange of the
-step has succeeded. What changes before are random numbers, buffers, and gradients.
+Weights and the state of optimizers need no copy, because they change only after every exchange of
+the step has succeeded. Random numbers, buffers and gradients change earlier.
 """
 
 import gc
@@ -33,8 +33,8 @@ def fault_of(error: BaseException) -> CommunicationError | None:
 
 
 def without_frames(error: BaseException | None) -> None:
-    """Forget where an error, and what it came of, was raised: the frames hold all that their
-    functions worked with."""
+    """Drop the traceback of an error and of its causes, because frames refer to the local variables
+    of their functions."""
     waiting, seen = [error], set[int]()
     while waiting:
         each = waiting.pop()
@@ -72,17 +72,17 @@ def _hooked(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
         return optimizer.register_step_post_hook(hook)
     except AttributeError as error:
         raise InvalidArgument(
-            f"state has a {type(optimizer).__name__}, which is only put before an optimizer, "
-            "expected the optimizer itself: of Accelerate's, optimizer.optimizer"
+            f"state has a {type(optimizer).__name__}, which is only a wrapper of an optimizer, "
+            "expected the optimizer itself, with Accelerate optimizer.optimizer"
         ) from error
 
 
 class StepMark:
-    """Beginning of a step of these objects. ``applied`` tells whether an optimizer has changed
-    weights since.
+    """Beginning of a step of these objects. ``applied`` is True if an optimizer has changed weights
+    since.
 
-    Note: an optimizer says so when its step is over. One of commpress that raises has changed
-    nothing, and counts its steps.
+    Note: it is found by a hook after an optimizer's step. Optimizers of commpress that raise have
+    changed nothing, and count their steps.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
@@ -131,8 +131,8 @@ class StepMark:
         self.forget()
 
     def forget(self) -> None:
-        """No gradients, and nothing that a GradScaler has found in them: what comes next must not
-        add to those of a step that failed, nor take its own for unscaled."""
+        """Drop gradients and a GradScaler's findings, so that the next step neither adds to the
+        gradients of a failed one nor takes its own for unscaled."""
         for parameter in self._parameters:
             parameter.grad = None
         for optimizer in self._optimizers:
@@ -153,14 +153,15 @@ STEPS = 2
 
 
 class Rehearsal:
-    """First steps of these replicas."""
+    """First steps of replicas, in which DDP builds its buckets; they are run without effect before
+    newcomers may join."""
 
     def __init__(self, replicas: Sequence[DistributedDataParallel], mark: StepMark) -> None:
         self._mark = mark
         self.steps = STEPS + any(each.static_graph for each in replicas) if replicas else 0
 
     def over(self, steps: int) -> bool:
-        """True once replicas that have committed so many steps are past their first ones."""
+        """Return whether replicas that have committed ``steps`` steps are past their first ones."""
         return steps >= self.steps
 
     def end(self) -> None:
@@ -174,9 +175,9 @@ class Rehearsal:
         batches: Batches,
         owners: Iterable[Any],
     ) -> None:
-        """Do them alone, or all ranks together; ``end`` when all have. Afterwards all is as it was:
-        ``state``, the position in the data, random numbers, and what ``owners`` of residuals have
-        on this rank; also where a step raises."""
+        """Run the first steps alone, or on all ranks together; call ``end`` when all have. It then
+        restores, even after an error, ``state``, the position in the data, random numbers, and the
+        local state of ``owners`` of residuals."""
         document, tensors = state.taken_apart()
         shared = [each.clone() for each in tensors]
         own = [(load, deepcopy(save())) for save, load in map(_own_state, owners) if save and load]
@@ -205,11 +206,11 @@ Made = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
 class Build:
-    """A user's ``build``: called with the random numbers that the run began with, so that it makes
-    the same each time.
+    """A user's ``build``, called with the random numbers of the run's beginning, so that each call
+    makes the same objects.
 
-    What is made over the group from the first call on is of that build, and goes no further when
-    the next one comes.
+    Objects made over the group since a call belong to that build, and are dropped before the next
+    one.
     """
 
     def __init__(self, build: Callable[[], Made], registry: Any) -> None:
@@ -225,7 +226,8 @@ class Build:
             now.put_back()
 
     def let_go(self, objects: Mapping[str, Any]) -> None:
-        """Of what was built: errors under way, and hooks on parameters, may hold it for a while."""
+        """Release the built objects; pending errors and hooks may still refer to them for a
+        while."""
         if not self._built:
             return
         self._built = False

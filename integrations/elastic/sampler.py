@@ -1,12 +1,11 @@
-"""Positions in data that survive a change of ranks: every sample of an epoch is read once, whoever
-comes and goes.
+"""Positions in data that survive a change of ranks: every sample of an epoch is read once.
 
     stream = π₀ π₁ π₂ …          πₑ: a permutation of all samples, drawn from seed and epoch
     a step of P ranks, b samples each, reads stream[p : p + P·b], rank r the r-th b of them
     once committed, p ← p + P·b
 
-What was read is one number, p. Samples that were read ahead, or in a step that was not committed,
-lie behind it and are read again, by whoever is there then.
+The position is one number, p. Samples that were read in advance, or in a step that was not
+committed, are after it and are read again by the ranks of that time.
 """
 
 from collections.abc import Iterator, Sized
@@ -22,16 +21,16 @@ from commpress.errors import InvalidArgument, StateMismatch, check_counts
 
 class ElasticSampler(Sampler[int]):
     """This rank's samples, from the last committed step to the end of the epoch.
-    ``commpress.elastic`` commits and hands over; in a loop of your own call ``commit`` after each
-    step, and iterate anew after ``reform``.
+    ``commpress.elastic`` commits and hands over; in your own loop call ``commit`` after each step,
+    and iterate again after ``reform``.
 
-    - ``data``: has a length; the samples are 0 … length − 1.
-    - ``batch_size``: samples of one rank in one step: of the DataLoader's batch, times as many
-      batches as a step accumulates.
-    - ``shuffle``: a new permutation in each epoch, from ``seed``; else in order.
+    - ``data``: a dataset with a length; the samples are 0 … length − 1.
+    - ``batch_size``: samples of one rank in one step: the DataLoader's batch size times the number
+      of batches that a step accumulates.
+    - ``shuffle``: read a new permutation in each epoch, from ``seed``; else read in order.
     - ``drop_last``: leave out the last samples of an epoch that are too few for a step of all
-      ranks. False: the first step of the next epoch begins with them, so that none is lost.
-    - ``rank``, ``size``: by default those of ``process_group``.
+      ranks. If False, the first step of the next epoch begins with them, so that none is lost.
+    - ``rank``, ``size``: rank and number of ranks, by default of ``process_group``.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class ElasticSampler(Sampler[int]):
         if not hasattr(data, "__len__") or not len(data):
             lacks = "of no samples" if hasattr(data, "__len__") else "without a length"
             raise InvalidArgument(
-                f"data is a {type(data).__name__} {lacks}, expected one that has its samples by "
-                "number: a position in a mere stream cannot be handed over"
+                f"data is a {type(data).__name__} {lacks}, expected a dataset with numbered "
+                "samples: a position in a stream cannot be handed over"
             )
         check_counts(seed=seed)
         for name, value in (("batch_size", batch_size), ("size", 1 if size is None else size)):
@@ -76,8 +75,8 @@ class ElasticSampler(Sampler[int]):
         )
         self.seed, self.rank, self.size = seed, rank, size
         self.epoch = 0
-        self.position = 0  # in the stream: what lies before it was read by committed steps
-        self.dropped = 0  # samples that were left out at the ends of epochs
+        self.position = 0  # in the stream: committed steps have read all before it
+        self.dropped = 0  # samples left out at the ends of epochs
         self._drawn: dict[int, torch.Tensor] = {}  # permutations in use, by epoch
         self._follow()
 
@@ -92,12 +91,12 @@ class ElasticSampler(Sampler[int]):
         return ((self.epoch + 1) * self.samples - self.position) // self.window
 
     def __len__(self) -> int:
-        """This rank's samples to the end of the epoch."""
+        """Return this rank's samples to the end of the epoch."""
         return self.steps * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        """From the committed position as it is now, for the ranks that there are now: commits move
-        no iterator."""
+        """Iterate from the present committed position, for the present ranks; later commits do not
+        move the iterator."""
         first = self.share.start
         return (
             index
@@ -107,12 +106,12 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def share(self) -> range:
-        """Places in the stream that this rank reads in the next step."""
+        """Positions in the stream that this rank reads in the next step."""
         first = self.position + self.rank * self.batch_size
         return range(first, first + self.batch_size)
 
     def _indices(self, first: int) -> Iterator[int]:
-        """Samples of this rank in one step."""
+        """Yield the samples of this rank in one step."""
         for at in range(first, first + self.batch_size):
             epoch, place = divmod(at, self.samples)
             yield int(self._permutation(epoch)[place]) if self.shuffle else place
@@ -126,7 +125,7 @@ class ElasticSampler(Sampler[int]):
             self._drawn[epoch] = torch.randperm(self.samples, generator=draws)
         return self._drawn[epoch]
 
-    # ------------------------------------------------------------ what has been read
+    # ------------------------------------------------------------ position
 
     def commit(self, steps: int = 1) -> None:
         """Record steps that all ranks have taken. After the last of an epoch the next one
@@ -134,15 +133,15 @@ class ElasticSampler(Sampler[int]):
         check_counts(steps=steps)
         if steps > self.steps:
             raise InvalidArgument(
-                f"steps is {steps}, epoch {self.epoch} has {self.steps} steps left: commit each "
-                "step once"
+                f"steps is {steps}, but epoch {self.epoch} has {self.steps} steps left: commit "
+                "each step once"
             )
         self.position += steps * self.window
         self._follow()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``, unless that is where we are: a run that resumes in the middle of an
-        epoch goes on there."""
+        """Begin ``epoch``, unless it is the present one: a run that resumes in the middle of an
+        epoch continues there."""
         check_counts(epoch=epoch)
         if epoch != self.epoch:
             self.epoch, self.position = epoch, epoch * self.samples
@@ -154,12 +153,12 @@ class ElasticSampler(Sampler[int]):
         self._follow()
 
     def _follow(self) -> None:
-        """Begin the next epoch where this one has no room for a step of all ranks."""
+        """Begin the next epoch if this one has no room for a step of all ranks."""
         if self.drop_last and self.window > self.samples:
             raise InvalidArgument(
                 f"drop_last is True and data has {self.samples} samples, but a step of {self.size} "
-                f"ranks reads {self.window}: no step would be left of an epoch; pass "
-                "drop_last=False or a smaller batch_size"
+                f"ranks reads {self.window}, so an epoch would have no step: pass drop_last=False "
+                "or a smaller batch_size"
             )
         while not self.steps:
             self.epoch += 1
@@ -178,9 +177,9 @@ class ElasticSampler(Sampler[int]):
         for name in ("samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise StateMismatch(
-                    f"the sampler was saved with {name}={state[name]!r}, this one "
-                    f"{getattr(self, name)!r}: a position would mean other samples; construct it "
-                    "with the same data and options"
+                    f"the sampler was saved with {name}={state[name]!r}, but this one has "
+                    f"{getattr(self, name)!r}, so its position would mean other samples: construct "
+                    "it with the same data and options"
                 )
         self.epoch, self.position, self.dropped = (
             int(state["epoch"]),
@@ -191,17 +190,17 @@ class ElasticSampler(Sampler[int]):
 
 
 class Batches:
-    """Reads of a loader, step by step: a batch, or a list of them where a step accumulates several,
-    for ``train_step``.
+    """Read a loader step by step: a batch for ``train_step``, or a list of batches if a step
+    accumulates several.
 
-    ``loader`` has an ``ElasticSampler``; None: steps read nothing.
+    ``loader`` must have an ``ElasticSampler``; None: steps read nothing.
     """
 
     def __init__(self, loader: "DataLoader[Any] | None") -> None:
         self.loader, self.count = loader, 1
         self.sampler: ElasticSampler | None = None
         self._iterator: Iterator[Any] | None = None
-        self._left = 0  # steps that the iterator has
+        self._left = 0  # remaining steps of the iterator
         if loader is None:
             return
         sampler = getattr(loader, "sampler", None)
@@ -215,9 +214,9 @@ class Batches:
         size = loader.batch_size or 0
         if not size or sampler.batch_size % size:
             raise InvalidArgument(
-                f"data has batches of {loader.batch_size} and its sampler {sampler.batch_size} "
-                "samples a step, expected the same, or for gradients accumulated over k batches k "
-                "times as many"
+                f"data has batches of {loader.batch_size} samples, but its sampler has "
+                f"{sampler.batch_size} samples a step, expected the same number, or k times as "
+                "many to accumulate gradients over k batches"
             )
         self.sampler, self.count = sampler, sampler.batch_size // size
 
@@ -238,13 +237,12 @@ class Batches:
         return (batches[0],) if self.count == 1 else (batches,)
 
     def restart(self) -> None:
-        """Read again what was read ahead, from the committed position."""
+        """Read again from the committed position, dropping batches read in advance."""
         self._iterator, self._left = None, 0
 
 
 class Progress:
-    """Steps committed, and the position in the data: the loop's own part of what all ranks
-    share."""
+    """Committed steps and the position in the data: the loop's own part of the shared state."""
 
     def __init__(self, batches: Batches) -> None:
         self.step, self._batches = 0, batches

@@ -1,13 +1,13 @@
-"""State of a run, by name: what a newcomer needs to be like the others, and what a snapshot holds.
+"""Shared state of a run, by name: for newcomers and for snapshots.
 
-A state is taken apart into its tensors and a document (msgpack) of all else: numbers, text, and
-where each tensor belongs. Nothing in a document is ever evaluated. What is divided among ranks is
+A state is taken apart into its tensors and a document (msgpack) of all else: numbers, text, and the
+places of tensors. Nothing in a document is ever evaluated. State that is divided among ranks is
 made whole, the same on every rank:
 
-    a module with DTensors, FSDP1     torch's full state dict
-    an optimizer over DTensors        likewise, by the names of the module's parameters
-    Partitioned                       its state_dict, which is whole
-    what has elastic_state_dict       the parts of all ranks, side by side
+    a module with DTensors, FSDP1        torch's full state dict
+    an optimizer over DTensors           likewise, by the names of the module's parameters
+    Partitioned                          its state_dict, which is whole
+    an object with elastic_state_dict    the parts of all ranks
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,18 +36,18 @@ from commpress.optim.sharded import ShardedOptimizer
 from commpress.work import Steps
 
 _WHOLE = StateDictOptions(full_state_dict=True)
-_CURE = "pass build=, which constructs it for the ranks that there are, and snapshots="
+_CURE = "pass build=, which constructs it for the present ranks, and snapshots="
 
 
 class SharedState:
-    """Objects that hold it: modules, optimizers, schedulers, scalers, samplers, or whatever has
-    ``state_dict`` and ``load_state_dict``. Where compression leaves something behind on each rank,
-    that is no part of it: ``shared_state`` and ``load_shared_state`` take precedence.
+    """Objects with a shared state: modules, optimizers, schedulers, scalers, samplers, or others
+    with ``state_dict`` and ``load_state_dict``. Residuals, which differ between ranks, are not part
+    of it: ``shared_state`` and ``load_shared_state`` take precedence.
 
-    - ``objects``: by name, the same names on every rank. Modules are loaded first, the others in
-      the order given.
-    - ``channel``: of the ranks among which some of these are divided. Then taking the state apart
-      is collective, and loading it where torch's is.
+    - ``objects``: objects by name, the same names on every rank. Modules are loaded first, the
+      others in the given order.
+    - ``channel``: channel of the ranks among which some objects are divided. Then taking the state
+      apart is collective, and loading is, too, if torch's is.
     """
 
     def __init__(self, objects: Mapping[str, Any], channel: Channel | None = None) -> None:
@@ -55,21 +55,20 @@ class SharedState:
         for name, each in objects.items():
             if not _methods(each):
                 raise InvalidArgument(
-                    f"state[{name!r}] is a {type(each).__name__}, expected what has state_dict and "
-                    "load_state_dict: newcomers would not be like the others in it"
+                    f"state[{name!r}] is a {type(each).__name__}, expected an object with "
+                    "state_dict and load_state_dict, to give newcomers its state"
                 )
             if isinstance(each, torch.nn.Module):
                 cure = (
-                    "train them in a loop of your own, from checkpoints of each rank "
-                    "(docs/experts.md)"
+                    "train them in your own loop, from checkpoints of each rank (docs/experts.md)"
                 )
                 refuse_held(
                     "commpress.elastic", each.named_parameters(), "heals all ranks alike", cure=cure
                 )
             if channel is not None and isinstance(each, Offloaded):
                 raise InvalidArgument(
-                    f"state[{name!r}] is an Offloaded, whose state is in a store of each rank, and "
-                    "cannot be made whole in memory: train without commpress.elastic, from "
+                    f"state[{name!r}] is an Offloaded, with its state in a store of each rank, "
+                    "which cannot be made whole in memory: train without commpress.elastic, from "
                     "checkpoints by torch.distributed.checkpoint"
                 )
         self.objects = dict(
@@ -77,8 +76,8 @@ class SharedState:
         )
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:
-        """A document, and the tensors themselves: read them before anybody changes them, and never
-        write."""
+        """Return a document, and the tensors themselves: read them before they change, and never
+        write to them."""
         tensors: list[torch.Tensor] = []
         with torch.no_grad():
             content = {name: self._both_ways(each)[0]() for name, each in self.objects.items()}
@@ -90,13 +89,13 @@ class SharedState:
         if content.keys() != self.objects.keys():
             raise StateMismatch(
                 f"the state has {', '.join(map(repr, content))}, expected "
-                f"{', '.join(map(repr, self.objects))}: give the same names on every rank"
+                f"{', '.join(map(repr, self.objects))}: pass the same names on every rank"
             )
         for name, each in self.objects.items():
             self._both_ways(each)[1](content[name])
 
     def _both_ways(self, each: Any) -> tuple[Any, Any]:
-        """Functions that give the state of an object, whole, and take it."""
+        """Return functions that return an object's whole state and load it."""
         if self.channel is None:
             give, take = _methods(each)
             return give, take
@@ -145,7 +144,8 @@ class SharedState:
 
 
 def _methods(each: Any) -> tuple[Any, ...]:
-    """Those that give and take the shared state of an object; none if it has no such thing."""
+    """Return the methods that return and load an object's shared state; none if it has no such
+    methods."""
     for give, take in (("shared_state", "load_shared_state"), ("state_dict", "load_state_dict")):
         if callable(getattr(each, give, None)) and callable(getattr(each, take, None)):
             return getattr(each, give), getattr(each, take)
@@ -153,7 +153,7 @@ def _methods(each: Any) -> tuple[Any, ...]:
 
 
 def is_divided(each: Any) -> bool:
-    """True if ranks have different parts of it."""
+    """Return whether ranks have different parts of an object."""
     if isinstance(each, torch.nn.Module):
         divided = any(isinstance(p, DTensor) for p in each.parameters())
         return divided or any(
@@ -169,18 +169,18 @@ def _over_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_reformable(state: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for what cannot go on among other ranks as it is."""
+    """Raise ``InvalidArgument`` for objects that cannot continue among other ranks unchanged."""
     for name, each in state.items():
         if is_divided(each):
             raise InvalidArgument(
-                f"state[{name!r}] is a {type(each).__name__} of which every rank has a part: "
+                f"state[{name!r}] is a {type(each).__name__} that is divided among the ranks: "
                 f"{_CURE}"
             )
         if isinstance(each, Divided) or (
             isinstance(getattr(each, "channel", None), Channel) and not hasattr(each, "reform")
         ):
             raise InvalidArgument(
-                f"state[{name!r}] is a {type(each).__name__}, which cannot go on among other "
+                f"state[{name!r}] is a {type(each).__name__}, which cannot continue among other "
                 f"ranks: {_CURE}"
             )
 
@@ -193,8 +193,8 @@ def heal(
     needy: Sequence[int],
     **options: Any,
 ) -> Steps[Healed | None]:
-    """Make the ranks in ``needy`` like the ``donors``; all ranks of the channel call it alike. None
-    where nobody needs it."""
+    """Give the ranks in ``needy`` the state of the ``donors``; all ranks of the channel must call
+    it with the same arguments. None if no rank needs it."""
     if not needy:
         return None
     document, tensors = state.taken_apart() if channel.rank in donors else (b"", [])
@@ -207,8 +207,8 @@ def heal(
 
 
 def check_named(state: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for an optimizer of weights that no module in ``state`` has:
-    newcomers would not get them."""
+    """Raise ``InvalidArgument`` for an optimizer of parameters that no module in ``state`` has,
+    because newcomers would not get them."""
     modules = [each for each in state.values() if isinstance(each, torch.nn.Module)]
     held = {id(p) for module in modules for p in module.parameters()}
     for name, each in state.items():
@@ -216,6 +216,6 @@ def check_named(state: Mapping[str, Any]) -> None:
             id(p) not in held for g in each.param_groups for p in g["params"]
         ):
             raise InvalidArgument(
-                f"state[{name!r}] trains parameters of no module in state: newcomers would not be "
-                "like the others in them; name that module as well"
+                f"state[{name!r}] trains parameters of no module in state, which newcomers would "
+                "not get: add their module to state"
             )

@@ -1,7 +1,7 @@
-"""Snapshots of a run in a TieredStore, each named by a step that all ranks agreed to.
+"""Snapshots of a run in a TieredStore, each named by a step on which all ranks agreed.
 
-A snapshot is whole or is not there: the store's own commit decides. What fails while one is written
-leaves the last one as it was, and the run goes on with that.
+A snapshot is complete or absent, by the store's own commit. An error during writing leaves the last
+one unchanged, and the run continues.
 """
 
 import logging
@@ -29,20 +29,20 @@ SLOTS = 256  # processes of one machine that may share a folder
 log = logging.getLogger("commpress")
 
 _NAME = re.compile(r"step-(\d+)")
-_HOST = 64 << 20  # bytes of host memory of a store at least
-# works everywhere; to measure which is the fastest takes longer than what a newcomer has to do
-# beside
+_HOST = 64 << 20  # fewest bytes of a store's host memory
+# works everywhere; measuring which engine is the fastest would take longer than a newcomer needs
+# for all else
 _ENGINE = "threads"
 
 
 class Snapshots:
-    """Folder of snapshots. Each process of a machine has a store of its own in it, ``folder/0`` or
+    """Folder of snapshots. Each process of a machine has its own store in it, ``folder/0`` or
     another that is free.
 
-    - ``every``: steps from one snapshot to the next, the same on every rank.
-    - ``keep``: how many are kept; only what changes between them costs room.
-    - ``options``: of ``TieredStore.open``, such as ``disk="100GiB"``, or ``engine="auto"`` for the
-      fastest on this disk.
+    - ``every``: steps between two snapshots, the same on every rank.
+    - ``keep``: number of snapshots to keep; only tensors that differ between them take room.
+    - ``options``: options of ``TieredStore.open``, such as ``disk="100GiB"``, or ``engine="auto"``
+      for the fastest on this disk.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Snapshots:
         self._host = _HOST
 
     def open(self) -> None:
-        """Take the first store in the folder that nobody has open."""
+        """Open the first store in the folder that no other process has open."""
         if self._store is not None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,8 @@ class Snapshots:
             except DirectoryRefused as error:
                 refused = error
         raise DirectoryRefused(
-            f"{self.folder} has no directory free of {SLOTS}: is it one of snapshots? ({refused})"
+            f"{self.folder} has none of {SLOTS} directories free ({refused}): pass a folder that "
+            "only snapshots use"
         ) from refused
 
     def close(self) -> None:
@@ -84,14 +85,15 @@ class Snapshots:
         self._store = TieredStore.open(place, **(usual | self.options))
 
     def _make_room(self, largest: int) -> None:
-        """Host memory for tensors of so many bytes: one that is written, and one that is read."""
+        """Reserve host memory for two tensors of up to ``largest`` bytes: one being written, and
+        one being read."""
         if self.place is not None and 2 * largest + (16 << 20) > self._host:
             self._host = 4 * largest + (16 << 20)
             self._reopen(self.place)
 
     @property
     def store(self) -> TieredStore:
-        if self._store is None:  # a full disk may have kept it from opening
+        if self._store is None:  # a full disk may have prevented it from opening
             assert self.place is not None, "open() comes first"
             self._reopen(self.place)
         assert self._store is not None
@@ -106,15 +108,15 @@ class Snapshots:
 
     @property
     def last(self) -> int:
-        """The step of the newest; 0 if there is none. While the disk cannot be read it is that of
-        the newest known."""
+        """Step of the newest snapshot, 0 if there is none. While the disk cannot be read, the
+        newest known step."""
         with suppress(StorageError):
             self._last = max(self.steps, default=0)
         return self._last
 
     def save(self, step: int, document: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep this state as that of ``step``. A ``StorageError`` leaves the last snapshot as it
-        was."""
+        """Save this state as that of ``step``. A ``StorageError`` leaves the last snapshot
+        unchanged."""
         self._make_room(max((each.nbytes for each in tensors), default=0))
         hashes = [hash_of(each) for each in tensors]
         try:
@@ -128,27 +130,27 @@ class Snapshots:
             self._last = step
         except StorageError:
             assert self.place is not None
-            # there may be no room for that either: then it is opened when it is needed
+            # there may be no room for that either: then it is opened on the next use
             with suppress(StorageError):
-                self._reopen(self.place)  # as it was committed
+                self._reopen(self.place)  # with its last commit
             raise
         for old in self.steps[: -self.keep]:
             self.store.drop_snapshot(f"step-{old:010d}")
 
     def give_way(self, step: int) -> None:
-        """Let the state of ``step``, which the others have given, count instead of what is newer
-        here: they take those steps anew. What is newer by more than one snapshot is of another run,
-        or of one that they know nothing of: an error."""
+        """Drop snapshots newer than ``step``, the state received from the others, which repeat
+        those steps. Raise if one is newer by more than one snapshot, because it belongs to another
+        run."""
         if self.last <= step:
             return
         if self.last > step + self.every:
             raise InvalidArgument(
                 f"the snapshots in {self.place} are of step {self.last}, but the run that this "
-                f"process joins is at step {step}: begin with this process, without join=, to go "
-                "on from them, or give snapshots= another folder"
+                f"process joins is at step {step}: start this process first, without join=, to "
+                "resume from them, or pass another folder as snapshots="
             )
         log.info(
-            "snapshots of step %d give way to the run that has been joined, at step %d",
+            "snapshots of step %d are dropped for the joined run, which is at step %d",
             self.last,
             step,
         )
@@ -172,8 +174,8 @@ class Snapshots:
             or step != self.last
         ):
             raise Damaged(
-                f"the snapshot of step {step} in {self.place} is not what was written: its hash "
-                "differs. Remove that directory; the other ranks have snapshots of their own",
+                f"the snapshot of step {step} in {self.place} is damaged: its hash differs. Remove "
+                "that directory; the other ranks have their own snapshots",
                 names=(f"step-{step:010d}",),
             )
         return step, document, tensors
@@ -190,8 +192,8 @@ def _number(name: str) -> int:
 def newest(
     snapshots: Snapshots, channel: Channel, *, of: Sequence[int] = ()
 ) -> tuple[int, bytes, list[torch.Tensor]]:
-    """The newest snapshot ``of`` some ranks, by default of any, on all of them: its step, document
-    and tensors; step 0 if there is none. Collective."""
+    """Return, on all ranks, step, document and tensors of the newest snapshot ``of`` some ranks, by
+    default of any; step 0 if there is none. Collective."""
     mine = snapshots.last if channel.rank in (of or range(channel.size)) else 0
     steps: np.ndarray = channel.run(channel.gathered([float(mine)]))[:, 0]
     step = int(steps.max())

@@ -57,7 +57,7 @@ def test_a_process_without_join_begins_no_run_beside_one_that_goes_on(launcher):
     assert not Attendance(first, None, None).begin()
     told = launcher.get(reform.MEMBERS)
     with pytest.raises(
-        InvalidArgument, match=r"names members of a run that goes on, at .* without join="
+        InvalidArgument, match=r"lists members of a running run, at .* without join="
     ):
         Attendance(second, None, None).begin()
     assert launcher.get(reform.MEMBERS) == told

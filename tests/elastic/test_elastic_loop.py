@@ -762,7 +762,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path,
     snapshots = Snapshots(tmp_path / "disk", every=5, disk="4KiB", **OPTIONS)
     _, left, _ = survive(tmp_path, 1, snapshots=snapshots)
     assert [loop.counters.failed_snapshots for loop, _ in left.values()] == [5]
-    assert "goes on with that of step 5" in caplog.text
+    assert "continues with that of step 5" in caplog.text
 
 
 # ---------------------------------------------------------------- what is refused

@@ -149,7 +149,7 @@ def start_unlike(folder):
 
 def test_ranks_that_start_together_and_read_otherwise_are_refused_on_all(mortal, tmp_path):
     first, other = mortal.run(start_unlike, str(tmp_path), size=2)
-    assert "ranks [1] were started otherwise than rank 0" in first
+    assert "ranks [1] were started with other settings than rank 0" in first
     assert "data.batch_size is 8, rank 0 has 4" in other
 
 
