@@ -94,12 +94,12 @@ class Compress(_Beside):
     With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded)
     its rounds replace DDP's averaging, no options are for here, and ``args.max_grad_norm`` becomes
     the optimizer's (pass 0 there to overlap rounds with backward). With any other optimizer
-    gradients are compressed by ``codec`` ("int8" unless given) and ``options``, those of
+    gradients are compressed by ``codec`` ("fp8" unless given) and ``options``, those of
     ``commpress.compress``.
 
     Where the Trainer shards the model by FSDP2 (``fsdp=True`` of its arguments), ``options`` are
     those of ``commpress.compress_fsdp``. Beside a ``codec``, which is of gradients, ``weights``
-    must be named; ``Compress()`` sends both in int8.
+    must be named; ``Compress()`` sends gradients in fp8 and weights in int8.
 
     Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it,
     on another number of ranks too where the files of all of them are there. Logs get bytes sent per
@@ -486,7 +486,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
     arguments of DDP itself.
 
     The optimizer that is prepared with the model says what is compressed. With one of torch,
-    gradients, by ``codec`` ("int8" unless given) and options of ``compress``; where Accelerate
+    gradients, by ``codec`` ("fp8" unless given) and options of ``compress``; where Accelerate
     shards by FSDP2, gradients and weights, by ``codec``, ``weights`` and options of
     ``compress_fsdp``. With ``OneBitAdam`` and its kin, whole or sharded, or ``LocalUpdates``, what
     these send, and DDP averages nothing: then no options are for here. ``state`` is what

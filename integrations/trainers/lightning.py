@@ -49,7 +49,7 @@ class _Agreeing(Callback):
 
 
 class Compress(_Agreeing):
-    """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` ("int8"
+    """Momentum if the module's optimizer is one of ours, otherwise gradients by ``codec`` ("fp8"
     unless given), ``options``.
 
     Of a module that ``ModelParallelStrategy`` shards by FSDP2, gradients and weights: ``options``
