@@ -67,8 +67,7 @@ def flat(tensors):
 
 
 def moves(name, codec, steps):
-    """How far each element comes, and how far AdamW takes it by the exact means, in learning
-    rates."""
+    """Moves of each element in learning rates, in the run and by AdamW on the exact means."""
     make, loss_of = CASES[name]
     torch.manual_seed(0)
     net = make()
