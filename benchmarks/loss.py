@@ -14,13 +14,18 @@ the loss. So both are measured where each is measured best, and multiplied:
            of the curve, or the bench stops.
            --times FILE: those of an earlier --json file instead, for another target or other curves
 Seconds to the target are the sum of the times of the steps up to it, whatever their kinds.
+  no-network               what plain does, timed without communication
   plain, bf16, powersgdN   torch's hooks with AdamW; PowerSGD's first two steps are plain ones
+  powersgd-4, int8 …       commpress.compress with that codec, and AdamW
+  local-K, local-K-CODEC   commpress.LocalUpdates: rounds of K steps that hide their exchange
   onebit, zero-one         commpress, overlapped with backward. onebit-int8-12: twelve exact rounds,
                            and these in int8 with error feedback; or bf16, int4, log3; if not named,
                            float32 and --warmup rounds. 0/1 Adam has more exact rounds later, and
                            local steps once the rate falls; zero-one-int8-12-every has none of these
   deepspeed-onebit-12,
   deepspeed-zero-one       of DeepSpeed 0.19.6 under DDP; on CPU with NumPy in place of CuPy
+
+--device 60ms times steps of a device that takes so long, stood in as by local_speed.
 
   python benchmarks loss --losses curves.json --lr 5e-4,1e-3 --no-times
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks loss \\
@@ -36,6 +41,7 @@ from functools import partial
 from itertools import accumulate
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -45,18 +51,23 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 import deepspeed_peer
 from commpress.cli import harness, option_groups, ranks, training
+from commpress.cli.connections import sent_bytes
+from commpress.cli.contenders import torch_rank
+from commpress.cli.gpt import batch
 from commpress.cli.option_groups import option
 from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.schedules import Facts
+from local_speed import SleptGPT, seconds_of
 
 VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-log3-20,zero-one-log3-8"
 # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin
 # after two
 WARM = 3
 RATE = 5e-4
-FASTER, THAN_HOOKS = 8.0, 1.15
+FASTER, THAN_HOOKS, WON_BACK = 8.0, 1.15, 0.8
+FLOOR = "no-network"
 
 
 # windows of text whose mean loss is compared with the target: fewer, and noise would reach it
@@ -69,6 +80,7 @@ VARIANCE_UPDATES = 2
 UNSET = 1e-4  # rate of an optimizer that is set before each step, or whose steps are only timed
 PLAIN_FIRST = 2  # steps before PowerSGD compresses
 _OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4|log3))?(?:-(\d+))?(-every)?")
+_LOCAL = re.compile(r"local-(\d+)(?:-(\D.*))?")
 _DEEPSPEED = re.compile(r"(deepspeed-(?:onebit|zero-one))(?:-(\d+))?")
 BETA1 = 0.9
 
@@ -80,9 +92,10 @@ class Variant:
 
     name: str
     family: str
-    exact_codec: str = "none"
+    exact_codec: str = "none"  # of local updates: the codec
     warmup: int = 0
     windows: bool = True
+    every: int = 0  # steps of a round of local updates
 
     @property
     def ours(self) -> bool:
@@ -98,17 +111,23 @@ class Variant:
 
 
 def variant_of(name: str, warmup: int) -> Variant:
-    if name in ("plain", "bf16") or re.fullmatch(r"powersgd\d+", name):
+    if name in (FLOOR, "plain", "bf16") or torch_rank(name):
         return Variant(name, name)
+    if rounds := _LOCAL.fullmatch(name):
+        return Variant(name, "local", rounds[2] or "int4", every=int(rounds[1]))
     if peer := _DEEPSPEED.fullmatch(name):
         return Variant(name, peer[1], warmup=int(peer[2] or warmup))
     match = _OURS.fullmatch(name)
     if match is None:
-        raise InvalidArgument(
-            f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with or "
-            "without the codec and number of its exact rounds: onebit-int8-12; or "
-            "deepspeed-onebit-12 or deepspeed-zero-one"
-        )
+        try:
+            codec_named(name)
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"variant is {name!r}, expected no-network, plain, bf16, powersgdN, local-K, a "
+                f"codec ({error}), or onebit or zero-one, with or without the codec and number of "
+                "its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or deepspeed-zero-one"
+            ) from None
+        return Variant(name, "hook")
     return Variant(name, match[1], match[2] or "none", int(match[3] or warmup), not match[4])
 
 
@@ -190,13 +209,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     option(parser, "--seeds N", int, 1, "of each curve")
     option(parser, "--beta2 B", float, 0.999, "of Adam's variance")
+    option(parser, "--device D", None, "cpu", "of steps that are timed: cpu, or 60ms stood in")
     option(parser, "--warmup N", int, 20, "exact steps of ours")
     option(parser, "--codec NAME", None, "sign", "of momentum")
     option(parser, "--spiky NAME", None, "log3", "of tensors with few large elements")
     option(parser, "--bucket-mb MB", float, 8, "DDP's buckets")
     check = (
         f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner "
-        "than hooks"
+        f"than hooks, and wins back {WON_BACK} of what the network costs the best hook"
     )
     option_groups.add_measuring(parser, rounds=3, steps=2, batch=2, check=check)
 
@@ -259,6 +279,8 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
         )
         for at in ((variant.name, lr, seed) for lr in rates for seed in seeds):
             curve = curves.get(at)
+            if variant.name == FLOOR and (same := curves.get(("plain", *at[1:]))):
+                curve = curves[at] = replace(same, variant=FLOOR, kinds=[FLOOR] * len(same.kinds))
             if curve is None or (
                 len(curve.losses) < options.train and curve.steps_to(options.target) is None
             ):
@@ -300,10 +322,21 @@ def times(chosen: list[Sequence[Curve]], options: argparse.Namespace) -> Results
                 f"a step {kind!r} sends {sent} bytes here, but sent {count} when its curve was "
                 "trained: remove that curve from the file of --losses"
             )
-    seconds, sent_bytes = training.timed(trainees, training.load_of(options))
-    return Results(
-        chosen, {kind: float(took.median()) for kind, took in seconds.items()}, sent_bytes
-    )
+    for trainee in trainees.values():
+        trainee.sent = 0
+    load = training.load_of(options)
+    calls = {kind: partial(one.train, load.steps) for kind, one in trainees.items()}
+    steps = {kind: getattr(one, "every", 0) * 2 or load.steps for kind, one in trainees.items()}
+    seconds: dict[str, float] = {}
+    sent: dict[str, float | None] = {}
+    for kind, figures in harness.interleaved(calls, load.rounds).items():
+        took = harness.slowest({kind: figures})[kind]
+        # only some steps of a round wait for its exchange
+        seconds[kind] = float((took.mean(1) if steps[kind] != load.steps else took).median())
+        bytes_ = torch.tensor(trainees[kind].sent / (load.rounds * steps[kind]))
+        dist.all_reduce(bytes_)
+        sent[kind] = None if sent_bytes() is None else float(bytes_) / dist.get_world_size()
+    return Results(chosen, seconds, sent)
 
 
 def train(variant: Variant, lr: float, seed: int, options: argparse.Namespace) -> Curve:
@@ -322,7 +355,7 @@ def train(variant: Variant, lr: float, seed: int, options: argparse.Namespace) -
         dist.all_reduce(mean)
         curve.losses.append(round(float(mean) / dist.get_world_size(), 5))
         if own is None or before is None:
-            plain = variant.family.startswith("powersgd") and step < PLAIN_FIRST
+            plain = torch_rank(variant.name) and step < PLAIN_FIRST
             curve.kinds.append(
                 "plain" if plain else f"deepspeed, {sends}" if sends else variant.name
             )
@@ -338,6 +371,8 @@ def train(variant: Variant, lr: float, seed: int, options: argparse.Namespace) -
         )
         curve.kinds.append(kind)
         curve.bytes[kind] = own.counters.wire_bytes - before.wire_bytes
+    if isinstance(one, Rounds):
+        one.local.close()
     if own is not None and own.flat is not None:
         spiky = codec_named(options.spiky)
         sizes = zip(own.flat.names, own.flat.places, strict=True)
@@ -357,6 +392,8 @@ def local_kind(variant: Variant) -> str:
 
 def learner(variant: Variant, options: argparse.Namespace, seed: int) -> training.Trainee:
     """As users would set it up."""
+    if variant.every:
+        return Rounds(variant, model_of(options, seed), options, seed)
     ddp = wrapped(variant, options, seed)
     if variant.deepspeed:
         return peers(variant.family.removeprefix("deepspeed-"), variant.warmup, ddp, options, seed)
@@ -390,11 +427,13 @@ def repeater(
 
     Left to choose, it would find every tensor spiky whose first gradient is.
     """
-    ddp = wrapped(variant, options)
+    if variant.every:
+        return Rounds(variant, model_of(options, timed=True), options)
+    ddp = wrapped(variant, options, timed=True)
     if variant.deepspeed:
         return peers("onebit", 1 << 30 if kind.endswith("exact") else 0, ddp, options)
     if not variant.ours:
-        return theirs(variant, ddp, options)
+        return theirs(variant, ddp, options, timed=True)
     if kind == variant.exact:
         return ours(
             replace(variant, family="onebit"),
@@ -414,24 +453,83 @@ def repeater(
     return ours(variant, ddp, options, exact_steps=1, codec=policy, spiky_codec=None, **more)
 
 
+class Rounds(training.Trainee):
+    """Local updates, whose ranks do not wait for each other between two steps."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        model: torch.nn.Module,
+        options: argparse.Namespace,
+        seed: int = 0,
+    ) -> None:
+        self.every = variant.every
+        self.local = commpress.LocalUpdates(
+            adamw(model, options),
+            every=self.every,
+            overlap=self.every,
+            outer=commpress.Average(),
+            codec=variant.exact_codec,
+        )
+        super().__init__(variant.name, model, self.local, training.load_of(options, seed=seed))
+
+    def step(self) -> float:
+        windows = batch(
+            self.corpus[: -training.HELD_OUT], self.load.batch, self.load.length, self.draws
+        )
+        start = perf_counter()
+        loss = self.wrapped(*windows)
+        loss.backward()
+        self.local.step()
+        self.local.zero_grad()
+        took = perf_counter() - start
+        self.loss = loss.item()
+        return took
+
+    def train(self, steps: int) -> list[float]:
+        """Take two rounds, after one that brings an exchange under way; nothing stays under way."""
+        for _ in range(self.every):
+            self.step()
+        took = super().train(2 * self.every)
+        self.local.drain()
+        return took
+
+
+def model_of(options: argparse.Namespace, seed: int = 0, *, timed: bool = False) -> torch.nn.Module:
+    load = training.load_of(options, seed=seed)
+    seconds = seconds_of(options.device) if timed else 0
+    return SleptGPT(load.model(), load, seconds) if seconds else load.model()
+
+
 def wrapped(
-    variant: Variant, options: argparse.Namespace, seed: int = 0
+    variant: Variant, options: argparse.Namespace, seed: int = 0, *, timed: bool = False
 ) -> DistributedDataParallel:
-    size = training.ONE_BUCKET if variant.family.startswith("powersgd") else options.bucket_mb
+    size = training.ONE_BUCKET if torch_rank(variant.name) else options.bucket_mb
     # equal on all ranks, and a broadcast over a slow network takes long
-    model = training.load_of(options, seed=seed).model()
     return DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=size, init_sync=False
+        model_of(options, seed, timed=timed),
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=size,
+        init_sync=False,
     )
+
+
+def adamw(model: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
+    betas = (BETA1, options.beta2)
+    return torch.optim.AdamW(model.parameters(), lr=UNSET, betas=betas, fused=True)
 
 
 def theirs(
-    variant: Variant, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0
+    variant: Variant,
+    ddp: DistributedDataParallel,
+    options: argparse.Namespace,
+    seed: int = 0,
+    *,
+    timed: bool = False,
 ) -> training.Trainee:
-    training.attach(ddp, variant.name)
-    optimizer = torch.optim.AdamW(
-        ddp.parameters(), lr=UNSET, betas=(BETA1, options.beta2), fused=True
-    )
+    """AdamW under one of torch's hooks, or ours for a codec."""
+    training.attach(ddp, "compute" if timed and variant.name == FLOOR else variant.name)
+    optimizer = adamw(ddp, options)
     return training.Trainee(variant.name, ddp, optimizer, training.load_of(options, seed=seed))
 
 
@@ -459,7 +557,7 @@ def ours(
 ) -> training.Trainee:
     cls = commpress.OneBitAdam if variant.family == "onebit" else commpress.ZeroOneAdam
     optimizer = cls(
-        list(ddp.module.named_parameters()),
+        list(getattr(ddp.module, "net", ddp.module).named_parameters()),
         lr=UNSET,
         betas=(BETA1, options.beta2),
         weight_decay=0.01,
@@ -566,31 +664,33 @@ def cells(m: Measured, plain: float | None) -> dict[str, str]:
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
-    ours = [m for m in measured if m.variant.startswith(("onebit", "zero-one")) and m.seconds]
-    hooks = [m for m in measured if m.variant.startswith(("bf16", "powersgd")) and m.seconds]
-    plain = next((m for m in measured if m.variant == "plain" and m.seconds), None)
-    best = min(ours, key=lambda m: m.seconds or 0, default=None)
-    if best is None or best.seconds is None:
+    """Compare the soonest of ours with the soonest of torch's."""
+    found: dict[str, list[Measured]] = {"ours": [], "hooks": [], "plain": [], FLOOR: []}
+    for m in measured:
+        theirs = "hooks" if m.variant == "bf16" or torch_rank(m.variant) else "ours"
+        if m.seconds and not m.variant.startswith("deepspeed"):
+            found[m.variant if m.variant in found else theirs].append(m)
+    soonest = {name: min(every, key=seconds_to, default=None) for name, every in found.items()}
+    best, hook, floor = soonest["ours"], soonest["hooks"], soonest[FLOOR]
+    if best is None:
         return [("one of ours reaches the target", False)]
     bars = []
-    for name, bar, others in (
-        ("plain", FASTER, [plain] if plain else []),
-        ("torch's hooks", THAN_HOOKS, hooks),
-    ):
-        other = min(others, key=lambda m: m.seconds or 0, default=None)
-        if other is None or other.seconds is None:
-            bars.append(
-                (f"nothing to compare with: {name} did not reach the target, or was not run", False)
-            )
+    for name, bar in (("plain", FASTER), ("hooks", THAN_HOOKS)):
+        other = soonest[name]
+        if other is None:
+            bars.append((f"nothing of {name} reached the target, or it was not run", False))
         else:
-            ratio = other.seconds / best.seconds
-            bars.append(
-                (
-                    (
-                        f"{best.variant} {ratio:.2f} times sooner than {other.variant}, at least "
-                        f"{bar:g}"
-                    ),
-                    ratio >= bar,
-                )
-            )
+            ratio = seconds_to(other) / seconds_to(best)
+            says = f"{best.variant} {ratio:.2f} times sooner than {other.variant}, at least {bar:g}"
+            bars.append((says, ratio >= bar))
+    if hook is not None and floor is not None:
+        cost = seconds_to(hook) - seconds_to(floor)
+        share = (seconds_to(hook) - seconds_to(best)) / cost
+        says = f"{best.variant} wins back {share:.2f} of what the network costs {hook.variant}"
+        bars.append((f"{says}, at least {WON_BACK}", share >= WON_BACK))
     return bars
+
+
+def seconds_to(measured: Measured) -> float:
+    """Seconds to the target; infinite if it is not reached."""
+    return measured.seconds or inf

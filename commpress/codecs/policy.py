@@ -80,8 +80,8 @@ def by_role(
     body: Codec | str = "int4",
     *,
     attention: Codec | str | None = None,
-    embedding: Codec | str = "int8",
-    output: Codec | str = "int8",
+    embedding: Codec | str = "fp8",
+    output: Codec | str = "fp8",
     norm: Codec | str = "none",
     bias: Codec | str = "none",
 ) -> ByRole:

@@ -76,7 +76,7 @@ class HookOptions(TypedDict, total=False):
 
 def compress(
     ddp: DistributedDataParallel,
-    codec: str | Codec | Policy | PerLayer = "int8",
+    codec: str | Codec | Policy | PerLayer = "fp8",
     *,
     plan: str | Path | Planned | None = None,
     min_numel: int = DEFAULT_MIN_NUMEL,
@@ -89,10 +89,10 @@ def compress(
     """Compress the gradients of ``ddp`` from its next backward on; return the state, which holds
     residuals and counters.
 
-    ``codec="auto"`` tries no compression, ``int8``, ``int4`` and, in one level, ``powersgd-4`` for
+    ``codec="auto"`` tries no compression, ``fp8``, ``int4`` and, in one level, ``powersgd-4`` for
     a few steps each and keeps the fastest; powersgd only while its residual is at most two
     gradients. ``"auto+sign"`` tries ``sign`` as well, however large its residual;
-    ``"auto:int8,sign"`` tries these alone. ``PerLayer`` chooses a codec for every layer,
+    ``"auto:fp8,sign"`` tries these alone. ``PerLayer`` chooses a codec for every layer,
     repeatedly. ``plan``: a file written by ``commpress plan``, or its content, in place of a codec.
     If the plan advises no compression, DDP gets no hook.
 
@@ -166,7 +166,7 @@ def compressed_allreduce_hook(
     if not isinstance(state, CompressedState):
         raise InvalidArgument(
             f"state is a {type(state).__name__}, expected a CompressedState: "
-            "ddp.register_comm_hook(commpress.CompressedState(codec='int8'), "
+            "ddp.register_comm_hook(commpress.CompressedState(codec='fp8'), "
             "commpress.compressed_allreduce_hook)"
         )
     if not isinstance(bucket, dist.GradBucket):
@@ -217,7 +217,7 @@ class CompressedState(Stateful):
 
     def __init__(
         self,
-        codec: str | Codec | Policy | PerLayer = "int8",
+        codec: str | Codec | Policy | PerLayer = "fp8",
         *,
         min_numel: int = DEFAULT_MIN_NUMEL,
         exclude: tuple[str, ...] = (),
@@ -344,12 +344,12 @@ class CompressedState(Stateful):
         if self.alarm is not None and self.alarm.then == NONE and agrees:
             raise InvalidArgument(
                 "alarm has then='none' with agree_over, but steps without compression are torch's "
-                "own: use Alarm('int8')"
+                "own: use Alarm('fp8')"
             )
         if agrees and (tries or (self._uncompressed and isinstance(codec, Planned))):
             raise InvalidArgument(
                 f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which "
-                "leaves steps to torch's own all-reduce: name a codec, such as 'int8', or leave "
+                "leaves steps to torch's own all-reduce: name a codec, such as 'fp8', or leave "
                 "agree_over out"
             )
         for method in tries[1:] if o["topology"] is not None else ():

@@ -41,7 +41,7 @@ class FlatShardState(Divided):
 
     def __init__(
         self,
-        codec: str | Codec = "int8",
+        codec: str | Codec = "fp8",
         *,
         process_group: dist.ProcessGroup | None = None,
         error_feedback: bool = True,

@@ -99,7 +99,7 @@ class ShardedState(Divided):
     def __init__(
         self,
         model: nn.Module,
-        codec: str | Codec | Policy | None = "int8",
+        codec: str | Codec | Policy | None = "fp8",
         weights: str | Codec | Policy | Difference | None = "int8",
         *,
         topology: Topology | None = None,

@@ -48,7 +48,7 @@ class ReplicatedState(Divided, Stateful):
         self,
         model: nn.Module,
         replicate: DeviceMesh | dist.ProcessGroup,
-        codec: str | Codec | Policy = "int8",
+        codec: str | Codec | Policy = "fp8",
         *,
         min_numel: int = MIN_NUMEL,
         error_feedback: bool = True,

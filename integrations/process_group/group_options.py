@@ -64,7 +64,7 @@ class GroupOptions:
     one cannot ``reform``.
     """
 
-    codec: str | Codec | None = "int8"
+    codec: str | Codec | None = "fp8"
     min_numel: int = 1 << 16
     ops: Sequence[Any] = ("sum", "avg")
     only: Literal["gradients", "everything"] = "gradients"
@@ -161,7 +161,7 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
     if not isinstance(text, str):
         raise InvalidArgument(
             f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as "
-            "GroupOptions(codec='int8'), or their text"
+            "GroupOptions(codec='fp8'), or their text"
         )
     if text.strip() in ("", _EXACT):
         return None

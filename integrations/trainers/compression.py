@@ -132,7 +132,7 @@ class Compression:
             return optimizer
         if isinstance(optimizer, CompressedOptimizer):
             return overlap(ddp, optimizer, grad_scaler=scaler)
-        codec = "int8" if self.codec is None else self.codec
+        codec = "fp8" if self.codec is None else self.codec
         state: CompressedState = compress(ddp, codec, **{"grad_scaler": scaler} | self.options)
         return state
 
@@ -151,7 +151,7 @@ class Compression:
                 "optimizer, such as AdamW, or train replicas"
             )
         options = dict[str, Any](grad_scaler=scaler) | self.options
-        return compress_fsdp(model, "int8" if self.codec is None else self.codec, **options)
+        return compress_fsdp(model, "fp8" if self.codec is None else self.codec, **options)
 
 
 def refuse_shards(caller: str, model: nn.Module) -> None:

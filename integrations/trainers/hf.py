@@ -95,12 +95,12 @@ class Compress(_Beside):
     An optimizer that averages gradients itself (``OneBitAdam`` and similar ones, whole or sharded)
     replaces DDP's averaging; then this callback takes no options, and ``args.max_grad_norm``
     becomes the optimizer's (pass 0 there to overlap rounds with backward). With any other optimizer
-    gradients are compressed by ``codec`` ("int8" by default) and ``options``, those of
+    gradients are compressed by ``codec`` ("fp8" by default) and ``options``, those of
     ``commpress.compress``.
 
     If the Trainer shards the model by FSDP2 (``fsdp=True`` of its arguments), ``options`` are those
     of ``commpress.compress_fsdp``. With a ``codec``, which is for gradients, ``weights`` must be
-    given, too; ``Compress()`` sends both in int8.
+    given, too; ``Compress()`` sends gradients in fp8, weights in int8.
 
     Checkpoints get one file per rank, ``commpress-<rank>.pt``. ``resume_from_checkpoint`` finds it,
     also on another number of ranks if the files of all are present. Logs get the bytes sent per
@@ -486,7 +486,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
     ``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``.
 
     The optimizer that is prepared with the model decides. With an optimizer of torch, gradients are
-    compressed by ``codec`` ("int8" by default) and options of ``compress``, or, if Accelerate
+    compressed by ``codec`` ("fp8" by default) and options of ``compress``, or, if Accelerate
     shards by FSDP2, gradients and weights by ``codec``, ``weights`` and options of
     ``compress_fsdp``. ``OneBitAdam`` and similar ones, whole or sharded, and ``LocalUpdates``
     compress their own messages, and DDP averages nothing; then there are no options here. ``ddp``:

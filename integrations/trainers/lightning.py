@@ -49,7 +49,7 @@ class _Agreeing(Callback):
 
 
 class Compress(_Agreeing):
-    """Compress gradients by ``codec`` ("int8" by default) and ``options``, those of
+    """Compress gradients by ``codec`` ("fp8" by default) and ``options``, those of
     ``commpress.compress``, or momentum if the module's optimizer is one of commpress.
 
     If ``ModelParallelStrategy`` shards the module by FSDP2, gradients and weights are compressed:

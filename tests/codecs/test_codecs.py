@@ -158,7 +158,7 @@ def test_by_role_spends_bits_where_errors_cost_most():
     assert chosen == {
         "up.weight": "powersgd/2/2",
         "attn.q_proj.weight": "int8/256",
-        "embed.weight": "int8/256",
+        "embed.weight": "fp8/256",
         "up.bias": "none",
     }
     assert policy.choose("unknown", 100).spec == "powersgd/2/2"

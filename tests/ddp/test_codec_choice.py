@@ -62,7 +62,7 @@ def chosen(codec, seconds, late=0.0):
 
 def test_every_method_has_its_turns_and_the_fastest_stays():
     every = (*METHODS, "sign")
-    run = chosen("auto+sign", {"plain": 1.0, "int8": 0.5, "int4": 0.3, "sign": 0.2})
+    run = chosen("auto+sign", {"plain": 1.0, "fp8": 0.5, "int4": 0.3, "sign": 0.2})
     trial = run.turns[UNTIMED : steps_of_trial(every)]
     assert {method: trial.count(method) for method in every} == dict.fromkeys(every, 12)
     assert run.auto.method == "sign"
@@ -73,9 +73,9 @@ def test_every_method_has_its_turns_and_the_fastest_stays():
 @pytest.mark.parametrize(
     ("seconds", "method"),
     [
-        ({"plain": 1.0, "int8": 0.98, "int4": 1.2}, "plain"),  # not worth its errors
-        ({"plain": 1.0, "int8": 0.5, "int4": 0.49}, "int8"),  # as good as the others, and finer
-        ({"plain": 1.0, "int8": 1.1, "int4": 1.1}, "plain"),
+        ({"plain": 1.0, "fp8": 0.98, "int4": 1.2}, "plain"),  # not worth its errors
+        ({"plain": 1.0, "fp8": 0.5, "int4": 0.49}, "fp8"),  # as good as the others, and finer
+        ({"plain": 1.0, "fp8": 1.1, "int4": 1.1}, "plain"),
     ],
 )
 def test_a_coarser_method_must_be_worth_it(seconds, method):
@@ -83,20 +83,20 @@ def test_a_coarser_method_must_be_worth_it(seconds, method):
 
 
 def test_what_to_try_can_be_said():
-    assert methods_of("auto:int8, sign") == ("plain", "int8", "sign")
+    assert methods_of("auto:fp8, sign") == ("plain", "fp8", "sign")
     assert methods_of("sign") == methods_of(3) == methods_of("automatic") == ()
-    assert methods_of("auto") == ("plain", "int8", "int4"), "nothing that may change a loss"
-    assert methods_of("auto+sign,int8,topk-4") == ("plain", "int8", "int4", "sign", "topk-4")
+    assert methods_of("auto") == ("plain", "fp8", "int4"), "nothing that may change a loss"
+    assert methods_of("auto+sign,fp8,topk-4") == ("plain", "fp8", "int4", "sign", "topk-4")
     with pytest.raises(InvalidArgument, match="sine"):
         methods_of("auto:sine")
 
 
-SECONDS = {"plain": 1.0, "int8": 0.5, "int4": 0.4, LOW_RANK: 0.2, "sign": 0.3}
+SECONDS = {"plain": 1.0, "fp8": 0.5, "int4": 0.4, LOW_RANK: 0.2, "sign": 0.3}
 
 
 def test_low_rank_enters_where_it_sends_gradients_in_time_and_leaves_when_it_falls_behind():
     run = chosen("auto+sign", SECONDS, late=0.5)
-    assert run.auto.methods == ("plain", "int8", "int4", LOW_RANK, "sign")
+    assert run.auto.methods == ("plain", "fp8", "int4", LOW_RANK, "sign")
     assert [method for _, method in run.looks] == [LOW_RANK], "once, at the end of its last turn"
     assert (run.auto.method, run.auto.instead) == (LOW_RANK, "sign")
     assert "powersgd-4 keeps back 0.5 gradients (at most 2)" in run.auto.why
@@ -114,7 +114,7 @@ def test_low_rank_stays_out_where_it_does_not_or_is_asked_for():
     run = chosen("auto+sign", SECONDS, late=LATE + 0.1)
     assert (run.auto.method, run.auto.instead) == ("sign", "")
     assert "powersgd-4 keeps back 2.1 gradients" in run.auto.why
-    for codec in ("auto:powersgd-4", "auto+powersgd-4", "auto:int8"):
+    for codec in ("auto:powersgd-4", "auto+powersgd-4", "auto:fp8"):
         run = chosen(codec, SECONDS, late=LATE + 1)
         assert run.auto.judged == ()
         assert run.looks == []
@@ -234,8 +234,8 @@ def test_all_ranks_choose_alike_and_stay_equal(pool):
     assert first[2] == steps_of_trial(("plain", "int8", "sign")) + 4
 
 
-def low_rank_for_int8(auto):
-    auto.instead = "int8"
+def low_rank_for_fp8(auto):
+    auto.instead = "fp8"
     return LOW_RANK, "told"
 
 
@@ -244,7 +244,7 @@ def fallen_behind(late):
     choice.LATE, choice.EVERY = late, 5
     try:
         steps = steps_of_trial((*METHODS, LOW_RANK)) + 25
-        state = train("auto", steps, topology=None, decides=low_rank_for_int8)
+        state = train("auto", steps, topology=None, decides=low_rank_for_fp8)
     finally:
         choice.LATE, choice.EVERY = usual
     return state.choice.method, state.counters.choice
@@ -252,8 +252,8 @@ def fallen_behind(late):
 
 def test_another_codec_takes_the_place_of_one_that_falls_behind(pool):
     for method, why in pool.run(fallen_behind, 1e-6, size=2):
-        assert method == "int8"
-        assert why.startswith("int8, because powersgd-4 kept back")
+        assert method == "fp8"
+        assert why.startswith("fp8, because powersgd-4 kept back")
     for found in pool.run(fallen_behind, 100.0, size=2):
         assert found == (LOW_RANK, "told")
 

@@ -5,16 +5,39 @@ Whole-block passes over contiguous scratch, no branch inside a loop. Signs have 
 """
 
 import numpy as np
+from llvmlite import ir
 from numba.core import types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from commpress.kernels.cpu.sources.decorators import jit
-from commpress.kernels.reference import BF16, FP8, FP32, INT4, INT8, TERNARY, TINY, from_fp8
+from commpress.kernels.reference import BF16, FP8, FP32, INT4, INT8, TERNARY, TINY
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
+SIGN = np.uint32(0x80000000)
 _FP16_BIAS = np.float32(2.0**112)
-_FP8_VALUES = from_fp8(np.arange(256, dtype=np.uint8))
+_ABOVE = np.float32(2.0**14)  # of floats this large the last bit is 2⁻⁹
+
+
+@intrinsic
+def bits_of(typing, value):
+    """The bits of a float32 as uint32."""
+
+    def generate(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def float_of(typing, bits):
+    """The float32 with these bits."""
+
+    def generate(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
 
 # --------------------------------------- arrays of bfloat16, seen as uint16: chosen while compiling
 
@@ -109,17 +132,41 @@ def uniform(index, key):
     return np.float32(h >> np.uint32(9)) * np.float32(2.0**-23)
 
 
+# Results are cast to 32 bits, or Numba computes with 64, and half as many fit into a register.
+
+
 @jit
-def _to_fp8(value, pattern):
-    """``value`` in [−448, 448] with bit pattern ``pattern``, ties to even."""
-    bits = pattern & MAGNITUDE
-    if bits < np.uint32(0x3C800000):  # below 2⁻⁶ the step is 2⁻⁹
-        code = np.uint32(np.rint(abs(value) * np.float32(512)))
-    else:
-        code = (
-            (bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
-        ) - np.uint32(960)
-    return np.uint8(code | ((pattern >> np.uint32(24)) & np.uint32(128)))
+def _encode_fp8(c, n, scale, inverse, left, codes):
+    """Codes of ``c · inverse``, ties to even: a code is the top of the float's bits, and below 2⁻⁶
+    the number of steps of 2⁻⁹, which are the last bits of a float just above 2¹⁴."""
+    for i in range(n):
+        pattern = bits_of(c[i] * inverse)
+        sign, magnitude = np.uint32(pattern & SIGN), np.uint32(pattern & MAGNITUDE)
+        above = float_of(magnitude) + _ABOVE
+        odd = np.uint32(np.uint32(magnitude >> np.uint32(20)) & np.uint32(1))
+        rounded = np.uint32(np.uint32(magnitude + np.uint32(0x7FFFF)) + odd)
+        small = magnitude < np.uint32(0x3C800000)
+        steps = np.uint32(bits_of(above) & np.uint32(15))
+        top = np.uint32(np.uint32(rounded >> np.uint32(20)) - np.uint32(960))
+        code = np.uint32(steps if small else top)
+        codes[i] = np.uint8(np.uint32(code | np.uint32(sign >> np.uint32(24))))
+        value = above - _ABOVE if small else float_of(np.uint32(rounded & np.uint32(0xFFF00000)))
+        left[i] = c[i] - float_of(np.uint32(bits_of(value) | sign)) * scale
+
+
+@jit
+def _decode_fp8(codes, n, scale, out):
+    """out += the values of ``codes``: their fields aligned with those of a float; where the
+    exponent is 0, less the 1 that a float's fraction implies."""
+    for i in range(n):
+        code = np.uint32(codes[i])
+        magnitude = np.uint32(code & np.uint32(127))
+        sign = np.uint32(np.uint32(code & np.uint32(128)) << np.uint32(24))
+        small = magnitude < np.uint32(8)
+        bias = np.uint32(121 << 23) if small else np.uint32(120 << 23)
+        value = float_of(np.uint32(np.uint32(magnitude << np.uint32(20)) + bias))
+        value -= np.float32(2.0**-6) if small else np.float32(0)
+        out[i] += float_of(np.uint32(bits_of(value) | sign)) * scale
 
 
 @jit
@@ -178,13 +225,7 @@ def quantize_peak(c, n, kind, first, key, work, left, codes):
                 code = (code << 2) | (np.int32(work[4 * i + j]) & 3)
             codes[i] = np.uint8(code)
     else:
-        limit = np.float32(448)
-        for i in range(n):
-            work[i] = min(max(c[i] * inverse, -limit), limit)
-        for i in range(n):
-            code = _to_fp8(work[i], work_bits[i])
-            codes[i] = code
-            left[i] = c[i] - _FP8_VALUES[code] * scale
+        _encode_fp8(c, n, scale, inverse, left, codes)
     return scale
 
 
@@ -306,5 +347,4 @@ def dequantize(codes, n, kind, scale, out, add):
             code = np.int32(codes[i >> 2] >> (6 - 2 * (i & 3))) & 3
             out[i] += np.float32(code - ((code & 2) << 1)) * scale
     elif kind == FP8:
-        for i in range(n):
-            out[i] += _FP8_VALUES[codes[i]] * scale
+        _decode_fp8(codes, n, scale, out)
