@@ -7,8 +7,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from commpress.checksum import checksum_of
-from commpress.collectives.frame import HEADER, same
-from commpress.collectives.transports.rows import LONGEST
+from commpress.collectives.frame import HEADER, LONGEST, same
 from commpress.errors import CommunicationError, Corrupted, PeerFailure
 
 _LENGTHS = struct.Struct("<QQ")  # tag, bytes of the payload

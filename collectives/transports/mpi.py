@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.collectives.frame import AGREED, HEADER, same
+from commpress.collectives.frame import AGREED, HEADER, Rows, rows_of, same
 from commpress.collectives.transports.mpi_job import ending, failed_of, mpi, within
-from commpress.collectives.transports.rows import Rows, rows_of
 from commpress.collectives.transports.scratch import Scratch
 from commpress.collectives.transports.staged import Staged
 from commpress.errors import CommunicationError, InvalidArgument, PeerFailure

@@ -16,11 +16,10 @@ from datetime import timedelta
 
 import torch
 
-from commpress.collectives.frame import HEADER
+from commpress.collectives.frame import HEADER, Rows, memory_of, rows_in
 from commpress.collectives.transports.engine import SocketEngine
 from commpress.collectives.transports.meeting import Meeting, nothing
 from commpress.collectives.transports.messages import Parts, SocketTransfer
-from commpress.collectives.transports.rows import Rows, memory_of, rows_in
 from commpress.collectives.transports.scratch import Scratch
 from commpress.collectives.transports.staged import Staged
 from commpress.errors import CommunicationError

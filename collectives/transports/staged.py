@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commpress.collectives.transports.rows import Rows
+from commpress.collectives.frame import Rows
 from commpress.collectives.transports.scratch import Scratch
 from commpress.collectives.transports.transport import InFront, Transport
 from commpress.work import Work

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.collectives.frame import alike, same, unpack
+from commpress.collectives.frame import HEADER, Rows, alike, same, unpack
 from commpress.collectives.transports.gloo import Connections
-from commpress.collectives.transports.rows import HEADER, Rows
 from commpress.collectives.transports.sockets import SocketTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.torch_private import abort, all_gather_single

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.collectives.frame import HEADER, Frame, pack_rows
+from commpress.collectives.frame import HEADER, LONGEST, Frame, Rows, pack_rows
 from commpress.collectives.transports import engine
 from commpress.collectives.transports.messages import envelope
-from commpress.collectives.transports.rows import LONGEST, Rows
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument, PeerFailure
 
