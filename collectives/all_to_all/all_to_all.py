@@ -30,7 +30,7 @@ from commpress.collectives.all_to_all.routes import (
 )
 from commpress.collectives.buckets import FLOATS
 from commpress.collectives.frame import FLAT, LONGEST, Frame
-from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.transports.staged import Scratch
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic

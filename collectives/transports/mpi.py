@@ -18,8 +18,7 @@ import torch
 
 from commpress.collectives.frame import AGREED, HEADER, Rows, rows_of, same
 from commpress.collectives.transports.mpi_job import ending, failed_of, mpi, within
-from commpress.collectives.transports.scratch import Scratch
-from commpress.collectives.transports.staged import Staged
+from commpress.collectives.transports.staged import Scratch, Staged
 from commpress.errors import CommunicationError, InvalidArgument, PeerFailure
 from commpress.work import Work
 
