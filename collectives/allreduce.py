@@ -29,10 +29,11 @@ from commpress.collectives.frame import (
     NOT_FINITE,
     Frame,
     LateHeaders,
+    on_device,
     stamp,
     verify,
 )
-from commpress.collectives.transports.transport import Transport, on_device
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic

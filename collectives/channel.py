@@ -4,22 +4,22 @@ counters."""
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from commpress.codecs import Codec
 from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace, exchange
-from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame
-from commpress.collectives.levels import Levels, levels_of
-from commpress.collectives.measured_links import Links
-from commpress.collectives.topology import Topology
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame, Rows
 from commpress.collectives.transports.factory import enroll, own_transport, ranks_of
 from commpress.collectives.transports.loopback import Loopback
-from commpress.collectives.transports.transport import Counted, Transport
-from commpress.work import JobFuture, Steps, Worker, run
+from commpress.collectives.transports.transport import InFront, Transport
+from commpress.work import JobFuture, Steps, Work, Worker, run
+
+if TYPE_CHECKING:
+    from commpress.collectives.levels import Levels
 
 T = TypeVar("T")
 
@@ -40,6 +40,45 @@ class Numbers:
     def restart(self) -> None:
         """Start again from 0, for a new transport."""
         self._taken = 0
+
+
+class Counted(InFront):
+    """Counts bytes that leave this rank, headers included, own row not, and seconds spent waiting
+    for peers and the network."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.stand_for(inner)
+        self.sent_bytes, self.seconds = 0, 0.0
+
+    def stand_for(self, inner: Transport) -> None:
+        super().stand_for(inner)
+        self.counted = inner
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self.sent_bytes += (self.size - 1) * inp.shape[1]
+        return _TimedWork(self, self.inner.all_to_all(out, inp, tag))
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self.sent_bytes += (self.size - 1) * inp.shape[1]
+        return _TimedWork(self, self.inner.all_gather(out, inp, tag))
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        self.sent_bytes += sum(
+            HEADER + payload.numel() for rank, payload in inp.payloads.items() if rank != self.rank
+        )
+        return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
+
+
+class _TimedWork:
+    def __init__(self, transport: Counted, work: Work) -> None:
+        self.transport, self.work = transport, work
+
+    def wait(self) -> None:
+        start = perf_counter()
+        try:
+            self.work.wait()
+        finally:
+            self.transport.seconds += perf_counter() - start
 
 
 class Channel:
@@ -115,14 +154,6 @@ class Channel:
         """The transport itself, without clock and counters."""
         return self.transport.inner
 
-    def divide(self, topology: Topology | str | Links, numel: int, codec: Codec) -> None:
-        """Use two levels from now on, unless one level is faster for ``numel`` elements or the only
-        one; collective, before any work."""
-        self.levels = levels_of(topology, self.inner, numel, codec)
-        if self.levels is not None:
-            # see ``two_level``: a rank sends before it waits
-            self.at_once = 1
-
     def shares_ranks(self, other: "Channel") -> bool:
         """True if both channels have the same group, or several global ranks in common."""
         return other.group is self.group or len(set(other.members) & set(self.members)) > 1
@@ -171,7 +202,7 @@ class Channel:
         """Continue among the present ranks of the group, over ``transport`` or a new one, with
         numbers from 0; collective.
 
-        Counters continue. Levels do not: the owner calls ``divide`` again.
+        Counters continue. Levels do not: the owner divides again (``levels.divide``).
         """
         transport = (
             transport

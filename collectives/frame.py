@@ -1,5 +1,5 @@
-"""The header before every row: it describes the message, so that ranks that disagree raise an error
-instead of mixing bytes.
+"""Rows that travel between ranks, and the header before every row: it describes the message, so
+that ranks that disagree raise an error instead of mixing bytes.
 
 Bytes  0  magic "cp"                          Bytes 32  elements of the buffer, u64
        2  version, u8                               40  sequence number of the collective, u32
@@ -18,22 +18,25 @@ be, and the checksum covers the rest. ``Transport.checks`` says whether payloads
 default.
 """
 
+import ctypes
+import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from commpress.checksum import checksum_of
-from commpress.collectives.transports.rows import HEADER, memory_of, rows_in
-from commpress.collectives.transports.transport import on_device
-from commpress.errors import CommunicationError, Corrupted, Mismatch
+from commpress.errors import CommunicationError, Corrupted, InvalidArgument, Mismatch
 from commpress.work import stream_of
 
+HEADER = 64  # bytes
+# bytes: a length from a peer that is more is none
+LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
 FLAGS = 4
 # the sender's numbers are not finite; it asks all others for a vote after this step
@@ -53,6 +56,45 @@ _OPERATIONS = {
 }
 
 
+class Rows(NamedTuple):
+    """A header and a payload of any length for each rank in ``payloads``; a payload may be
+    empty."""
+
+    headers: torch.Tensor  # uint8[size, HEADER]
+    payloads: Mapping[int, torch.Tensor]  # uint8[n], contiguous, by rank
+
+
+def rows_of(message: torch.Tensor) -> Rows:
+    """Take the rows of uint8[size, row] apart."""
+    return Rows(message[:, :HEADER], dict(enumerate(message[:, HEADER:])))
+
+
+def rows_in(message: torch.Tensor) -> list[memoryview]:
+    """Return the memory of the rows of uint8[n, row], whose elements are contiguous.
+
+    Note: not by way of NumPy, after which torch refuses to resize a tensor's memory, as FSDP does.
+    """
+    if message.device.type != "cpu":
+        raise InvalidArgument(
+            f"rows are on {message.device}: expected tensors on the CPU, or on CUDA, which go by "
+            "way of it"
+        )
+    (count, width), step = message.shape, message.stride(0)
+    if not count:
+        return []
+    memory = _memory(message.data_ptr(), (count - 1) * step + width)
+    return [memory[r * step : r * step + width] for r in range(count)]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor of the host, which must outlive them."""
+    return _memory(tensor.data_ptr(), tensor.nbytes)
+
+
+def _memory(address: int, count: int) -> memoryview:
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+
+
 class Receiver(Protocol):
     """The part of a transport that checking needs."""
 
@@ -60,6 +102,29 @@ class Receiver(Protocol):
 
     def abandon(self, reason: str) -> None:
         """Stop using this transport and tell the peers, if possible."""
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A transport that moves rows where they lie, and takes the host's own messages another way:
+    who uses it need not wait for a device."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor of a device, False for the host's."""
+
+    def announce(self, header: torch.Tensor, length: int) -> None:
+        """Compare the header of the next all-to-all of a device, and the bytes of its rows, with
+        those of the peers: it would hang where they differ."""
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Wait for a device. A peer that is gone, and time that is over, end what is under way
+        there, with an error."""
+
+
+def on_device(transport: Any) -> OnDevice | None:
+    """Return ``transport``, or the one that it counts, if that moves rows where they lie."""
+    transport = getattr(transport, "counted", transport)
+    return transport if isinstance(transport, OnDevice) else None
 
 
 class Frame(NamedTuple):

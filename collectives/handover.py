@@ -29,8 +29,7 @@ from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.frame import FLAT, Frame, pack_rows, stamp_rows, verify_rows
-from commpress.collectives.transports.rows import Rows
+from commpress.collectives.frame import FLAT, Frame, Rows, pack_rows, stamp_rows, verify_rows
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.feedback import Key, Residual, ResidualStore, add_reduced
 from commpress.kernels.pieces import width_of

@@ -12,11 +12,11 @@ import torch
 
 from commpress.codecs import Codec, policy_of
 from commpress.collectives.buckets import PIECE, Span
+from commpress.collectives.channel import Channel, Counted
 from commpress.collectives.links import choose
 from commpress.collectives.measured_links import Links
 from commpress.collectives.residual_state import Residuals
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transports.transport import Counted, Transport
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, routes
 from commpress.feedback import Key, ResidualStore
 from commpress.kernels.pieces import NUMEL, RESIDUAL, WIDTH
@@ -127,11 +127,10 @@ class Levels:
         return found
 
 
-def levels_of(
-    topology: Topology | str | Links, transport: Transport, numel: int, codec: Codec
-) -> Levels | None:
-    """Return two levels, or None if one level is faster or the only one; collective. "auto" reads
-    each rank's launcher; ``Links`` decide by time."""
+def divide(channel: Channel, topology: Topology | str | Links, numel: int, codec: Codec) -> None:
+    """Give ``channel`` two levels from now on, unless one level is the only one or, by measured
+    ``Links``, faster for ``numel`` elements; collective, before any work. "auto" reads each rank's
+    launcher."""
     given = (
         Topology.parse(topology) if isinstance(topology, str) and topology != "auto" else topology
     )
@@ -145,7 +144,7 @@ def levels_of(
             note,
         )
         given = given.topology
-    agreed = run(agree(transport, given if isinstance(given, Topology) else None, note=note))
+    agreed = run(agree(channel.inner, given if isinstance(given, Topology) else None, note=note))
     if not agreed.layered:
         level = logging.DEBUG if topology == "auto" else logging.WARNING
         log.log(
@@ -155,4 +154,6 @@ def levels_of(
                 "reduced flat"
             ),
         )
-    return Levels(hierarchy_of(agreed, transport)) if agreed.layered and note != "flat" else None
+    if agreed.layered and note != "flat":
+        channel.levels = Levels(hierarchy_of(agreed, channel.inner))
+        channel.at_once = 1  # see ``two_level``: a rank sends before it waits

@@ -413,9 +413,9 @@ MUTANTS = [
     ),
     Mutant(
         "a payload shorter than due is taken",
-        "collectives/transports/messages.py",
-        "if message.length != len(self.payload):",
-        "if message.length > len(self.payload):",
+        "collectives/transports/sockets.py",
+        "elif self.length != len(payload):",
+        "elif self.length > len(payload):",
         "tests/transports/test_sockets.py",
     ),
     Mutant(
@@ -441,9 +441,9 @@ MUTANTS = [
     ),
     Mutant(
         "lengths from the wire are taken as they come",
-        "collectives/transports/messages.py",
-        "== told and length <= limit else None",
-        "== told else None",
+        "collectives/transports/sockets.py",
+        "== told and length <= limit",
+        "== told",
         "tests/transports/test_sockets.py",
     ),
     Mutant(

@@ -29,9 +29,8 @@ from commpress.collectives.all_to_all.routes import (
     telling,
 )
 from commpress.collectives.buckets import FLOATS
-from commpress.collectives.frame import FLAT, Frame
-from commpress.collectives.transports.rows import LONGEST
-from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.frame import FLAT, LONGEST, Frame
+from commpress.collectives.transports.staged import Scratch
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic

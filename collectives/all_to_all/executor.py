@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from commpress.collectives.all_to_all.routes import ByteRange, Copy, FrameContent, RoutePlan, Stage
-from commpress.collectives.frame import Frame, pack_rows, stamp_rows, verify_rows
-from commpress.collectives.transports.rows import Rows
-from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.frame import Frame, Rows, pack_rows, stamp_rows, verify_rows
+from commpress.collectives.transports.staged import Scratch
 from commpress.collectives.transports.transport import Transport
 from commpress.work import Steps
 

@@ -32,9 +32,8 @@ from commpress.collectives.all_to_all.all_to_all import CASTS
 from commpress.collectives.all_to_all.executor import Executor
 from commpress.collectives.all_to_all.routes import Lengths, Nodes, direct, to_everybody
 from commpress.collectives.buckets import FLOATS
-from commpress.collectives.frame import BETWEEN, FLAT, HEADER, INSIDE, LENGTHS, Frame
-from commpress.collectives.transports.rows import LONGEST
-from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.frame import BETWEEN, FLAT, HEADER, INSIDE, LENGTHS, LONGEST, Frame
+from commpress.collectives.transports.staged import Scratch
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic

@@ -15,11 +15,18 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpress.collectives.agreement import Consensus, gathered
-from commpress.collectives.transports.gloo import connections_of, linger_at_exit, outlive, yielding
 from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
-from commpress.collectives.transports.torch import TorchTransport, plain_backend, plainly_gloo
+from commpress.collectives.transports.torch import (
+    TorchTransport,
+    connections_of,
+    linger_at_exit,
+    outlive,
+    plain_backend,
+    plainly_gloo,
+    yielding,
+)
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.cpu.digest import digest

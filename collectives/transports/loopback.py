@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from commpress.collectives.frame import HEADER, same
-from commpress.collectives.transports.rows import Rows, rows_of
+from commpress.collectives.frame import HEADER, Rows, rows_of, same
 from commpress.collectives.transports.transport import InFront, Transport
 from commpress.errors import PeerFailure
 from commpress.work import Steps, Work

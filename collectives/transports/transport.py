@@ -1,5 +1,4 @@
-"""Bytes moved between ranks: the protocol of all transports; one among some ranks of another, and
-one whose bytes are counted and whose waits are timed.
+"""Bytes moved between ranks: the protocol of all transports, and one among some ranks of another.
 
 Every row starts with a header of ``HEADER`` bytes (``frame``). Tensors are uint8[size, row]; row r
 goes to rank r or came from it; others are ``Rows``. ``tag`` numbers the operation: two operations
@@ -7,12 +6,11 @@ under way at once must not share one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
-from commpress.collectives.transports.rows import HEADER, Rows, rows_of
+from commpress.collectives.frame import HEADER, Rows, rows_of
 from commpress.work import Work
 
 
@@ -40,30 +38,6 @@ class Transport(Protocol):
         A header always arrives, its payload only if the header is ``wanted[r]``: ``verify_rows``
         says what differs.
         """
-
-
-@runtime_checkable
-class OnDevice(Protocol):
-    """A transport that moves rows where they lie, and takes the host's own messages another way:
-    who uses it need not wait for a device."""
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor of a device, False for the host's."""
-
-    def announce(self, header: torch.Tensor, length: int) -> None:
-        """Compare the header of the next all-to-all of a device, and the bytes of its rows, with
-        those of the peers: it would hang where they differ."""
-
-    def until(self, done: Callable[[], bool]) -> None:
-        """Wait for a device. A peer that is gone, and time that is over, end what is under way
-        there, with an error."""
-
-
-def on_device(transport: object) -> OnDevice | None:
-    """``transport`` as one that moves rows where they lie, if it does."""
-    while isinstance(transport, Counted):
-        transport = transport.inner
-    return transport if isinstance(transport, OnDevice) else None
 
 
 class Divisible(Transport, Protocol):
@@ -147,38 +121,3 @@ class _SubsetWork:
     def wait(self) -> None:
         self.work.wait()
         self.finish()
-
-
-class Counted(InFront):
-    """Counts bytes that leave this rank, headers included, own row not, and seconds spent waiting
-    for peers and the network."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.stand_for(inner)
-        self.sent_bytes, self.seconds = 0, 0.0
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self.sent_bytes += (self.size - 1) * inp.shape[1]
-        return _TimedWork(self, self.inner.all_to_all(out, inp, tag))
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self.sent_bytes += (self.size - 1) * inp.shape[1]
-        return _TimedWork(self, self.inner.all_gather(out, inp, tag))
-
-    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        self.sent_bytes += sum(
-            HEADER + payload.numel() for rank, payload in inp.payloads.items() if rank != self.rank
-        )
-        return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
-
-
-class _TimedWork:
-    def __init__(self, transport: Counted, work: Work) -> None:
-        self.transport, self.work = transport, work
-
-    def wait(self) -> None:
-        start = perf_counter()
-        try:
-            self.work.wait()
-        finally:
-            self.transport.seconds += perf_counter() - start

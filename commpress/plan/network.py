@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from commpress.collectives.frame import HEADER
-from commpress.collectives.transports.rows import Rows
+from commpress.collectives.frame import HEADER, Rows
 from commpress.plan.clock import Clock, Cores, Process, Signal, TokenBucket
 from commpress.plan.cluster import Class, Classes, Cluster
 from commpress.plan.costs import Costs, SizedKernels

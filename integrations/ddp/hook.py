@@ -30,6 +30,7 @@ from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
 from commpress.collectives.handover import Handover, cannot_follow
+from commpress.collectives.levels import divide
 from commpress.collectives.measured_links import Links
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.state import Stateful
@@ -278,7 +279,7 @@ class CompressedState(Stateful):
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         if topology is not None:
             usual = min(numel, BUCKET)
-            self.channel.divide(topology, usual, policy.choose("", usual))
+            divide(self.channel, topology, usual, policy.choose("", usual))
         self._names_ranks = {
             "topology": topology not in (None, "auto") or self.channel.levels is not None,
             "agree_over": agree_over is not None,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from commpress.collectives.change import COMMITTED, Change
 from commpress.collectives.transports.meeting import DIFFERS, PING, WELCOME, knock
 from commpress.collectives.transports.membership import contact_of, is_contact
-from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
+from commpress.collectives.transports.mpi import WITH_ULFM, survives
 from commpress.errors import CommunicationError, Excluded, InvalidArgument
 from commpress.integrations.process_group.reform import MEMBERS, contacts_in
 

@@ -26,7 +26,7 @@ import torch
 from commpress.checksum import checksum_of
 from commpress.collectives.all_to_all.all_to_all import all_to_all
 from commpress.collectives.channel import Channel
-from commpress.collectives.transports.rows import memory_of
+from commpress.collectives.frame import memory_of
 from commpress.errors import Corrupted, InvalidArgument, StateMismatch
 from commpress.tiered_mem.manifest import DTYPES
 from commpress.work import Steps, overlapped

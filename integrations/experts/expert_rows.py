@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from commpress.collectives.all_to_all.tokens import Bags, Placement, TokenRoutes
-from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.transports.staged import Scratch
 from commpress.errors import InvalidArgument
 
 Layout = Literal["flat", "expert_major"]

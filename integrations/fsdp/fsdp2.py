@@ -22,6 +22,7 @@ from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
 from commpress.collectives.buckets import MESSAGE, PIECE
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.handover import Divided
+from commpress.collectives.levels import divide
 from commpress.collectives.round import Round
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import AgreeOver, consensus_over, on_reform
@@ -209,7 +210,7 @@ class ShardedState(Divided):
                     hops = self._two_hops(each, channel, gradient_policy, inside_policy, topology)
                     if ranks not in divided and any(_whole_gradients(each, gradient_policy)):
                         numel = sum(part.numel for part in each.parts(trainable=True))
-                        channel.divide(topology, numel, EXACT)
+                        divide(channel, topology, numel, EXACT)
                         divided.add(ranks)
                 self.reducers[each] = CompressedReduceScatter(each, self, channel, hops)
                 each.module.set_custom_reduce_scatter(self.reducers[each])

@@ -22,8 +22,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from commpress.collectives.change import Change
 from commpress.collectives.transports.epochs import Terms
-from commpress.collectives.transports.gloo import let_go
 from commpress.collectives.transports.membership import Membership, contact_of
+from commpress.collectives.transports.torch import let_go
 from commpress.errors import CommunicationError
 from commpress.integrations.process_group.call import FutureWork, GroupWork, profiling
 from commpress.integrations.process_group.control_connections import ControlConnections, first_epoch

@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from commpress.collectives.transports import interface
 from commpress.collectives.transports.factory import host_transport
-from commpress.collectives.transports.gloo import (
+from commpress.collectives.transports.meeting import nothing
+from commpress.collectives.transports.mpi import MpiTransport
+from commpress.collectives.transports.torch import (
     Connections,
+    TorchTransport,
     connections_of,
     gloo_group,
     outlive,
     watched,
     yielding,
 )
-from commpress.collectives.transports.meeting import nothing
-from commpress.collectives.transports.mpi import MpiTransport
-from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
 from commpress.integrations.process_group.mpi_group import MpiGroup
 from commpress.integrations.process_group.records import grace_of

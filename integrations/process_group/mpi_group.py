@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.collectives.transports.mpi import host_buffer
-from commpress.collectives.transports.mpi_job import ending, mpi, within
-from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.transports.mpi import ending, host_buffer, mpi, within
+from commpress.collectives.transports.staged import Scratch
 from commpress.errors import InvalidArgument
 from commpress.integrations.process_group.mpi_progress import MpiProgress, MpiWork, Steps
 from commpress.integrations.process_group.ring_order import Fold, bounds, chunk

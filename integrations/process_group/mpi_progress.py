@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from commpress.collectives.transports.mpi import EAGER, NAP
-from commpress.collectives.transports.mpi_job import ending, mpi
+from commpress.collectives.transports.mpi import EAGER, NAP, ending, mpi
 
 Steps = Generator[list[Any], None, None]  # requests of MPI
 _ZERO = timedelta(0)

@@ -37,7 +37,7 @@ from commpress.collectives.exact_rows import (
     exact_broadcast,
 )
 from commpress.collectives.handover import Handover, cannot_follow
-from commpress.collectives.levels import Levels
+from commpress.collectives.levels import Levels, divide
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport
@@ -125,7 +125,7 @@ class GroupReducer:
             and (codec := self._codecs.get("all_reduce"))
         ):
             host = self._connected("cpu")
-            host.divide(options.topology, USUAL, codec)
+            divide(host, options.topology, USUAL, codec)
             self._topology = None if host.levels is None else host.levels.hierarchy.topology
 
     # ------------------------------------------------------------ decide

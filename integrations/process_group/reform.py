@@ -26,10 +26,10 @@ from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.connection import Message
 from commpress.collectives.transports.epochs import Agreement, Terms
-from commpress.collectives.transports.gloo import let_go, watched
 from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.membership import Proposal, contact_of, is_contact, place_of
-from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
+from commpress.collectives.transports.mpi import WITH_ULFM, survives
+from commpress.collectives.transports.torch import let_go, watched
 from commpress.errors import CommunicationError, InvalidArgument, PeerFailure, check_counts
 from commpress.integrations.process_group.control_connections import ControlConnections
 from commpress.integrations.process_group.inner import mpi_group, torch_group

@@ -18,9 +18,8 @@ from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
 from commpress.collectives.channel import Channel
-from commpress.collectives.frame import HEADER
+from commpress.collectives.frame import HEADER, Rows
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
-from commpress.collectives.transports.rows import Rows
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback

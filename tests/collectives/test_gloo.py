@@ -20,7 +20,8 @@ from commpress.collectives import buckets
 from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.transports import factory, gloo
+from commpress.collectives.transports import factory
+from commpress.collectives.transports import torch as gloo
 from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.transports.transport import InFront

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from commpress.codecs import codec_named
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import one_message
-from commpress.collectives.transports.scratch import Scratch
+from commpress.collectives.transports.staged import Scratch
 from commpress.errors import InvalidArgument
 from commpress.work import Done, Worker, overlapped, run
 

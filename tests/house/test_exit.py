@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 import group_calls
 import sources
-from commpress.collectives.transports.gloo import outlive, outliving
+from commpress.collectives.transports.torch import outlive, outliving
 from variants import first
 
 
@@ -23,7 +23,7 @@ class Group:
 
 
 def test_a_group_is_kept_until_another_comes_after_it_is_in_use_no_more(monkeypatch):
-    monkeypatch.setattr("commpress.collectives.transports.gloo._kept", [])
+    monkeypatch.setattr("commpress.collectives.transports.torch._kept", [])
     first, used = Group(), [True]
     gone = weakref.ref(first)
     outlive(first, lambda: used[0])

@@ -72,7 +72,6 @@ ANYWHERE = ("torch", "numpy", "msgpack")
 HOMES = {
     "torch.distributed": (
         "commpress.collectives.transports.factory",
-        "commpress.collectives.transports.gloo",
         "commpress.collectives.transports.torch",
         "commpress.collectives.topology",
         "commpress.torch_private",
@@ -89,7 +88,7 @@ HOMES = {
         "commpress.kernels.cpu.compiled",
         "commpress.kernels.cpu.digest",
     ),
-    "mpi4py": ("commpress.collectives.transports.mpi_job",),
+    "mpi4py": ("commpress.collectives.transports.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.checksum",),
     "fsspec": ("commpress.integrations.weights.places",),

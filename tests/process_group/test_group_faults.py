@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sources
 from commpress.backend import GroupOptions
-from commpress.collectives.transports.gloo import connections_of
+from commpress.collectives.transports.torch import connections_of
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from faults import (
     ANYBODY,

@@ -14,9 +14,8 @@ from datetime import timedelta
 
 from commpress.collectives.agreement import gathered
 from commpress.collectives.change import Change
-from commpress.collectives.channel import Channel, Numbers
+from commpress.collectives.channel import Channel, Counted, Numbers
 from commpress.collectives.transports.loopback import Loopback
-from commpress.collectives.transports.transport import Counted
 from commpress.errors import PeerFailure
 
 PATIENCE = 20.0

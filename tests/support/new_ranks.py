@@ -1,7 +1,7 @@
 """Changes of ranks for simulations, and ranks that die in the middle of a message."""
 
 from commpress.collectives.change import Change
-from commpress.collectives.transports.rows import HEADER, rows_of
+from commpress.collectives.frame import HEADER, rows_of
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import PeerFailure
 

@@ -286,7 +286,7 @@ def test_a_training_script_under_mpirun(tmp_path, compiled):
 def test_a_missing_mpi_is_named_with_its_cure(tmp_path):
     code = (
         "import sys; sys.modules['mpi4py'] = None\n"
-        "from commpress.collectives.transports.mpi_job import mpi\n"
+        "from commpress.collectives.transports.mpi import mpi\n"
         "from commpress.errors import MissingPackage\n"
         "try:\n    mpi()\nexcept MissingPackage as error:\n    print(error)\n"
     )

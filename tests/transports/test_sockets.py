@@ -13,11 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.collectives.frame import HEADER, Frame, pack_rows
-from commpress.collectives.transports import engine
-from commpress.collectives.transports.messages import envelope
-from commpress.collectives.transports.rows import LONGEST, Rows
-from commpress.collectives.transports.sockets import Mesh, SocketTransport
+from commpress.collectives.frame import HEADER, LONGEST, Frame, Rows, pack_rows
+from commpress.collectives.transports import sockets
+from commpress.collectives.transports.sockets import Mesh, SocketTransport, envelope
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument, PeerFailure
 
 PATIENT = timedelta(seconds=60)
@@ -106,12 +104,12 @@ def test_exchanges_in_any_order(size, seed, top):
 def test_what_comes_early_is_bounded_and_nothing_is_stuck_behind_it(monkeypatch):
     """Rank 0 sends 20 MB that nobody has asked for yet; at most one message more than the bound is
     read aside."""
-    monkeypatch.setattr(engine, "EARLY", 3_000_000)
+    monkeypatch.setattr(sockets, "EARLY", 3_000_000)
     one, two = transports(2)
     tags = range(20)
     numels = [[None, 1_000_000], [None, None]]
     ours = {tag: post(one, tag, numels) for tag in tags}
-    time.sleep(5 * engine.TICK)  # rank 1 has nothing to wait for, and nothing under way
+    time.sleep(5 * sockets.TICK)  # rank 1 has nothing to wait for, and nothing under way
     out, work = post(two, 19, numels)  # the last of them: all others lie before it
     work.wait()
     assert_came(1, 19, out)
@@ -128,14 +126,14 @@ def test_what_comes_early_is_bounded_and_nothing_is_stuck_behind_it(monkeypatch)
 
 
 def test_a_crowded_rank_reads_only_what_is_due(monkeypatch):
-    monkeypatch.setattr(engine, "EARLY", 3_000_000)
+    monkeypatch.setattr(sockets, "EARLY", 3_000_000)
     one, two, three = transports(3)
     none = [None] * 3
     big, small = [[None, 4_000_000, None], none, none], [none, none, [None, 8, None]]
     ahead = [post(one, tag, big) for tag in range(10)]
     for tag in range(100, 110):
         on_all(lambda pair: pair[1].wait(), [post(t, tag, small) for t in (two, three)])
-        time.sleep(engine.TICK)
+        time.sleep(sockets.TICK)
     assert 0 < two.mesh.engine._early_bytes <= 3_000_000 + 4_000_000
     came = [post(two, tag, big) for tag in range(10)]
     on_all(lambda pair: pair[1].wait(), [*ahead, *came])
@@ -174,7 +172,7 @@ def test_a_length_that_cannot_be_takes_no_memory(length):
     """Though its envelope is whole."""
     one, two = transports(2)
     header = bytes(HEADER)
-    one.mesh.engine._peers[1].socket.sendall(envelope(5, length, header) + header)
+    one.mesh.engine._peers[1].socket.sendall(envelope(5, length, header))
     with pytest.raises(Corrupted, match="rank 0 sent an envelope that came damaged") as caught:
         post(two, 0, [[None, 8], [None, None]])[1].wait()
     assert caught.value.ranks == (0,)
