@@ -129,7 +129,7 @@ def train(rank: int, size: int, walk: Walk, ask: Any) -> list[tuple[float, int]]
         model(*batch(text, 4, 64, draws)).backward()
         local.step()
         local.zero_grad()
-        seen.append((perf_counter() - start, local.schedule.length))
+        seen.append((perf_counter() - start, local.rounds.length))
     local.drain()
     local.close()
     took = torch.tensor([seconds for seconds, _ in seen])

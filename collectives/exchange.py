@@ -8,7 +8,7 @@ divided among the ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from commpress.collectives.two_level import (
     routes,
 )
 from commpress.errors import check_counts
-from commpress.feedback import ErrorFeedback, ResidualStore
+from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
 from commpress.work import Steps, overlapped
 
 Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the buffer, and its shape
@@ -410,6 +410,10 @@ class Exchanges:
     def check_choices(self, state: dict[str, Any]) -> None:
         """Raise ``StateMismatch`` unless ``load_choices`` accepts ``state``."""
         check_bases(self.bases, state.get("bases", {}))
+
+    def load(self, residuals: Mapping[Key, Residual]) -> None:
+        """Load residuals of these tensors."""
+        self.residuals.load(residuals)
 
     def load_choices(self, state: dict[str, Any]) -> None:
         """Load ``choices``; bases that are not in ``state`` start anew."""

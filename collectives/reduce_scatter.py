@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -443,6 +443,16 @@ class Scatter:
             sequence=self.channel.take(len(self.plan)),
             key=~key,
         )
+
+    def choices(self) -> dict[str, Any]:
+        """Return nothing: codecs of rows learn nothing besides residuals."""
+        return {}
+
+    def check_choices(self, state: dict[str, Any]) -> None:
+        """Accept any state."""
+
+    def load_choices(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
 
     def check(self, residuals: Mapping[Key, Residual]) -> None:
         """Raise ``StateMismatch`` unless ``residuals`` belong to these tensors."""

@@ -13,16 +13,18 @@ the ranks change, residuals are handed over and ranks that are behind or new rec
 (``handover``).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from commpress.codecs import Codec, policy_of
-from commpress.collectives.allreduce import settle
-from commpress.collectives.buckets import Span
+from commpress.codecs.family import EXACT
+from commpress.collectives.allreduce import reduce_message, settle
+from commpress.collectives.buckets import Span, one_message
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
@@ -43,27 +45,324 @@ from commpress.feedback import Key, ResidualStore
 from commpress.work import Steps
 
 State = dict[str, Any]
+log = logging.getLogger("commpress")
+PLACE = ("kind", "rank", "size")  # of the state of a set of exchanges
 
 
-class Reformable:
-    """Object that continues when ranks join, leave or die: residuals are handed over, and ranks
-    that are behind or new receive the state that all ranks share."""
+class Saved(NamedTuple):
+    """Checked states of one checkpoint."""
+
+    head: State  # common state, and what is joined for this rank
+    residuals: dict[str, Residuals]  # by set of exchanges
+    missing: str  # why there are no residuals: this is the state of another rank alone
+
+
+class Stateful:
+    """Object with a ``channel``, ``exchanges`` and a ``handover``, made by ``connect``.
+
+    - ``steps_done``: rounds of messages that all ranks have settled.
+    """
 
     channel: Channel
     handover: Handover
+    exchanges: Exchanges
+    steps_done: int = 0
+    alone = False  # whether the state of another rank alone will do, without residuals
+
+    def connect(
+        self,
+        process_group: Any = None,
+        *,
+        codec: str | Codec | None,
+        min_numel: int = 1024,
+        seed: int = 0,
+        transport: Transport | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Connect the ranks of ``process_group``, all of them by default; collective."""
+        self.channel = (
+            Channel.among(process_group, timeout=timeout)
+            if transport is None
+            else Channel(transport)
+        )
+        size, workspace = self.channel.size, self.channel.workspace
+        self.exchanges = Exchanges(
+            policy_of(codec or "none", min_numel=min_numel), size, workspace, seed=seed
+        )
+        self.handover = Handover(self.channel)
+        if transport is None:
+            on_reform(process_group, self)
+
+    # ------------------------------------------------------------ what an object says
+
+    @property
+    def number(self) -> int:
+        """Number of rounds at which a state is saved."""
+        return self.steps_done
 
     def exchange_sets(self) -> Mapping[str, Exchanges]:
-        """Return all exchanges by name: their residuals are handed over, their bases are shared."""
-        raise NotImplementedError
+        """Return all exchanges by name: their residuals are saved and handed over, their bases are
+        shared."""
+        return {"": self.exchanges}
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Return float32 tensors that are equal on all ranks; loading writes into them."""
+        return {}
+
+    def schedule(self) -> State:
+        """Return numbers that are equal on all ranks."""
+        return {}
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        """Continue from a ``schedule`` that was saved, or that other ranks have after a change."""
+
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        """Raise ``StateMismatch`` unless ``follow`` accepts ``schedule``."""
+        check_entries(schedule, tuple(self.schedule()), "the state that ranks share")
+
+    def numels(self) -> dict[str, int]:
+        """Return the number of elements of each tensor that crosses the channel, as far as
+        known."""
+        return {}
+
+    def waiting(self) -> dict[str, torch.Tensor]:
+        """Return flat float32 tensors that differ between the ranks for a while; on other ranks
+        their mean counts."""
+        return {}
+
+    def joined(self, states: Sequence[State], missing: str) -> State:
+        """Return what ``follow`` needs besides the state of the first rank, from that of this rank
+        or from those of all; ``missing``: from the state of another rank alone, and why."""
+        return {}
+
+    # ------------------------------------------------------------ a round
+
+    def averaging(self, buffer: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> Steps[bool]:
+        """Replace ``buffer``, float32, by its mean over the ranks, and settle the round: False, and
+        nothing kept, if values were not finite on some rank. ``shapes``: by name, of the tensors in
+        ``buffer``, one after the other."""
+        spans, at = [], 0
+        for name, shape in shapes.items():
+            spans.append(Span(name, at, prod(shape)))
+            at += spans[-1].numel
+        exchange = self.exchanges.of(
+            tuple(shapes), lambda: (spans, list(shapes.values())), buffer.device
+        )
+        outcomes = yield from exchange.steps(
+            self.channel,
+            buffer,
+            sequence=self.channel.take(exchange.sequences),
+            key=self.steps_done,
+        )
+        taken = all(outcome.finite for outcome in outcomes)
+        settle(outcomes, taken=taken)
+        self.handover.settle(taken=taken)
+        self.steps_done += 1
+        return taken
+
+    # ------------------------------------------------------------ saving
+
+    def state_dict(self) -> State:
+        """Return this rank's part, for a bitwise resume at the same world size: every rank saves
+        and loads its own."""
+        return self.part()
+
+    def rank_state(self) -> State:
+        """Return this rank's part of a checkpoint; the parts of all ranks together fit any world
+        size. Collective.
+
+        In two levels it holds both forms: a rank's residuals there belong to its node, so the exact
+        form alone would not do.
+        """
+        own = self.part()
+        return own if self.channel.levels is None else own | {"elastic": self.elastic_state_dict()}
+
+    def elastic_state_dict(self) -> State:
+        """Return this rank's shard of the total residual R, for a resume at any world size;
+        collective, between steps. Rank 0's has the common state."""
+        return self.channel.run(self.elastic_steps())
+
+    def elastic_steps(self) -> Steps[State]:
+        """``elastic_state_dict`` as an algorithm that may wait."""
+        return self.elastic_part()
+
+    def part(self) -> State:
+        """Return all that this rank has of the state."""
+        nodes = str(self.channel.levels or "")
+        state = self.common() | _copied(self.waiting())
+        for name, each in self.exchange_sets().items():
+            kept = exact_state(each.residuals, self.channel, self.number, nodes)
+            _put(state, name, kept | each.choices())
+        return state
+
+    def elastic_part(self) -> Steps[State]:
+        """Return this rank's shard of all residuals, and on rank 0 the common state."""
+        channel, means = self.channel, _copied(self.waiting())
+        for mean in means.values():
+            yield from reduce_message(
+                mean,
+                None,
+                message=one_message(mean.numel(), EXACT, channel.size, name="window"),
+                transport=channel.transport,
+                workspace=channel.workspace,
+                sequence=channel.take(),
+            )
+        state = self.common() | means if channel.rank == 0 else self.head()
+        for name, each in self.exchange_sets().items():
+            parts, sequence = self.parts_of(each), channel.take()
+            kept = yield from elastic_of(parts, channel.transport, self.number, sequence)
+            _put(state, name, kept | each.choices())
+        return state
+
+    def parts_of(self, exchanges: Exchanges) -> dict[Key, torch.Tensor]:
+        """Return this rank's part of each piece; the mean of the parts over the ranks is R."""
+        levels, parts = self.channel.levels, flat_parts(exchanges.residuals, self.channel.transport)
+        if levels is None:
+            return parts
+        numels, whole = self.numels(), exchanges.bases
+        lossy = {
+            name: numels[name]
+            for name in sorted(numels)
+            if not exchanges.policy.choose(name, numels[name]).lossless and name not in whole
+        }
+        return levels.parts(exchanges.residuals, lossy) | {
+            key: part for key, part in parts.items() if key[0] in whole
+        }
+
+    def shared_state(self) -> State:
+        """Return the state that is equal on all ranks, without residuals."""
+        state = self.common() | _copied(self.waiting())
+        for name, each in self.exchange_sets().items():
+            _put(state, name, each.choices())
+        return state
+
+    def head(self) -> State:
+        return {"object": type(self).__name__, "step": self.number}
+
+    def common(self) -> State:
+        """Return the state that is equal on all ranks, without what codecs have learnt."""
+        copies = _copied(self.copies())
+        return self.head() | self.schedule() | ({"copies": copies} if copies else {})
+
+    # ------------------------------------------------------------ loading
+
+    def load_state_dict(self, state_dict: State, *others: State) -> None:
+        """Load this rank's ``state_dict``, or at any world size all ranks' states, of either kind,
+        in any order. A state that does not fit changes nothing."""
+        self.take_over(self.read([state_dict, *others]))
+
+    def load_shared_state(self, state: State) -> None:
+        """Take over another rank's ``shared_state``; residuals stay."""
+        self.check_common(state)
+        self._take(state)
+
+    def read(self, states: Sequence[State]) -> Saved:
+        """Check states, this rank's own or those of all ranks; return what ``take_over`` loads."""
+        levels, size = self.channel.levels, self.channel.size
+        saved_as = size, str(levels or "")
+        if all(
+            "elastic" in state and (state["size"], state["nodes"]) != saved_as for state in states
+        ):
+            states = [state["elastic"] for state in states]
+        sets, missing = self.exchange_sets(), ""
+        for name in filter(None, sets):
+            for state in states:
+                check_entries(state, (name,), "the state of a rank")
+                check_entries(state[name], PLACE, f"the {name!r} state of a rank")
+        first = next(iter(sets))
+        places: list[Any] = [tuple(_within(state, first).get(k) for k in PLACE) for state in states]
+        mine = "exact", self.channel.rank, size
+        if mine in places:
+            states = [states[places.index(mine)]]
+        elif self.alone and len(states) == 1 < (places[0][2] or 0) and places[0][0] == "exact":
+            missing = (
+                f"the loaded state is of rank {places[0][1]} of {places[0][2]}, this is rank "
+                f"{mine[1]} of {size}"
+            )
+        residuals = {
+            name: {} if missing else self.residuals_in(each, [_within(s, name) for s in states])
+            for name, each in sets.items()
+        }
+        head = min(states, key=lambda state: int(_within(state, first).get("rank", 0)))
+        head = head | self.joined(states, missing)
+        self.check_common(head)
+        return Saved(head, residuals, missing)
+
+    def residuals_in(self, exchanges: Exchanges, states: Sequence[State]) -> Residuals:
+        """Return this rank's residuals of these exchanges; raise ``StateMismatch`` unless they
+        fit."""
+        levels, size = self.channel.levels, self.channel.size
+        # their residuals are flat, in two levels too
+        whole = states[0].get("bases", {}).keys() if states else {}
+
+        def share(totals: dict[Key, torch.Tensor]) -> Residuals:
+            flat = {key: total for key, total in totals.items() if key[0] in whole}
+            rows = {key: total for key, total in totals.items() if key not in flat}
+            return (levels.share(rows) if levels else spread(rows, size)) | spread(flat, size)
+
+        _, residuals = residuals_of(states, self.channel, share=share, nodes=str(levels or ""))
+        if numels := self.numels():
+            in_rows = {k: kept for k, kept in residuals.items() if levels and k[0] not in whole}
+            lengths = levels.lengths(numels) if levels else None
+            check_fit(in_rows, numels, lengths, size=size)
+            flat = {key: kept for key, kept in residuals.items() if key not in in_rows}
+            check_fit(flat, numels, size=size)
+        exchanges.residuals.check(residuals)
+        return residuals
+
+    def take_over(self, saved: Saved) -> None:
+        """Load what ``read`` has checked."""
+        if saved.missing:
+            log.warning(
+                "%s: residuals here start from zero, unless what this rank saved is loaded next. "
+                "Load each rank's own state_dict(), or all ranks' to change the world size",
+                saved.missing,
+            )
+        self._take(saved.head)
+        for name, each in self.exchange_sets().items():
+            each.load(saved.residuals[name])
+
+    @torch.no_grad()
+    def _take(self, state: State) -> None:
+        for name, each in self.exchange_sets().items():
+            each.load_choices(_within(state, name))
+        for name, mine in self.copies().items():
+            mine.copy_(state["copies"][name])
+        self.steps_done = int(state["step"])
+        self.follow(state)
+
+    def check_common(self, state: State) -> None:
+        """Raise ``StateMismatch`` unless what ranks share fits."""
+        check_entries(state, ("step",), "the state that ranks share")
+        here = type(self).__name__
+        if (there := state.get("object", here)) != here:
+            raise StateMismatch(f"the state is of {there}, this is {here}: load its own")
+        for of, exchanges in self.exchange_sets().items():
+            exchanges.check_choices(_within(state, of))
+        self.check(state)
+        own, saved = self.copies(), state.get("copies", {})
+        check_entries(saved, tuple(own), "the copies of the state")
+        for name, each in own.items():
+            if saved[name].shape != each.shape:
+                raise StateMismatch(
+                    f"{name!r} has shape {tuple(saved[name].shape)} in the state, expected "
+                    f"{tuple(each.shape)}: load the state of this model"
+                )
+
+    # ------------------------------------------------------------ other ranks
+
+    def passing(self) -> State:
+        """Return numbers that newcomers need besides ``schedule`` and that no checkpoint has."""
+        return {}
 
     def shared(self) -> State:
         """Return numbers that are equal on all ranks, except that the last round may have changed
         them on some only."""
-        return {}
+        return {"step": self.steps_done} | self.schedule() | self.passing()
 
     def shared_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return float32 tensors that are equal on all ranks in the same sense."""
-        return {}
+        return {f"copy {name}": each for name, each in self.copies().items()}
 
     def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
         """Return a function that makes differing state equal, to be called once all ranks have got
@@ -77,9 +376,13 @@ class Reformable:
     def catch_up(self, change: Change, standing: Standing) -> None:
         """Take over the ``shared`` tensors and numbers of others, on a rank that is behind or
         new."""
+        for name, mine in self.copies().items():
+            mine.copy_(standing.tensors[f"copy {name}"])
 
     def go_on(self, change: Change, standing: Standing) -> None:
         """Continue from the common state, like all other ranks."""
+        self.steps_done = standing.shared["step"]
+        self.follow(standing.shared, change)
 
     def reform(self, change: Change) -> Callable[[], None]:
         """Continue among the present ranks of the channel; collective. Call the result once all
@@ -140,217 +443,15 @@ class Reformable:
         return self.handover.leaving(ranks, self.stores())
 
 
-class Stateful(Reformable):
-    """Object with a ``channel``, ``exchanges`` and a ``handover``, made by ``connect``.
+def _copied(tensors: Mapping[str, torch.Tensor]) -> State:
+    return {name: each.detach().clone() for name, each in tensors.items()}
 
-    - ``steps_done``: rounds of messages that all ranks have settled.
-    """
 
-    exchanges: Exchanges
-    steps_done: int = 0
+def _within(state: State, name: str) -> State:
+    """Return the state of a set of exchanges; the only one has no name and no level of its own."""
+    inner: State = state.get(name, {}) if name else state
+    return inner
 
-    def connect(
-        self,
-        process_group: Any = None,
-        *,
-        codec: str | Codec | None,
-        min_numel: int = 1024,
-        seed: int = 0,
-        transport: Transport | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        """Connect the ranks of ``process_group``, all of them by default; collective."""
-        self.channel = (
-            Channel.among(process_group, timeout=timeout)
-            if transport is None
-            else Channel(transport)
-        )
-        size, workspace = self.channel.size, self.channel.workspace
-        self.exchanges = Exchanges(
-            policy_of(codec or "none", min_numel=min_numel), size, workspace, seed=seed
-        )
-        self.handover = Handover(self.channel)
-        if transport is None:
-            on_reform(process_group, self)
 
-    # ------------------------------------------------------------ what an object says
-
-    def copies(self) -> dict[str, torch.Tensor]:
-        """Return float32 tensors that are equal on all ranks; loading writes into them."""
-        return {}
-
-    def schedule(self) -> State:
-        """Return numbers that are equal on all ranks."""
-        return {}
-
-    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
-        """Continue from a ``schedule`` that was saved, or that other ranks have after a change."""
-
-    def check(self, schedule: Mapping[str, Any]) -> None:
-        """Raise ``StateMismatch`` unless ``follow`` accepts ``schedule``."""
-        check_entries(schedule, tuple(self.schedule()), "the state that ranks share")
-
-    def numels(self) -> dict[str, int]:
-        """Return the number of elements of each tensor that crosses the channel, as far as
-        known."""
-        return {}
-
-    # ------------------------------------------------------------ a round
-
-    def averaging(self, buffer: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> Steps[bool]:
-        """Replace ``buffer``, float32, by its mean over the ranks, and settle the round: False, and
-        nothing kept, if values were not finite on some rank. ``shapes``: by name, of the tensors in
-        ``buffer``, one after the other."""
-        spans, at = [], 0
-        for name, shape in shapes.items():
-            spans.append(Span(name, at, prod(shape)))
-            at += spans[-1].numel
-        exchange = self.exchanges.of(
-            tuple(shapes), lambda: (spans, list(shapes.values())), buffer.device
-        )
-        outcomes = yield from exchange.steps(
-            self.channel,
-            buffer,
-            sequence=self.channel.take(exchange.sequences),
-            key=self.steps_done,
-        )
-        taken = all(outcome.finite for outcome in outcomes)
-        settle(outcomes, taken=taken)
-        self.handover.settle(taken=taken)
-        self.steps_done += 1
-        return taken
-
-    # ------------------------------------------------------------ saving
-
-    def state_dict(self) -> State:
-        """Return this rank's part, for a bitwise resume at the same world size: every rank saves
-        and loads its own."""
-        nodes = str(self.channel.levels or "")
-        state = exact_state(self.exchanges.residuals, self.channel, self.steps_done, nodes)
-        return state | self._common()
-
-    def rank_state(self) -> State:
-        """Return this rank's part of a checkpoint; the parts of all ranks together fit any world
-        size. Collective.
-
-        In two levels it holds both forms: a rank's residuals there belong to its node, so the exact
-        form alone would not do.
-        """
-        own = self.state_dict()
-        return own if self.channel.levels is None else own | {"elastic": self.elastic_state_dict()}
-
-    def elastic_state_dict(self) -> State:
-        """Return this rank's shard of the total residual R, for a resume at any world size;
-        collective, between steps."""
-        return self.channel.run(self.elastic_steps())
-
-    def elastic_steps(self) -> Steps[State]:
-        """``elastic_state_dict`` as an algorithm that may wait."""
-        sequence, levels = self.channel.take(), self.channel.levels
-        parts = flat_parts(self.exchanges.residuals, self.channel.transport)
-        if levels is not None:
-            numels, policy, whole = self.numels(), self.exchanges.policy, self.exchanges.bases
-            lossy = {
-                name: numels[name]
-                for name in sorted(numels)
-                if not policy.choose(name, numels[name]).lossless and name not in whole
-            }
-            parts = levels.parts(self.exchanges.residuals, lossy) | {
-                key: part for key, part in parts.items() if key[0] in whole
-            }
-        transport = self.channel.transport
-        state = yield from elastic_of(parts, transport, self.steps_done, sequence)
-        return state | self._common()
-
-    def shared_state(self) -> State:
-        """Return the state that is equal on all ranks, without residuals."""
-        return {"step": self.steps_done} | self._common()
-
-    def _common(self) -> State:
-        copies = {name: each.detach().clone() for name, each in self.copies().items()}
-        state = {"object": type(self).__name__} | self.exchanges.choices() | self.schedule()
-        return state | ({"copies": copies} if copies else {})
-
-    # ------------------------------------------------------------ loading
-
-    def load_state_dict(self, *states: State) -> None:
-        """Load this rank's ``state_dict``, or at any world size all ranks' states, of either kind,
-        in any order. A state that does not fit changes nothing."""
-        levels, size = self.channel.levels, self.channel.size
-        saved_as = size, str(levels or "")
-        if all(
-            "elastic" in state and (state["size"], state["nodes"]) != saved_as for state in states
-        ):
-            states = tuple(state["elastic"] for state in states)
-        # their residuals are flat, in two levels too
-        whole = states[0].get("bases", {}).keys() if states else {}
-
-        def share(totals: dict[Key, torch.Tensor]) -> Residuals:
-            flat = {key: total for key, total in totals.items() if key[0] in whole}
-            rows = {key: total for key, total in totals.items() if key not in flat}
-            return (levels.share(rows) if levels else spread(rows, size)) | spread(flat, size)
-
-        step, residuals = residuals_of(states, self.channel, share=share, nodes=str(levels or ""))
-        if numels := self.numels():
-            in_rows = {k: kept for k, kept in residuals.items() if levels and k[0] not in whole}
-            lengths = levels.lengths(numels) if levels else None
-            check_fit(in_rows, numels, lengths, size=size)
-            flat = {key: kept for key, kept in residuals.items() if key not in in_rows}
-            check_fit(flat, numels, size=size)
-        self.exchanges.residuals.check(residuals)
-        self._take(step, states[0])
-        self.exchanges.residuals.load(residuals)
-
-    def load_shared_state(self, state: State) -> None:
-        """Take over another rank's ``shared_state``; residuals stay."""
-        check_entries(state, ("step",), "the state that ranks share")
-        self._take(state["step"], state)
-
-    @torch.no_grad()
-    def _take(self, step: int, state: State) -> None:
-        copies = self._checked(state)
-        self.exchanges.load_choices(state)
-        for mine, theirs in copies:
-            mine.copy_(theirs)
-        self.steps_done = step
-        self.follow(state)
-
-    def _checked(self, state: State) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Check the common state; return pairs of own and loaded copies."""
-        here = type(self).__name__
-        if (there := state.get("object", here)) != here:
-            raise StateMismatch(f"the state is of {there}, this is {here}: load its own")
-        self.exchanges.check_choices(state)
-        self.check(state)
-        own, saved = self.copies(), state.get("copies", {})
-        check_entries(saved, tuple(own), "the copies of the state")
-        for name, each in own.items():
-            if saved[name].shape != each.shape:
-                raise StateMismatch(
-                    f"{name!r} has shape {tuple(saved[name].shape)} in the state, expected "
-                    f"{tuple(each.shape)}: load the state of this model"
-                )
-        return [(each, saved[name]) for name, each in own.items()]
-
-    # ------------------------------------------------------------ other ranks
-
-    def passing(self) -> State:
-        """Return numbers that newcomers need besides ``schedule`` and that no checkpoint has."""
-        return {}
-
-    def exchange_sets(self) -> Mapping[str, Exchanges]:
-        return {"": self.exchanges}
-
-    def shared(self) -> State:
-        return {"step": self.steps_done} | self.schedule() | self.passing()
-
-    def shared_tensors(self) -> Mapping[str, torch.Tensor]:
-        return {f"copy {name}": each for name, each in self.copies().items()}
-
-    def catch_up(self, change: Change, standing: Standing) -> None:
-        for name, mine in self.copies().items():
-            mine.copy_(standing.tensors[f"copy {name}"])
-
-    def go_on(self, change: Change, standing: Standing) -> None:
-        self.steps_done = standing.shared["step"]
-        self.follow(standing.shared, change)
+def _put(state: State, name: str, part: State) -> None:
+    state |= {name: part} if name else part

@@ -331,9 +331,9 @@ MUTANTS = [
     ),
     Mutant(
         "bases stay out of an optimizer's checkpoint",
-        "commpress/optim/checkpoint.py",
-        "        exchange.load_choices(part)\n",
-        "",
+        "collectives/state.py",
+        "            each.load_choices(_within(state, name))\n",
+        "            pass\n",
         "tests/optim/test_optim_whole.py",
     ),
     Mutant(
@@ -630,7 +630,7 @@ MUTANTS = [
     Mutant(
         "copies of a state come late",
         "collectives/state.py",
-        "            mine.copy_(theirs)\n",
+        '            mine.copy_(state["copies"][name])\n',
         "            pass\n",
         "tests/state/test_laws.py -k toy",
     ),
@@ -692,23 +692,23 @@ MUTANTS = [
     ),
     Mutant(
         "what waits in a window stays behind",
-        "commpress/optim/checkpoint.py",
-        '        part["schedule"] |= means\n',
-        "",
+        "collectives/state.py",
+        "state = self.common() | means if channel.rank == 0",
+        "state = self.common() if channel.rank == 0",
         "tests/state/test_laws.py -k another_number",
     ),
     Mutant(
         "what lies on one rank alone is not loaded",
-        "commpress/optim/checkpoint.py",
-        "        optimizer.experts.load(read.own)\n",
-        "        pass\n",
+        "commpress/optim/optimizer.py",
+        '            self.experts.load(schedule["own"])\n',
+        "            pass\n",
         "tests/state/test_laws.py -k resumes",
     ),
     Mutant(
         "all ranks take the state of the first",
-        "commpress/optim/checkpoint.py",
-        'if place.items() <= part["quantized"].items()] or parts',
-        "if False] or parts",
+        "collectives/state.py",
+        "        if mine in places:",
+        "        if False:",
         "tests/state/test_laws.py -k resumes",
     ),
     Mutant(
@@ -728,8 +728,8 @@ MUTANTS = [
     Mutant(
         "the shared state of other fragments is taken",
         "commpress/optim/local_checkpoint.py",
-        "    _check_shared(local, shared)\n    return shared",
-        "    return shared",
+        "    _check_shared(local, state)\n",
+        "",
         "tests/state/test_laws.py -k fit",
     ),
     Mutant(
@@ -987,7 +987,7 @@ MUTANTS = [
     Mutant(
         "the step of a state is not loaded",
         "collectives/state.py",
-        "        self.steps_done = step\n",
+        '        self.steps_done = int(state["step"])\n',
         "        pass\n",
         "tests/state/test_real_ranks.py -k hook",
     ),
@@ -999,17 +999,17 @@ MUTANTS = [
         "tests/state/test_real_ranks.py -k hook",
     ),
     Mutant(
-        "the bases of a state are not loaded",
+        "a hook does not follow the state that it loads",
         "collectives/state.py",
-        "        self.exchanges.load_choices(state)\n",
+        "        self.follow(state)\n",
         "        pass\n",
         "tests/state/test_real_ranks.py -k hook",
     ),
     Mutant(
         "the residuals of a state are not loaded",
         "collectives/state.py",
-        "        self.exchanges.residuals.load(residuals)\n",
-        "        pass\n",
+        "            each.load(saved.residuals[name])\n",
+        "            pass\n",
         "tests/state/test_real_ranks.py -k hook",
     ),
     Mutant(

@@ -10,32 +10,19 @@ and their boxes. The shards of all ranks are joined to whole tensors, residuals 
 along the boxes of the ranks that load them.
 """
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import reduce_message
-from commpress.collectives.buckets import PIECE, one_message
-from commpress.collectives.reduce_scatter import Scatter
-from commpress.collectives.residual_state import (
-    Residuals,
-    check_fit,
-    check_widths,
-    elastic_state,
-    exact_state,
-    residuals_of,
-    totals_of,
-)
+from commpress.collectives.buckets import PIECE
+from commpress.collectives.residual_state import totals_of
+from commpress.collectives.state import PLACE
 from commpress.errors import StateMismatch, check_entries
 from commpress.optim.layout import Box, box_of, is_cut, local
-from commpress.optim.local_experts import State
 from commpress.optim.tensor_states import STATE
 from commpress.schedules import Facts
-from commpress.work import Steps
 
 if TYPE_CHECKING:
     from commpress.optim.optimizer import CompressedOptimizer
@@ -45,132 +32,27 @@ if TYPE_CHECKING:
 Part = dict[str, Any]  # the ``commpress`` entry of a rank's state
 
 EXCHANGES = ("full", "quantized")
-ENTRIES = ("optimizer", "step", "facts", "schedule", *EXCHANGES)  # saved by every rank
-DIVIDED = ("shapes", "tensors", "shards", "waiting")  # also saved with rows
 ROWS = ("master", "momentum", "variance")
 LISTS = (*STATE, "trips", "lines")  # lists of ``tensor_states``
 
-log = logging.getLogger("commpress")
+
+# ---------------------------------------------------------------- both ways
 
 
-# ---------------------------------------------------------------- saving
-
-
-def exact(optimizer: "CompressedOptimizer") -> Part:
-    """Return this rank's own part, for the same number of ranks."""
-    part = _head(optimizer)
-    if optimizer.experts is not None:
-        part["own"] = optimizer.experts.state()
-    if optimizer.divided:
-        part["waiting"] = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
-    for name in EXCHANGES:
-        exchange = getattr(optimizer, name)
-        part[name] = exact_state(
-            exchange.residuals, optimizer.channel.transport, optimizer.steps_done
-        ) | _choices(exchange)
-    return part
-
-
-def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """Return this rank's part: its shard of the residuals, its rows, and on rank 0 the common
-    state. Of tensors that differ between ranks, rank 0 saves the mean."""
-    channel, part = optimizer.channel, _head(optimizer)
-    message = one_message(optimizer._flat.numel, EXACT, channel.size, name="window")
-    means = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
-    for mean in means.values():
-        yield from reduce_message(
-            mean,
-            None,
-            message=message,
-            transport=channel.transport,
-            workspace=channel.workspace,
-            sequence=channel.take(),
-        )
-    if optimizer.divided:
-        part["waiting"] = means if channel.rank == 0 else {}
-    elif channel.rank == 0:
-        every = zip(optimizer.shared_numbers(), optimizer._flat.parameters, strict=True)
-        for i, (number, p) in enumerate(every):
-            tensors = {key: local(value).clone() for key, value in optimizer.state[p].items()}
-            if "exp_avg" in means:
-                tensors["exp_avg"] = optimizer._flat.view(means["exp_avg"], i).clone()
-            state["state"][number] = tensors
-        part["schedule"] |= means
-    else:
-        state["state"], part["schedule"] = {}, {}
-    for name in EXCHANGES:
-        exchange = getattr(optimizer, name)
-        part[name] = yield from elastic_state(
-            exchange.residuals, channel.transport, optimizer.steps_done, channel.take()
-        )
-        part[name] |= _choices(exchange)
+def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Return this rank's state from torch's and its elastic ``part``; tensors are those of rank
+    0, or their means."""
     if optimizer.columns is not None:
         part["boxes"] = _boxes(optimizer)
+    if not optimizer.divided:
+        tensors = {}
+        every = zip(optimizer.shared_numbers(), optimizer._flat.parameters, strict=True)
+        for i, (number, p) in enumerate(every if optimizer.channel.rank == 0 else ()):
+            tensors[number] = {key: local(each).clone() for key, each in optimizer.state[p].items()}
+            if "exp_avg" in part:
+                tensors[number]["exp_avg"] = optimizer._flat.view(part["exp_avg"], i).clone()
+        state["state"] = tensors
     return state | {"commpress": part}
-
-
-def common(optimizer: "ReplicatedOptimizer") -> Part:
-    """Return the part of the state that is equal on all ranks."""
-    head = _head(optimizer)
-    if "trips" in head["schedule"]:
-        head["schedule"]["trips"] = [0] * len(optimizer._flat.parameters)  # each rank's own
-    return head
-
-
-def check_complete(optimizer: "ShardedOptimizer") -> None:
-    if optimizer.missing:
-        raise StateMismatch(optimizer.missing)
-
-
-def _head(optimizer: "CompressedOptimizer") -> Part:
-    return {
-        "optimizer": type(optimizer).__name__,
-        "step": optimizer.steps_done,
-        "facts": optimizer.facts.as_dict(),
-        "schedule": optimizer.schedule_state(),
-    } | (_rows(optimizer) if _has_rows(optimizer) else {})
-
-
-def _rows(optimizer: "ShardedOptimizer") -> Part:
-    """Return the rows of this rank and the state of tensors that all ranks know."""
-    check_complete(optimizer)
-    shards = [
-        {"parameter": part.parameter, "begin": part.begin}
-        | {name: part.of(getattr(optimizer, name)).clone() for name in ROWS}
-        for part in optimizer.parts
-        if part.numel
-    ]
-    tensors = {name: getattr(optimizer.tensors, name).tolist() for name in LISTS}
-    shapes = [list(shape) for shape in optimizer._flat.shapes]
-    return {"tensors": tensors, "shards": shards, "shapes": shapes}
-
-
-def _choices(exchange: Any) -> dict[str, Any]:
-    """Return what codecs have learnt besides residuals; rows have no such codecs."""
-    return {} if isinstance(exchange, Scatter) else exchange.choices()
-
-
-def _has_rows(optimizer: "CompressedOptimizer") -> TypeGuard["ShardedOptimizer"]:
-    return optimizer.divided
-
-
-def _has_all(optimizer: "CompressedOptimizer") -> TypeGuard["ReplicatedOptimizer"]:
-    return not optimizer.divided
-
-
-# ---------------------------------------------------------------- loading
-
-
-class _Read(NamedTuple):
-    """Saved parts, checked and joined."""
-
-    head: Part  # with the common state
-    facts: Facts
-    residuals: dict[str, Residuals]
-    own: State | None  # state of this rank alone
-    rows: dict[str, torch.Tensor]  # whole buffers, as far as they are known
-    waiting: dict[str, torch.Tensor]
-    missing: str  # missing state that this rank cannot go on without
 
 
 def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> None:
@@ -184,20 +66,15 @@ def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> 
             "elastic_state_dict() gave. torch.distributed.checkpoint.state_dict leaves out what "
             "each rank has for itself: save with commpress.save_distributed(optimizer, folder)"
         )
+    states = [state | {"commpress": current(state["commpress"])} for state in states]
     if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
         states = recut(optimizer, states)
     check_entries(states[0], ("param_groups",), "the state")
-    check_groups(optimizer, states[0]["param_groups"])
-    read = _read(optimizer, [state["commpress"] for state in states])
-    if _has_all(optimizer):
-        state = next(state for state in states if state["commpress"] is read.head)
-        _check(optimizer, state, whole=True)
-        optimizer.forget()
-        _fill(optimizer, state)
-        _begin_at(optimizer, read.head)
-    _take(optimizer, read)
-    if _has_rows(optimizer):
-        take_groups(optimizer, states[0]["param_groups"])
+    groups = states[0]["param_groups"]
+    check_groups(optimizer, groups)
+    optimizer.take_over(optimizer.read([*map(with_torch, states)]))
+    if optimizer.divided:
+        take_groups(optimizer, groups)
 
 
 def load_rank(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
@@ -210,171 +87,53 @@ def load_rank(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
             f"was loaded before is of step {optimizer.steps_done}: load the states of one "
             "checkpoint"
         )
-    _take(optimizer, _read(optimizer, parts))
+    optimizer.take_over(optimizer.read(parts))
 
 
-def load_common(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
-    """Load another rank's ``common`` and torch's state; residuals stay."""
-    check_entries(state, ("param_groups", "commpress"), "the state")
-    head = state["commpress"]
-    check_entries(head, ("optimizer", "step", "facts", "schedule"), "the state that ranks share")
-    _check_kind(optimizer, [head])
-    check_groups(optimizer, state["param_groups"])
-    _check(optimizer, state, whole=True)
-    optimizer.check_schedule(head["schedule"])
-    optimizer.forget()
-    _fill(optimizer, state)
-    _begin_at(optimizer, head)
-    optimizer.resume(head["schedule"])
+def with_torch(state: Mapping[str, Any]) -> Part:
+    """Return the part of a state with torch's entries, to be loaded together."""
+    check_entries(state, ("commpress",), "the state")
+    return state["commpress"] | {k: state[k] for k in ("state", "param_groups") if k in state}
 
 
-def _read(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> _Read:
-    """Raise ``StateMismatch`` unless these parts, this rank's own or those of all, fit."""
-    for part in parts:
-        check_entries(part, ENTRIES + (DIVIDED if optimizer.divided else ()), "the state of a rank")
-        for name in EXCHANGES:
-            check_entries(part[name], ("kind", "rank", "size"), f"the {name!r} state of a rank")
-    _check_kind(optimizer, parts)
-    mine, own = optimizer.channel.transport, _own_in(optimizer, parts)
-    parts = _own_of(parts, mine.rank, mine.size)
-    head = next((part for part in parts if part["quantized"]["rank"] == 0), parts[0])
-    schedule, of = head["schedule"], parts[0]["quantized"]
-    if len(parts) > 1 and of["kind"] == "exact" and schedule.get("held"):
+def current(part: Part) -> Part:
+    """Return a part in the present form: earlier ones had a level more."""
+    inner = part.get("schedule", {}) | part.get("waiting", {})
+    rest = {k: v for k, v in part.items() if k not in ("schedule", "waiting", "optimizer")}
+    return rest | inner | ({"object": part["optimizer"]} if "optimizer" in part else {})
+
+
+def check_window(optimizer: "CompressedOptimizer", states: Sequence[Part]) -> None:
+    """Raise ``StateMismatch`` if exact states of several ranks are of the middle of a window."""
+    of = states[0]["quantized"]
+    if len(states) > 1 and of["kind"] == "exact" and states[0].get("held"):
         raise StateMismatch(
-            f"the states of {of['size']} ranks were saved {schedule['held']} steps into a window, "
-            f"in which ranks differ, and {mine.size} go on: call optimizer.synchronize() before "
-            "state_dict(), or save with elastic_state_dict()"
-        )
-    # the state of another rank alone, which gives the common state
-    partial = (
-        len(parts) == 1 < of["size"]
-        and of["kind"] == "exact"
-        and (of["rank"], of["size"]) != (mine.rank, mine.size)
-    )
-    residuals = {
-        name: {} if partial else residuals_of([part[name] for part in parts], mine)[1]
-        for name in EXCHANGES
-    }
-    optimizer.check_schedule(schedule)
-    for name in EXCHANGES:
-        _check_residuals(optimizer, getattr(optimizer, name), residuals[name], head[name])
-    missing = ""
-    waiting: dict[str, torch.Tensor] = {}
-    rows: dict[str, torch.Tensor] = {}
-    if partial:
-        missing = (
-            f"the loaded state is of rank {of['rank']} of {of['size']}, this is rank {mine.rank} "
-            f"of {mine.size}"
-        )
-    if _has_rows(optimizer):
-        waiting = next((part["waiting"] for part in parts if part["waiting"]), {})
-        optimizer.check_waiting(schedule, waiting)
-        _check_shapes(optimizer, head)
-        rows = _joined_rows(optimizer, parts, partial=partial)
-    return _Read(head, Facts.of(head["facts"]), residuals, own, rows, waiting, missing)
-
-
-def _take(optimizer: "CompressedOptimizer", read: _Read) -> None:
-    """Load the checked rows, schedules and residuals."""
-    if _has_rows(optimizer):
-        optimizer.missing = read.missing and (
-            f"{read.missing}, which owns other parts: load each rank's own state_dict(), or all "
-            "ranks' to change the world size. With a Trainer use the callback "
-            "commpress.hf.Compress, with Lightning commpress.lightning.Compress, with Accelerate "
-            "commpress.hf.RankFiles: they save and load every rank's part"
-        )
-        for owned in optimizer.parts:
-            first = optimizer._flat.places[owned.parameter][0] + owned.begin
-            for name, buffer in read.rows.items():
-                owned.of(getattr(optimizer, name)).copy_(buffer[first : first + owned.numel])
-        optimizer.steps_done, optimizer.facts = int(read.head["step"]), read.facts
-        for name in STATE:
-            getattr(optimizer.tensors, name).copy_(torch.tensor(read.head["tensors"][name]))
-        for name in ("trips", "lines"):
-            getattr(optimizer.tensors, name)[:] = read.head["tensors"][name]
-        optimizer.unknown = True
-    elif read.missing:
-        log.warning(
-            "%s: what compression left behind here starts from zero, unless a callback of "
-            "commpress loads it next. Load each rank's own state_dict(), or all ranks' to change "
-            "the world size",
-            read.missing,
-        )
-    if optimizer.experts is not None and read.own is not None:
-        optimizer.experts.load(read.own)
-    optimizer.resume(read.head["schedule"])
-    optimizer.recut()
-    for name in EXCHANGES:
-        _load_residuals(getattr(optimizer, name), read.residuals[name], read.head[name])
-    for name, buffer in optimizer.waiting().items() if read.waiting else ():
-        buffer.copy_(read.waiting[name])
-
-
-def _check_kind(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
-    names = {part["optimizer"] for part in parts}
-    if names != {type(optimizer).__name__}:
-        raise StateMismatch(
-            f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}"
+            f"the states of {of['size']} ranks were saved {states[0]['held']} steps into a window, "
+            f"in which ranks differ, and {optimizer.channel.size} go on: call "
+            "optimizer.synchronize() before state_dict(), or save with elastic_state_dict()"
         )
 
 
-def _begin_at(optimizer: "CompressedOptimizer", head: Part) -> None:
-    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
-    optimizer.tensors.follow(optimizer.steps_done)
-
-
-def _check_residuals(
-    optimizer: "CompressedOptimizer", exchange: Any, residuals: Residuals, part: Part
-) -> None:
-    if isinstance(exchange, Scatter):
-        exchange.check(residuals)
-        check_widths(residuals, optimizer.channel.size)
-        return
-    flat = optimizer._flat
-    numels = {name: n for name, (_, n) in zip(flat.names, flat.places, strict=True)}
-    check_fit(residuals, numels, size=optimizer.channel.size)
-    exchange.check_choices(part)
-    exchange.residuals.check(residuals)
-
-
-def _load_residuals(exchange: Any, residuals: Residuals, part: Part) -> None:
-    """Load this rank's residuals, and what codecs have learnt on all ranks."""
-    if isinstance(exchange, Scatter):
-        exchange.load(residuals)
-    else:
-        exchange.load_choices(part)
-        exchange.residuals.load(residuals)
-
-
-def _own_of(parts: Sequence[Part], rank: int, size: int) -> Sequence[Part]:
-    """Return the part that this rank saved, if as many ranks saved exact ones; else all parts."""
-    place = {"kind": "exact", "rank": rank, "size": size}
-    return [part for part in parts if place.items() <= part["quantized"].items()] or parts
-
-
-def _own_in(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> State | None:
-    """Return the saved state of this rank's local experts; None in the state of another rank
-    alone."""
+def own(optimizer: "CompressedOptimizer", states: Sequence[Part], missing: str) -> Part:
+    """Return the state of this rank's local experts, None in that of another rank alone, which is
+    followed by each rank's own."""
     if optimizer.experts is None:
-        return None
-    transport = optimizer.channel.transport
-    mine = [
-        part
-        for part in _own_of(parts, transport.rank, transport.size)
-        if part["quantized"]["rank"] == transport.rank
-    ]
-    sizes = sorted({part["quantized"]["size"] for part in parts})
-    if len(parts) == 1 and sizes == [transport.size] and not mine:
-        return None  # each rank's own comes next
-    if sizes != [transport.size] or "own" not in mine[0]:
+        return {}
+    channel, (_, rank, size) = optimizer.channel, (states[0]["quantized"][key] for key in PLACE)
+    if missing and size == channel.size:
+        return {"own": None}
+    if (rank, size) != (channel.rank, channel.size) or "own" not in states[0]:
         raise StateMismatch(
-            f"the state of {sizes} ranks has nothing of {optimizer.experts.flat.names[0]!r}, which "
-            f"lies on this rank of {transport.size} alone: load this rank's own state_dict(), on "
-            "as many ranks as saved it"
+            f"the state of {size} ranks has nothing of {optimizer.experts.flat.names[0]!r}, which "
+            f"lies on this rank of {channel.size} alone: load this rank's own state_dict(), on as "
+            "many ranks as saved it"
         )
-    found: State = mine[0]["own"]
-    optimizer.experts.check(found)
-    return found
+    optimizer.experts.check(states[0]["own"])
+    return {}
+
+
+def _has_all(optimizer: "CompressedOptimizer") -> TypeGuard["ReplicatedOptimizer"]:
+    return not optimizer.divided
 
 
 # ---------------------------------------------------------------- what must fit
@@ -417,7 +176,33 @@ def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any
 # ---------------------------------------------------------------- rows of divided state
 
 
-def _check_shapes(optimizer: "ShardedOptimizer", head: Part) -> None:
+def rows(optimizer: "ShardedOptimizer") -> Part:
+    """Return the rows of this rank and the state of tensors that all ranks know."""
+    shards = [
+        {"parameter": part.parameter, "begin": part.begin}
+        | {name: part.of(getattr(optimizer, name)).clone() for name in ROWS}
+        for part in optimizer.parts
+        if part.numel
+    ]
+    tensors = {name: getattr(optimizer.tensors, name).tolist() for name in LISTS}
+    shapes = [list(shape) for shape in optimizer._flat.shapes]
+    return {"tensors": tensors, "shards": shards, "shapes": shapes}
+
+
+def take_rows(optimizer: "ShardedOptimizer", head: Mapping[str, Any]) -> None:
+    """Load the rows that ``joined_rows`` has put together, and the state of tensors."""
+    for owned in optimizer.parts:
+        first = optimizer._flat.places[owned.parameter][0] + owned.begin
+        for name, buffer in head["rows"].items():
+            owned.of(getattr(optimizer, name)).copy_(buffer[first : first + owned.numel])
+    for name in STATE:
+        getattr(optimizer.tensors, name).copy_(torch.tensor(head["tensors"][name]))
+    for name in ("trips", "lines"):
+        getattr(optimizer.tensors, name)[:] = head["tensors"][name]
+
+
+def check_shapes(optimizer: "ShardedOptimizer", head: Mapping[str, Any]) -> None:
+    check_entries(head, ("shapes", "tensors"), "the state of a rank")
     flat, count = optimizer._flat, len(optimizer._flat.parameters)
     check_length(head["shapes"], count, "parameters")
     for name, mine, shape in zip(flat.names, flat.shapes, head["shapes"], strict=True):
@@ -427,13 +212,15 @@ def _check_shapes(optimizer: "ShardedOptimizer", head: Part) -> None:
         check_length(head["tensors"][name], count, f"{name!r} of parameters")
 
 
-def _joined_rows(
+def joined_rows(
     optimizer: "ShardedOptimizer", parts: Sequence[Part], *, partial: bool
 ) -> dict[str, torch.Tensor]:
     """Join rows to buffers of all parameters; this rank's own rows must be there, unless the state
     is of another rank alone."""
     flat = optimizer._flat
     whole, found = {name: flat.new() for name in ROWS}, torch.zeros(flat.numel, dtype=torch.bool)
+    for part in parts:
+        check_entries(part, ("shards",), "the state of a rank")
     for shard in (shard for part in parts for shard in part["shards"]):
         check_entries(shard, ("parameter", "begin", *ROWS), "the state of a part of a parameter")
         i, begin, numel = shard["parameter"], shard["begin"], shard["master"].numel()
@@ -466,26 +253,29 @@ def _joined_rows(
 def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     """Load momentum, variance and steps of torch's Adam: its run continues with exact steps. A
     state of ours that torch's tools have saved continues as it was, without residuals."""
-    _check(optimizer, state)
-    counts, own = _steps_of_groups(optimizer, state), optimizer.experts
+    check_tensors(optimizer, state)
+    counts, experts = _steps_of_groups(optimizer, state), optimizer.experts
     saved = [state["state"].get(i, {}) for i in _numbers(optimizer, state, shared=False)]
-    found = None if own is None else own.of_adam(saved)
+    found = None if experts is None else experts.of_adam(saved)
     optimizer.forget()
-    _fill(optimizer, state)
+    fill(optimizer, state)
     optimizer.steps_done, optimizer.facts = max(counts), Facts()
     for group, count in zip(optimizer.param_groups, counts, strict=True):
         group["added_at"] = optimizer.steps_done - count
     optimizer.tensors.follow(optimizer.steps_done, doubt=True)
-    optimizer.resume(None)
-    for name in EXCHANGES:
-        _load_residuals(getattr(optimizer, name), {}, {})
-    if own is not None and found is not None:
-        own.load(found)
+    optimizer.follow_adam()
+    for exchanges in optimizer.exchange_sets().values():
+        exchanges.load_choices({})
+        exchanges.load({})
+    if experts is not None and found is not None:
+        experts.load(found)
     for i in range(len(optimizer._taken)):
         optimizer._taken[i] = optimizer.tensors.own_steps(i, optimizer.steps_done)
 
 
-def _numbers(optimizer: "CompressedOptimizer", state: dict[str, Any], *, shared: bool) -> list[int]:
+def _numbers(
+    optimizer: "CompressedOptimizer", state: Mapping[str, Any], *, shared: bool
+) -> list[int]:
     """Return a state's numbers of the parameters that all ranks hold, or of the others."""
     every = [number for group in state["param_groups"] for number in group["params"]]
     known = set(optimizer.shared_numbers())
@@ -511,7 +301,9 @@ def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) ->
     ]
 
 
-def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bool = False) -> None:
+def check_tensors(
+    optimizer: "ReplicatedOptimizer", state: Mapping[str, Any], *, whole: bool = False
+) -> None:
     """Check that groups and per-parameter tensors fit; ``whole``: also that none is missing."""
     check_entries(state, ("state", "param_groups"), "the state")
     check_groups(optimizer, state["param_groups"])
@@ -548,7 +340,7 @@ def _unknown(
     )
 
 
-def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
+def fill(optimizer: "ReplicatedOptimizer", state: Mapping[str, Any]) -> None:
     """Load the checked hyperparameters and per-parameter tensors."""
     flat, numbers = optimizer._flat, _numbers(optimizer, state, shared=True)
     take_groups(optimizer, state["param_groups"])
@@ -580,9 +372,9 @@ def recut(
         columns.setdefault(repr(boxes), []).append(state)
     first = _first(next(iter(columns.values())))
     head = first["commpress"]
-    if head["schedule"].get("held"):
+    if head.get("held"):
         raise StateMismatch(
-            f"the states were saved {head['schedule']['held']} steps into a window: call "
+            f"the states were saved {head['held']} steps into a window: call "
             "optimizer.synchronize() before elastic_state_dict() to go on with other shards"
         )
     there = [_first(column)["commpress"]["boxes"] for column in columns.values()]

@@ -30,7 +30,8 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.handover import Handover, Standing, cannot_follow
 from commpress.collectives.pairwise import square_sum
-from commpress.collectives.state import Reformable
+from commpress.collectives.residual_state import Residuals
+from commpress.collectives.state import Saved, Stateful
 from commpress.collectives.transports.factory import DeviceMesh, on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
@@ -54,7 +55,7 @@ log = logging.getLogger("commpress")
 WEIGHTS = ("equal", "tokens", "steps")
 
 
-class LocalUpdates(Reformable, torch.optim.Optimizer):
+class LocalUpdates(Stateful, torch.optim.Optimizer):
     """Train with ``inner`` on every rank separately, and exchange changes once per round.
 
     This takes the optimizer's place in a loop, in learning rate schedulers, GradScaler and
@@ -87,6 +88,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
       to memory for its exchange.
     """
 
+    alone = True
     _step_supports_amp_scaling = True  # a GradScaler calls ``step`` always: ranks count steps alike
 
     def __init__(
@@ -160,7 +162,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
                 "to average"
             )
         parts = cut(shared, fragments)
-        self.schedule = RoundSchedule(self.every, len(parts), overlap=overlap)
+        self.rounds = RoundSchedule(self.every, len(parts), overlap=overlap)
         whole = isinstance(self.every, Hidden) or (
             isinstance(self.every, Every) and 0 < overlap == self.every.steps
         )
@@ -292,7 +294,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
     def _exchanges_next(self) -> bool:
         """True if an exchange begins or ends after this step."""
         done = self.steps_done + 1
-        return self.schedule.due(done) or (self.flight is not None and done >= self.flight.due)
+        return self.rounds.due(done) or (self.flight is not None and done >= self.flight.due)
 
     @torch.no_grad()
     def _after_step(self, tokens: int) -> Steps[None]:
@@ -323,13 +325,13 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             fragment.tokens += tokens
         if self.flight is not None and self.steps_done >= self.flight.due:
             yield from self._arrive()
-        while self.schedule.due(self.steps_done):
+        while self.rounds.due(self.steps_done):
             yield from self._leave()
             assert self.flight is not None
             if self.flight.due == self.steps_done:
                 yield from self._arrive()
-        if self.schedule.due_soon(self.steps_done):
-            self.fragments[self.schedule.next].prefetch()
+        if self.rounds.due_soon(self.steps_done):
+            self.fragments[self.rounds.next].prefetch()
 
     @property
     def warms_up(self) -> bool:
@@ -346,16 +348,16 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
     # ------------------------------------------------------------ exchanges
 
     def _begin_round(self) -> None:
-        self.schedule.begin(
+        self.rounds.begin(
             self.steps_done, self.inner.rate, self.facts, alone=self.channel.size == 1
         )
-        self.counters.every, self.counters.overlap = self.schedule.length, self.schedule.overlap
+        self.counters.every, self.counters.overlap = self.rounds.length, self.rounds.overlap
 
     def _leave(self) -> Steps[None]:
         """Send the change of the next fragment; the previous one has arrived."""
         if self.flight is not None:
             yield from self._arrive()
-        fragment = self.fragments[self.schedule.next]
+        fragment = self.fragments[self.rounds.next]
         self.inner.settle_weights()
         exchange = fragment.attach(self.exchanges)
         fragment.change()
@@ -369,12 +371,12 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             steps,
             trained=trained,
             finite=header.finite,
-            long=self.schedule.long,
+            long=self.rounds.long,
         )
         self.exchanged += 1
-        if self.schedule.leave():
+        if self.rounds.leave():
             self._begin_round()
-        overlap = self.schedule.overlap
+        overlap = self.rounds.overlap
         self.flight.due += overlap
         self.flight.alpha = self._alpha(overlap)
         if overlap and self._backgrounds and self.channel.size > 1:
@@ -387,7 +389,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             return 0.0
         if self.alpha is not None:
             return self.alpha
-        return overlap / (overlap + max(self.schedule.length, overlap))
+        return overlap / (overlap + max(self.rounds.length, overlap))
 
     def _header(self, fragment: Fragment) -> ExchangeHeader:
         """Return this rank's header for the exchange of the change in the fragment's ``work``."""
@@ -568,7 +570,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
             raise
 
     def exchange_sets(self) -> Mapping[str, Exchanges]:
-        return {"": self.exchanges, "exact": self.exact}
+        return {"": self.exchanges}
 
     def shared(self) -> dict[str, Any]:
         return {"steps": self._furthest, "exchanged": self.finished, "taken": self.taken}
@@ -580,6 +582,7 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         local_checkpoint.arrive(self, change, standing)
 
     def go_on(self, change: Change, standing: Standing) -> None:
+        self.exact.reform(self.channel.size)
         for fragment in self.fragments:
             fragment.put_back(self.exchanges)
         self.counters.lost_ranks = self.handover.lost
@@ -607,12 +610,13 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         newcomers."""
         if self.warms_up:
             self._end_warmup()
-        return local_checkpoint.common(self)
+        return super().shared_state() | {"inner": local_checkpoint.inner_of(self)}
 
     @torch.no_grad()
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Load another rank's ``shared_state``: parameters become Θ, this rank's residuals stay."""
-        local_checkpoint.load_common(self, state)
+        """Take over another rank's ``shared_state``: parameters become Θ, this rank's residuals
+        stay."""
+        super().load_shared_state(state)
         self._warmup.averaged = -1
 
     # ------------------------------------------------------------ the end
@@ -660,6 +664,22 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
 
     # ------------------------------------------------------------ checkpoints
 
+    @property
+    def number(self) -> int:
+        return self.exchanged
+
+    def numels(self) -> dict[str, int]:
+        return {each.name: each.numel for f in self.fragments for each in f.locals}
+
+    def schedule(self) -> dict[str, Any]:
+        return local_checkpoint.shared(self)
+
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        local_checkpoint.check(self, schedule)
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        local_checkpoint.follow(self, schedule)
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, including the inner optimizers': with the model's it resumes
         bit for bit, even in an overlap."""
@@ -667,11 +687,18 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
 
     @torch.no_grad()
     def saving(self) -> Steps[dict[str, Any]]:
-        """``state_dict`` as an algorithm that may wait."""
+        """``state_dict`` as an algorithm that may wait. A running exchange is waited for, and still
+        arrives when it is due."""
         if self.warms_up:
             self._end_warmup()
         with self.meter.paused():
-            return (yield from local_checkpoint.exact(self))
+            if self.flight is not None:
+                yield from self.flight.arrival()
+            return self.part()
+
+    def part(self) -> dict[str, Any]:
+        with local_checkpoint.in_memory(self):
+            return super().part() | local_checkpoint.own(self)
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a state for any number of ranks; collective. Load the parts of
@@ -680,11 +707,10 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
         An exchange under way arrives first. Changes since the last exchange are in the state as
         their mean, with the residuals: all ranks that load it start from there, alike.
         """
-        return run(self.saving_elastically())
+        return run(self.elastic_steps())
 
     @torch.no_grad()
-    def saving_elastically(self) -> Steps[dict[str, Any]]:
-        """``elastic_state_dict`` as an algorithm that may wait."""
+    def elastic_steps(self) -> Steps[dict[str, Any]]:
         if self.apart:
             raise InvalidArgument(
                 f"elastic_state_dict fits any number of ranks, but {self.apart} parameters are of "
@@ -704,9 +730,22 @@ class LocalUpdates(Reformable, torch.optim.Optimizer):
 
         After ``drain``, the states of all ranks also fit another number of ranks.
         """
-        local_checkpoint.load(self, [state_dict, *others])
+        super().load_state_dict(*map(local_checkpoint.current, (state_dict, *others)))
         # neither has been done yet for the next step and the next exchange
         self._decayed = self._warmup.averaged = -1
+
+    def residuals_in(self, exchanges: Exchanges, states: Sequence[dict[str, Any]]) -> Residuals:
+        """Return this rank's residuals; those of an elastic state are in the mean change."""
+        elastic = bool(states) and states[0].get("kind") == "elastic"
+        return {} if elastic else super().residuals_in(exchanges, states)
+
+    def joined(self, states: Sequence[dict[str, Any]], missing: str) -> dict[str, Any]:
+        return local_checkpoint.joined(self, states)
+
+    def take_over(self, saved: Saved) -> None:
+        super().take_over(saved)
+        for fragment in self.fragments:
+            fragment.put_back(self.exchanges)
 
     # ------------------------------------------------------------ figures
 

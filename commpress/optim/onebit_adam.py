@@ -32,7 +32,7 @@ Note: only new momentum is sent. The owner already has β1·m, so nothing is los
 needs m.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import torch
@@ -94,6 +94,14 @@ class FreezingOptimizer(CompressedOptimizer):
     @property
     def frozen(self) -> bool:
         return self.frozen_at is not None
+
+    def schedule(self) -> dict[str, Any]:
+        return super().schedule() | {"frozen_at": self.frozen_at}
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        super().follow(schedule, change)
+        self.frozen_at = schedule["frozen_at"]
+        self.recut()
 
     def variance_sum(self) -> Steps[float]:
         """Return the sum of the bias-corrected variance of all parameters, the same on every
@@ -246,7 +254,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     On one rank it equals Adam bit for bit.
     """
 
-    schedule_entries = ("frozen_at", "trips")
+    entries = ("frozen_at", "trips")
     clips_shards = True
 
     def round(self) -> RoundKind:
@@ -371,19 +379,9 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         self.tensors.thaw(frozen, self.steps_done)
         self.frozen_at = None
 
-    # ------------------------------------------------------------ checkpoints
-
-    def schedule_state(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at, "trips": self.tensors.trips.tolist()}
-
-    def resume(self, schedule: dict[str, Any] | None) -> None:
-        """Continue from a schedule, or from the states of tensors alone if there is none."""
-        if schedule is None:
-            _, frozen = self.tensors.part(self.numbers)
-            self.frozen_at = min((int(self.tensors.frozen_at[i]) for i in frozen), default=None)
-        else:
-            self.frozen_at = schedule["frozen_at"]
-            self.tensors.trips[:] = schedule["trips"]
+    def follow_adam(self) -> None:
+        _, frozen = self.tensors.part(self.numbers)
+        self.frozen_at = min((int(self.tensors.frozen_at[i]) for i in frozen), default=None)
         self.recut()
 
 
@@ -396,7 +394,7 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
     optimizer)``, which keeps it from averaging them.
     """
 
-    schedule_entries = ("frozen_at",)
+    entries = ("frozen_at",)
 
     def round(self) -> RoundKind:
         return RoundKind.EXACT if self.frozen_at is None else RoundKind.COMPRESSED
@@ -415,7 +413,7 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
 
     # ------------------------------------------------------------ freezing and thawing
 
-    def schedule(self, kind: RoundKind) -> Steps[None]:
+    def reschedule(self, kind: RoundKind) -> Steps[None]:
         self.unknown |= self.due() if self.frozen else (yield from self.ends_warmup())
 
     def sort(self) -> Steps[None]:
@@ -434,12 +432,3 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
             )
         super()._let_wake(indices)
         self.tensors.count(indices, self.steps_done)
-
-    # ------------------------------------------------------------ checkpoints
-
-    def schedule_state(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at}
-
-    def resume(self, schedule: dict[str, Any] | None) -> None:
-        assert schedule is not None
-        self.frozen_at = schedule["frozen_at"]

@@ -11,7 +11,7 @@ rank.
 import logging
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from math import inf, isfinite
@@ -29,9 +29,10 @@ from commpress.collectives.buckets import Span, share
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
-from commpress.collectives.handover import Handover, cannot_follow
+from commpress.collectives.handover import Handover
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.round import check_on_nonfinite
+from commpress.collectives.state import Saved, Stateful
 from commpress.collectives.transports.factory import (
     AgreeOver,
     DeviceMesh,
@@ -109,7 +110,7 @@ class OptimizerOptions(TypedDict, total=False):
     seed: int
 
 
-class CompressedOptimizer(torch.optim.Optimizer, ABC):
+class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
     """Base of the optimizers; ``OneBitAdam`` explains the options.
 
     Subclasses define the messages of a round and the use of their mean.
@@ -131,7 +132,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     variance: torch.Tensor
     mean: torch.Tensor  # mean of the messages
     master: torch.Tensor  # float32 weights, if ``divided``
-    schedule_entries: tuple[str, ...] = ()  # keys of ``schedule_state``
+    entries: tuple[str, ...] = ()  # keys of its schedule
+    alone = True
 
     def __init__(
         self,
@@ -175,7 +177,6 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.on_nonfinite, self.check_every, self.seed = on_nonfinite, check_every, seed
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.counters = OptimizerCounters()
-        self.steps_done = 0
         # rounds started by a hook (``integrations.ddp.overlap``)
         self.bucket_rounds: Any = None
         self._asked = False  # whether some rank asked in this step's headers
@@ -806,19 +807,42 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 verdict.device: verdict
             }
 
-    # ------------------------------------------------------------ other ranks
-
-    def reform(self, change: Change) -> Callable[[], None]:
-        """Continue among the channel's present ranks; collective. Call the result once all ranks
-        have got here."""
-        raise cannot_follow(self, "every rank has a part of its state")
-
     # ------------------------------------------------------------ checkpoints
 
+    def exchange_sets(self) -> Mapping[str, Any]:
+        return {"full": self.full, "quantized": self.quantized}
+
+    def numels(self) -> dict[str, int]:
+        return {n: numel for n, (_, numel) in zip(self._flat.names, self._flat.places, strict=True)}
+
+    def schedule(self) -> dict[str, Any]:
+        trips = {"trips": self.tensors.trips.tolist()} if "trips" in self.entries else {}
+        return {"facts": self.facts.as_dict()} | trips
+
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        check_entries(schedule, ("facts", *self.entries), "the state of a rank")
+        Facts.of(schedule["facts"])
+        if "trips" in self.entries:
+            count = len(self._flat.parameters)
+            checkpoint.check_length(schedule["trips"], count, "counts of large gradients")
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        self.facts = Facts.of(schedule["facts"])
+        if self.experts is not None and schedule.get("own") is not None:
+            self.experts.load(schedule["own"])
+        if "trips" in self.entries:
+            self.tensors.trips[:] = schedule["trips"]
+
+    def part(self) -> dict[str, Any]:
+        own = {} if self.experts is None else {"own": self.experts.state()}
+        return super().part() | own
+
+    def joined(self, states: Sequence[dict[str, Any]], missing: str) -> dict[str, Any]:
+        checkpoint.check_window(self, states)
+        return checkpoint.own(self, states, missing)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, for a bitwise resume at the same world size: every rank saves
-        and loads its own."""
-        return super().state_dict() | {"commpress": self.rank_state()}
+        return torch.optim.Optimizer.state_dict(self) | {"commpress": self.part()}
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a state for any world size; collective, between steps. Rank
@@ -829,30 +853,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 f"elastic_state_dict fits any number of ranks, but {name!r} lies on this one "
                 "alone: save state_dict() on every rank, and load it on as many"
             )
-        return self.channel.run(self.elastic_steps())
-
-    def check_schedule(self, schedule: dict[str, Any]) -> None:
-        """Raise ``StateMismatch`` unless ``schedule`` is a complete ``schedule_state`` of these
-        parameters."""
-        check_entries(schedule, self.schedule_entries, "the schedule of the state")
-        if "trips" in self.schedule_entries:
-            count = len(self._flat.parameters)
-            checkpoint.check_length(schedule["trips"], count, "counts of large gradients")
+        return super().elastic_state_dict()
 
     def elastic_steps(self) -> Steps[dict[str, Any]]:
-        """``elastic_state_dict`` as an algorithm that may wait."""
-        return checkpoint.elastic(self, super().state_dict())
-
-    def schedule_state(self) -> dict[str, Any]:
-        """Return the state of the schedule besides ``facts``."""
-        return {}
-
-    def resume(self, schedule: dict[str, Any] | None) -> None:
-        """Continue from a ``schedule_state``; None: from torch's Adam."""
-
-    def waiting(self) -> dict[str, torch.Tensor]:
-        """Return the flat buffers that differ between ranks, whose mean an elastic state saves."""
-        return {}
+        part = yield from self.elastic_part()
+        return checkpoint.elastic(self, torch.optim.Optimizer.state_dict(self), part)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
@@ -862,16 +867,19 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._follow_groups()
         checkpoint.load(self, [state_dict, *others])
 
-    def rank_state(self) -> dict[str, Any]:
-        """Return this rank's own part, for ``load_rank_state`` after loading another rank's
-        state."""
-        return checkpoint.exact(self)
-
     @torch.no_grad()
     def load_rank_state(self, *parts: dict[str, Any]) -> None:
-        """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``; or all
-        ranks', however many."""
+        """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``, or all
+        ranks', however many, after another rank's state gave the common state."""
         checkpoint.load_rank(self, parts)
+
+    @torch.no_grad()
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Take over another rank's ``shared_state``, with its weights; residuals stay."""
+        super().load_shared_state(checkpoint.with_torch(state))
+
+    def read(self, states: Sequence[dict[str, Any]]) -> Saved:
+        return super().read([checkpoint.current(state) for state in states])
 
     # ------------------------------------------------------------ residuals
 

@@ -13,7 +13,6 @@ from commpress.collectives.allreduce import Outcome
 from commpress.collectives.change import Change
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.handover import Standing, cannot_follow
-from commpress.collectives.state import Reformable
 from commpress.optim import checkpoint
 from commpress.optim.flat import Flat
 from commpress.optim.layout import alike
@@ -21,7 +20,7 @@ from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.work import Steps
 
 
-class ReplicatedOptimizer(Reformable, CompressedOptimizer):
+class ReplicatedOptimizer(CompressedOptimizer):
     """Optimizer whose ranks average their messages and take the same step from the mean."""
 
     full: Exchanges
@@ -229,10 +228,7 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
             raise cannot_follow(self, "agree_over names ranks that were")
         if self.bucket_rounds is not None:
             self.bucket_rounds.drop()
-        return (yield from Reformable.reforming(self, change))
-
-    def exchange_sets(self) -> Mapping[str, Exchanges]:
-        return {"full": self.full, "quantized": self.quantized}
+        return (yield from super().reforming(change))
 
     def shared(self) -> dict[str, Any]:
         return {"woken": self._woken}
@@ -259,14 +255,29 @@ class ReplicatedOptimizer(Reformable, CompressedOptimizer):
     def shared_state(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks, including float32 weights of other dtypes'
         parameters; its tensors are those in use."""
-        return torch.optim.Optimizer.state_dict(self) | {"commpress": checkpoint.common(self)}
-
-    @torch.no_grad()
-    def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take over another rank's ``shared_state``, with its weights; residuals stay."""
-        checkpoint.load_common(self, state)
+        part = super().shared_state()
+        if "trips" in part:
+            part["trips"] = [0] * len(part["trips"])  # each rank's own
+        return torch.optim.Optimizer.state_dict(self) | {"commpress": part}
 
     # ------------------------------------------------------------ checkpoints
+
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        super().check(schedule)
+        if "param_groups" in schedule:
+            checkpoint.check_tensors(self, schedule, whole=True)
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        """Continue from a checked state; torch's part, if it is there, comes first."""
+        if "param_groups" in schedule:
+            self.forget()
+            checkpoint.fill(self, schedule)
+            self.tensors.follow(self.steps_done)
+        super().follow(schedule, change)
+
+    @abstractmethod
+    def follow_adam(self) -> None:
+        """Continue from momentum, variance and steps of torch's Adam, which are loaded."""
 
     def forget(self) -> None:
         """Reset entries that a state about to be loaded may lack."""

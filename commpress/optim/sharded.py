@@ -15,7 +15,7 @@ all ranks, in bfloat16, whenever it has changed and is needed as a divisor.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -23,9 +23,14 @@ import torch
 
 from commpress.codecs import Policy, policy_of
 from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.collectives.change import Change
+from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Scatter
-from commpress.errors import InvalidArgument
-from commpress.optim.checkpoint import check_complete
+from commpress.collectives.residual_state import Residuals, check_widths, residuals_of
+from commpress.collectives.state import Saved
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.feedback import ResidualStore
+from commpress.optim import checkpoint
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions, RoundKind
 from commpress.work import Steps
@@ -55,7 +60,7 @@ def grown(before: torch.Tensor, numel: int, device: torch.device) -> torch.Tenso
     return buffer
 
 
-class ShardedOptimizer(CompressedOptimizer):
+class ShardedOptimizer(Divided, CompressedOptimizer):
     """Optimizer whose ranks each have the state of an equal part of every tensor: rows go to their
     owners and back."""
 
@@ -123,7 +128,7 @@ class ShardedOptimizer(CompressedOptimizer):
     # ------------------------------------------------------------ one step
 
     def before(self, kind: RoundKind) -> Steps[None]:
-        check_complete(self)
+        self._check_complete()
         if self.unknown and kind is not RoundKind.EXACT:  # a state was loaded
             yield from self.learn()
 
@@ -149,7 +154,7 @@ class ShardedOptimizer(CompressedOptimizer):
         """Update momentum, variance and master weights of this rank's rows from ``mean``."""
 
     @abstractmethod
-    def schedule(self, kind: RoundKind) -> Steps[None]:
+    def reschedule(self, kind: RoundKind) -> Steps[None]:
         """Update schedules and states of tensors after this step."""
 
     @abstractmethod
@@ -247,7 +252,7 @@ class ShardedOptimizer(CompressedOptimizer):
     # ------------------------------------------------------------ freezing and thawing
 
     def after(self, kind: RoundKind) -> Steps[None]:
-        yield from self.schedule(kind)
+        yield from self.reschedule(kind)
         if self.unknown and self.round() is not RoundKind.EXACT:
             yield from self.learn()
 
@@ -261,5 +266,53 @@ class ShardedOptimizer(CompressedOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def check_waiting(self, schedule: dict[str, Any], waiting: dict[str, torch.Tensor]) -> None:
-        """Raise ``StateMismatch`` if ``waiting`` lacks buffers that the schedule needs."""
+    def _check_complete(self) -> None:
+        if self.missing:
+            raise StateMismatch(self.missing)
+
+    def part(self) -> dict[str, Any]:
+        self._check_complete()
+        return super().part() | checkpoint.rows(self)
+
+    def elastic_part(self) -> Steps[dict[str, Any]]:
+        self._check_complete()
+        return (yield from super().elastic_part()) | checkpoint.rows(self)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return all of this rank's state: no other has its rows."""
+        return self.state_dict()
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
+
+    def stores(self) -> dict[str, ResidualStore]:
+        """Return nothing to hand over, because ``reform`` raises."""
+        return {}
+
+    def residuals_in(self, exchanges: Any, states: Sequence[dict[str, Any]]) -> Residuals:
+        _, residuals = residuals_of(states, self.channel)
+        exchanges.check(residuals)
+        check_widths(residuals, self.channel.size)
+        return residuals
+
+    def joined(self, states: Sequence[dict[str, Any]], missing: str) -> dict[str, Any]:
+        found = super().joined(states, missing)
+        return found | {"rows": checkpoint.joined_rows(self, states, partial=bool(missing))}
+
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        super().check(schedule)
+        checkpoint.check_shapes(self, schedule)
+
+    def take_over(self, saved: Saved) -> None:
+        self.missing = saved.missing and (
+            f"{saved.missing}, which owns other parts: load each rank's own state_dict(), or all "
+            "ranks' to change the world size. With a Trainer use the callback "
+            "commpress.hf.Compress, with Lightning commpress.lightning.Compress, with Accelerate "
+            "commpress.hf.RankFiles: they save and load every rank's part"
+        )
+        super().take_over(saved._replace(missing=""))
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        super().follow(schedule, change)
+        checkpoint.take_rows(self, schedule)
+        self.unknown = True

@@ -6,12 +6,13 @@ of its steps.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, Literal, Unpack
 
 import torch
 
+from commpress.collectives.change import Change
 from commpress.errors import InvalidArgument
 from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_length
@@ -172,8 +173,8 @@ class Windows:
     def state(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in ENTRIES}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Load a state that ``WindowedOptimizer.check_schedule`` has accepted."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state that ``WindowedOptimizer.check`` has accepted."""
         for name in ENTRIES:
             setattr(self, name, copy(state[name]))
 
@@ -210,8 +211,15 @@ class WindowedOptimizer(CompressedOptimizer):
         self._warned = False  # about a rate that never falls
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
-    def check_schedule(self, schedule: dict[str, Any]) -> None:
-        super().check_schedule(schedule)
+    def schedule(self) -> dict[str, Any]:
+        return super().schedule() | self.windows.state()
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        super().follow(schedule, change)
+        self.windows.load(schedule)
+
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        super().check(schedule)
         for name in ("rates", "decays") if schedule["held"] else ():
             check_length(schedule[name], len(self.param_groups), f"{name} of groups in a window")
 

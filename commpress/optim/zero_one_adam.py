@@ -51,7 +51,7 @@ for n = 4 at γ/2, 1.35/γ for n = 16 at γ/4. So they must grow more slowly tha
 Note: only new gradients are sent. m decays by known factors, so the owner adds its part, A·m.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any, Unpack
 
@@ -106,7 +106,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     anchor: torch.Tensor
     _members: frozenset[int] = frozenset()  # parameters in the open window
 
-    schedule_entries = (*ENTRIES, "stale", "trips", "common")
+    entries = (*ENTRIES, "stale", "trips", "common")
 
     # ------------------------------------------------------------ one step
 
@@ -393,48 +393,43 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def schedule_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.windows.state() | {
-            "stale": self._stale,
-            "trips": self.tensors.trips.tolist(),
-            "common": self.tensors.common,
-        }
-        if self.held:
-            differ = self.waiting() | {"anchor": self.anchor}
-            state |= {name: buffer.clone() for name, buffer in differ.items()}
-        return state
+    def schedule(self) -> dict[str, Any]:
+        state = super().schedule() | {"stale": self._stale, "common": self.tensors.common}
+        return state | ({"anchor": self.anchor.clone()} if self.held else {})
 
     def waiting(self) -> dict[str, torch.Tensor]:
         """Return momentum and accumulated steps, which differ between ranks inside a window."""
         differ = {"exp_avg": self.momentum, "accumulated": self.accumulated}
         return differ if self.held else {}
 
-    def check_schedule(self, schedule: dict[str, Any]) -> None:
-        super().check_schedule(schedule)
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        super().check(schedule)
         if schedule["held"]:
             check_entries(schedule, WINDOW, "a state saved inside a window")
             for name in WINDOW:
                 check_length(schedule[name], self._flat.numel, f"elements of {name!r} in a window")
 
-    def resume(self, schedule: dict[str, Any] | None) -> None:
+    def follow_adam(self) -> None:
         self._begin_anew()
         self.windows.begin_anew(self.steps_done)
         self.recut()
-        if schedule is None:
-            updates, updated_at = self.updated[0].tolist()
-            self.windows.follow(updates, updated_at, self.steps_done)
-            if self.windows.updates == self.steps_done:
-                self._count_updates()
-            if self.consensus is not None:
-                # an exact step ends with an agreement on the floor
-                self.windows.exact_until = self.steps_done + 1
-            return
-        self.windows.load(schedule)
+        updates, updated_at = self.updated[0].tolist()
+        self.windows.follow(updates, updated_at, self.steps_done)
+        if self.windows.updates == self.steps_done:
+            self._count_updates()
+        if self.consensus is not None:
+            # an exact step ends with an agreement on the floor
+            self.windows.exact_until = self.steps_done + 1
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        super().follow(schedule, change)
+        self._begin_anew()
+        self.recut()
         self.tensors.common = schedule["common"]
         self._members = frozenset(
             i for i in self.numbers if ReplicatedOptimizer.is_trained(self, i)
         )
-        self._stale, self.tensors.trips[:] = schedule["stale"], schedule["trips"]
+        self._stale = schedule["stale"]
         if schedule["held"]:
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
             self.momentum.copy_(schedule["exp_avg"])
@@ -470,7 +465,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     ``synchronize()`` at the end of training applies an open window.
     """
 
-    schedule_entries = (*ENTRIES, "carried")
+    entries = (*ENTRIES, "carried")
     at_constant_rate = (
         "Let the rate fall, with sync='linear', the default: parameters stand still inside a "
         "window, and one of several steps at this rate may not be stable (ZeroOneAdam moves them, "
@@ -626,7 +621,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
             for i in self.owned(at):
                 self.apply_step(i, step=rate_of(group, self.steps_done), decay=decay_of(group))
 
-    def schedule(self, kind: RoundKind) -> Steps[None]:
+    def reschedule(self, kind: RoundKind) -> Steps[None]:
         yield from ()
         if kind is RoundKind.EXACT:
             self.windows.updated(self.steps_done - 1)
@@ -676,26 +671,24 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def schedule_state(self) -> dict[str, Any]:
-        return self.windows.state() | {"carried": list(self.carried)}
+    def schedule(self) -> dict[str, Any]:
+        return super().schedule() | {"carried": list(self.carried)}
 
-    def check_schedule(self, schedule: dict[str, Any]) -> None:
-        super().check_schedule(schedule)
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        super().check(schedule)
         check_length(schedule["carried"], len(self.param_groups), "rates of momentum in a window")
-
-    def check_waiting(self, schedule: dict[str, Any], waiting: dict[str, torch.Tensor]) -> None:
         if schedule["held"]:
-            check_entries(waiting, WAITING, "a state saved inside a window")
+            check_entries(schedule, WAITING, "a state saved inside a window")
             for name in WAITING:
-                check_length(waiting[name], self._flat.numel, f"elements of {name!r} in a window")
+                check_length(schedule[name], self._flat.numel, f"elements of {name!r} in a window")
 
-    def resume(self, schedule: dict[str, Any] | None) -> None:
-        assert schedule is not None
-        self.windows.load(schedule)
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        super().follow(schedule, change)
         self.carried = list(schedule["carried"])
-        if not self.windows.held:
-            self.innovation.zero_()
-            self.pending.zero_()
+        for name in WAITING:
+            buffer = getattr(self, name)
+            buffer.copy_(schedule[name]) if self.windows.held else buffer.zero_()
+        self.recut()
 
     def waiting(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in WAITING} if self.windows.held else {}

@@ -45,7 +45,7 @@ class Clock:
             ranks.inner_step(gradients)
             self.now += step
             simulate([local.steps() for local in ranks.local])
-            lengths.append(ranks.local[0].schedule.length)
+            lengths.append(ranks.local[0].rounds.length)
         return lengths
 
 
@@ -74,7 +74,7 @@ def test_a_round_is_the_smallest_that_hides_its_exchange(monkeypatch, seconds, l
     clock.slow(ranks)
     clock.train(ranks, 4 * length + 8)
     local = ranks.local[0]
-    assert {each.schedule.length for each in ranks.local} == {length} == {local.schedule.overlap}
+    assert {each.rounds.length for each in ranks.local} == {length} == {local.rounds.overlap}
     assert 1.1 * seconds <= length * STEP < 1.1 * seconds + STEP
     assert (local.counters.every, local.counters.overlap) == (length, length)
     assert f"now of {length} steps, {length} of them beside an exchange" in local.report()
@@ -165,7 +165,7 @@ def test_it_resumes_in_every_bit_from_recorded_seconds(monkeypatch, at):
     two = begun()
     two.go_on(*one.saved())
     assert two.local[0].facts == one.local[0].facts
-    assert two.local[0].schedule.state() == one.local[0].schedule.state()
+    assert two.local[0].rounds.state() == one.local[0].rounds.state()
     first, second = clock.train(one, 9, first=at), clock.train(two, 9, first=at)
     assert first == second
     assert equal(one.parameters, two.parameters)
@@ -180,11 +180,11 @@ def test_long_rounds_move_with_momentum_and_short_ones_do_not(monkeypatch):
     assert "momentum" not in ranks.local[0].fragments[0].state
     clock.exchange = 10.0
     clock.train(ranks, 140, first=8)
-    assert (ranks.local[0].schedule.long, ranks.local[0].schedule.length) == (True, 44)
+    assert (ranks.local[0].rounds.long, ranks.local[0].rounds.length) == (True, 44)
     assert float(ranks.local[0].fragments[0].state["momentum"].norm()) > 0
     clock.exchange = 0.1
     clock.train(ranks, 180, first=148)
-    assert not ranks.local[0].schedule.long
+    assert not ranks.local[0].rounds.long
     assert float(ranks.local[0].fragments[0].state["momentum"].norm()) == 0
     assert ranks.agree()
 
@@ -193,7 +193,7 @@ def test_the_rule_given_stays_in_long_rounds(monkeypatch):
     clock, ranks = Clock(monkeypatch, 10.0), Ranks(2, every="auto", outer=Average())
     clock.slow(ranks)
     clock.train(ranks, 120)
-    assert ranks.local[0].schedule.long
+    assert ranks.local[0].rounds.long
     assert not ranks.local[0].fragments[0].state
 
 
@@ -201,7 +201,7 @@ def test_fragments_take_turns_and_each_hides(monkeypatch):
     clock, ranks = Clock(monkeypatch, 0.6), Ranks(2, every="auto", outer=None, fragments=3)
     clock.slow(ranks)
     clock.train(ranks, 40)
-    assert (ranks.local[0].schedule.length, ranks.local[0].schedule.overlap) == (9, 3)
+    assert (ranks.local[0].rounds.length, ranks.local[0].rounds.overlap) == (9, 3)
     assert ranks.agree()
 
 
@@ -242,7 +242,7 @@ def hidden(seconds):
         time.sleep(0.01)
         local.step()
         local.zero_grad()
-        lengths.append(local.schedule.length)
+        lengths.append(local.rounds.length)
         waited.append(local.counters.waited)
     local.drain()
     digest = local.digest()

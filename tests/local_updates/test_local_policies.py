@@ -220,7 +220,7 @@ def test_a_whole_round_of_overlap_mixes_weights():
         for step in range(4):
             ranks.step(noise(size, step))
         assert (
-            ranks.local[0].schedule.length,
+            ranks.local[0].rounds.length,
             ranks.local[0].flight.due,
             ranks.local[0].flight.alpha,
         ) == (4, 8, 0.5)
@@ -394,7 +394,7 @@ def test_gossip_goes_on_on_another_number_of_ranks_from_the_mean(size):
             for local in ranks.local
         ]
     )
-    states = simulate([local.saving_elastically() for local in ranks.local])
+    states = simulate([local.elastic_steps() for local in ranks.local])
     np.testing.assert_array_equal(own(ranks), shared)
     other = Ranks(size, outer=Gossip(), every=2, fragments=2)
     for local in other.local:

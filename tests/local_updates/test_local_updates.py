@@ -123,8 +123,8 @@ def test_nothing_is_lost_only_late(codec, size):
             total += before - np.mean([flat(mine) for mine in ranks.parameters], axis=0)
         simulate([local.steps() for local in ranks.local])
         assert ranks.agree()
-    states = simulate([local.saving_elastically() for local in ranks.local])
-    shards = [shard for state in states for shard in state["progress"]["shards"].values()]
+    states = simulate([local.elastic_steps() for local in ranks.local])
+    shards = [shard for state in states for shard in state["shards"].values()]
     owed = np.concatenate([shard["values"].double().numpy() for shard in shards])
     np.testing.assert_allclose(start - ranks.shared() + owed, total, rtol=1e-4, atol=1e-4)
     assert np.abs(owed).max() > 0

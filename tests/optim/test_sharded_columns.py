@@ -201,7 +201,7 @@ def test_states_that_do_not_fit_are_refused_with_the_cure(pool):
             "1-bit",
             "of 2 ranks with the same shards 1 states were given: pass those of all ranks",
         ),
-        (states, "0/1", "the state is of ShardedOneBitAdam, this is a ShardedZeroOneAdam"),
+        (states, "0/1", "the state is of ShardedOneBitAdam, this is ShardedZeroOneAdam"),
         (
             window,
             "0/1",

@@ -595,17 +595,11 @@ class Local(Rank):
     def save(self) -> Any:
         return self.owner.saving()
 
-    def save_elastically(self) -> Any:
-        return self.owner.saving_elastically()
-
     def kept(self) -> Any:
         return [p.detach().clone() for p in self.weights]
 
     def channels(self) -> list[Channel]:
         return [self.owner.channel, self.owner.control]
-
-    def residuals(self, state: Any) -> dict[str, Any]:
-        return dict(state["residuals"]["residuals"])
 
     def means(self) -> Mapping[str, torch.Tensor]:
         return {f"#{i:05}": p.detach().double().view(-1) for i, p in enumerate(self.weights)}
