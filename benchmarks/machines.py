@@ -29,7 +29,7 @@ class Machines:
 
     def summary(self) -> str:
         cluster = self.cluster()
-        node, _ = cluster.kinds[0]
+        node = cluster.node
         latency = cluster.latency if self.links.between else cluster.inside_latency
         cores = f", {cluster.machine_cores:.0f} cores for all" if cluster.machine_cores else ""
         return (
