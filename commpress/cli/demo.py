@@ -13,10 +13,10 @@ from statistics import mean, stdev
 from commpress.cli import contenders, harness, race, terminal
 from commpress.cli.contenders import FLOOR, contender
 from commpress.cli.hosts import Hosts, HostsUnavailable
+from commpress.cli.processes import Ended, none_left
 from commpress.cli.race import Finish, Lane
 from commpress.cli.ranks import LocalRanks
 from commpress.cli.training import Load
-from commpress.cli.victims import Ended, none_left
 from commpress.errors import InvalidArgument, MissingPackage
 
 QUICK = 10.0  # seconds of each way with --quick
