@@ -38,7 +38,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import commpress
-from commpress.cli import harness, ranks, training
+from commpress.cli import harness, option_groups, ranks, training
 from commpress.cli.gpt import batch
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
@@ -90,7 +90,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         choices=list(DTYPES),
         help="of what plain sends (default bfloat16)",
     )
-    training.add_options(parser, rounds=3, steps=3, batch=1)
+    option_groups.add_training(parser, rounds=3, steps=3, batch=1)
     option(parser, "--train N", int, 0, "compare losses after N steps instead of times")
     option(parser, "--seeds K", int, 5, "of each variant with --train")
     ranks.add_options(parser)

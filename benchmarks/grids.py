@@ -235,8 +235,10 @@ def pairs_of(
     topology = "|".join(
         " ".join(str(r) for r in range(host, RANKS, HOSTS)) for host in range(HOSTS)
     )
-    asked = argparse.Namespace(topology=topology, rounds=3, bytes=1 << 19)
-    found = probe.every_pair(asked, lambda share, what: None)
+    channel, hierarchy = probe.on_nodes(topology)
+    among = hierarchy.topology
+    every = [pair for pairs in probe.pairs_of(among).values() for pair in pairs]
+    found = [probe.pair_alone(channel, among, *pair, 1 << 19, rounds=3) for pair in every]
     nodes = [list(range(host, RANKS, HOSTS)) for host in range(HOSTS)]
     return {"nodes": nodes, "rows": [vars(pair) for pair in found]}
 

@@ -29,7 +29,7 @@ class Machines:
 
     def summary(self) -> str:
         cluster = self.cluster()
-        node, _ = cluster.kinds[0]
+        node = cluster.node
         latency = cluster.latency if self.links.between else cluster.inside_latency
         cores = f", {cluster.machine_cores:.0f} cores for all" if cluster.machine_cores else ""
         return (
@@ -54,8 +54,9 @@ class Forecast:
 
 def links(rank: int, size: int) -> Links:
     """Collective."""
-    options = Namespace(topology="auto", bytes=PAYLOAD, rounds=ROUNDS)
-    return probe.measure(rank, size, options, lambda share, what: None)
+    few = {"pairs": False, "plot": None, "json": None}
+    options = Namespace(topology="auto", bytes=PAYLOAD, rounds=ROUNDS, **few)
+    return probe.measure(rank, size, options, lambda share, what: None)[0]
 
 
 def kernels(codecs: Sequence[str], numel: int = BEYOND) -> Costs:

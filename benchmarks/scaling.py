@@ -65,9 +65,8 @@ class Published:
 
     @property
     def cluster(self) -> Cluster:
-        return Cluster(
-            ((self.node, self.grid.size // self.node.ranks),), latency=5e-6, inside_latency=3e-6
-        )
+        nodes = self.grid.size // self.node.ranks
+        return Cluster(self.node, nodes, latency=5e-6, inside_latency=3e-6)
 
 
 ROWS = (

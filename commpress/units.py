@@ -78,18 +78,12 @@ def parse_time(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_nodes(text: str) -> list[tuple[int, int]]:
-    """Convert '8x4' or, for several kinds, '8x4,2x1' to [(nodes, ranks per node), …]."""
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
-        if not match or int(match[1]) < 1 or int(match[2]) < 1:
-            raise InvalidArgument(
-                f"nodes are {text!r}, expected nodes x ranks of each kind, such as '8x4' or "
-                "'8x4,2x4'"
-            )
-        found.append((int(match[1]), int(match[2])))
-    return found
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Convert '8x4' to (nodes, ranks per node)."""
+    match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text)
+    if not match or int(match[1]) < 1 or int(match[2]) < 1:
+        raise InvalidArgument(f"nodes are {text!r}, expected nodes x ranks of each, such as '8x4'")
+    return int(match[1]), int(match[2])
 
 
 def parse_count(text: str) -> int:

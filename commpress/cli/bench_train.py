@@ -4,9 +4,6 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
 from commpress.choice import AUTO, METHODS, steps_of_trial
 from commpress.cli import harness, training
 from commpress.cli.refusals import variants_of
@@ -36,12 +33,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Trainee:
-    size = training.ONE_BUCKET if name.startswith("powersgd") else bucket_mb
-    ddp = DistributedDataParallel(load.model(), gradient_as_bucket_view=True, bucket_cap_mb=size)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True)
-    if (state := training.attach(ddp, name)) is not None:
-        state.measure_every = 0
-    return training.Trainee(name, ddp, optimizer, load)
+    made = training.under_ddp(name, load, 3e-4, bucket_mb)
+    if made.state is not None:
+        made.state.measure_every = 0
+    return made
 
 
 def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[TrainedVariant | str]:

@@ -3,24 +3,34 @@ lost."""
 
 import argparse
 import heapq
+import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
 
-from commpress.cli import fault_schedule, harness, refusals, victims
+from commpress.cli import fault_schedule, harness, refusals
 from commpress.cli.fault_schedule import LAUNCHER, Fault
 from commpress.cli.history import History, Hit, Verdict
 from commpress.cli.hosts import Hosts
-from commpress.cli.victims import Ended, LauncherStore, Victim, none_left
+from commpress.cli.processes import Ended, free_port, none_left, send, start
 from commpress.collectives.transports.run_key import VARIABLE, new_run_key, run_key
+from commpress.errors import CommpressError
 
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 SOAK = (sys.executable, "-m", "commpress.cli.soak")
 TICK = 0.02  # seconds between two looks at the processes
 RUNS, RESTS = 1, 4  # ticks of a slowed process
@@ -64,6 +74,82 @@ def run(options: argparse.Namespace) -> int:
             return _report(options, chaos)
     except Ended as asked:
         return asked.status("chaos")
+
+
+class Victim:
+    """One of the processes, in its first or a later life; it leads a process group, so that what it
+    starts shares its fate."""
+
+    def __init__(
+        self, number: int, command: Sequence[str], folder: Path, hosts: Hosts | None
+    ) -> None:
+        self.number, self.command, self.folder, self.hosts = number, list(command), folder, hosts
+        self.life, self.stopped = -1, False
+        self.slowed_until: float | None = None  # clock
+        self.away = False  # started again, and nothing committed since
+        self.pending = False  # ended, and seen to
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        """Output of this life."""
+        return self.folder / f"rank{self.number}.{self.life}.log"
+
+    @property
+    def events(self) -> Path:
+        return self.folder / f"rank{self.number}.{self.life}.jsonl"
+
+    @property
+    def status(self) -> int | None:
+        """Exit status; None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.status is None
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Begin the next life."""
+        self.life, self.stopped, self.pending = self.life + 1, False, False
+        env = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment}
+        env["COMMPRESS_EVENTS"] = str(self.events)
+        with open(self.log, "wb") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self.process = start(self.command, self.hosts, self.number, env, **streams)
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to the process and all that it has started."""
+        if self.process is not None:
+            send(self.process, number)
+            self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
+
+    def last_words(self) -> str:
+        """The last line that this life has written."""
+        said = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
+        return said.rpartition("\n")[2].strip()[:400]
+
+
+class LauncherStore:
+    """A process that holds the store of the rendezvous, as torchrun's agent does: it is none of the
+    ranks."""
+
+    def __init__(self, hosts: Hosts | None) -> None:
+        self.address = "127.0.0.1" if hosts is None else hosts.addresses[-1]
+        host = 0 if hosts is None else len(hosts) - 1
+        command = [sys.executable, "-c", STORE, self.address]
+        self.process = start(
+            command, hosts, host, os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        if not said:
+            raise CommpressError(
+                "the process that holds the store of the rendezvous has ended before it listened"
+            )
+        self.port = int(said)
+
+    def send(self, number: signal.Signals) -> None:
+        send(self.process, number)
 
 
 class Chaos:
@@ -271,7 +357,7 @@ class Chaos:
         if again:
             variables |= {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             variables["MASTER_ADDR"] = self.hosts.addresses[number] if self.hosts else "127.0.0.1"
-            variables["MASTER_PORT"] = victims.free_port()
+            variables["MASTER_PORT"] = free_port()
             variables["COMMPRESS_JOIN"] = store
         else:
             variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -89,24 +89,38 @@ def bars(
     series: Mapping[str, Sequence[float | None]],
     axis: str,
     *,
-    show: str = "{:.3g}",
+    stacked: bool = False,
+    first: int = 0,
 ) -> None:
-    """Lying bars, first name on top, one of each series per name, with their values; None leaves a
-    gap."""
-    height, longest = 0.8 / len(series), 0.0
+    """Lying bars with their values, first name on top: one of each series beside each other, where
+    None leaves a gap; or one made of all. ``first``: of the colours."""
+    height = 0.8 / (1 if stacked else len(series))
+    ends, longest = [0.0] * len(names), 0.0
     for i, (label, values) in enumerate(series.items()):
-        for row, value in enumerate(values):
-            at = row + (i - (len(series) - 1) / 2) * height
-            colour = COLOURS[i % len(COLOURS)] if len(series) > 1 else ALONE
-            if value is None:
-                panel.text(0, at, " –", va="center", fontsize=8)
-                continue
-            panel.barh(
-                at, value, height=0.92 * height, color=colour, label=label if row == 0 else None
-            )
-            panel.text(value, at, " " + _shown(show, value), va="center", fontsize=8, bbox=PAPER)
-            longest = max(longest, value)
-    _rows(panel, names, longest, axis)
+        colour = COLOURS[(first + i) % len(COLOURS)] if len(series) > 1 else ALONE
+        shift = 0.0 if stacked else (i - (len(series) - 1) / 2) * height
+        places, lengths = [row + shift for row in range(len(names))], [v or 0.0 for v in values]
+        look = {"height": 0.92 * height, "color": colour, "label": label}
+        if any(lengths):
+            panel.barh(places, lengths, left=ends, **look)
+        longest = max(longest, *lengths)
+        if stacked:
+            ends = [a + b for a, b in zip(ends, lengths, strict=True)]
+        else:
+            _values(panel, places, values)
+    if stacked:
+        _values(panel, range(len(names)), ends)
+        longest = max(ends)
+    panel.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+    panel.set(xlim=(0, 1.17 * longest or 1), xlabel=axis)
+
+
+def _values(panel: Any, places: Sequence[float], values: Sequence[float | None]) -> None:
+    for at, value in zip(places, values, strict=True):
+        text = "–" if value is None else f"{value:.3g}"
+        if value is not None and "e+" in text:  # 1235, not 1.24e+03
+            text = f"{value:.0f}"
+        panel.text(value or 0, at, f" {text}", va="center", fontsize=8, bbox=PAPER)
 
 
 def of_table(
@@ -131,37 +145,6 @@ def _number(cell: str) -> float | None:
     """The number at the beginning of a cell; None where there is none."""
     found = re.match(r"[+-]?[\d.]+(e[+-]\d+)?", cell)
     return float(found[0]) if found else None
-
-
-def stacked(
-    panel: Any,
-    names: Sequence[str],
-    parts: Mapping[str, Sequence[float]],
-    axis: str,
-    *,
-    first: int = 0,
-) -> None:
-    """Lying bars made of parts, with their sums; parts that are nothing are left out. ``first``: of
-    the colours."""
-    left = [0.0] * len(names)
-    for colour, (label, values) in zip(COLOURS[first:], parts.items(), strict=False):
-        if any(values):
-            panel.barh(range(len(names)), values, left=left, color=colour, label=label, height=0.7)
-            left = [a + b for a, b in zip(left, values, strict=True)]
-    for row, total in enumerate(left):
-        panel.text(total, row, " " + _shown("{:.3g}", total), va="center", fontsize=9)
-    _rows(panel, names, max(left), axis)
-
-
-def _rows(panel: Any, names: Sequence[str], longest: float, axis: str) -> None:
-    panel.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
-    panel.set(xlim=(0, 1.17 * longest or 1), xlabel=axis)
-
-
-def _shown(show: str, value: float) -> str:
-    """Without powers of ten where ``show`` has fewer digits than the number."""
-    text = show.format(value)
-    return f"{value:.0f}" if "e+" in text else text
 
 
 def matrix(panel: Any, values: Sequence[Sequence[float | None]]) -> None:

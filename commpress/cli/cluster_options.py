@@ -29,9 +29,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         rate, latency = parse_link(options.link or "1gbit,100us")
         usual = "40gbit,20us" if on_cpu else "200GB/s,5us"
         inside, near = parse_link(options.inside or usual)
-        shapes = parse_nodes(options.nodes)
-        kinds = tuple((Node(ranks, rate, inside, cores), count) for count, ranks in shapes)
-        cluster = Cluster(kinds, latency=latency, inside_latency=near)
+        count, ranks = parse_nodes(options.nodes)
+        node = Node(ranks, rate, inside, cores)
+        cluster = Cluster(node, count, latency=latency, inside_latency=near)
     return replace(
         cluster,
         message_seconds=cluster.message_seconds or (MESSAGE if on_cpu else 5e-6),

@@ -280,7 +280,7 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     add("--ways A,B", None, "plain,bf16-ring,int8,int4,sign")
     add("--layered", says="also every codec in two levels")
     add("--bytes SIZE", checked(parse_bytes), "32MiB", "of float32 in one all-reduce")
-    says = "numbers of nodes of the first size, one after the other"
+    says = "numbers of nodes, one after the other"
     add("--scaling A,B", counts, None, says)
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)

@@ -2,15 +2,12 @@
 bytes beside each other."""
 
 import argparse
-import os
 import re
-import subprocess
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter
 
@@ -40,7 +37,16 @@ class TrainedRun:
     losses: list[float] = field(default_factory=list)  # of training, as they were printed
     times: list[float] = field(default_factory=list)  # seconds after the start at which they came
     held_out: list[float] = field(default_factory=list)
-    sent_bytes: int | None = None
+    sent_bytes: int = 0
+
+    def read(self, text: str, seconds: float, pattern: str = "") -> None:
+        """Take in what the command has printed after so many seconds."""
+        for name, loss in losses_in(text, pattern):
+            if _HELD_OUT.search(name):
+                self.held_out.append(loss)
+            else:
+                self.losses.append(loss)
+                self.times.append(seconds)
 
     @property
     def final(self) -> float:
@@ -55,33 +61,36 @@ class TrainedRun:
 
 
 def run(options: argparse.Namespace) -> int:
-    methods, seeds = options.methods.split(","), range(options.seed, options.seed + options.seeds)
-    reader = LossReader(options.pattern)
+    groups: Groups = {name: [] for name in options.methods.split(",")}
     runs: list[TrainedRun] = []
     with _hosts(options) as hosts:
-        print(terminal.wrapped(headline(options, methods)), flush=True)
-        for seed in seeds:
-            for method in methods if seed % 2 == 0 else reversed(methods):
-                asked = (options.command, method, seed, reader, hosts)
+        print(terminal.wrapped(headline(options, list(groups))), flush=True)
+        for seed in range(options.seed, options.seed + options.seeds):
+            for method in groups if seed % 2 == 0 else reversed(groups):
+                asked = (options.command, method, seed, options.pattern, hosts)
                 try:
                     one = trained(*asked)
                 except CommpressError:  # torch's own threads abort some processes as they end
                     print(f"{method}, seed {seed}: failed, runs once more", flush=True)
                     one = trained(*asked)
                 runs.append(one)
+                groups[method].append(one)
                 said = f"{method}, seed {seed}: {len(one.losses)} losses, final {one.final:.4g}"
                 print(f"{said}, {one.seconds:.1f} s", flush=True)
-    print("\n" + terminal.table(rows(runs, methods)))
-    print("\n".join(["", *map(terminal.wrapped, verdicts(runs, methods))]))
+    print("\n" + terminal.table(rows(groups)))
+    print("\n".join(["", *map(terminal.wrapped, verdicts(groups))]))
     if find_spec("matplotlib") is None:
         print("\nno picture: it needs matplotlib (pip install 'commpress[demo]')")
     else:
-        draw(options.out, runs, methods)
+        draw(options.out, groups)
         print(f"\npicture: {options.out}")
     if options.json:
         found = [asdict(each) | {"final": each.final, "seconds": each.seconds} for each in runs]
         terminal.write_json(options.json, {"command": options.command, "runs": found})
-    return 1 if unused(runs, methods) else 0
+    return 1 if unused(groups) else 0
+
+
+Groups = dict[str, list[TrainedRun]]  # by method, the first is what others are compared with
 
 
 def headline(options: argparse.Namespace, methods: Sequence[str]) -> str:
@@ -101,30 +110,21 @@ def _hosts(options: argparse.Namespace) -> AbstractContextManager[Hosts | None]:
 # ---------------------------------------------------------------- one run
 
 
-def filled(command: Sequence[str], method: str, seed: int) -> list[str]:
-    return [word.replace(METHOD, method).replace(SEED, str(seed)) for word in command]
-
-
 def trained(
-    command: Sequence[str], method: str, seed: int, reader: "LossReader", hosts: Hosts | None
+    command: Sequence[str], method: str, seed: int, pattern: str, hosts: Hosts | None
 ) -> TrainedRun:
     """Run the command once; raise with its last lines if it fails or prints no loss."""
     found, last = TrainedRun(method, seed), deque[str](maxlen=SHOWN)
-    start, words = perf_counter(), filled(command, method, seed)
+    start = perf_counter()
+    words = [word.replace(METHOD, method).replace(SEED, str(seed)) for word in command]
 
     def line(host: int, text: str) -> None:
         last.append(text)
         if host == 0:
-            reader.read(text, perf_counter() - start, found)
+            found.read(text, perf_counter() - start, pattern)
 
-    if hosts is not None:
-        ended = on_hosts.together(hosts, words, line, {"PYTHONUNBUFFERED": "1"})
-        status, found.sent_bytes = on_hosts.status(ended), max(e.sent_bytes for e in ended)
-    else:
-        before = interface_bytes()
-        status = _here(words, line)
-        after = interface_bytes()
-        found.sent_bytes = None if before is None or after is None else after - before
+    ended = on_hosts.together(hosts, words, line, {"PYTHONUNBUFFERED": "1"})
+    status, found.sent_bytes = on_hosts.status(ended), max(each.sent_bytes for each in ended)
     if status or len(found.losses) < 2:
         why = f"ended with status {status}" if status else "printed fewer than two losses"
         shown = "\n".join(f"  {text}" for text in last)
@@ -133,87 +133,47 @@ def trained(
     return found
 
 
-def _here(words: Sequence[str], line: on_hosts.Line) -> int:
-    with subprocess.Popen(
-        words,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
-        assert process.stdout is not None
-        on_hosts.read(process.stdout, 0, line)
-    return process.returncode
-
-
-def interface_bytes() -> int | None:
-    """Bytes that all interfaces of this machine have sent; None where no system file says so."""
-    path = Path("/proc/net/dev")
-    if not path.exists():
-        return None
-    lines = path.read_text().splitlines()[2:]
-    return sum(int(each.partition(":")[2].split()[8]) for each in lines)
-
-
-class LossReader:
-    """Losses in what a command prints: Trainer's dictionaries, JSON lines, ``loss 2.31``, or a
-    pattern with the group ``loss``."""
-
-    def __init__(self, pattern: str = "") -> None:
-        self.pattern = re.compile(pattern) if pattern else None
-
-    def read(self, text: str, seconds: float, into: TrainedRun) -> None:
-        for name, loss in self._found(text):
-            if _HELD_OUT.search(name):
-                into.held_out.append(loss)
-            else:
-                into.losses.append(loss)
-                into.times.append(seconds)
-
-    def _found(self, text: str) -> Iterator[tuple[str, float]]:
-        if self.pattern is not None:
-            for match in self.pattern.finditer(text):
-                yield "loss", float(match["loss"])
-            return
-        for part in text.split("\r"):
-            found = _LOSS.search(part)
-            if found is not None and "train_runtime" not in part:
-                yield found["name"], float(found["loss"])
+def losses_in(text: str, pattern: str = "") -> Iterator[tuple[str, float]]:
+    """Losses in what a command prints, with their names: Trainer's dictionaries, JSON lines,
+    ``loss 2.31``, or a pattern with the group ``loss``."""
+    if pattern:
+        yield from (("loss", float(match["loss"])) for match in re.finditer(pattern, text))
+        return
+    for part in text.split("\r"):
+        found = _LOSS.search(part)
+        if found is not None and "train_runtime" not in part:
+            yield found["name"], float(found["loss"])
 
 
 # ---------------------------------------------------------------- all runs
 
 
-def _by_method(runs: Sequence[TrainedRun], methods: Sequence[str]) -> dict[str, list[TrainedRun]]:
-    return {name: [each for each in runs if each.method == name] for name in methods}
-
-
-def gaps(runs: Sequence[TrainedRun], method: str, baseline: str) -> list[float]:
+def gaps(runs: Sequence[TrainedRun], baseline: Sequence[TrainedRun]) -> list[float]:
     """Final losses against the baseline's of the same seed, as shares of these."""
-    floor = {each.seed: each.final for each in runs if each.method == baseline}
-    return [each.final / floor[each.seed] - 1 for each in runs if each.method == method]
+    floor = {each.seed: each.final for each in baseline}
+    return [each.final / floor[each.seed] - 1 for each in runs]
 
 
-def rows(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[dict[str, str]]:
-    groups = _by_method(runs, methods)
-    base = mean(each.seconds for each in groups[methods[0]])
-    table = []
+def rows(groups: Groups) -> list[dict[str, str]]:
+    base, table = next(iter(groups.values())), []
     for name, group in groups.items():
-        sent = [each.sent_bytes for each in group if each.sent_bytes is not None]
-        seconds = mean(each.seconds for each in group)
-        gap = "" if name == methods[0] else _percent(gaps(runs, name, methods[0]))
+        seconds = _seconds(group)
         table.append(
             {
                 "method": name,
                 "runs": str(len(group)),
                 "final loss": _spread([each.final for each in group]),
-                "gap": gap,
+                "gap": "" if group is base else _percent(gaps(group, base)),
                 "seconds": f"{seconds:.1f}",
-                "speed": f"{base / seconds:.2f}",
-                "MB sent": f"{mean(sent) / 1e6:.1f}" if sent else "-",
+                "speed": f"{_seconds(base) / seconds:.2f}",
+                "MB sent": f"{mean(each.sent_bytes for each in group) / 1e6:.1f}",
             }
         )
     return table
+
+
+def _seconds(group: Sequence[TrainedRun]) -> float:
+    return mean(each.seconds for each in group)
 
 
 def _percent(shares: Sequence[float]) -> str:
@@ -225,35 +185,30 @@ def _spread(values: Sequence[float]) -> str:
     return f"{mean(values):.4g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")
 
 
-def unused(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[str]:
+def unused(groups: Groups) -> list[str]:
     """Methods whose losses are the baseline's in every digit: the command does not use them."""
-    groups = _by_method(runs, methods)
-    first = sorted(groups[methods[0]], key=lambda each: each.seed)
-    return [
-        name
-        for name in methods[1:]
-        if [each.losses for each in sorted(groups[name], key=lambda each: each.seed)]
-        == [each.losses for each in first]
-    ]
+    first, *others = groups
+    same = {name: {each.seed: each.losses for each in group} for name, group in groups.items()}
+    return [name for name in others if same[name] == same[first]]
 
 
-def verdicts(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[str]:
+def verdicts(groups: Groups) -> list[str]:
     """A sentence for each method beside the baseline, and how far to trust them."""
-    groups, said = _by_method(runs, methods), []
-    base, same = groups[methods[0]], unused(runs, methods)
-    for name in methods[1:]:
+    (first, base), *others = groups.items()
+    said, same = [], unused(groups)
+    for name, group in others:
         if name in same:
             said.append(
-                f"{name}: its losses are those of {methods[0]} in every digit. Does the command "
+                f"{name}: its losses are those of {first} in every digit. Does the command "
                 f"use {METHOD}?"
             )
             continue
-        found = gaps(runs, name, methods[0])
+        found = gaps(group, base)
         noise = 2 * stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
         worse = mean(found) > max(noise, CLOSE if len(found) == 1 else CLOSEST)
-        speed = mean(each.seconds for each in base) / mean(each.seconds for each in groups[name])
+        speed = _seconds(base) / _seconds(group)
         pace = f"{speed:.2f} times as fast" if speed >= 1 else f"{1 / speed:.2f} times slower"
-        than = f"{'worse' if worse else 'no worse'} than {methods[0]}"
+        than = f"{'worse' if worse else 'no worse'} than {first}"
         said.append(f"{name}: {than} ({_percent(found)} of the loss), {pace}.")
     if len(base) > 1:
         said.append(
@@ -273,12 +228,12 @@ def verdicts(runs: Sequence[TrainedRun], methods: Sequence[str]) -> list[str]:
     ]
 
 
-def draw(path: str, runs: Sequence[TrainedRun], methods: Sequence[str]) -> None:
+def draw(path: str, groups: Groups) -> None:
     """Training loss against seconds, a line for each method, of its first seed."""
     from commpress.cli import charts
 
     with charts.chart(path, "Loss of each method", size=(8, 5.6)) as (panel,):
-        for i, (name, group) in enumerate(_by_method(runs, methods).items()):
+        for i, (name, group) in enumerate(groups.items()):
             times = [at - group[0].times[0] for at in group[0].times]
             label = f"{name} {mean(each.final for each in group):.4g}"
             panel.plot(

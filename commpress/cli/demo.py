@@ -13,9 +13,10 @@ from statistics import mean, stdev
 from commpress.cli import contenders, harness, race, terminal
 from commpress.cli.contenders import FLOOR, contender
 from commpress.cli.hosts import Hosts, HostsUnavailable
-from commpress.cli.race import Course, Finish, Lane
+from commpress.cli.processes import Ended, none_left
+from commpress.cli.race import Finish, Lane
 from commpress.cli.ranks import LocalRanks
-from commpress.cli.victims import Ended, none_left
+from commpress.cli.training import Load
 from commpress.errors import InvalidArgument, MissingPackage
 
 QUICK = 10.0  # seconds of each way with --quick
@@ -34,18 +35,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> list[Lane]:
-    """A lane for each way and seed, of the shortest wait first."""
-    course = Course(
-        options.width,
-        options.layers,
-        options.length,
-        options.batch,
-        options.seconds or (QUICK if options.quick else Course.seconds),
-        options.steps,
-        error_feedback=options.error_feedback == "kept",
-    )
+    """A lane for each way and seed."""
+    seconds = options.seconds or (QUICK if options.quick else Lane.seconds)
+    size = options.width, options.layers, options.length, options.batch
     return [
-        Lane(course, name, options.lr or contender(name).lr, options.seed + i)
+        Lane(
+            Load(1, options.steps, *size, options.seed + i),
+            name,
+            options.lr or contender(name).lr,
+            seconds,
+            error_feedback=options.error_feedback == "kept",
+        )
         for i in range(options.seeds)
         for name in contenders.names(options.ways)
     ]
@@ -71,7 +71,7 @@ class SlowNetwork:
             return
         self.shape(None)
         try:
-            yield replace(lane, course=replace(lane.course, paced=0.0))
+            yield replace(lane, paced=0.0)
         finally:
             self.shape(self.rate)
 
@@ -114,14 +114,13 @@ def slow_network(count: int, kind: str, rate: float) -> Iterator[SlowNetwork]:
 
 def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
     with slow_network(options.ranks, options.network, options.rate) as network:
-        course = replace(plan[0].course, paced=network.paced)
-        plan = [replace(lane, course=course) for lane in plan]
+        plan = [replace(lane, paced=network.paced) for lane in plan]
         print(headline(plan, network), flush=True)
         with LocalRanks(options.ranks, hosts=network.hosts) as pool:
             network.shape(None)
             title = "kernels are compiled, connections made:"
             with harness.ProgressBar(title, lines=1) as progress:
-                pool.call(race.warm, [lane for lane in plan if lane.seed == plan[0].seed], progress)
+                pool.call(race.warm, plan[: len(plan) // options.seeds], progress)
             network.shape(options.rate)
             finishes = _lanes(pool, plan, options.ranks, network)
     print()
@@ -136,9 +135,9 @@ def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
 
 
 def headline(plan: list[Lane], network: SlowNetwork) -> str:
-    course, names = plan[0].course, list(dict.fromkeys(lane.name for lane in plan))
-    how_long = f"{course.steps} steps" if course.steps else f"{course.seconds:g} seconds"
-    parameters = sum(p.numel() for p in course.model(0).parameters())
+    load, names = plan[0].load, list(dict.fromkeys(lane.name for lane in plan))
+    how_long = f"{load.steps} steps" if load.steps else f"{plan[0].seconds:g} seconds"
+    parameters = sum(p.numel() for p in load.model().parameters())
     width = max(map(len, names))
     first = (
         f"{len(names)} ways to train the same GPT ({parameters / 1e6:.2g} M parameters, text: "

@@ -102,13 +102,18 @@ def interleaved(
     return figures
 
 
-def together(call: Callable[[], object], times: int = 1) -> float:
-    """Seconds per call of several back to back, which all ranks begin together."""
-    dist.barrier()
+def seconds(call: Callable[[], object], times: int = 1) -> float:
+    """Seconds per call of several back to back."""
     start = perf_counter()
     for _ in range(times):
         call()
     return (perf_counter() - start) / max(times, 1)
+
+
+def together(call: Callable[[], object], times: int = 1) -> float:
+    """The same, which all ranks begin together."""
+    dist.barrier()
+    return seconds(call, times)
 
 
 def slowest(figures: Mapping[str, list[Any]]) -> dict[str, torch.Tensor]:
@@ -138,9 +143,7 @@ def alternately(
     first = next(iter(took.values()))
     while len(first) < most and (len(first) < least or sum(first) < ENOUGH):
         for name, call in calls.items():
-            start = perf_counter()
-            call()
-            took[name].append(perf_counter() - start)
+            took[name].append(seconds(call))
     return {name: median(times) for name, times in took.items()}
 
 

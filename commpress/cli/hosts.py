@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,10 @@ SHARES = {  # packets that a cut link loses → nft's words
     "all": "drop",
     "half": "numgen random mod 2 0 drop",
     "bulk": f"meta length > {BULK} drop",
+}
+# variables by which torch finds a host's interface
+INTERFACE = {
+    name: "eth0" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 }
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _QUEUE = 0.02  # seconds of a link's traffic that wait at most
@@ -95,20 +100,21 @@ class Hosts:
         that it is started with."""
         return [*self._enter(self._holders[1 + host]), "env", "-C", os.getcwd(), *command]
 
-    def environment(self, host: int) -> dict[str, str]:
-        """Variables by which torch finds the host's interface."""
-        return {
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "NCCL_SOCKET_IFNAME": "eth0",
-            "TP_SOCKET_IFNAME": "eth0",
-        }
-
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any
     ) -> "subprocess.Popen[Any]":
         """A process on ``host``; ``more`` goes to ``subprocess.Popen``."""
-        there = {**(os.environ if env is None else env), **self.environment(host)}
+        there = {**(os.environ if env is None else env), **INTERFACE}
         return subprocess.Popen(self.command(host, command), env=there, **more)
+
+    def python(self, host: int) -> str:
+        """An executable file that is Python on ``host``."""
+        told = [f"{name}={value}" for name, value in INTERFACE.items()]
+        words = shlex.join([*self.command(host, ["env", *told]), sys.executable])
+        file = Path(self._folder.name, f"python{host}")
+        file.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        file.chmod(0o700)
+        return str(file)
 
     def sent_bytes(self, host: int) -> int:
         """Bytes that the host's interface has sent, headers included."""

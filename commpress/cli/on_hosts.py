@@ -1,4 +1,5 @@
-"""A command on several hosts at once, each a network namespace of this machine with a slow link."""
+"""A command on several hosts at once, each a network namespace of this machine with a slow link; or
+here, once."""
 
 import argparse
 import os
@@ -6,12 +7,12 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter, sleep
-from typing import IO, Any
+from typing import IO
 
-from commpress.cli import launchers, terminal
+from commpress.cli import launchers, processes, terminal
 from commpress.cli.hosts import Hosts
 
 # seconds that the others have to end by themselves once one has failed, and then after SIGTERM
@@ -66,80 +67,83 @@ def status(ended: Sequence[HostEnded]) -> int:
 
 
 def together(
-    hosts: Hosts,
+    hosts: Hosts | None,
     command: Sequence[str],
     line: Line,
     environment: Mapping[str, str] | None = None,
 ) -> list[HostEnded]:
-    """Run ``command`` on every host and call ``line(host, text)`` with each line that it prints.
+    """Run ``command`` on every host, or here as it is, and call ``line(host, text)`` with each line
+    that it prints.
 
-    A launcher is told how many machines there are and which one it is on; any other command gets
-    the variables that torchrun gives to one process a machine. Once one host has failed, the others
-    have ``GRACE`` seconds. Nothing that was started stays.
+    On hosts a launcher is told how many machines there are and which one it is on; any other
+    command gets the variables that torchrun gives to one process a machine. Once one host has
+    failed, the others have ``GRACE`` seconds. Nothing that was started stays.
     """
-    own = {**os.environ, **(environment or {})}
-    own.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(hosts), 1)))
-    start, before = perf_counter(), [hosts.sent_bytes(host) for host in range(len(hosts))]
-    processes: list[subprocess.Popen[Any]] = []
+    own, count = {**os.environ, **(environment or {})}, len(hosts) if hosts else 1
+    sent = hosts.sent_bytes if hosts else lambda _: interface_bytes()
+    begin, before = perf_counter(), [sent(host) for host in range(count)]
+    found: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
-    for host in range(len(hosts)):
-        words, variables = launchers.placed(command, host, len(hosts), hosts.addresses[0])
-        process = hosts.start(
-            host,
-            words,
-            own | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    for host in range(count):
+        words, variables = list(command), dict[str, str]()
+        if hosts:
+            own.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
+            words, variables = launchers.placed(command, host, count, hosts.addresses[0])
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        streams["stderr"] = subprocess.STDOUT
+        found.append(processes.start(words, hosts, host, own | variables, **streams))
+        readers.append(
+            threading.Thread(target=read, args=(found[-1].stdout, host, line), daemon=True)
         )
-        processes.append(process)
-        reader = threading.Thread(target=read, args=(process.stdout, host, line), daemon=True)
-        reader.start()
-        readers.append(reader)
+        readers[-1].start()
     try:
-        took = _waited(processes, start)
+        took = _waited(found, begin)
     finally:
-        for process in processes:
+        for process in found:
             _end(process, signal.SIGKILL)
     for reader in readers:
         reader.join(GRACE)
     return [
         HostEnded(
-            hosts.names[host],
-            hosts.addresses[host],
+            hosts.names[host] if hosts else "",
+            hosts.addresses[host] if hosts else "",
             process.returncode if process.returncode >= 0 else 128 - process.returncode,
             took[host],
-            hosts.sent_bytes(host) - before[host],
+            sent(host) - before[host],
         )
-        for host, process in enumerate(processes)
+        for host, process in enumerate(found)
     ]
 
 
-def _waited(processes: Sequence["subprocess.Popen[Any]"], start: float) -> list[float]:
-    """Seconds after ``start`` at which each process ended."""
+def interface_bytes() -> int:
+    """Bytes that all interfaces of this machine have sent."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(each.partition(":")[2].split()[8]) for each in lines)
+
+
+def _waited(found: Sequence["subprocess.Popen[bytes]"], begin: float) -> list[float]:
+    """Seconds after ``begin`` at which each process ended."""
     took: dict[int, float] = {}
     signals = iter((signal.SIGTERM, signal.SIGKILL))
     due: float | None = None  # when those that still run get the next signal
-    while len(took) < len(processes):
+    while len(took) < len(found):
         now = perf_counter()
-        for host, process in enumerate(processes):
+        for host, process in enumerate(found):
             if host not in took and process.poll() is not None:
-                took[host] = now - start
+                took[host] = now - begin
                 due = now + GRACE if process.returncode and due is None else due
         if due is not None and now > due:
             due, number = now + GRACE, next(signals, signal.SIGKILL)
-            for process in processes:
+            for process in found:
                 _end(process, number)
         sleep(LOOK)
-    return [took[host] for host in range(len(processes))]
+    return [took[host] for host in range(len(found))]
 
 
-def _end(process: "subprocess.Popen[Any]", number: signal.Signals) -> None:
+def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """Send a signal to a process and all that it has started, if it still runs."""
     if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+        processes.send(process, number)
         if number == signal.SIGKILL:
             process.wait()
 

@@ -319,8 +319,7 @@ def add_topology(parser: argparse.ArgumentParser) -> None:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machines")
-    says = "nodes x ranks per node; of several sizes as 8x4,2x2"
-    option(group, "--nodes NxR", checked(parse_nodes), "4x1", says)
+    option(group, "--nodes NxR", checked(parse_nodes), "4x1", "nodes x ranks per node")
     says = "of a node: rate and one-way latency (default 1gbit,100us)"
     option(group, "--link RATE,TIME", checked(parse_link), None, says)
     probed = readable("what commpress probe wrote")

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.cli import connections
-from commpress.cli.contenders import contender, torch_rank
-from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.cli.training import HELD_OUT, ONE_BUCKET, attach
+from commpress.cli.contenders import contender
+from commpress.cli.gpt import batch
+from commpress.cli.training import HELD_OUT, Load, Trainee, under_ddp
 from commpress.codecs import LowRankCodec, codec_named
 
 # steps before the race, of a model that is thrown away: kernels, connections, PowerSGD's third step
@@ -29,35 +28,16 @@ Show = Callable[[float, list[float], int], None]  # share that is over, losses, 
 
 
 @dataclass(frozen=True)
-class Course:
-    """The model and the data of all, and how long they train: ``seconds``, or ``steps`` where that
-    is not 0."""
-
-    width: int = 384
-    layers: int = 3
-    length: int = 64
-    batch: int = 8  # windows per rank
-    seconds: float = 50.0
-    steps: int = 0
-    paced: float = 0.0  # bits per second of each connection; 0: the network is what it is
-    error_feedback: bool = True  # of ways that are a codec
-
-    def model(self, seed: int) -> GPT:
-        torch.manual_seed(seed)
-        return GPT(width=self.width, layers=self.layers, length=self.length)
-
-    def windows(self, draws: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch(standard_library()[:-HELD_OUT], self.batch, self.length, draws)
-
-
-@dataclass(frozen=True)
 class Lane:
-    """One run: equal seeds start from equal weights and see equal batches, whatever the way."""
+    """One run, of ``load.steps`` steps, or as many as fit into ``seconds`` where that is 0. Equal
+    seeds start from equal weights and see equal batches, whatever the way."""
 
-    course: Course
+    load: Load
     name: str
     lr: float
-    seed: int = 0
+    seconds: float = 50.0
+    paced: float = 0.0  # bits per second of each connection; 0: the network is what it is
+    error_feedback: bool = True  # of ways that are a codec
 
 
 @dataclass
@@ -89,7 +69,7 @@ class RaceClock:
     after the same one."""
 
     def __init__(self, lane: Lane, size: int, show: Show) -> None:
-        self.course, self.size, self.show = lane.course, size, show
+        self.lane, self.size, self.show = lane, size, show
         self.start = self.end = 0.0
         # of each step: of the time when it began; None: it is not to be
         self.shares: list[float | None] = []
@@ -107,8 +87,8 @@ class RaceClock:
             if len(self.said[step - 1]) == 1:
                 self.times.append(now - self.start)
         if step == len(self.shares):
-            took = (now - self.start) / self.course.seconds
-            done = step / self.course.steps if self.course.steps else took
+            took, steps = (now - self.start) / self.lane.seconds, self.lane.load.steps
+            done = step / steps if steps else took
             self.shares.append(None if done >= 1 else done)
         if rank == 0:
             self.show(min(self.shares[step] or 1.0, 1.0) if step else 0.0, self.losses, sent)
@@ -139,59 +119,43 @@ def time_it(pool: Any, lane: Lane, size: int, show: Show) -> Finish:
 # ---------------------------------------------------------------- on every rank
 
 
-class Racer:
-    """A model on this rank with the way in which it is trained."""
-
-    def __init__(self, lane: Lane) -> None:
-        who, lr = contender(lane.name), lane.lr
-        self.model = lane.course.model(lane.seed)
-        self.wrapped: torch.nn.Module = self.model
-        self.state: commpress.CompressedState | None = None
-        self.finish: Callable[[], object] = lambda: None  # brings all ranks to the same weights
-        if who.own:
-            own = DILOCO if who.name == "diloco" else {}
-            local = commpress.LocalUpdates(self._adamw(lr), seed=lane.seed, **own)
-            self.optimizer: torch.optim.Optimizer = local
-            self.finish = local.drain
-            return
-        size = ONE_BUCKET if torch_rank(who.name) else None
-        ddp = DistributedDataParallel(
-            self.model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=size
+def racer(lane: Lane) -> Trainee:
+    """The model of this rank, in the way in which it is trained."""
+    name, load, lr = lane.name, lane.load, lane.lr
+    if contender(name).own:
+        model = load.model()
+        adamw = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+        own = DILOCO if name == "diloco" else {}
+        local = commpress.LocalUpdates(adamw, seed=load.seed, **own)
+        made = Trainee(name, model, local, load)
+        made.finish = local.drain
+        return made
+    if name == "zero-one":
+        made = under_ddp("plain", load, lr)
+        zero_one = commpress.ZeroOneAdam(
+            list(bare(made).named_parameters()),
+            lr=lr,
+            weight_decay=0.01,
+            exact_codec="log3",
+            spiky_codec="log3",
+            exact_steps=8,
+            variance_updates=2,
         )
-        self.wrapped = ddp
-        if who.name == "zero-one":
-            zero_one = commpress.ZeroOneAdam(
-                list(self.model.named_parameters()),
-                lr=lr,
-                weight_decay=0.01,
-                exact_codec="log3",
-                spiky_codec="log3",
-                exact_steps=8,
-                variance_updates=2,
-            )
-            self.optimizer, self.finish = commpress.overlap(ddp, zero_one), zero_one.synchronize
-            return
-        self.optimizer = self._adamw(lr)
-        codec = None
-        # the output layer has the spikiest gradients; at low rank it is a matrix like others
-        if who.ours and not isinstance(codec_named(who.name), LowRankCodec):
-            codec = commpress.ByName({"^head": "int8"}, who.name)
-        feedback = lane.course.error_feedback
-        self.state = attach(
-            ddp, who.name, codec, min_numel=256, error_feedback=feedback, seed=lane.seed
-        )
+        made.optimizer = commpress.overlap(made.wrapped, zero_one)
+        made.finish = zero_one.synchronize
+        return made
+    codec = None
+    # the output layer has the spikiest gradients; at low rank it is a matrix like others
+    if contender(name).ours and not isinstance(codec_named(name), LowRankCodec):
+        codec = commpress.ByName({"^head": "int8"}, name)
+    more = {"min_numel": 256, "error_feedback": lane.error_feedback, "seed": load.seed}
+    return under_ddp(name, load, lr, codec=codec, **more)
 
-    def _adamw(self, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.01, fused=True)
 
-    def step(self, windows: tuple[torch.Tensor, torch.Tensor], lr: float) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss = self.wrapped(*windows)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
+def bare(trainee: Trainee) -> torch.nn.Module:
+    """The model itself."""
+    model: torch.nn.Module = getattr(trainee.wrapped, "module", trainee.wrapped)
+    return model
 
 
 def warm(rank: int, size: int, lanes: list[Lane], report: Callable[[float, str], None]) -> None:
@@ -200,31 +164,36 @@ def warm(rank: int, size: int, lanes: list[Lane], report: Callable[[float, str],
     logging.getLogger("commpress").setLevel(logging.ERROR)
     for i, lane in enumerate(lanes):
         report(i / len(lanes), lane.name)
-        racer, draws = Racer(lane), torch.Generator().manual_seed(rank)
-        for _ in range(WARM):
-            racer.step(lane.course.windows(draws), 1e-6)
-        racer.finish()
+        made = racer(lane)
+        learn(made, 1e-6, WARM)
+        made.finish()
+
+
+def learn(trainee: Trainee, lr: float, steps: int = 1) -> float:
+    """Steps at this learning rate; returns the last loss."""
+    for group in trainee.optimizer.param_groups:
+        group["lr"] = lr
+    return [trainee.learn(trainee.load.windows(trainee.draws)) for _ in range(steps)][-1]
 
 
 def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
-    course, who = lane.course, contender(lane.name)
-    racer, draws = Racer(lane), torch.Generator().manual_seed(lane.seed * 4096 + rank)
+    made, who = racer(lane), contender(lane.name)
     gc.collect()  # sockets of the way before
     dist.barrier()
     before = connections.sent_bytes()
     step, loss, sent = 0, None, 0
     while (share := ask(step, loss, sent)) is not None:
-        if course.paced:
-            connections.pace(course.paced)  # in every step: some connections open in the first
-        loss = racer.step(course.windows(draws), lane.lr * schedule(step, share))
+        if lane.paced:
+            connections.pace(lane.paced)  # in every step: some connections open in the first
+        loss = learn(made, lane.lr * schedule(step, share))
         step += 1
         sent = (connections.sent_bytes() or 0) - (before or 0)
-    racer.finish()
+    made.finish()
     dist.barrier()
     if rank == 0:
         ask()
     sent = (connections.sent_bytes() or 0) - (before or 0)
-    loss = held_out_loss(racer.model, course.length, rank)
+    loss = held_out_loss(made, rank)
     means = torch.tensor([loss, sent], dtype=torch.float64)
     dist.all_reduce(means)
     return Finish(
@@ -232,12 +201,12 @@ def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
         who.what,
         who.ours,
         lane.lr,
-        lane.seed,
+        lane.load.seed,
         size,
-        sum(p.numel() for p in racer.model.parameters()),
+        sum(p.numel() for p in made.wrapped.parameters()),
         float(means[0]) / size,
         float(means[1]) / size if before is not None else None,
-        racer.state.counters.as_dict() if racer.state is not None else {},
+        made.state.counters.as_dict() if made.state is not None else {},
     )
 
 
@@ -248,10 +217,10 @@ def schedule(step: int, share: float) -> float:
     return min(up, 1.0) * (1 - (1 - LAST) * share)
 
 
-def held_out_loss(model: GPT, length: int, rank: int) -> float:
+def held_out_loss(trainee: Trainee, rank: int) -> float:
     """Of this rank's share of the held-out windows, the same for every way."""
-    held_out, draws = standard_library()[-HELD_OUT:], torch.Generator().manual_seed(rank)
-    parts = range(WINDOWS // HELD_OUT_BATCH)
+    held_out, draws = trainee.corpus[-HELD_OUT:], torch.Generator().manual_seed(rank)
+    parts, length, model = range(WINDOWS // HELD_OUT_BATCH), trainee.load.length, bare(trainee)
     with torch.no_grad():
         losses = [float(model(*batch(held_out, HELD_OUT_BATCH, length, draws))) for _ in parts]
     return sum(losses) / len(parts)

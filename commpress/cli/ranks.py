@@ -6,12 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,22 @@ class LocalRanks:
         check_size(size)
         self._folder = tempfile.TemporaryDirectory(prefix="commpress-")
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        if not forked:
+            resource_tracker.ensure_running()  # here, on no host that may be gone before it
         for rank in range(size):
-            if hosts is None:
-                ours, process = _local(forked, rank, size, threads, rendezvous)
-            else:
-                ours, process = _on_host(hosts, rank, size, threads, rendezvous)
+            ours, theirs = context.Pipe()
+            job = (rank, size, threads, rendezvous, hosts is None, theirs)
+            context.set_executable(sys.executable if hosts is None else hosts.python(rank))
+            process = context.Process(target=_serve, args=job, daemon=True)
+            with _undisturbed():
+                process.start()
+            theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        context.set_executable(sys.executable)
 
     def __enter__(self) -> "LocalRanks":
         return self
@@ -109,13 +115,19 @@ class LocalRanks:
     ) -> Any:
         """``function(rank, size, settings, report)`` on every rank; the result of rank 0.
 
-        With ``answer`` the function gets ``ask`` instead of ``report``: what it asks on any rank
-        comes back as what ``answer(rank, ...)`` returns in this process.
+        With ``answer`` any rank's call of ``report`` returns what ``answer(rank, ...)`` does in
+        this process.
         """
         for pipe in self._pipes:
             # a rank that has ended: its exit code is told below
             with contextlib.suppress(BrokenPipeError):
-                pipe.send((function, settings, answer is not None))
+                pipe.send((function, settings))
+        if answer is None:
+
+            def answer(rank: int, *values: Any) -> None:
+                if rank == 0:
+                    report(*values)
+
         results: dict[int, Any] = {}
         while len(results) < len(self._pipes):
             for ready in wait(
@@ -135,75 +147,10 @@ class LocalRanks:
                 if what == "error":
                     sys.exit(f"commpress: rank {rank} failed\n{value}")
                 if what == "ask":
-                    assert answer is not None
                     self._pipes[rank].send(answer(rank, *value))
-                    continue
-                if what == "report":
-                    report(*value)
                 else:
                     results[rank] = value
         return results[0]
-
-
-def _local(forked: bool, rank: int, *more: Any) -> tuple[Connection, Any]:
-    context: Any = multiprocessing.get_context("fork" if forked else "spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_locally, args=(rank, *more, theirs), daemon=True)
-    with _undisturbed():
-        process.start()
-    theirs.close()
-    return ours, process
-
-
-def _on_host(hosts: Hosts, rank: int, *more: Any) -> tuple[Connection, "HostProcess"]:
-    """A process that ends with this one, or when its end of the connection closes."""
-    ours, theirs = socket.socketpair()
-    finds = f"import sys; sys.path[:] = {sys.path!r}"  # modules of this process, as spawned ones do
-    code = (
-        f"{finds}; from commpress.cli.ranks import serve_on_host; "
-        f"serve_on_host({theirs.fileno()}, {rank}, *{more!r})"
-    )
-    with theirs, _undisturbed():
-        process = HostProcess(
-            hosts.start(
-                rank,
-                [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        )
-    return Connection(ours.detach()), process
-
-
-def _serve_locally(*more: Any) -> None:
-    if sys.platform.startswith("linux"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    _serve(*more)
-
-
-def serve_on_host(pipe: int, rank: int, size: int, threads: int, rendezvous: str) -> None:
-    """Jobs that come by the inherited connection ``pipe`` are done: a process on a host runs
-    this."""
-    _serve(rank, size, threads, rendezvous, Connection(pipe))
-
-
-class HostProcess:
-    """A process on a host, with the words of ``multiprocessing.Process``."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self._process = process
-
-    @property
-    def exitcode(self) -> int | None:
-        return self._process.poll()
-
-    def join(self, timeout: float | None = None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
-
-    def terminate(self) -> None:
-        self._process.kill()
 
 
 @contextlib.contextmanager
@@ -220,7 +167,12 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(rank: int, size: int, threads: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, size: int, threads: int, rendezvous: str, local: bool, pipe: Connection
+) -> None:
+    """Do the jobs that come."""
+    if local and sys.platform.startswith("linux"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
 
     def ask(*values: object) -> Any:
@@ -230,11 +182,8 @@ def _serve(rank: int, size: int, threads: int, rendezvous: str, pipe: Connection
     try:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
         while (job := pipe.recv()) is not None:
-            function, settings, asks = job
-            report: Report = (
-                (lambda *values: pipe.send(("report", values))) if rank == 0 else _silent
-            )
-            result = function(rank, size, settings, ask if asks else report)
+            function, settings = job
+            result = function(rank, size, settings, ask)
             dist.barrier()
             pipe.send(("result", result if rank == 0 else None))
         dist.destroy_process_group()

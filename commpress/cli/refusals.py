@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
-from itertools import chain
 from typing import NoReturn, TypeVar
 
 from commpress.cli import fault_schedule, launchers
@@ -341,9 +340,8 @@ def _cluster(options: argparse.Namespace) -> Topology:
         _unused(options, "--links", "nodes link inside")
         found = _found("links", options.links, load_links).topology
     else:
-        kinds = parse_nodes(options.nodes)
-        sizes = ([ranks] * min(count, MOST_RANKS + 1) for count, ranks in kinds)
-        found = Topology.of(*chain.from_iterable(sizes))
+        count, ranks = parse_nodes(options.nodes)
+        found = Topology.of(*[ranks] * min(count, MOST_RANKS + 1))
     several(found.size)
     return found
 

@@ -33,9 +33,8 @@ class Row:
 def run(options: argparse.Namespace) -> int:
     model = cluster_options.model_of(options, simulated_ways) if trains(options) else None
     cluster = cluster_options.cluster_of(options)
-    (first, count), *others = cluster.kinds
-    sizes = options.scaling or [count]
-    clusters = [replace(cluster, kinds=((first, nodes), *others)) for nodes in sizes]
+    sizes = options.scaling or [cluster.count]
+    clusters = [replace(cluster, count=nodes) for nodes in sizes]
     costs, start = cluster_options.costs_of(options), perf_counter()
     rows = [row for one in clusters if one.size > 1 for row in table(one, costs, options, model)]
     print(harness.table(list(map(cells, rows))))

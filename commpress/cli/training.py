@@ -1,8 +1,8 @@
-"""Training steps of benchmarks: one small GPT per way, equal weights and batches, rounds of a few
-steps, bytes counted."""
+"""Training of one small GPT in several ways: equal weights and batches, bytes counted, rounds of a
+few steps in turns."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -15,21 +15,21 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import harness, option_groups
+from commpress.cli import harness
 from commpress.cli.connections import sent_bytes
 from commpress.cli.contenders import FLOOR, torch_rank
 from commpress.cli.gpt import GPT, batch, standard_library
 
-add_options = option_groups.add_training
 HELD_OUT = 400_000  # bytes at the end of the text that nobody trains on
 # MB. PowerSGD's hook chains collectives in callbacks: with several buckets ranks may order them
 # differently.
 ONE_BUCKET = 1 << 20
+Windows = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of every variant, and how often it is done. Windows are per rank and step."""
+    """The work of every way, and how often it is done. Windows are per rank and step."""
 
     rounds: int
     steps: int
@@ -42,6 +42,9 @@ class Load:
     def model(self) -> GPT:
         torch.manual_seed(self.seed)
         return GPT(width=self.width, layers=self.layers, length=self.length)
+
+    def windows(self, draws: torch.Generator) -> Windows:
+        return batch(standard_library()[:-HELD_OUT], self.batch, self.length, draws)
 
 
 def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
@@ -60,7 +63,7 @@ class Trainee:
     """One model with its optimizer; all of a load start from equal weights and see equal batches.
 
     ``wrapped`` is what is called with a batch and returns the loss: the model, or what was put
-    around it.
+    around it. ``finish`` brings all ranks to the same weights.
     """
 
     def __init__(
@@ -70,19 +73,24 @@ class Trainee:
         self.corpus = standard_library()
         self.draws = torch.Generator().manual_seed(load.seed * 4096 + dist.get_rank())
         self.sent, self.loss = 0, float("nan")
+        self.state: commpress.CompressedState | None = None  # of a hook of ours
+        self.finish: Callable[[], object] = lambda: None
 
-    def step(self) -> float:
-        """Seconds; all ranks begin together."""
-        windows = batch(self.corpus[:-HELD_OUT], self.load.batch, self.load.length, self.draws)
-        dist.barrier()
-        start = perf_counter()
+    def learn(self, windows: Windows) -> float:
+        """One step; returns its loss."""
         loss = self.wrapped(*windows)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        took = perf_counter() - start
-        self.loss = loss.item()
-        return took
+        return float(loss.item())
+
+    def step(self) -> float:
+        """Seconds; all ranks begin together."""
+        windows = self.load.windows(self.draws)
+        dist.barrier()
+        start = perf_counter()
+        self.loss = self.learn(windows)
+        return perf_counter() - start
 
     def train(self, steps: int) -> list[float]:
         """Barriers part the counts of two rounds: a send is done when the kernel holds its bytes,
@@ -115,7 +123,20 @@ def timed(
     }
 
 
-# ---------------------------------------------------------------- hooks
+# ---------------------------------------------------------------- ways
+
+
+def under_ddp(
+    name: str, load: Load, lr: float, bucket_mb: float | None = None, **options: Any
+) -> Trainee:
+    """A model under DistributedDataParallel and AdamW, with the hook that ``attach`` gives it."""
+    size = ONE_BUCKET if torch_rank(name) else bucket_mb
+    ddp = DistributedDataParallel(
+        load.model(), gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=size
+    )
+    made = Trainee(name, ddp, torch.optim.AdamW(ddp.parameters(), lr=lr, fused=True), load)
+    made.state = attach(ddp, name, **options)
+    return made
 
 
 def attach(

@@ -1,13 +1,10 @@
-"""The machines of a simulation: nodes of a few kinds, what joins them, and which of their ranks
-behave alike.
+"""The machines of a simulation: nodes, and what joins them.
 
 Rates are bytes per second of payload, times seconds. A link is full duplex.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from commpress.collectives.measured_links import FIRST, Link, Links, Stack
 from commpress.collectives.nodes import Topology
@@ -20,7 +17,7 @@ LEAST = 1e-5  # seconds of a latency, where measured processor time leaves less
 
 @dataclass(frozen=True)
 class Node:
-    """One kind of node."""
+    """Every node."""
 
     ranks: int
     nic: float  # to other nodes, each direction
@@ -37,9 +34,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``kinds``: so many nodes of each kind; ranks are numbered node by node in that order."""
+    """``count`` equal nodes; ranks are numbered node by node."""
 
-    kinds: tuple[tuple[Node, int], ...]
+    node: Node
+    count: int
     latency: float = 50e-6  # between nodes, one way, with the waking of the receiver
     inside_latency: float = 20e-6
     busy_latency: float = 0.0  # of either, at least, where the receiver finds no core idle
@@ -64,8 +62,8 @@ class Cluster:
     machine_cores: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.kinds or min(count for _, count in self.kinds) < 1:
-            raise InvalidArgument("a cluster needs at least one node of each kind that it names")
+        if self.count < 1:
+            raise InvalidArgument(f"a cluster of {self.count} nodes, expected at least one")
 
     def row_seconds(self, nbytes: float) -> float:
         """Seconds of a core at each end of a message of so many bytes, besides
@@ -75,69 +73,11 @@ class Cluster:
 
     @cached_property
     def topology(self) -> Topology:
-        return Topology.of(*(node.ranks for node, count in self.kinds for _ in range(count)))
+        return Topology.of(*[self.node.ranks] * self.count)
 
-    @cached_property
+    @property
     def size(self) -> int:
-        return sum(node.ranks * count for node, count in self.kinds)
-
-    @cached_property
-    def node_of(self) -> np.ndarray:
-        """The node of each rank."""
-        sizes = [node.ranks for node, count in self.kinds for _ in range(count)]
-        return np.repeat(np.arange(len(sizes)), sizes)
-
-    def classes(self, *, alike: bool = True) -> "Classes":
-        """``alike``: ranks that must behave alike are one class; otherwise every rank is one of its
-        own."""
-        return _alike(self) if alike else _each(self)
-
-
-@dataclass(frozen=True)
-class Class:
-    """Ranks of which one is simulated for all."""
-
-    rank: int  # the one
-    kind: int
-    ranks: int  # in all
-    in_node: int  # in one node
-
-
-@dataclass(frozen=True)
-class Classes:
-    of: np.ndarray  # rank → class
-    every: tuple[Class, ...]
-
-
-def _alike(cluster: Cluster) -> Classes:
-    """Ranks of nodes of one kind are alike; where nodes differ in size, only those with the same
-    place in the node are.
-
-    With nodes of one size every rank owns as much of every message as any other. With several
-    sizes, the hierarchical all-reduce gives the ranks of smaller nodes more slices, and the last of
-    them fewer.
-    """
-    by_place = len({node.ranks for node, _ in cluster.kinds}) > 1
-    of, first = np.zeros(cluster.size, np.int64), 0
-    every: list[Class] = []
-    for kind, (node, count) in enumerate(cluster.kinds):
-        places = range(node.ranks) if by_place else range(1)
-        for place in places:
-            ranks = first + np.arange(node.ranks * count)
-            chosen = ranks[place :: node.ranks] if by_place else ranks
-            of[chosen] = len(every)
-            every.append(Class(first + place, kind, len(chosen), 1 if by_place else node.ranks))
-        first += node.ranks * count
-    return Classes(of, tuple(every))
-
-
-def _each(cluster: Cluster) -> Classes:
-    kinds = [
-        kind for kind, (node, count) in enumerate(cluster.kinds) for _ in range(node.ranks * count)
-    ]
-    return Classes(
-        np.arange(cluster.size), tuple(Class(rank, kind, 1, 1) for rank, kind in enumerate(kinds))
-    )
+        return self.node.ranks * self.count
 
 
 def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
@@ -148,17 +88,19 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     takes besides is the work of whoever posts them. Files without a stack have only the latency of
     an exchange both ways, from a barrier on.
     """
-    sizes = [len(node) for node in links.topology.nodes]
+    sizes = {len(node) for node in links.topology.nodes}
+    if len(sizes) > 1:
+        raise InvalidArgument(
+            f"links were measured on nodes of {' and '.join(map(str, sorted(sizes)))} ranks, "
+            "expected nodes of one size: measure them with as many ranks on each"
+        )
     nic, inside = (_line(link, links.stack) for link in (links.between, links.inside))
     burst = links.between.burst if links.between else 0.0
-    kinds = tuple(
-        (Node(size, nic, inside, cores, burst=burst), sizes.count(size))
-        for size in sorted(set(sizes))
-    )
+    node, count = Node(sizes.pop(), nic, inside, cores, burst), len(links.topology.nodes)
     between, within = (link.latency / 2 if link else 0.0 for link in (links.between, links.inside))
-    stack, peers = links.stack, sum(sizes) - 1
+    stack, peers = links.stack, node.ranks * count - 1
     if stack is None:
-        return Cluster(kinds, latency=between, inside_latency=within)
+        return Cluster(node, count, latency=between, inside_latency=within)
     per_core = max((peers + 1) / stack.cores, 1.0) if stack.cores else 1.0
     waits = max(stack.exchange - peers * stack.message * per_core, LEAST)
     # every rank has two threads then
@@ -169,7 +111,8 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     else:
         within = waits
     return Cluster(
-        kinds,
+        node,
+        count,
         latency=between,
         inside_latency=within,
         message_seconds=stack.message,

@@ -96,14 +96,13 @@ class PairLinks:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "PairLinks":
-        """Read a description: one rate for each kind of node."""
-        nodes = [node for node, count in cluster.kinds for _ in range(count)]
-        nic = np.array([node.nic for node in nodes])
-        rate = np.minimum(nic[:, None], nic)
-        latency = np.full(rate.shape, cluster.latency)
-        np.fill_diagonal(rate, [node.inside for node in nodes])
+        """Read a description: one rate for all nodes."""
+        node, count = cluster.node, cluster.count
+        rate, latency = np.full((count, count), node.nic), np.full((count, count), cluster.latency)
+        np.fill_diagonal(rate, node.inside)
         np.fill_diagonal(latency, cluster.inside_latency)
-        return cls(cluster.node_of, cluster.node_of, latency, rate)
+        of = np.arange(cluster.size) // node.ranks
+        return cls(of, of, latency, rate)
 
     @classmethod
     def of_pairs(cls, nodes: Sequence[Sequence[int]], rows: Sequence[Any]) -> "PairLinks":

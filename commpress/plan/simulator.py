@@ -56,14 +56,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Simulated:
-    """One step, or one call. Traffic is that of one rank, the class that sends most to other
-    nodes."""
+    """One step, or one call; traffic is that of one rank."""
 
     seconds: float
-    compute_seconds: float  # of the same step without communication, of the slowest class
+    compute_seconds: float  # of the same step without communication
     traffic: Traffic
     ranks: int
-    classes: int
 
     @property
     def exposed_seconds(self) -> float:
@@ -88,16 +86,15 @@ def no_residual() -> ErrorFeedback:
 
 
 def simulate_calls(
-    cluster: Cluster, costs: Costs, build: Build, numel: int, *, calls: int = 1, alike: bool = True
+    cluster: Cluster, costs: Costs, build: Build, numel: int, *, calls: int = 1
 ) -> Simulated:
     """``calls`` collectives back to back; seconds are those of one. ``build`` makes the jobs of one
-    call on a buffer of ``numel`` elements; ``alike``: see ``Cluster.classes``."""
-    run = _Run(cluster, costs, build, numel, alike=alike)
-    ends = []
-    for cls in run.classes:
-        jobs = [job for _ in range(calls) for job in run.jobs(cls, ready=True)]
-        ends.append(run.clock.follow(run.drive(cls, jobs, limit=1)))
-    return run.result(run.finish(ends) / calls, 0.0, calls)
+    call on a buffer of ``numel`` elements."""
+    run = _Run(cluster, costs, build, numel)
+    jobs = [job for _ in range(calls) for job in run.jobs()]
+    for job in jobs:
+        job.ready.fire()
+    return run.result(run.follow(jobs, limit=1), 0.0, calls)
 
 
 def simulate_step(
@@ -112,22 +109,18 @@ def simulate_step(
     """One DDP step: ``build`` makes the job of each bucket, in the order in which backward fills
     them."""
     run = _Run(cluster, costs, build, numel)
-    ends = []
-    for cls in run.classes:
-        jobs = run.jobs(cls)
-        if len(jobs) not in (0, len(training.shares)):
-            raise ValueError(f"{len(jobs)} buckets, but shares of {len(training.shares)}")
-        for thread in [[job] for job in jobs] if limit == ALONE else [jobs]:
-            run.clock.follow(run.drive(cls, thread, limit=max(limit, 1)))
-        ends.append(run.clock.follow(run.train(cls, training, jobs)))
-    return run.result(run.finish(ends), compute_seconds(cluster, costs, training))
+    jobs = run.jobs()
+    if len(jobs) not in (0, len(training.shares)):
+        raise ValueError(f"{len(jobs)} buckets, but shares of {len(training.shares)}")
+    run.follow(jobs, limit=limit)
+    ended = run.clock.follow(run.train(training, jobs))
+    return run.result(ended, compute_seconds(cluster, costs, training))
 
 
 def compute_seconds(cluster: Cluster, costs: Costs, training: Training) -> float:
-    """Seconds of a step without communication, on the slowest class."""
+    """Seconds of a step without communication."""
     network = Network(cluster, costs)
-    for cls in range(len(network.classes.every)):
-        network.compute(cls, training.forward + training.backward + training.optimizer)
+    network.compute(training.forward + training.backward + training.optimizer)
     return network.clock.run()
 
 
@@ -143,38 +136,42 @@ class _Running:
 
 
 class _Run:
-    def __init__(
-        self, cluster: Cluster, costs: Costs, build: Build, numel: int, *, alike: bool = True
-    ) -> None:
-        self.network, self.build = Network(cluster, costs, alike=alike), build
-        self.clock, self.classes = self.network.clock, range(len(self.network.classes.every))
+    def __init__(self, cluster: Cluster, costs: Costs, build: Build, numel: int) -> None:
+        self.network, self.build = Network(cluster, costs), build
+        self.clock, self.workspace = self.network.clock, SizedWorkspace()
         self.buffer = _untouched(numel, torch.float32)
-        self.workspaces = [SizedWorkspace() for _ in self.classes]
 
-    def jobs(self, cls: int, *, ready: bool = False) -> list[_Running]:
-        kernels = self.network.kernels[cls]
+    def jobs(self) -> list[_Running]:
+        kernels = self.network.kernels
         with instead(kernels):
-            made = self.build(self.network.transport(cls), self.workspaces[cls], self.buffer)
+            made = self.build(self.network.transport, self.workspace, self.buffer)
         kernels.seconds = 0.0
-        jobs = [_Running(*job) for job in made]
-        for job in jobs if ready else ():
-            job.ready.fire()
-        return jobs
+        return [_Running(*job) for job in made]
 
-    def train(self, cls: int, training: Training, jobs: Sequence[_Running]) -> Process:
-        computing = self.network.computing
-        computing[cls] = True
-        yield self.network.compute(cls, training.forward)
+    def train(self, training: Training, jobs: Sequence[_Running]) -> Process:
+        network = self.network
+        network.computing = True
+        yield network.compute(training.forward)
         for i, share in enumerate(training.shares):
-            yield self.network.compute(cls, training.backward * share)
+            yield network.compute(training.backward * share)
             if jobs:
                 jobs[i].ready.fire()
-        computing[cls] = False
+        network.computing = False
         for job in jobs:
             yield job.done
-        yield self.network.compute(cls, training.optimizer)
+        yield network.compute(training.optimizer)
 
-    def drive(self, cls: int, jobs: Sequence[_Running], *, limit: int) -> Process:
+    def follow(self, jobs: Sequence[_Running], *, limit: int) -> Signal:
+        """Begin to drive jobs; the signal says that all have ended."""
+        threads = [[job] for job in jobs] if limit == ALONE else [jobs]
+        ended = Signal()
+        when_all(
+            [self.clock.follow(self.drive(each, limit=max(limit, 1))) for each in threads],
+            ended.fire,
+        )
+        return ended
+
+    def drive(self, jobs: Sequence[_Running], *, limit: int) -> Process:
         """Follow ``work.Worker``: new jobs while fewer than ``limit`` are under way, then the
         oldest that has something to send after its wait, then the oldest of all."""
         pending, running = deque(jobs), list[_Running]()
@@ -188,17 +185,17 @@ class _Run:
                 yield from job.waits
                 if job.left is not None:
                     job.left -= 1
-            waits = self._step(cls, job.steps)
-            yield from self.network.pay(cls)
+            waits = self._step(job.steps)
+            yield from self.network.pay()
             if waits is None:
                 running.remove(job)
                 job.done.fire()
             else:
                 job.waits = waits
 
-    def _step(self, cls: int, steps: Steps[Any]) -> list[Signal] | None:
+    def _step(self, steps: Steps[Any]) -> list[Signal] | None:
         """Step a generator to its next wait; None at its end."""
-        kernels = self.network.kernels[cls]
+        kernels = self.network.kernels
         with instead(kernels), torch.no_grad(), _Weighed(kernels):
             try:
                 work = next(steps)
@@ -206,21 +203,13 @@ class _Run:
                 return None
             return self.network.waited_for(work)
 
-    def finish(self, ends: Sequence[Signal]) -> float:
+    def result(self, end: Signal, compute: float, calls: int = 1) -> Simulated:
+        """Run until nothing is left to happen; the figures of one call, at its ``end``."""
         finished: list[float] = []
-        when_all(ends, lambda: finished.append(self.clock.now))
+        end.then(lambda: finished.append(self.clock.now))
         self.clock.run()
-        if not finished:
-            raise RuntimeError(
-                "the simulation stands still: a rank waits for a message that nobody sends"
-            )
-        return finished[0]
-
-    def result(self, seconds: float, compute: float, calls: int = 1) -> Simulated:
-        most = max(self.network.traffic, key=lambda t: (t.between, t.nbytes))
-        return Simulated(
-            seconds, compute, most.over(calls), self.network.cluster.size, len(self.classes)
-        )
+        traffic = self.network.traffic.over(calls)
+        return Simulated(finished[0] / calls, compute, traffic, self.network.cluster.size)
 
 
 def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
 from commpress.plan.grid import RINGS
 from commpress.plan.model import Model, ModelBucket, Shape, bucket_of
-from commpress.plan.network import SizedTransport
+from commpress.plan.network import Network, SizedTransport
 from commpress.plan.ring import ring_allreduce
 from commpress.plan.simulator import (
     ALONE,
@@ -104,7 +104,7 @@ def reducing(
 
     def build(transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor) -> list[Job]:
         if _is_ring(way):
-            return [Job(_ring(RINGS[way], b.numel, transport, i)) for i, b in enumerate(buckets)]
+            return [Job(_ring(RINGS[way], b.numel, transport.network)) for b in buckets]
         channel = Channel(transport, workspace=workspace)
         if layered:
             topology = transport.network.cluster.topology
@@ -137,16 +137,14 @@ def _is_ring(way: Way) -> TypeGuard[str]:
     return isinstance(way, str) and way in RINGS
 
 
-def _ring(size: int, numel: int, transport: SizedTransport, tag: int) -> Steps[None]:
+def _ring(size: int, numel: int, network: Network) -> Steps[None]:
     """Sums read two numbers and write one; torch's bf16 hook rounds, divides and puts back, 16
     bytes an element."""
-    network = transport.network
     known = network.cluster.ring_byte if size == 4 else network.cluster.half_byte
     moved = (0 if known else 3 * size) + (0 if size == 4 else 16)
     return ring_allreduce(
         size * numel,
-        transport,
-        tag=tag,
-        arithmetic=moved * numel * network.kernels[transport.cls].costs.memory,
+        network,
+        arithmetic=moved * numel * network.kernels.costs.memory,
         byte=known / 2 if known else None,
     )

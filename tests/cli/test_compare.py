@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from commpress.cli import compare, launchers, main, on_hosts
-from commpress.cli.compare import LossReader, TrainedRun
+from commpress.cli.compare import TrainedRun
 from commpress.cli.hosts import Hosts, HostsUnavailable
 from commpress.errors import InvalidArgument, MissingPackage
 
@@ -116,13 +116,13 @@ def test_once_a_host_has_failed_the_others_are_ended_and_its_status_is_told(
 )
 def test_losses_are_read_from_what_people_print(line, training, held_out):
     found = TrainedRun("none", 0)
-    LossReader().read(line, 1.0, found)
+    found.read(line, 1.0)
     assert (found.losses, found.held_out) == (training, held_out)
 
 
 def test_a_pattern_takes_the_place_of_what_is_known():
     found = TrainedRun("none", 0)
-    LossReader(r"nats=(?P<loss>[\d.]+)").read("loss 9.0 nats=2.5", 1.0, found)
+    found.read("loss 9.0 nats=2.5", 1.0, r"nats=(?P<loss>[\d.]+)")
     assert found.losses == [2.5]
     assert found.times == [1.0]
 
@@ -149,12 +149,13 @@ def test_methods_take_turns_and_a_worse_one_is_told_beside_its_spread(tmp_path, 
 
 def test_a_gap_within_the_spread_of_its_seeds_is_no_worse():
     losses = {"none": [2.0, 3.0, 4.0], "wide": [2.1, 2.9, 4.1], "worse": [2.1, 3.15, 4.2]}
-    runs = [
-        TrainedRun(method, seed, [loss] * 2, [0.0, 1.0])
+    groups = {
+        method: [
+            TrainedRun(method, seed, [loss] * 2, [0.0, 1.0]) for seed, loss in enumerate(finals)
+        ]
         for method, finals in losses.items()
-        for seed, loss in enumerate(finals)
-    ]
-    said = compare.verdicts(runs, list(losses))
+    }
+    said = compare.verdicts(groups)
     assert said[0].startswith("wide: no worse than none")
     assert said[1].startswith("worse: worse than none (+5.00 ± 0.00 %")
 

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from commpress.cli import charts, connections, demo, main, race
 from commpress.cli.contenders import CONTENDERS
 from commpress.cli.hosts import Hosts, HostsUnavailable
-from commpress.cli.race import Course, Finish, Lane, RaceClock, Racer
+from commpress.cli.race import Finish, Lane, RaceClock
 from commpress.cli.ranks import LocalRanks
+from commpress.cli.training import Load
 from commpress.errors import MissingPackage
 
-COURSE = Course(width=32, layers=1, length=16, batch=2, seconds=60.0, steps=4)
+LOAD = Load(1, 4, width=32, layers=1, length=16, batch=2)
 TINY = ["--width", "32", "--layers", "1", "--length", "16", "--batch", "2", "--network", "loopback"]
 
 
@@ -74,10 +75,10 @@ def test_links_have_no_limit_where_a_way_asks_for_none():
     network = demo.SlowNetwork("", paced=1e6, rate=1e6)
     shaped = []
     network.shape = shaped.append
-    lanes = [Lane(Course(paced=1e6), name, 1e-3) for name in ("no-network", "plain")]
+    lanes = [Lane(LOAD, name, 1e-3, paced=1e6) for name in ("no-network", "plain")]
     for lane, paced in zip(lanes, (0.0, 1e6), strict=True):
         with network.limits(lane) as limited:
-            assert limited.course.paced == paced
+            assert limited.paced == paced
     assert shaped == [None, 1e6]
 
 
@@ -122,14 +123,12 @@ def test_demo_shows_every_way_in_a_table_a_picture_and_a_file(two, monkeypatch, 
 
 def after_three_steps(rank, size, name, ask):
     """Weights of all ranks after three steps and the finish, and after the first step alone."""
-    lane = Lane(COURSE, name, 1e-3)
-    racer, draws = Racer(lane), torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        racer.step(COURSE.windows(draws), 1e-3)
+    racer = race.racer(Lane(LOAD, name, 1e-3))
+    race.learn(racer, 1e-3, 3)
     racer.finish()
     weights, start = (
         torch.cat([p.detach().flatten() for p in model.parameters()])
-        for model in (racer.model, COURSE.model(0))
+        for model in (race.bare(racer), LOAD.model())
     )
     every = [torch.empty_like(weights) for _ in range(size)]
     dist.all_gather(every, weights)
@@ -147,8 +146,8 @@ def test_every_way_ends_with_the_same_weights_on_all_ranks(two, name):
 def test_error_feedback_acts_from_the_second_gradient_on(two):
     losses = {}
     for kept in (True, False):
-        course = replace(COURSE, error_feedback=kept)
-        losses[kept] = race.time_it(two, Lane(course, "sign", 1e-2), 2, quiet).losses
+        lane = Lane(LOAD, "sign", 1e-2, error_feedback=kept)
+        losses[kept] = race.time_it(two, lane, 2, quiet).losses
     assert losses[True][:2] == losses[False][:2]
     assert losses[True][2:] != losses[False][2:]
 
@@ -159,7 +158,7 @@ def test_error_feedback_acts_from_the_second_gradient_on(two):
 def test_all_ranks_stop_before_the_same_step_whoever_asks_first(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(race, "perf_counter", lambda: now[0])
-    clock = RaceClock(Lane(Course(seconds=10.0), "plain", 1.0), 2, quiet)
+    clock = RaceClock(Lane(replace(LOAD, steps=0), "plain", 1.0, seconds=10.0), 2, quiet)
     assert [clock.answer(0, 0, None, 0), clock.answer(1, 0, None, 0)] == [0.0, 0.0]
     now[0] = 9.9
     assert clock.answer(1, 1, 2.0, 0) == pytest.approx(0.99)

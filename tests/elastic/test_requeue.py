@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sources
-from commpress.cli.victims import free_port
+from commpress.cli.processes import free_port
 
 EXAMPLES = sources.ROOT / "examples"
 SRUN = """#!/bin/bash

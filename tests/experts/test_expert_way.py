@@ -70,7 +70,7 @@ def test_bytes_are_those_that_are_counted(topology, node, k, codec):
 
 
 def test_a_line_between_nodes_decides_how_long_it_takes():
-    cluster = Cluster(((Node(2, 1e8, inside=1e10), 2),), latency=1e-5)
+    cluster = Cluster(Node(2, 1e8, inside=1e10), 2, latency=1e-5)
     links = PairLinks.of_cluster(cluster)
     way = ExpertWay((0, 1, 2, 3), (0, 0, 1, 1), 1000, 256, 8, 16)
     met = 1 - 1 / 12870 * 1  # C(8, 8) / C(16, 8)
@@ -90,7 +90,7 @@ def sparse(**more):
 
 def test_a_plan_knows_what_experts_cost():
     """Codecs make experts cheaper between nodes; ranks of a node share what they deduplicate."""
-    cluster = Cluster(((Node(4, 1e8, inside=1e10), 2),))
+    cluster = Cluster(Node(4, 1e8, inside=1e10), 2)
     links = PairLinks.of_cluster(cluster)
     codecs = ("none", "bf16", "int8")
     found = {
@@ -117,7 +117,7 @@ def test_experts_that_cannot_be_divided_are_refused():
         predicted(
             Grid(ep=3),
             replace(sparse(), batch=3),
-            PairLinks.of_cluster(Cluster(((Node(3, 1e8), 1),))),
+            PairLinks.of_cluster(Cluster(Node(3, 1e8), 1)),
             COSTS,
         )
     with pytest.raises(InvalidArgument, match="experts is 5, expected a multiple of the 2 ranks"):
@@ -139,6 +139,6 @@ def through_lines(call):
 
 
 def test_the_lines_of_a_plan_train_as_one_process(pool):
-    links = PairLinks.of_cluster(Cluster(((Node(2, 1e8), 2),)))
+    links = PairLinks.of_cluster(Cluster(Node(2, 1e8), 2))
     call = predicted(Grid(dp=2, ep=2), replace(sparse(), experts=0), links, COSTS).call
     assert_as_one_process(pool.run(through_lines, call, size=4))

@@ -48,7 +48,7 @@ def work(blocks=4, width=64, batch=16, length=32, block=BLOCK, **more):
 
 def nodes(count, ranks, nic=1e8, inside=1e10):
     return PairLinks.of_cluster(
-        Cluster(((Node(ranks, nic, inside), count),), latency=LATE, inside_latency=1e-5)
+        Cluster(Node(ranks, nic, inside), count, latency=LATE, inside_latency=1e-5)
     )
 
 

@@ -33,7 +33,7 @@ SMALL = ["--parameters", "1M"]
 
 def cluster(link, nodes=4, ranks=1):
     rate, latency = parse_link(link)
-    return Cluster(((Node(ranks, rate, inside=1e11), nodes),), latency=latency)
+    return Cluster(Node(ranks, rate, inside=1e11), nodes, latency=latency)
 
 
 def found(link, **options):
@@ -274,7 +274,7 @@ def test_what_a_probe_measured_reaches_the_model_whole(tmp_path):
     found, measured = cluster_options.cluster_of(parser.parse_args(given)), measured_cluster(links)
     assert asdict(found) == asdict(measured)
     assert found.uneven == 1.25
-    assert found.kinds[0][0].burst == 14e3
-    unset = asdict(Cluster(measured.kinds))
+    assert found.node.burst == 14e3
+    unset = asdict(Cluster(measured.node, measured.count))
     left = {name for name, value in asdict(measured).items() if value == unset[name]}
-    assert left <= {"kinds", "inside_latency"}, "the probe's file sets every other figure"
+    assert left <= {"node", "count", "inside_latency"}, "the probe's file sets every other figure"

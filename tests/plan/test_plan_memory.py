@@ -59,7 +59,7 @@ def test_sharded_candidates_keep_what_ranks_have(pool, stage, codec):
 
 
 def test_on_64_ranks_compression_keeps_as_much_as_the_whole_model():
-    cluster, settings = Cluster(((Node(1, 1e9, inside=1e11), 64),), latency=1e-4), Settings(1.0)
+    cluster, settings = Cluster(Node(1, 1e9, inside=1e11), 64, latency=1e-4), Settings(1.0)
     found = {
         c.name: c
         for c in candidates(

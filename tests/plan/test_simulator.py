@@ -1,5 +1,4 @@
-"""The simulator against the real collectives (bytes), closed forms (seconds) and itself (one rank
-for many)."""
+"""The simulator against the real collectives (bytes) and closed forms (seconds)."""
 
 import inspect
 from dataclasses import replace
@@ -35,12 +34,9 @@ NUMEL = 100_003
 MATRICES = [Shape("a", (64, 48)), Shape("b", (96, 64)), Shape("c", (100,))]
 
 
-def cluster(*kinds, **options):
-    return Cluster(tuple(kinds), **({"latency": 1e-3, "inside_latency": 1e-4} | options))
-
-
 def of(nodes, ranks, nic=1e8, **options):
-    return cluster((Node(ranks, nic, inside=1e9), nodes), **options)
+    late = {"latency": 1e-3, "inside_latency": 1e-4} | options
+    return Cluster(Node(ranks, nic, inside=1e9), nodes, **late)
 
 
 def seconds(shape, way="int8", numel=NUMEL, costs=FREE):
@@ -86,35 +82,6 @@ def test_bytes_are_those_of_the_real_collectives(compiled, nodes, ranks, codec, 
     sent, levels = channels[0].transport.sent_bytes, channels[0].levels
     assert found.traffic.nbytes == sent + (levels.sent_bytes if layered else 0)
     assert found.traffic.between == (levels.between_bytes if layered else sent)
-
-
-# ---------------------------------------------------------------- one rank for many
-# Note: posts on a line. Ranks that share a link are served one after the other if each is
-# simulated, so the first may go on while the others wait; as one class they all end together, as
-# with connections that share a link fairly.
-
-
-@pytest.mark.parametrize(
-    ("shape", "layered"),
-    [
-        (of(4, 1), False),
-        (of(3, 2), False),
-        (cluster((Node(2, 1e8, 1e9), 3), (Node(2, 5e7, 1e9), 1)), False),
-        (of(3, 2), True),
-        (cluster((Node(4, 1e8, 1e9), 2), (Node(2, 1e8, 1e9), 1)), True),
-    ],
-    ids=["flat", "nodes", "slow NIC", "levels", "levels of two sizes"],
-)
-def test_one_rank_of_a_class_stands_for_all(shape, layered):
-    one, every = (
-        simulate_buffer(shape, COSTS, "sign", NUMEL, layered=layered, alike=alike)
-        for alike in (True, False)
-    )
-    assert one.classes < every.classes == shape.size
-    assert one.traffic.between == every.traffic.between
-    assert layered or one.traffic == every.traffic
-    # Note: posts on a line
-    assert 0.98 * every.seconds < one.seconds < (1.2 if layered else 1.15) * every.seconds
 
 
 # ---------------------------------------------------------------- seconds: closed forms
@@ -176,7 +143,7 @@ def test_backward_hides_what_it_can():
 
 
 def test_thousands_of_ranks_take_seconds():
-    shape = cluster((Node(8, 1e10, 1e11), 512), latency=5e-6)
+    shape = Cluster(Node(8, 1e10, 1e11), 512, latency=5e-6)
     found = simulate_buffer(shape, COSTS, "sign", 1 << 20)
     assert found.ranks == 4096
     assert found.traffic.messages == 2 * 4095  # rows are short: header and payload in one message
@@ -255,7 +222,7 @@ def test_cores_that_all_share_are_not_taken_for_a_slow_link():
     """All at once are slower than a pair: on one machine because of cores, which count apart."""
     for cores, rate in ((2, 9e8), (0, 4e8)):
         machines = probed(2, Stack(1e-4, 0.0, 1e-9, 1e-4, cores), Link(1e-4, 9e8, 4e8))
-        assert machines.kinds[0][0].nic == rate
+        assert machines.node.nic == rate
 
 
 def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():
@@ -273,7 +240,7 @@ def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():
 
 def test_what_a_shaper_lets_pass_at_once_shortens_short_calls():
     nic = 1e7
-    shapes = [cluster((Node(1, nic, burst=burst), 4), latency=1e-4) for burst in (0, 14_000)]
+    shapes = [Cluster(Node(1, nic, burst=burst), 4, latency=1e-4) for burst in (0, 14_000)]
     for way in ("sign", "none"):
         usual, soon = (seconds(shape, way, 1 << 18) for shape in shapes)
         assert 0 < usual - soon <= 2 * 14_000 / nic + 1e-9
@@ -341,7 +308,7 @@ def test_a_line_lets_a_burst_pass_at_once_after_a_rest(burst, sends):
 def test_links_and_nodes_as_a_person_types_them():
     assert parse_link("12GB/s,5us") == pytest.approx((12e9, 5e-6))
     assert parse_link("1gbit")[0] == pytest.approx(1e9 / 8 * 1448 / 1538)
-    assert parse_nodes("8x4, 2x1") == [(8, 4), (2, 1)]
+    assert parse_nodes(" 8x4") == (8, 4)
 
 
 def test_a_model_of_a_count_has_about_that_many_parameters():
