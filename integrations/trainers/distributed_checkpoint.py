@@ -55,7 +55,7 @@ _METADATA = {
 }
 
 
-class Saved(Protocol):
+class Savable(Protocol):
     """An object with a state of plain data on each rank: an optimizer, ``LocalUpdates`` or a hook's
     state."""
 
@@ -63,7 +63,7 @@ class Saved(Protocol):
     def load_state_dict(self, state: dict[str, Any], /, *others: dict[str, Any]) -> None: ...
 
 
-def save_distributed(state: Saved, folder: str | Path, *, elastic: bool = False) -> None:
+def save_distributed(state: Savable, folder: str | Path, *, elastic: bool = False) -> None:
     """Save every rank's part of ``state``, an optimizer or the result of ``compress``; collective
     over the default group. ``elastic`` states fit any world size, others resume bit for bit."""
     if elastic and not hasattr(state, "elastic_state_dict"):
@@ -82,7 +82,7 @@ def save_distributed(state: Saved, folder: str | Path, *, elastic: bool = False)
     dcp.save(named, checkpoint_id=str(folder))
 
 
-def load_distributed(state: Saved, folder: str | Path) -> None:
+def load_distributed(state: Savable, folder: str | Path) -> None:
     """Load a checkpoint of ``save_distributed``, after the model; collective over the default
     group."""
     reader = _Reader(folder)
