@@ -57,7 +57,7 @@ def main() -> None:
                 "fewer bytes"
             )
     if hasattr(optimizer, "synchronize"):
-        optimizer.synchronize()  # all ranks hold the same parameters from here on
+        optimizer.synchronize()  # afterwards all ranks have the same parameters
     if dist.get_rank() == 0:
         print(optimizer.counters.summary())
     dist.destroy_process_group()

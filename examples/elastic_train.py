@@ -1,15 +1,14 @@
-"""Train a small GPT that goes on whoever dies, leaves or joins, on the source of Python's standard
-library.
+"""Train a small GPT on the source of Python's standard library, while processes die, leave or join.
 
-Each process is started by hand, by a service manager, or by `commpress chaos`. The first says where
-others join:
+Each process is started by hand, by a service manager, or by `commpress chaos`. The first prints the
+contact for others:
 
     python examples/elastic_train.py  # prints: join with --join 127.0.0.1:40001:3f…
     python examples/elastic_train.py --join 127.0.0.1:40001:3f…
 
-Kill any of them (`kill -9`), start it again with the contact of one that lives: it is healed and
-goes on with the others. With `--snapshots` all may be killed. Under torchrun the ranks start
-together, and torchrun starts them again together.
+Kill any of them (`kill -9`), and start it again with the contact of a running one: it is healed and
+continues with the others. With `--snapshots` all may be killed. Under torchrun the ranks start
+together, and torchrun restarts them together.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from commpress.cli.gpt import GPT, standard_library
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Stretches of a text, each with the same one byte later."""
+    """Windows of a text, each with the same window one byte later as targets."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
         self.text, self.length = text, length

@@ -1,5 +1,5 @@
-"""Picture of the load of experts over time, from what ``Metrics`` sampled on every rank: put this
-file beside your script and ``from expert_load import draw``, as ``moe_gpt.py`` does."""
+"""Draw the load of experts over time, from the samples of ``Metrics`` on every rank: put this file
+beside your script and ``from expert_load import draw``, as ``moe_gpt.py`` does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ LINE = 0.16  # inches of one expert
 
 
 def draw(path: str, ranks: Sequence[Sequence[StepMetrics]], title: str = "Load of experts") -> None:
-    """Tokens of every expert, of every rank, and what was dropped; ``ranks`` has the samples of
-    each, of the same steps."""
+    """Draw the tokens of every expert and of every rank, and dropped choices; ``ranks`` has the
+    samples of each rank, for the same steps."""
     from commpress.cli import charts  # needs matplotlib
 
     steps = load_steps(ranks)
@@ -68,20 +68,20 @@ def draw(path: str, ranks: Sequence[Sequence[StepMetrics]], title: str = "Load o
 
 
 def load_steps(ranks: Sequence[Sequence[StepMetrics]]) -> list[int]:
-    """The steps at which all ranks have samples."""
+    """Return the steps of the samples, which must be the same on all ranks."""
     found = [[s.step for s in samples] for samples in ranks]
     if not found or not found[0] or any(steps != found[0] for steps in found):
         raise InvalidArgument(
             f"ranks have samples of {[len(steps) for steps in found]} steps, expected the same "
             "steps of each, at least one: make Metrics(experts=) with the same every= on all "
-            "ranks, and gather what it gave"
+            "ranks, and gather its samples"
         )
     return found[0]
 
 
 def expert_table(ranks: Sequence[Sequence[StepMetrics]]) -> tuple[list[str], np.ndarray[Any, Any]]:
-    """Names of experts, by layer and number, and [experts, samples] of their tokens, copies
-    included."""
+    """Return names of experts, by layer and number, and a table [experts, samples] of their tokens,
+    including copies."""
     names = {name for samples in ranks for s in samples for name in s.expert_tokens}
     order = sorted(names, key=lambda name: (name.rpartition("/")[0], int(name.rpartition("/")[2])))
     table = np.zeros((len(order), len(ranks[0])))

@@ -1,5 +1,4 @@
-"""Train a GPT sharded by FSDP2 with gradients and weights in eight bits, and save what compression
-left behind.
+"""Train a GPT sharded by FSDP2 with gradients and weights in eight bits, and save the residuals.
 
 torchrun --nproc-per-node 2 examples/fsdp2_gpt.py
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
@@ -33,7 +32,7 @@ def main() -> None:
 
     dist.init_process_group()
     rank = dist.get_rank()
-    torch.manual_seed(0)  # every rank builds the same weights, then keeps its part
+    torch.manual_seed(0)  # every rank makes the same weights, then keeps its shard
     model = GPT(width=options.width, layers=options.layers, length=options.length)
     for block in model.blocks:
         fully_shard(block)

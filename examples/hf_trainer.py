@@ -22,7 +22,8 @@ MASK = 256
 
 
 class Masked(torch.utils.data.Dataset):
-    """Windows of the text, 15 % of their bytes hidden; window and mask follow from the index."""
+    """Windows of the text with 15 % of their bytes hidden; window and mask follow from the
+    index."""
 
     def __init__(self, length: int, count: int) -> None:
         self.text, self.length, self.count = standard_library(), length, count
@@ -94,7 +95,7 @@ def main() -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         print(trainer.state.log_history[-2])
-    # DDP goes before its group: freed after it, torch can wait for ever (docs/limits.md)
+    # free DDP before its group: otherwise torch may wait forever (docs/limits.md)
     trainer.accelerator.free_memory()
     del trainer
     gc.collect()

@@ -1,7 +1,7 @@
 """Train a transformer whose parameters, gradients and optimizer state do not fit into memory.
 
-A GPT on bytes of Python's standard library, built on the meta device: nothing of it is ever in
-memory as a whole.
+A GPT on bytes of Python's standard library, built on the meta device: the whole model is never in
+memory.
 
     python examples/larger_than_memory.py --folder /nvme/run1                    # 16.5 GiB of state
     python examples/larger_than_memory.py --folder /nvme/run1 --width 512 --layers 24 --host 0.3
@@ -66,7 +66,8 @@ class GPT(nn.Module):
 
 
 def loss_of(model: GPT, text: torch.Tensor, step: int, length: int, batch: int) -> torch.Tensor:
-    """Two batches in turn, so that a few steps show whether it learns."""
+    """Return the loss of one of two alternating batches, so that a few steps show whether the model
+    learns."""
     starts = torch.randint(
         len(text) - length, (batch,), generator=torch.Generator().manual_seed(step % 2)
     )
@@ -75,7 +76,7 @@ def loss_of(model: GPT, text: torch.Tensor, step: int, length: int, batch: int) 
 
 
 def clip(model: GPT, limit: float) -> None:
-    """As Offloaded does: by a norm that is summed in double."""
+    """Clip like Offloaded, by a norm summed in double."""
     squares = [
         torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() for p in model.parameters()
     ]
@@ -85,8 +86,8 @@ def clip(model: GPT, limit: float) -> None:
 
 
 class OneByOne:
-    """AdamW for one parameter after the other, whose moments and gradient are then forgotten: right
-    for one step."""
+    """AdamW for one parameter after the other, without keeping moments and gradients: valid for one
+    step only."""
 
     def __init__(self, model: GPT, **adam: Any) -> None:
         self.parameters, self.adam = list(model.parameters()), adam
@@ -97,11 +98,11 @@ class OneByOne:
             parameter.grad = None
 
     def zero_grad(self) -> None:
-        """They are gone."""
+        """Do nothing: gradients were dropped by ``step``."""
 
 
 def peak() -> float:
-    """GiB of memory that this process has had at most, as the kernel counts it."""
+    """Return the GiB of this process's peak memory, as counted by the kernel."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -111,8 +112,8 @@ def peak() -> float:
 
 
 def size_of(folder: str) -> float:
-    """GiB that the files of a folder take on the disk, as du counts them: free room between tensors
-    is part of it."""
+    """Return the GiB that the files of a folder take on disk, as counted by du, including free room
+    between tensors."""
     return (
         sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*") if path.is_file())
         / 2**30

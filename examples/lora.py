@@ -4,8 +4,8 @@
     torchrun --nnodes 2 --nproc-per-node 1 ... examples/lora.py \\
         --model FOLDER                                            one that transformers can load
 
-Only the adapters have gradients, so a step sends little; many of them are small, which is why
-min_numel is lower here.
+Only the adapters have gradients, so a step sends little; min_numel is lower here because many of
+them are small.
 """
 
 import argparse

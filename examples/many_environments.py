@@ -1,12 +1,12 @@
-"""Reinforcement learning with many environments on ranks of different speed, gradients averaged by
-what each rank has seen.
+"""Reinforcement learning with many environments on ranks of different speeds, with gradients
+weighted by each rank's number of environments.
 
     torchrun --nproc-per-node 2 examples/many_environments.py
     torchrun --nproc-per-node 3 examples/many_environments.py --speeds 1,1,0.25
 
-Ranks get environments by speed (``commpress.plan.uneven.shares``), so that all end a rollout
-together. DistributedDataParallel averages over ranks: each weighs its loss by its share of the
-environments, and the gradient is that of all of them.
+Ranks get environments by speed (``commpress.plan.uneven.shares``), so that all end a rollout at the
+same time. DistributedDataParallel averages over ranks: each multiplies its loss by its share of the
+environments, so that the mean is the gradient over all of them.
 """
 
 import argparse
@@ -23,8 +23,7 @@ HORIZON, ACTIONS = 24, 3
 
 
 class Carts:
-    """Carts on a line, pushed left, not at all or right, that shall come to a stop at their
-    targets."""
+    """Carts on a line, pushed left, right or not at all, which should stop at their targets."""
 
     def __init__(self, count, generator):
         self.count, self.generator = count, generator
@@ -57,7 +56,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def rollout(policy, carts):
-    """Things seen, done and earned from then on: [steps, carts, …]."""
+    """Return observations, actions and returns: [steps, carts, …]."""
     seen, done, rewards = [carts.reset()], [], []
     for _ in range(HORIZON):
         chances, _ = policy(seen[-1])
@@ -78,8 +77,8 @@ def rollout(policy, carts):
 
 
 def train(rounds, codec="int8", *, speeds=None, environments=96, lr=5e-3):
-    """Mean rewards of all environments, round by round, the policy, and how many environments each
-    rank has."""
+    """Return the mean rewards of all environments in each round, the policy, and the number of
+    environments of each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     counts = shares(environments, speeds or [1.0] * size, least=1)
     torch.manual_seed(0)

@@ -1,11 +1,11 @@
-"""Train a small GPT whose layers have 8 experts each, divided among the ranks, on the source of
+"""Train a small GPT with 8 experts in each layer, divided among the ranks, on the source of
 Python's standard library.
 
-    # two "nodes" of two ranks, tokens travel exactly
+    # two "nodes" of two ranks, exact tokens
     torchrun --nproc-per-node 4 examples/moe_gpt.py
     # a quarter of the bytes
     torchrun --nproc-per-node 4 examples/moe_gpt.py --codec int8
-    # copies of hot experts, and a picture
+    # copies of busy experts, and a picture
     torchrun --nproc-per-node 4 examples/moe_gpt.py --copies 4 --plot load.svg
 """
 
@@ -23,7 +23,7 @@ from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
 
 
 class Routed(nn.Module):
-    """A gate, and experts of which it takes two for each token."""
+    """A gate, and experts, of which it chooses two for each token."""
 
     def __init__(self, width: int, experts: int, **options) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Routed(nn.Module):
         scores = self.gate(x).softmax(-1)
         weights, chosen = scores.topk(2)
         share = F.one_hot(chosen, scores.shape[1]).float().mean((0, 1))
-        # 1 if all experts get as much
+        # 1 if all experts get equal shares
         self.balance = scores.shape[1] * (share * scores.mean(0)).sum()
         return self.experts(x, chosen, weights / weights.sum(-1, keepdim=True))
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument(
         "--codec",
         default="none",
-        help="of tokens and of what comes back: none, bf16, int8, int4 or fp8",
+        help="codec of tokens and results: none, bf16, int8, int4 or fp8",
     )
     parser.add_argument(
         "--topology",

@@ -1,8 +1,8 @@
-"""The step of an optimizer on disk, beside its reads and writes alone, the optimizer in memory, and
-a forward and backward.
+"""Compare the step of an optimizer on disk with its reads and writes alone, with the optimizer in
+memory, and with a forward and backward.
 
     python examples/offloaded_speed.py --folder /nvme/speed --million 200
-    # updates beside forward and backward
+    # updates during forward and backward
     python examples/offloaded_speed.py --folder /nvme/speed --million 200 --batch 256
 """
 
@@ -19,7 +19,7 @@ WIDTH = 4096
 
 
 class Idle(commpress.Offloaded):
-    """Reads and writes everything and changes nothing."""
+    """Read and write everything without a change."""
 
     def _update(self, chunk: Any, *_: Any) -> None:
         with chunk.borrowed(self.store):
@@ -33,7 +33,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def show(name: str, times: list[float], nbytes: int = 0) -> float:
-    """The median."""
+    """Print times and return the median."""
     times = sorted(times)
     each = times[len(times) // 2]
     rate = f", {nbytes / each / 1e9:.1f} GB/s" if nbytes else ""
@@ -42,7 +42,7 @@ def show(name: str, times: list[float], nbytes: int = 0) -> float:
 
 
 def step_and_transfers(optimizer: commpress.Offloaded, steps: int) -> None:
-    """In turn: a disk's speed changes from minute to minute."""
+    """Measure both in turn, because a disk's speed changes from minute to minute."""
     whole, alone = list[float](), list[float]()
     for _ in range(steps):
         whole.append(seconds(optimizer.step))
@@ -56,7 +56,7 @@ def step_and_transfers(optimizer: commpress.Offloaded, steps: int) -> None:
 
 
 def overlap(optimizer: commpress.Offloaded, model: torch.nn.Module, batch: int, steps: int) -> None:
-    """Forward and backward alone, an update alone, and both at once."""
+    """Measure forward and backward alone, an update alone, and both at once."""
     x = torch.randn(batch, WIDTH)
 
     def compute() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
         "--batch",
         type=int,
         default=0,
-        help="rows of a batch: measure delayed updates beside its gradients",
+        help="rows of a batch: measure delayed updates during its gradients",
     )
     options = parser.parse_args()
     layers = -(-options.million * 1_000_000 // WIDTH**2)

@@ -1,12 +1,12 @@
 """Train a small GPT in Ray Train with compressed gradients, compressed FSDP2 or local updates, and
-go on from a checkpoint after a failure.
+resume from a checkpoint after a failure.
 
 pip install 'ray[train]'
 python examples/ray_train.py --method hook
 python examples/ray_train.py --method fsdp --workers 4 --storage /shared/ray
 
-Every worker saves its own part, and what compression leaves behind with it: a run that was
-interrupted ends with the weights of one that was not.
+Every worker saves its own part with its residuals, so that an interrupted run ends with the weights
+of an uninterrupted one.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Run on every worker, whose ranks Ray has connected."""
+    """Train on every worker; Ray has connected the ranks."""
     torch.manual_seed(0)
     model: torch.nn.Module = GPT(width=config["width"], layers=2, length=LENGTH)
     state: Any
@@ -102,7 +102,7 @@ def save(
     rank = dist.get_rank()
     with tempfile.TemporaryDirectory() as folder:
         own = {"step": step, "commpress": state.state_dict()}
-        if isinstance(state, commpress.LocalUpdates):  # each rank trains weights of its own
+        if isinstance(state, commpress.LocalUpdates):  # each rank has its own weights
             own |= {"model": model.state_dict()}
         else:
             weights, moments = get_state_dict(model, optimizer)
@@ -113,7 +113,7 @@ def save(
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> int:
-    """Take over the latest checkpoint, if there is one; its step."""
+    """Load the latest checkpoint, if there is one; return its step."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
@@ -130,10 +130,10 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Any) -
 
 
 def fail_once(mark: Path) -> None:
-    """Let one worker die at this step, the first time that a run comes here."""
+    """Let one worker die at this step, the first time that a run reaches it."""
     if dist.get_rank() == 1 and not mark.exists():
         mark.touch()
-        raise RuntimeError("a worker dies, as asked by --fail-at")
+        raise RuntimeError("a worker dies, as requested by --fail-at")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Train a small GPT with compressed gradients in jobs of limited time: save when a signal warns,
-end, go on in the next job.
+"""Train a small GPT with compressed gradients in jobs of limited time: save after a warning signal,
+end, and resume in the next job.
 
     sbatch examples/slurm_requeue.sbatch --steps 100000
 
-SIGUSR1 or SIGTERM on any rank: all ranks end the same step, save it, and exit with status 85, on
-which the batch script puts the job into the queue again. The next job may have another number of
-ranks: what compression owes is shared out anew.
+After SIGUSR1 or SIGTERM on any rank all ranks end the same step, save it, and exit with status 85,
+on which the batch script requeues the job. The next job may have another number of ranks, among
+which residuals are divided again.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 class Warned:
-    """True after a signal that says: this job ends soon."""
+    """Flag that is set by a signal before the end of the job."""
 
     def __init__(self) -> None:
         self.here = False
@@ -57,14 +57,14 @@ class Warned:
         self.here = True
 
     def anywhere(self) -> bool:
-        """The same answer on all ranks; collective."""
+        """Return whether any rank was warned; collective."""
         here = torch.tensor(float(self.here))
         dist.all_reduce(here, dist.ReduceOp.MAX)
         return bool(here)
 
 
 def train(steps: int, folder: Path, warned: Warned) -> bool:
-    """True when all steps are done, False if there was a warning before."""
+    """Return True when all steps are done, False after a warning."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(GPT(width=WIDTH, layers=LAYERS, length=LENGTH))
     state = commpress.compress(ddp, "int8")
@@ -86,7 +86,7 @@ def train(steps: int, folder: Path, warned: Warned) -> bool:
     return True
 
 
-# ------------------------------------ checkpoints: DONE appears in a step's folder when it is whole
+# --------------------------------- checkpoints: a step's folder is complete when it contains DONE
 
 
 def load(

@@ -1,4 +1,4 @@
-"""Train a policy by TRL's GRPO, and let rollout workers elsewhere hold every version of it.
+"""Train a policy by TRL's GRPO, and send every version of it to rollout workers elsewhere.
 
     python examples/trl_rollouts.py                       trainer and one worker on this machine
     python examples/trl_rollouts.py --trains runs/policy  the trainer alone, to a folder; then
@@ -6,8 +6,8 @@
     python examples/trl_rollouts.py --reads http://trainer:9500        a worker, anywhere
 
 The policy is a tiny GPT-2 over bytes with random weights, rewarded for vowels. After each step of
-the optimizer the trainer publishes what has changed in bfloat16; the worker is a plain loop around
-``generate`` that takes the newest version between two prompts. Needs trl.
+the optimizer the trainer publishes the changes in bfloat16; the worker is a plain loop around
+``generate`` that loads the newest version between two prompts. Needs trl.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def policy() -> GPT2LMHeadModel:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes are tokens."""
+    """Make a tokenizer with a token for each byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(letters)} | {"<end>": 256}
     of_bytes = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -47,7 +47,7 @@ def vowels(completions: list[str], **_: object) -> list[float]:
 
 
 class Publishes(TrainerCallback):
-    """A version after each step; the difference is written behind the next one."""
+    """Publish a version after each step; the difference is written during the next one."""
 
     def __init__(self, model: torch.nn.Module, to: str) -> None:
         self.publisher = Publisher(model, to, dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def train(to: str, steps: int) -> None:
 
 
 def roll_out(source: str, versions: int) -> None:
-    """Generate with the newest version, until ``versions`` have been seen (0: for ever)."""
+    """Generate with the newest version, until ``versions`` versions were received (0: forever)."""
     model, words, receiver = policy().bfloat16().eval(), tokenizer(), Receiver(source)
     number = 0
     while versions == 0 or receiver.version < versions:

@@ -1,13 +1,13 @@
 """Train a GPT of 10.8 M parameters on two machines over a slow link: each trains by itself, and
-what changed crosses the link while they compute on, in two bits per parameter. One command a
+changes are sent over the link during the computation, in two bits per parameter. One command per
 machine:
 
     python examples/two_machines.py --address HOST0:29500 --rank 0      on the first, which is HOST0
     python examples/two_machines.py --address HOST0:29500 --rank 1      on the second
 
 or on both `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29500
-examples/two_machines.py`. Call it again, and it goes on from its checkpoint, each machine from its
-own file, in the middle of a round too.
+examples/two_machines.py`. A second call resumes from the checkpoint, each machine from its own
+file, even in the middle of a round.
 """
 
 import argparse
@@ -28,14 +28,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--address", help="host and port of rank 0; leave it out under torchrun")
-    parser.add_argument("--rank", type=int, help="of this machine, from 0 on")
+    parser.add_argument("--rank", type=int, help="rank of this machine, from 0 on")
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument(
         "--every",
         type=round_length,
         default="auto",
-        help="steps of a round; auto: as few as hide an exchange",
+        help="steps of a round; auto: the fewest that overlap an exchange",
     )
     parser.add_argument("--codec", default="bits2")
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def round_length(text: str) -> int | str:
-    """Steps of a round."""
+    """Parse the steps of a round."""
     return text if text == "auto" else int(text)
 
 
@@ -85,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
         print(f"machine {rank} goes on from step {begin}")
 
     numel = sum(p.numel() for p in model.parameters())
-    # bytes that an all-reduce in float32 sends in each step
+    # bytes of an all-reduce in float32 in each step
     ddp = 8 * numel * (machines - 1) / machines
     start, say_every = perf_counter(), max(min(30, options.steps // 3), 1)
     for step in range(begin, options.steps):
@@ -121,7 +121,7 @@ def train(options: argparse.Namespace) -> None:
                     "draws": draws.get_state(),
                 },
             )
-    local.drain()  # all machines hold the same weights from here on
+    local.drain()  # afterwards all machines have the same weights
     if rank == 0:
         torch.save(model.state_dict(), options.checkpoints.with_suffix(".pt"))
         print(local.report())
@@ -136,7 +136,7 @@ def file_of(folder: Path, rank: int, step: int) -> Path:
 
 
 def newest(folder: Path, rank: int) -> int:
-    """The last step that every machine has saved, 0 if there is none."""
+    """Return the last step that every machine has saved, 0 if there is none."""
     mine = sorted(int(file.stem.partition("-")[2]) for file in folder.glob(f"{rank}-*.pt"))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
@@ -144,7 +144,7 @@ def newest(folder: Path, rank: int) -> int:
 
 
 def save(folder: Path, rank: int, step: int, state: dict[str, Any]) -> None:
-    """The last two stay: another machine may not have come as far as this one."""
+    """Save a state and keep the last two, because another machine may be behind this one."""
     folder.mkdir(parents=True, exist_ok=True)
     older = sorted(folder.glob(f"{rank}-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
     torch.save(state, folder / f"{rank}.part")

@@ -1,8 +1,9 @@
-"""Arithmetic on arrays: what the bits of a message mean. Knows nothing of ranks."""
+"""Arithmetic on arrays: encoding and decoding of messages, and passes of optimizers. Nothing here
+depends on ranks."""
 
 if __name__ != "commpress.kernels":
     raise ImportError(
-        f"commpress.kernels was imported as {__name__!r}: the root of a commpress checkout lies on "
+        f"commpress.kernels was imported as {__name__!r}: the root of a commpress checkout is on "
         "sys.path and hides other packages of that name. Remove it from sys.path / PYTHONPATH, or "
         "run `pytest` instead of `python -m pytest`."
     )
@@ -33,8 +34,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, loaded when it is first asked for: where bitcode is built there is neither
-    torch nor more of commpress."""
+    """Load a public name on first use, because bitcode is built without torch and without other
+    parts of commpress."""
     if name not in __all__:
         raise AttributeError(
             f"module 'commpress.kernels' has no attribute {name!r}; it offers {', '.join(__all__)}"

@@ -1,15 +1,14 @@
 """Arithmetic of the optimizers on flat buffers, in torch operations for any device; ``cpu.adam`` is
 the fast CPU path.
 
-Everything is element by element. ``segments`` says which parameter x and gradient g belong to which
-run of the flat float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that
-gradients need not be copied together.
+Everything is element-wise. ``segments`` maps parameters x and gradients g to ranges of the flat
+float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that gradients need not
+be copied together.
 
-Whatever is divided is divided by the same s = max(√(k·v), low) + ε. Gradients count up to
-``reach``·s and no further; how many are beyond ``reach``·(√(k·v) + ε), so with no regard to the
-floor, is returned for each segment. k, low, ε and reach are a line of ``divisors``,
-float32[segments, 4]; ``optim.tensor_states`` explains them. What is not finite stays as it is, for
-others to find.
+The divisor is always s = max(√(k·v), low) + ε. Gradients are clipped to ``reach``·s; the number of
+elements beyond ``reach``·(√(k·v) + ε), without the floor, is returned for each segment. k, low, ε
+and reach are a row of ``divisors``, float32[segments, 4]; ``optim.tensor_states`` explains them.
+NaN and infinity are kept, for later checks.
 """
 
 from collections.abc import Sequence
@@ -23,13 +22,13 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Contiguous float32 tensors and where they lie in the flat buffers; a gradient of None is
+    """Contiguous float32 tensors with their places in the flat buffers; a gradient of None is
     zero."""
 
     x: Sequence[torch.Tensor]
     g: Sequence[torch.Tensor | None]
     places: Sequence[tuple[int, int]]  # first element, elements
-    # the same with other gradients: all but these need not be asked for again
+    # the same segments with other gradients: saves computing the rest of ``table`` again
     before: "Segments | None" = None
 
     def having(self, gradients: Sequence[torch.Tensor | None]) -> "Segments":
@@ -37,7 +36,7 @@ class Segments:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """int64[segments, 4]: address of x, address of g or 0, first element, elements."""
+        """Table int64[segments, 4]: address of x, address of g or 0, first element, elements."""
         gradients = [0 if g is None else g.data_ptr() for g in self.g]
         if self.before is not None:
             table = self.before.table.copy()
@@ -63,13 +62,13 @@ class Segments:
 
 
 def divisor(v: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
-    """s of one segment."""
+    """Return s of one segment."""
     k, low, eps, _ = line
     return (v * k).sqrt_().clamp_(min=low).add_(eps)
 
 
 def scaled(segments: Segments, out: torch.Tensor, *, gain: float) -> None:
-    """out := gain·g."""
+    """Set out := gain·g."""
     for _, g, out_ in segments.runs(out):
         out_.zero_() if g is None else torch.mul(g, gain, out=out_)
 
@@ -77,8 +76,8 @@ def scaled(segments: Segments, out: torch.Tensor, *, gain: float) -> None:
 def _within_reach(
     g: torch.Tensor | None, v: torch.Tensor, line: Sequence[float], s: torch.Tensor, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gain·g where it is at most ``reach``·s, and how many elements are beyond their own √(k·v) +
-    ε."""
+    """Return gain·g clipped to ``reach``·s, and the number of elements beyond ``reach`` times their
+    own √(k·v) + ε."""
     if g is None:
         return torch.zeros_like(s), torch.zeros((), dtype=torch.int64, device=s.device)
     k, _, eps, reach = line
@@ -100,8 +99,8 @@ def apply_mean(
     momentum_scale: float,
     most: float,
 ) -> None:
-    """x := decay·a − step·p, where an empty a is x; m := momentum_scale·p·s, but where v lies below
-    the floor at most ``most``·√(k·v)."""
+    """Set x := decay·a − step·p, where an empty a is x; and m := momentum_scale·p·s, at most
+    ``most``·√(k·v) where √(k·v) is below the floor."""
     for line, (x, _, p_, v_, m_, a_) in zip(
         divisors.tolist(), segments.runs(p, v, m, a), strict=True
     ):
@@ -110,7 +109,7 @@ def apply_mean(
 
 
 def momentum(p: torch.Tensor, v: torch.Tensor, line: Sequence[float], most: float) -> torch.Tensor:
-    """p·s, but where v lies below the floor at most ``most``·√(k·v)."""
+    """Return p·s, limited to ``most``·√(k·v) where √(k·v) is below the floor."""
     root, whole = (v * line[0]).sqrt_(), p * divisor(v, line)
     bound = root * most
     return torch.where(root < line[1], torch.minimum(torch.maximum(whole, -bound), bound), whole)
@@ -129,7 +128,7 @@ def accumulate(
     lr: float = 1.0,
     decay: float = 1.0,
 ) -> torch.Tensor:
-    """out := (decay·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero."""
+    """Set out := (decay·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero."""
     counts = []
     for line, (_, g, m_, u_, v_, out_) in zip(
         divisors.tolist(), segments.runs(m, u, v, out), strict=True
@@ -159,10 +158,10 @@ def local_step(
     anchor_decay: float,
     begins: bool,
 ) -> tuple[bool, torch.Tensor]:
-    """A local step: m := β·m + (1 − β)·gain·g, u := decay·u + lr·m, x := anchor_decay·a − u/s.
+    """Take a local step: m := β·m + (1 − β)·gain·g, u := decay·u + lr·m, x := anchor_decay·a − u/s.
 
-    Where a window ``begins``, what u and a held does not count: u is zero and a := x. Where g is
-    not finite, m stays as it is; returns whether all of g was finite.
+    If a window ``begins``, u starts from zero and a := x. m does not change where g is not finite;
+    return whether all of g was finite, and the counts of elements beyond reach.
     """
     finite, counts = [], []
     for line, (x, g, m_, u_, a_, v_) in zip(
@@ -191,8 +190,8 @@ def _counted(counts: list[torch.Tensor]) -> torch.Tensor:
 def update_variance(
     segments: Segments, m: torch.Tensor, v: torch.Tensor, *, beta: float, weight: float, unit: float
 ) -> None:
-    """m := β·m + (1 − β)·g; v := (1 − weight)·v + weight·unit·g², and what was zero so far begins
-    with all of unit·g²."""
+    """Set m := β·m + (1 − β)·g; v := (1 − weight)·v + weight·unit·g², but v := unit·g² where v was
+    zero."""
     for _, g, m_, v_ in segments.runs(m, v):
         if g is None:
             m_.mul_(beta)
@@ -212,13 +211,13 @@ def apply_step(
     step: float,
     decay: float,
 ) -> None:
-    """x := decay·x − step·m/s."""
+    """Set x := decay·x − step·m/s."""
     for line, (x, _, m_, v_) in zip(divisors.tolist(), segments.runs(m, v), strict=True):
         x.mul_(decay).addcdiv_(m_, divisor(v_, line), value=-step)
 
 
 def square_sum(segments: Segments) -> float:
-    """Σ g², not finite if and only if some g is not."""
+    """Return Σ g², which is not finite if and only if some g is not."""
     total = 0.0
     for _, g in segments.runs():
         if g is not None:

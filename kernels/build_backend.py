@@ -1,6 +1,6 @@
-"""Build the package: setuptools, and the kernels that it cannot make.
+"""Build backend of the package: setuptools, plus kernels.
 
-LLVM bitcode of the CPU kernels (``cpu/build.py``), and, if the environment asks with
+It makes LLVM bitcode of the CPU kernels (``cpu/build.py``) and, if the environment has
 COMMPRESS_CUBINS="80 90 100", machine code of the CUDA kernels (``cuda/machine_code.py``).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403  # a build backend is these functions
+from setuptools.build_meta import *  # noqa: F403  # the functions of a build backend
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.parent.parent  # reached as commpress/kernels/build_backend.py
@@ -27,7 +27,7 @@ class BuildWithKernels(build_py):
         super().run()
         built = Path(ROOT if self.editable_mode else self.build_lib, "commpress", "kernels")
         kernels = built.resolve()
-        # The folders lie where their imports say only once they are installed.
+        # A wheel's folder has the layout of imports; make the same one for this build.
         with tempfile.TemporaryDirectory() as place:
             package = Path(place, "commpress")
             left_out = shutil.ignore_patterns("__pycache__", "bitcode", "cubins")
@@ -44,6 +44,6 @@ class BuildWithKernels(build_py):
 
 
 def get_requires_for_build_wheel(settings: Mapping[str, object] | None = None) -> list[str]:
-    """Name what a wheel needs at build time: NVRTC too where machine code is asked for."""
+    """Return the requirements of a build, including NVRTC if machine code is requested."""
     more = ["nvidia-cuda-nvrtc-cu12>=12.8"] if CUBINS else []
     return [*build_meta.get_requires_for_build_wheel(settings), *more]

@@ -1,5 +1,5 @@
-"""Kernels of a device: modules of the same functions, arguments and results, chosen by where the
-tensors are."""
+"""Kernels by device: modules with the same functions, arguments and results, chosen by the device
+of the tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ _INSTEAD: ContextVar[Any] = ContextVar("kernels instead of the real ones", defau
 
 @contextmanager
 def instead(kernels: Any) -> Iterator[None]:
-    """In this thread, within this block, ``kernels`` in place of those of any device: a simulation
+    """Use ``kernels`` in place of those of any device, in this thread and context: a simulation
     does not compute."""
     token = _INSTEAD.set(kernels)
     try:
@@ -33,8 +33,8 @@ def instead(kernels: Any) -> Iterator[None]:
 
 
 def arithmetic(device: torch.device, pieces: Pieces | None = None) -> Any:
-    """The codecs of rows on ``device``, the same bytes everywhere: those of ``pieces``, without
-    them the package's own."""
+    """Return the codecs of rows on ``device``, with the same bytes everywhere: those for
+    ``pieces``, or by default the built-in ones."""
     if (given := _INSTEAD.get()) is not None:
         return given
     if device.type not in ("cpu", "cuda"):
@@ -47,24 +47,25 @@ def arithmetic(device: torch.device, pieces: Pieces | None = None) -> Any:
 
 
 def knows(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the kernels of ``device`` encode from, decode to and add to tensors of ``dtype``; all
-    know float32."""
+    """Return whether the kernels of ``device`` encode from, decode to and add to tensors of
+    ``dtype``; all take float32."""
     return dtype == torch.float32 or (device.type == "cpu" and dtype == torch.bfloat16)
 
 
 def low_rank_arithmetic(device: torch.device) -> Any:
-    """PowerSGD's products of matrices: Numba on the CPU, torch's batched products elsewhere."""
+    """Return PowerSGD's matrix products: compiled loops on the CPU, torch's batched products
+    elsewhere."""
     if (given := _INSTEAD.get()) is not None:
         return given
     return cpu_low_rank if device.type == "cpu" else low_rank
 
 
 def adam_arithmetic(device: torch.device) -> Any:
-    """Adam's passes over flat buffers: loops of our own on the CPU, kernels on CUDA, torch's
+    """Return Adam's passes over flat buffers: compiled loops on the CPU, kernels on CUDA, torch's
     operations elsewhere."""
     return {"cpu": cpu_adam, "cuda": cuda_adam}.get(device.type, adam)
 
 
 def lamb_arithmetic(device: torch.device) -> Any:
-    """LAMB's passes over layers, as ``adam_arithmetic``."""
+    """Return LAMB's passes over layers, like ``adam_arithmetic``."""
     return cpu_lamb if device.type == "cpu" else lamb

@@ -2,8 +2,8 @@
 CPU path.
 
 Every segment is a layer: x its parameters, g its gradient, p = m/s with the ``divisors`` of
-``adam``. ``coefficient`` and ``factor`` have one number per layer. w is room for as many floats as
-m, which may be the buffer that the gradient lies in.
+``adam``. ``coefficient`` and ``factor`` have one number per layer. w is scratch memory of the
+length of m, which may be the gradient's buffer.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ from commpress.kernels.adam import Segments, divisor, momentum
 
 @dataclass(frozen=True)
 class LayerRule:
-    """The numbers of one parameter group; ``docs/optimizers.md`` and ``OneBitLamb`` say what they
-    mean."""
+    """Numbers of one parameter group; ``docs/optimizers.md`` and ``OneBitLamb`` explain them."""
 
     betas: tuple[float, float]
     eps: float
@@ -38,8 +37,8 @@ def exact(
     coefficient: torch.Tensor,
     rule: LayerRule,
 ) -> None:
-    """m and v as Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), its average into ``coefficient``;
-    x := x − γ·c·w."""
+    """Update m and v as in Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), with its average in
+    ``coefficient``; x := x − γ·c·w."""
     layer_shards.exact(segments, m, v, w, coefficient, rule)
 
 
@@ -54,8 +53,8 @@ def live(
     *,
     most: float,
 ) -> None:
-    """m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx) with
-    c := clip(‖x‖ / ‖course + λx‖)."""
+    """Set m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx)
+    with c := clip(‖x‖ / ‖course + λx‖)."""
     layer_shards.live(segments, p, v, m, course, divisors, rule, most=most)
 
 
@@ -72,8 +71,8 @@ def frozen(
     *,
     most: float,
 ) -> None:
-    """m from p; what m was and is gives the mean gradient and so the fresh variance; f from both
-    variances, neither taken as less than the floor; x := x − γ·c̄·f·(p + λx)."""
+    """Set m from p; compute the mean gradient from the old and new m, and from it the fresh
+    variance; f from both variances, each at least the floor; x := x − γ·c̄·f·(p + λx)."""
     beta1, beta2 = rule.betas
     for layer, (line, (x, _, p_, v_, m_, fresh_)) in enumerate(
         zip(divisors.tolist(), segments.runs(p, v, m, fresh), strict=True)

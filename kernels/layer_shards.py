@@ -1,8 +1,8 @@
-"""Layers of LAMB of which ranks have shards: rates from norms of whole layers, which others must be
-asked for.
+"""Layers of LAMB that are sharded over ranks: rates from norms of whole layers, which ranks
+exchange.
 
-The same arithmetic as of whole layers (``lamb``), in torch operations; ``squares`` has ‖x‖² and
-‖w‖² of each layer, one after the other, and None stands for what this rank has.
+The arithmetic is that of whole layers (``lamb``), in torch operations; ``squares`` has ‖x‖² and
+‖w‖² of each layer in turn, and None stands for those of this rank's part.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def exact_squares(
     segments: Segments, m: torch.Tensor, v: torch.Tensor, rule: "LayerRule"
 ) -> list[float]:
-    """‖x‖² and ‖w‖² of every layer as ``exact`` will find them; nothing changes."""
+    """Return ‖x‖² and ‖w‖² of every layer as ``exact`` will compute them; nothing changes."""
     (beta1, beta2), squares = rule.betas, []
     for x, g, m_, v_ in segments.runs(m, v):
         g = torch.zeros_like(m_) if g is None else g
@@ -32,7 +32,8 @@ def exact_squares(
 def live_squares(
     segments: Segments, p: torch.Tensor, course: torch.Tensor, rule: "LayerRule"
 ) -> list[float]:
-    """‖x‖² and ‖course + λx‖² of every layer as ``live`` will find them; nothing changes."""
+    """Return ‖x‖² and ‖course + λx‖² of every layer as ``live`` will compute them; nothing
+    changes."""
     slow, squares = rule.coefficient_beta, []
     for x, _, p_, course_ in segments.runs(p, course):
         w = (course_ * slow).add_(p_, alpha=1 - slow).add_(x, alpha=rule.decay)
@@ -47,7 +48,7 @@ def _square(x: torch.Tensor) -> float:
 def _norms(
     x: torch.Tensor, w: torch.Tensor, squares: np.ndarray | None, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms of a layer: its own, or those of the whole of which it is a shard."""
+    """Return norms of a layer: its own, or those of the whole layer of which it is a shard."""
     if squares is None:
         return torch.linalg.vector_norm(x), torch.linalg.vector_norm(w)
     of_x, of_w = torch.tensor(
@@ -65,8 +66,8 @@ def exact(
     rule: "LayerRule",
     squares: np.ndarray | None = None,
 ) -> None:
-    """m and v as Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), its average into ``coefficient``;
-    x := x − γ·c·w."""
+    """Update m and v as in Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), with its average in
+    ``coefficient``; x := x − γ·c·w."""
     beta1, beta2 = rule.betas
     for layer, (x, g, m_, v_, w_) in enumerate(segments.runs(m, v, w)):
         g = torch.zeros_like(m_) if g is None else g
@@ -96,8 +97,8 @@ def live(
     *,
     most: float,
 ) -> None:
-    """m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx) with
-    c := clip(‖x‖ / ‖course + λx‖)."""
+    """Set m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx)
+    with c := clip(‖x‖ / ‖course + λx‖)."""
     slow = rule.coefficient_beta
     for layer, (line, (x, _, p_, v_, m_, course_)) in enumerate(
         zip(divisors.tolist(), segments.runs(p, v, m, course), strict=True)

@@ -1,7 +1,7 @@
-"""The same arithmetic as ``cpu.low_rank`` in torch operations, batched by shape: for CUDA.
+"""PowerSGD's arithmetic as in ``cpu.low_rank``, in torch operations batched by shape, for CUDA.
 
-Products go to the vendor's library, so results equal those of the CPU path up to rounding, not bit
-for bit, and ranks agree bit for bit as far as their devices are of one kind.
+The vendor's library computes products, so results equal those of the CPU path up to rounding, not
+bit for bit, and ranks agree bit for bit only on devices of one kind.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from commpress.kernels.matrices import LEFT, MARK, PLACE, RANK, RIGHT, SOURCE, T
 
 
 class _Group(NamedTuple):
-    """Matrices of one shape, side by side in residuals and factors."""
+    """Matrices of one shape, contiguous in residuals and factors."""
 
     lines: np.ndarray
     number: int
@@ -113,7 +113,7 @@ def orthonormalize_right(q: torch.Tensor, matrices: Matrices, key: int) -> None:
 
 
 def _gram_schmidt(factor: torch.Tensor, noise: torch.Tensor | None) -> None:
-    """Rows in place, in float64, without asking the device for a value."""
+    """Orthonormalize rows in place, in float64, without reading a value from the device."""
     work = factor.double()
     for k in range(work.shape[1]):
         column, alive = _against(work[:, k], work[:, :k])
@@ -125,10 +125,10 @@ def _gram_schmidt(factor: torch.Tensor, noise: torch.Tensor | None) -> None:
 
 
 def _against(column: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``column`` [count, n] without its part in the span of ``others``, of norm 1, or zero where
-    nothing is left."""
+    """Return ``column`` [count, n] without its part in the span of ``others``, normalized to 1, or
+    zero if nothing is left."""
     before = column.norm(dim=1, keepdim=True)
-    for _ in range(2):  # twice is enough
+    for _ in range(2):  # two passes suffice
         column = column - torch.einsum(
             "cj,cjn->cn", torch.einsum("cn,cjn->cj", column, others), others
         )

@@ -1,5 +1,5 @@
-"""The arithmetic of messages in a registered codec: row by row, in plain torch, on whatever device
-the tensors are."""
+"""Arithmetic of messages in a registered codec: row by row, in plain torch, on the device of the
+tensors."""
 
 from itertools import pairwise
 from typing import Any
@@ -22,8 +22,8 @@ def encode(
     new_residual: torch.Tensor | None = None,
     **_: Any,
 ) -> None:
-    """As the kernels of a device: what else they take is for codecs that draw, and for one scale
-    per row."""
+    """Encode like the kernels of a device. Their other arguments, for random codecs and for one
+    scale per row, are ignored."""
     for line in pieces.table:
         for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
             values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
@@ -78,18 +78,18 @@ def decode_mean(received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank:
 def settle(
     value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False
 ) -> None:
-    """No residual of such a codec is lazy."""
+    """Do nothing: residuals of such codecs are never lazy."""
 
 
 def _rows(line: np.ndarray, rows: int) -> list[tuple[int, int]]:
-    """First element and end of every row of a piece."""
+    """Return the first element and the end of every row of a piece."""
     edges = [min(row * int(line[WIDTH]), int(line[NUMEL])) for row in range(rows + 1)]
     return list(pairwise(edges))
 
 
 def _codec(line: np.ndarray) -> tuple[PlainCodec, slice]:
-    """A piece's codec, and where its bytes are in a row of the message, behind one that is 1 if
-    something was not finite."""
+    """Return a piece's codec, and the place of its bytes in a row of the message, after a byte that
+    is 1 if something was not finite."""
     codec, start = of_kind(int(line[KIND])), int(line[COLUMN]) + 1
     return codec, slice(start, start + codec.row_bytes(int(line[WIDTH])))
 
@@ -127,7 +127,7 @@ def _decode(row: torch.Tensor, line: np.ndarray, numel: int) -> torch.Tensor:
 
 
 def _mean(received: torch.Tensor, line: np.ndarray, rank: int, divisor: float) -> torch.Tensor:
-    """Of what all ranks sent of this rank's row, added in the order of ranks."""
+    """Return the mean of the received versions of this rank's row, summed in the order of ranks."""
     numel = min(max(int(line[NUMEL]) - rank * int(line[WIDTH]), 0), int(line[WIDTH]))
     total = torch.zeros(numel, device=received.device)
     for row in received:

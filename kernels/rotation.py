@@ -1,5 +1,5 @@
-"""A Hadamard rotation of blocks: it spreads an outlier over its block, so that a coarse scale fits
-the others again."""
+"""A Hadamard rotation of blocks, which spreads an outlier over its block, so that a coarse scale
+fits the other elements."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,7 +14,7 @@ BLOCK = 64
 
 @cache
 def hadamard(device: torch.device) -> torch.Tensor:
-    """Orthonormal and symmetric: its own inverse."""
+    """Return the matrix, which is orthonormal and symmetric, and so its own inverse."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -22,8 +22,8 @@ def hadamard(device: torch.device) -> torch.Tensor:
 
 
 def rotate(buffer: torch.Tensor, tables: Sequence[Pieces]) -> None:
-    """Turn every whole block of the quantised pieces, in place. Twice is once back; the end of a
-    piece stays as it is."""
+    """Rotate every whole block of the quantized pieces, in place. A second call undoes it; a
+    partial block at the end of a piece is not rotated."""
     matrix = hadamard(buffer.device)
     for pieces in tables:
         for line in pieces.table:

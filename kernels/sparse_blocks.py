@@ -1,14 +1,14 @@
-"""Sparse blocks in plain torch: of each block the largest elements, their places in few bits, their
+"""Sparse blocks in plain torch: the largest elements of each block, with places in few bits and
 values in fewer.
 
     [bin means float32][low bits of the places][high bits of the places, unary][codes]  of one block
 
-Places are ascending (Elias and Fano): their low bits lie side by side, their high ones are told by
-which bits of a bitmap are set, bit (place >> low) + i for the i-th. 64 places among 4096 need 8
-bits each, 0.6 more than any code can do with.
+Places are in ascending order (Elias-Fano code): their low bits are concatenated, their high bits
+are the positions of ones in a bitmap, bit (place >> low) + i for the i-th. 64 places among 4096
+need 8 bits each, 0.6 more than the lower bound of any code.
 
-Values: the codes are bins that divide 6σ around the mean of what is kept, and the means of the bins
-travel. Where there are no more values than bins, these are the values.
+Values: the codes are bins that divide 6σ around the mean of the kept values, and the means of the
+bins are sent. With no more values than bins, these are the values themselves.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ import torch
 
 @dataclass(frozen=True)
 class SparseBlocks:
-    """``kept`` elements of every ``block``, values in ``bits`` bits. ``registered.PlainCodec`` says
-    what the methods mean."""
+    """Keep ``kept`` elements of every ``block``, with values in ``bits`` bits.
+    ``registered.PlainCodec`` explains the methods."""
 
     kept: int
     bits: int
@@ -46,8 +46,8 @@ class SparseBlocks:
         return out
 
     def sparse(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Places and values that each of the rows says, [rows, blocks, kept]: of whole blocks, then
-        of a short last one."""
+        """Yield places and values of the rows, [rows, blocks, kept]: of whole blocks, then of a
+        short last one."""
         at = 0
         for start, stop, span in self._parts(numel):
             size, shape = (
@@ -60,7 +60,7 @@ class SparseBlocks:
             at += shape[1] * size
 
     def _parts(self, numel: int) -> Iterator[tuple[int, int, int]]:
-        """First element, end and length of the blocks."""
+        """Yield the first element, end and length of the blocks."""
         whole = numel - numel % self.block
         if whole:
             yield 0, whole, self.block
@@ -77,7 +77,7 @@ class SparseBlocks:
         return -(-span * self.kept // self.block)
 
     def _fields(self, span: int) -> tuple[int, int, int, int]:
-        """Bytes of means, low bits, high bits and codes."""
+        """Return the bytes of means, low bits, high bits and codes."""
         count = self._count(span)
         high = count + (span - 1 >> self._low) + 1
         codes = 0 if count <= 1 << self.bits else self.bits
@@ -89,7 +89,7 @@ class SparseBlocks:
         )
 
     def _encode(self, blocks: torch.Tensor) -> torch.Tensor:
-        """uint8[blocks, bytes of one] for float32[blocks, span]."""
+        """Encode float32[blocks, span] as uint8[blocks, bytes of one]."""
         count, span = self._count(blocks.shape[1]), blocks.shape[1]
         places = blocks.abs().topk(count, dim=1, sorted=False).indices.sort(dim=1).values
         codes, means = self._quantised(blocks.gather(1, places))
@@ -99,17 +99,17 @@ class SparseBlocks:
         )
         bitmap.scatter_(1, (places >> self._low) + order, 1)
         # the means are the values themselves
-        told = codes if self._fields(span)[3] else codes[:, :0]
+        sent = codes if self._fields(span)[3] else codes[:, :0]
         parts = (
             means.view(torch.uint8),
             _packed(places, self._low),
             _bytes(bitmap),
-            _packed(told, self.bits),
+            _packed(sent, self.bits),
         )
         return torch.cat(parts, dim=1)
 
     def _quantised(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bin of each value, and the mean of each bin."""
+        """Return the bin of each value, and the mean of each bin."""
         bins = 1 << self.bits
         if values.shape[1] <= bins:
             return torch.arange(values.shape[1], device=values.device).expand_as(
@@ -127,7 +127,7 @@ class SparseBlocks:
         return codes, means.float()
 
     def _decode(self, rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places within a block and values, for uint8[blocks, bytes of one]."""
+        """Return places within a block and values, for uint8[blocks, bytes of one]."""
         count = self._count(span)
         means, low, high, codes = rows.split(self._fields(span), dim=1)
         order = torch.arange(count, device=rows.device)
@@ -140,7 +140,8 @@ class SparseBlocks:
 
 
 def _bytes(bits: torch.Tensor) -> torch.Tensor:
-    """uint8[rows, n / 8] for uint8[rows, n] of zeros and ones, the first in the highest bit."""
+    """Pack uint8[rows, n] of zeros and ones into uint8[rows, n / 8], the first in the highest
+    bit."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
     return (bits.reshape(len(bits), bits.shape[1] // 8, 8) << shifts).sum(2, dtype=torch.uint8)
 
@@ -151,7 +152,7 @@ def _bits(octets: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """The lowest ``bits`` of each, as one stream a row that ends with zeros."""
+    """Pack the lowest ``bits`` of each number into one stream a row, padded with zeros."""
     shifts = torch.arange(bits - 1, -1, -1, device=numbers.device)
     stream = ((numbers[:, :, None] >> shifts) & 1).to(torch.uint8).flatten(1)
     return _bytes(torch.nn.functional.pad(stream, (0, -stream.shape[1] % 8)))

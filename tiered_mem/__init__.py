@@ -1,4 +1,4 @@
-"""Tensors that live on the fastest tier with room; see ``TieredStore``."""
+"""Named tensors on tiers of memory and disk; see ``TieredStore``."""
 
 from typing import TYPE_CHECKING
 

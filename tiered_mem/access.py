@@ -1,5 +1,5 @@
-"""Access to tensors: they come to the tier that is asked for, stay while somebody has them, and go
-to disk when they are not needed."""
+"""Access to tensors: bring them to the requested tier, keep them there while they are borrowed, and
+evict them to disk otherwise."""
 
 import asyncio
 import os
@@ -27,8 +27,8 @@ Tier = Literal["host", "device"]
 
 @dataclass
 class AccessCounters:
-    """``hits`` found their tensor in memory, ``misses`` waited for it; ``prefetched`` blocks were
-    read ahead."""
+    """Counters of borrows: ``hits`` found their tensor in memory, ``misses`` waited for it;
+    ``prefetched`` blocks were read in advance."""
 
     hits: int = 0
     misses: int = 0
@@ -37,7 +37,7 @@ class AccessCounters:
 
 
 class Background:
-    """The threads of a store, and whether it is still open."""
+    """Threads of a store, and whether the store is open."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -52,12 +52,11 @@ class Background:
             raise StorageError("the store is closed: open it again")
         if os.getpid() != self._pid:
             raise StorageError(
-                "the store was opened by the parent process: a fork has no part in it"
+                "the store was opened by the parent process: open it in this process instead"
             )
 
     def spawn(self, call: Callable[[], None]) -> None:
-        """In a thread of its own: one that has ended its last call, or a new one, for such calls
-        may wait for each other."""
+        """Run a call in a free or a new thread, because such calls may wait for each other."""
         with self._lock:
             self.check()
             self._calls.put(call)
@@ -68,11 +67,13 @@ class Background:
                 self._threads[-1].start()
 
     def in_order(self, call: Callable[[], None]) -> None:
-        """After all that were given before: reads ahead begin in the order of need."""
+        """Run a call after all earlier ones, so that reads in advance begin in the order of
+        need."""
         self._ahead.submit(call)
 
     def end(self) -> None:
-        """Wait for what runs; ``closed`` is set, and who waits has been notified."""
+        """Wait for running calls and end the threads. Set ``closed`` and notify waiting threads
+        before."""
         with self._lock:
             for _ in self._threads:
                 self._calls.put(None)
@@ -88,7 +89,8 @@ class Background:
 
 
 class Access:
-    """One writer or many readers of a tensor at a time, and what moves in the background."""
+    """Borrowing, with one writer or many readers of a tensor at a time, and moves in the
+    background."""
 
     def __init__(self, catalog: Catalog, residency: Residency) -> None:
         self._catalog, self._residency = catalog, residency
@@ -147,8 +149,8 @@ class Access:
             self._catalog.changed.notify_all()
 
     def _ready(self, name: str, arena: Arena, write: bool, who: object) -> tuple[Block, bool]:
-        """Wait until the tensor lies in ``arena`` and may be used; whether it had to come from
-        elsewhere."""
+        """Wait until the tensor is in ``arena`` and may be used; return its block, and whether it
+        had to be moved there."""
         changed, missed = self._catalog.changed, False
         while True:
             block = self._catalog.block(name)
@@ -156,7 +158,8 @@ class Access:
             if use.writer is not None or (write and use.readers):
                 if who in use.holders():
                     raise InvalidArgument(
-                        f"{name!r} is borrowed here already: leave that context first"
+                        f"{name!r} is already borrowed by this thread or task: leave that context "
+                        "first"
                     )
             elif write and (block.frozen or block.flushing or self._catalog.barred(who)):
                 pass
@@ -165,7 +168,8 @@ class Access:
             elif block.slot is not None and block.arena is not arena and block.used:
                 if who in {h for u in block.uses.values() for h in u.holders()}:
                     raise InvalidArgument(
-                        f"{name!r} lies beside a tensor that is borrowed here on the other tier"
+                        f"{name!r} is packed with a tensor that is borrowed here on the other "
+                        "tier: leave that context first, or use Options(pack_below=0)"
                     )
             elif not block.moving:
                 missed = missed or block.slot is None
@@ -223,14 +227,14 @@ class Access:
         return self._write_back(blocks, leave=False)
 
     def read_ahead(self) -> None:
-        """Begin the reads that are due by the plan of the step. Called with the lock held."""
+        """Begin the reads that are due by the plan of the step. Needs the lock."""
         for number, accesses in self._residency.schedule.ahead():
             block = self._catalog.blocks.get(number)
             if block and not block.slot and not block.moving:
                 self.background.in_order(partial(self._fetch, [block], Pending[int](), accesses))
 
     def _fetch(self, blocks: list[Block], pending: Pending[int], before: int) -> None:
-        """Begin all reads and go on: ``pending`` is finished by the last of them."""
+        """Begin all reads without waiting; the last one finishes ``pending``."""
         r, begun, left = self._residency, list[Pending[None]](), 0
 
         def over(future: Future[None]) -> None:  # with the store's lock held
@@ -268,7 +272,7 @@ class Access:
                 pending.finish(0)
 
     def _write_back(self, blocks: list[Block], *, leave: bool) -> Pending[None]:
-        """Write what is newer in memory; with ``leave``, give the memory back."""
+        """Write blocks that are newer in memory; with ``leave``, free their memory."""
         pending: Pending[None] = Pending()
         self.background.spawn(lambda: pending.run(lambda: self._write_all(blocks, leave)))
         return pending
@@ -280,7 +284,7 @@ class Access:
                 block.failure = None
                 if not block.moving and (block.dirty or (leave and block.slot)):
                     self._begin_write(block, leave)
-            # who waits for the last is woken once, and the disk's threads are left alone
+            # waiting for the last one first wakes this thread once and does not disturb the disk's
             for block in reversed(blocks):
                 while (
                     block.entries and (block.dirty or (leave and block.slot)) and not block.failure
@@ -293,7 +297,7 @@ class Access:
                     raise block.failure
 
     def _begin_write(self, block: Block, leave: bool) -> bool:
-        """Not if somebody has taken it again, or it is to stay."""
+        """Begin to write a block, unless it is in use again or pinned."""
         if leave and not (block.used or block.pinned):
             self._residency.expel(block, caller())
         elif not leave and not block.written:
@@ -303,7 +307,7 @@ class Access:
         return True
 
     def _moved(self, moving: Pending[None]) -> BaseException | None:
-        """Wait for a move with the store's lock given up; its error."""
+        """Wait for a move, without the store's lock, and return its error."""
         self._catalog.changed.release()
         try:
             return moving.future.exception()
@@ -312,7 +316,7 @@ class Access:
 
 
 class Borrow:
-    """A context with a tensor of the store, also for ``async with``."""
+    """Context manager that yields a tensor of the store, also for ``async with``."""
 
     def __init__(self, access: Access, name: str, on: Tier, write: bool) -> None:
         self._access, self._name, self._on, self._write = access, name, on, write

@@ -1,7 +1,6 @@
-"""Memory tiers: arenas allocated at the start, from which tensors get contiguous, page-aligned
-slots.
+"""Memory tiers: arenas allocated at the start, which give tensors contiguous, page-aligned slots.
 
-The free ranges are those of files too.
+Their bookkeeping of free ranges serves files, too.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from commpress.tiered_mem.layer import PAGE
 
 
 class Extents:
-    """Free space as ranges: best fit, neighbours merge. Not thread-safe. Callers keep to multiples
+    """Free space as ranges: best fit, with neighbors merged. Not thread-safe. Callers use multiples
     of one unit."""
 
     def __init__(self, size: int) -> None:
@@ -32,8 +31,8 @@ class Extents:
         return self._sorted[-1][0] if self._sorted else 0
 
     def take(self, length: int) -> int | None:
-        """The offset of ``length`` free bytes, now taken, or None. The smallest range that fits is
-        cut."""
+        """Take ``length`` free bytes of the smallest range that fits; return their offset, or
+        None."""
         at = bisect_left(self._sorted, (length, 0))
         if at == len(self._sorted):
             return None
@@ -44,8 +43,8 @@ class Extents:
         return offset
 
     def claim(self, offset: int, length: int) -> bool:
-        """Take exactly this range; False, and nothing changes, if a part of it is not free."""
-        for start in reversed(self._length):  # claimed in order, the range cut last comes first
+        """Take exactly this range; return False without a change if a part of it is not free."""
+        for start in reversed(self._length):  # in order of claims: newest first
             whole = self._length[start]
             if start <= offset and offset + length <= start + whole:
                 self._remove(start, whole)
@@ -58,7 +57,7 @@ class Extents:
 
     def give(self, offset: int, length: int) -> None:
         """Give a taken range back."""
-        if offset in self._offset:  # a free range ends here
+        if offset in self._offset:  # end of a free range
             before = self._offset[offset]
             length += offset - before
             self._remove(before, offset - before)
@@ -90,8 +89,8 @@ class Slot:
 
 
 class Arena:
-    """``capacity`` bytes in host memory (huge pages where the kernel has them) or on a device. Not
-    thread-safe."""
+    """Memory of ``capacity`` bytes on the host (in huge pages if the kernel has them) or on a
+    device. Not thread-safe."""
 
     def __init__(self, capacity: int, device: torch.device | None = None) -> None:
         self.device = device
@@ -140,14 +139,13 @@ class Arena:
         return self.bytes[slot.offset : slot.offset + slot.length]
 
     def touch(self) -> None:
-        """Have the kernel back every page now: no surprise later, and no page fault on a hot
-        path."""
+        """Let the kernel allocate every page now, so that there are no page faults later."""
         if self._view is not None:
             self.bytes.zero_()
 
     def pin(self) -> None:
-        """Register the arena with CUDA, once, so that copies to and from the device are
-        asynchronous and fast."""
+        """Register the arena with CUDA, once, to make copies to and from the device asynchronous
+        and fast."""
         status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.capacity, 0)
         if int(status):
             raise InvalidArgument(
@@ -163,9 +161,9 @@ class Arena:
 
 
 def mapped(nbytes: int) -> mmap.mmap:
-    """Anonymous memory in huge pages, which the kernel gives private memory only: disks read a
-    quarter more per second into them. A forked child gets none of it: nothing is copied, and no
-    read under way lands in a page that is the child's now."""
+    """Map anonymous memory in huge pages, into which disks read a quarter more per second; the
+    kernel has them for private memory only. A forked child does not get this memory: nothing is
+    copied, and no running read writes to a page of the child."""
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except AttributeError:  # not a Unix

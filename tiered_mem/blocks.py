@@ -1,5 +1,5 @@
-"""Blocks: tensors that lie side by side, move together and share chunks. One large tensor, or a
-pack of small ones. The catalog holds all of them, and the one lock that guards them."""
+"""Blocks: contiguous tensors that move together and share chunks: one large tensor, or a pack of
+small ones. The catalog has all of them, and the lock that guards them."""
 
 import asyncio
 import threading
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """Either way of waiting gives the result or raises the error. Nobody needs to wait: the work
-    goes on by itself."""
+    """Result of background work. ``wait`` and ``await`` return it or raise its error; the work does
+    not depend on them."""
 
     def __init__(self) -> None:
         self.future: Future[T] = Future()
@@ -44,7 +44,7 @@ class Pending(Generic[T]):
         return asyncio.wrap_future(self.future).__await__()
 
     def run(self, call: Callable[[], T]) -> None:
-        """Do the work here."""
+        """Do the work in this thread."""
         try:
             self.finish(call())
         except BaseException as error:
@@ -60,7 +60,8 @@ class Pending(Generic[T]):
 
 
 def caller() -> object:
-    """Identity of whoever borrows: the task where one runs, otherwise the thread."""
+    """Return the identity of the borrower: the running task if there is one, otherwise the
+    thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -70,7 +71,7 @@ def caller() -> object:
 
 @dataclass(eq=False)
 class Use:
-    """Holders of one tensor: any number of readers, or one writer."""
+    """Borrowers of one tensor: any number of readers, or one writer."""
 
     readers: Counter[object] = field(default_factory=Counter)
     writer: object = None
@@ -84,8 +85,8 @@ class Use:
 
 @dataclass(eq=False)
 class Block:
-    """Everything here is guarded by the store's lock, but for the bytes: those belong to whoever
-    borrows or moves them."""
+    """A block. The store's lock guards all its fields, but not the bytes, which belong to those
+    that borrow or move them."""
 
     number: int
     size: int = 0  # bytes in use
@@ -97,14 +98,14 @@ class Block:
     slot: Slot | None = None
     uses: dict[str, Use] = field(default_factory=dict)
     moving: Pending[None] | None = None  # being read, written or copied
-    flushing: bool = False  # being written: may be read meanwhile
-    leaving: bool = False  # give the memory back as soon as it is clean and unused
-    frozen: bool = False  # a commit still needs the bytes as they are
+    flushing: bool = False  # being written, and may be read
+    leaving: bool = False  # free the memory as soon as it is clean and unused
+    frozen: bool = False  # a commit still needs the present bytes
     pinned: bool = False
-    prefetched: bool = False  # read ahead and not used since
+    prefetched: bool = False  # read in advance and not used since
     failure: BaseException | None = None  # of the last write
     damage: Damaged | None = None  # of the bytes on disk
-    # uses of the bytes on the device, in whatever streams, that may be under way
+    # uses of the bytes on the device, in any stream, that may be running
     events: list["torch.cuda.Event"] = field(default_factory=list)
 
     @property
@@ -113,12 +114,12 @@ class Block:
 
     @property
     def written(self) -> bool:
-        """Somebody may be changing the bytes."""
+        """True if a writer may be changing the bytes."""
         return any(use.writer is not None for use in self.uses.values())
 
     @property
     def idle(self) -> bool:
-        """Nobody uses it, moves it or needs it as it is."""
+        """True if it is not used, not moved, and not needed unchanged."""
         return not (self.uses or self.moving or self.frozen)
 
     @property
@@ -129,34 +130,33 @@ class Block:
         return ManifestRow(self.size, tuple(self.entries.values()), self.chunks)
 
     def mark(self, device: torch.device) -> None:
-        """Remember that this thread's stream may still use the bytes."""
+        """Record that this thread's stream may still use the bytes."""
         if (stream := stream_of(device)) is not None:
             self.events = [event for event in self.events if not event.query()]
             self.events.append(stream.record_event())
 
     def follow(self, device: torch.device) -> None:
-        """Have this thread's stream wait for those that use the bytes."""
+        """Let this thread's stream wait for those that use the bytes."""
         if (stream := stream_of(device)) is not None:
             for event in self.events:
                 stream.wait_event(event)
 
     def settle(self) -> None:
-        """Wait until the device is done with the bytes."""
+        """Wait until the device has finished with the bytes."""
         for event in self.events:
             event.synchronize()
         self.events.clear()
 
 
 class Catalog:
-    """Blocks by number, tensors by name. ``changed`` is the store's lock, and the condition on
-    which everybody waits and that every change notifies. It is held whenever a method here is
-    called, and never while bytes move."""
+    """Blocks by number and tensors by name. ``changed`` is the store's lock and its only condition,
+    which every change notifies. Methods here need it; it is never held while bytes move."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.blocks: dict[int, Block] = {}
         self.names: dict[str, Block] = {}
-        self.cutting = False  # a commit waits until nobody writes
+        self.cutting = False  # a commit waits for writers
         self._next = 1
 
     def new_block(self) -> Block:
@@ -165,7 +165,7 @@ class Catalog:
         return block
 
     def renumber(self, block: Block, number: int) -> None:
-        """A block takes the number of one that is gone."""
+        """Give a block the number of a deleted one."""
         del self.blocks[block.number]
         block.number, self.blocks[number] = number, block
 
@@ -174,11 +174,12 @@ class Catalog:
             return self.names[name]
         except (KeyError, TypeError):
             raise InvalidArgument(
-                f"no tensor {name!r:.200} in the store; it holds {len(self.names)}"
+                f"no tensor {name!r:.200} in the store, which has {len(self.names)} others: "
+                "list(store) names them"
             ) from None
 
     def blocks_of(self, names: str | Iterable[str]) -> list[Block]:
-        """The blocks of these tensors, each once."""
+        """Return the blocks of these tensors, each once."""
         return list(
             dict.fromkeys(
                 self.block(name) for name in ([names] if isinstance(names, str) else names)
@@ -186,12 +187,12 @@ class Catalog:
         )
 
     def extents(self) -> set[Extent]:
-        """Places of the current state on disk."""
+        """Return the places of the current state on disk."""
         return {chunk.extent for block in self.blocks.values() for chunk in block.chunks}
 
     def barred(self, who: object) -> bool:
-        """While a commit waits for writers to finish, only those who write already may write
-        more."""
+        """Return whether ``who`` may not begin to write: while a commit waits for writers, only
+        present writers may write more."""
         return self.cutting and not any(
             use.writer == who for block in self.blocks.values() for use in block.uses.values()
         )
@@ -202,20 +203,18 @@ class Catalog:
 
 
 def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
-    """Description of a tensor that lies at ``start``; refuses what cannot be stored."""
+    """Describe a tensor that begins at ``start``; refuse tensors that cannot be stored."""
     if (
         not isinstance(name, str)
         or not name
         or len(name.encode(errors="surrogatepass")) > LONGEST_NAME
     ):
-        raise InvalidArgument(
-            f"name is {name!r:.100}, expected a text of 1 to {LONGEST_NAME} bytes"
-        )
+        raise InvalidArgument(f"name is {name!r:.100}, expected text of 1 to {LONGEST_NAME} bytes")
     if "\0" in name:
-        raise InvalidArgument(f"name is {name!r:.100}, expected a text without the character 0")
+        raise InvalidArgument(f"name is {name!r:.100}, expected text without the character 0")
     if any("\ud800" <= letter <= "\udfff" for letter in name):
         raise InvalidArgument(
-            f"name {name!r} holds half a character (a surrogate), which no file can keep"
+            f"name is {name!r}, expected text without surrogates, which cannot be stored"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
@@ -225,6 +224,6 @@ def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
         )
     if not strides_fit(tensor.shape):
         raise InvalidArgument(
-            f"{name!r} has shape {tuple(tensor.shape)}, whose strides are beyond 64 bits"
+            f"{name!r} has shape {tuple(tensor.shape)}, expected one with strides of 64 bits"
         )
     return Entry(name, start, tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape))

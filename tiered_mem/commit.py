@@ -1,5 +1,5 @@
-"""Commits and snapshots: data first, then the manifest, then the old places are free. And what
-reads them back: verification, and copies of snapshots as stores of their own.
+"""Commits and snapshots: write data first, then the manifest, then free the old places. Also
+verification, and copies of snapshots as new stores.
 """
 
 import threading
@@ -18,12 +18,12 @@ from commpress.tiered_mem.layer import MANIFEST, SNAPSHOT, snapshot_name
 from commpress.tiered_mem.manifest import Chunk, Extent, Manifest, ManifestRow
 from commpress.tiered_mem.residency import Residency, damaged
 
-AT_ONCE = 4  # chunks in memory while a snapshot is copied
+AT_ONCE = 4  # chunks in memory during the copy of a snapshot
 
 
 class Commits:
-    """One commit at a time. Between cut and manifest, tensors go on being borrowed: what is written
-    is the cut."""
+    """Commits, one at a time. Tensors may be borrowed between the cut and the manifest: the commit
+    has the state of the cut."""
 
     def __init__(self, catalog: Catalog, residency: Residency, folders: Folders) -> None:
         self._catalog, self._residency, self._references, self._folders = (
@@ -38,7 +38,7 @@ class Commits:
     # ---------------------------------------------------------------- committing
 
     def commit(self, snapshot: str | None = None) -> int:
-        """Everything as it is now is on the disk when this returns; returns the commit's number."""
+        """Write the present state to disk and return the commit's number."""
         changed, references = self._catalog.changed, self._references
         if snapshot is not None and not SNAPSHOT.fullmatch(snapshot_name(snapshot)):
             raise InvalidArgument(
@@ -50,7 +50,7 @@ class Commits:
                 raise self._broken
             if snapshot in references.snapshots:
                 raise InvalidArgument(
-                    f"there is a snapshot {snapshot!r} already: drop it first, or take another name"
+                    f"there is already a snapshot {snapshot!r}: drop it first, or use another name"
                 )
             with changed:
                 cut = self._cut()
@@ -79,14 +79,15 @@ class Commits:
             return references.generation
 
     def _cut(self) -> dict[Block, ManifestRow]:
-        """Wait until nobody writes; then the state of all blocks. Who writes already may go on to
+        """Wait until there are no writers; then return the state of all blocks. Present writers may
         borrow more."""
         catalog, me = self._catalog, caller()
         blocks = catalog.blocks.values()
         mine = [name for block in blocks for name, use in block.uses.items() if use.writer == me]
         if mine:
             raise InvalidArgument(
-                f"commit while {mine[0]!r} is borrowed here for writing: leave its context first"
+                f"commit was called while {mine[0]!r} is borrowed here for writing: leave its "
+                "context first"
             )
         catalog.cutting = True
         try:
@@ -98,8 +99,8 @@ class Commits:
             catalog.changed.notify_all()
 
     def _flush(self, cut: dict[Block, ManifestRow], frozen: list[Block]) -> None:
-        """Write what is dirty. A block thaws as soon as it is written; where it went is kept in
-        ``cut``."""
+        """Write dirty blocks. A block is unfrozen as soon as it is written; its new place is
+        recorded in ``cut``."""
         for block in frozen:
             block.failure = None
         ahead = iter(frozen)
@@ -116,7 +117,7 @@ class Commits:
             self._catalog.changed.notify_all()
 
     def _start(self, block: Block, ahead: Iterator[Block]) -> None:
-        """Begin to write this block, and all that come after it."""
+        """Begin to write this block, and all blocks after it."""
         for other in (block, *ahead):
             if other.dirty and not other.moving:
                 self._residency.flush(other, caller())
@@ -125,10 +126,10 @@ class Commits:
         try:
             self._references.disk.sync()
         except StorageError as error:
-            # The system may have forgotten what it could not write, and would call a second attempt
-            # a success.
+            # The system may have dropped what it could not write, and report success for a second
+            # attempt.
             self._broken = DiskFailure(
-                f"{error}. Nothing can be committed any more: reopen, at the last commit"
+                f"{error}. The store cannot commit any more: reopen it at the last commit"
             )
             raise self._broken from error
 
@@ -145,8 +146,8 @@ class Commits:
         try:
             wear.count(self._folders.write_manifest(MANIFEST, manifest))
         except OSError as error:
-            # Whether the rename has reached the disk is unknown: the places of both manifests stay
-            # untouched.
+            # It is unknown whether the rename has reached the disk: the places of both manifests
+            # stay in use.
             with self._catalog.changed:
                 references.committed = references.committed | references.coming
             raise named(error) from error
@@ -164,14 +165,14 @@ class Commits:
             try:
                 wear.count(self._folders.write_manifest(snapshot_name(snapshot), manifest))
             except OSError as error:
-                # it may be there or not: the places stay untouched, the name is free again
+                # it may exist or not: its places stay in use, its name is free again
                 with self._catalog.changed:
                     references.lost |= references.snapshots.pop(snapshot)
                 raise named(error) from error
 
     def _release(self, extents: set[Extent]) -> None:
-        """A manifest lists these places no more; those of the current state stay. Called with the
-        lock held."""
+        """Free places that a manifest no longer lists, except those of the current state. Needs the
+        lock."""
         self._references.release(extents - self._catalog.extents())
 
     # ---------------------------------------------------------------- snapshots
@@ -195,8 +196,8 @@ class Commits:
                 self._release(references.snapshots.pop(name))
 
     def copy_snapshot(self, name: str, directory: Paths) -> None:
-        """Every chunk is verified as it is read. The places stay as they are meanwhile, so the
-        snapshot may be dropped."""
+        """Copy a snapshot, with a check of every chunk. Its places stay in use, so that it may be
+        dropped during the copy."""
         references, changed = self._references, self._catalog.changed
         with changed:
             if name not in references.snapshots:
@@ -211,10 +212,9 @@ class Commits:
                 try:
                     if not folders.fresh:
                         raise InvalidArgument(
-                            f"{folders.parts[0].path} holds a store already: name an empty "
-                            "directory"
+                            f"{folders.parts[0].path} already has a store: pass an empty directory"
                         )
-                    folders.settle()  # before the manifest: half a copy is no store
+                    folders.settle()  # before the manifest, so that a partial copy is no store
                     self._copy(source, folders)
                 finally:
                     folders.close()
@@ -249,7 +249,7 @@ class Commits:
             target.close()
 
     def _move(self, chunks: Sequence[Chunk], slot: Slot, target: Disk) -> list[Chunk]:
-        """Read, verify, write; the same chunks where they are now."""
+        """Read, verify and write chunks; return them with their new places."""
         extents = [target.allocate(chunk.nbytes) for chunk in chunks]
         view = self._residency.host.view(slot, 0, slot.length)
         for begin in (
@@ -265,7 +265,8 @@ class Commits:
     # ---------------------------------------------------------------- verification
 
     def verify(self) -> list[Damaged]:
-        """Damage, by tensor; what is rewritten meanwhile is left out. Changes nothing."""
+        """Return the damage by tensor, without tensors that are rewritten in the meantime. Changes
+        nothing."""
         changed, found = self._catalog.changed, list[Damaged]()
         with changed:
             state = [(block, block.chunks) for block in self._catalog.blocks.values()]
@@ -289,7 +290,7 @@ class Commits:
 
     @contextmanager
     def _scratch(self, nbytes: int) -> Iterator[Slot]:
-        """Host memory for a while."""
+        """Borrow host memory for the context."""
         host, changed = self._residency.host, self._catalog.changed
         with changed:
             slot = self._residency.room(host, nbytes, caller())
@@ -303,7 +304,7 @@ class Commits:
 
 
 def _error_of(begin: Callable[[Callable[[Batch], None]], None]) -> BaseException | None:
-    """Wait for transfers, from their beginning."""
+    """Begin transfers, wait for them and return their error."""
     pending: Pending[Batch] = Pending()
     begin(pending.finish)
     return pending.wait().error

@@ -1,8 +1,8 @@
 """The disk tier: chunks in segment files, striped over folders, never overwritten while a manifest
-needs them.
+lists them.
 
-A segment is reserved in full when it is made, so a write into it cannot run out of room. Which
-parts of it are free is known from the manifests alone.
+A segment is reserved in full when it is made, so that a write to it cannot run out of room. Its
+free parts follow from the manifests alone.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ class Segment:
 
 
 class Batch:
-    """Transfers that belong together, and what became of them: the checksum of each chunk in order,
-    an error if one failed."""
+    """Transfers that belong together, with their result: the checksum of each chunk in order, or an
+    error."""
 
     def __init__(self, left: int, over: Callable[["Batch"], None]) -> None:
-        """``over`` is called once, when ``left`` transfers have ended."""
+        """Expect ``left`` transfers; ``over`` is called once, after the last has ended."""
         self.checksums: list[int] = []
         self.error: BaseException | None = None
         self._left, self._over, self._lock = left, over, threading.Lock()
@@ -49,8 +49,8 @@ class Batch:
             over(self)
 
     def ended(self, error: BaseException | None) -> None:
-        """Transfers end in any thread, in any order. A full disk is the error to tell, whatever
-        else failed."""
+        """Record the end of a transfer, in any thread and any order. A full disk takes precedence
+        over other errors."""
         with self._lock:
             if error is not None and (self.error is None or isinstance(error, DiskFull)):
                 self.error = error
@@ -61,7 +61,8 @@ class Batch:
 
 
 class Disk:
-    """Not thread-safe but for ``read``, ``write`` and ``sync``: callers hold the store's lock."""
+    """Files of the disk tier. Not thread-safe except for ``read``, ``write`` and ``sync``: callers
+    hold the store's lock."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Disk:
         self._segments: dict[tuple[int, int], Segment] = {}
         self._next_number = [1] * len(folders.parts)
         self._next_folder = 0
-        self._new_names: set[int] = set()  # folders with files that a power cut could still take
+        self._new_names: set[int] = set()  # folders with unsynced new files
         self._over: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._concluder = threading.Thread(target=self._conclude, name="store-over", daemon=True)
         self._concluder.start()
@@ -85,11 +86,11 @@ class Disk:
     # ---------------------------------------------------------------- opening
 
     def adopt(self, extents: set[Extent]) -> dict[Extent, str]:
-        """Open the segments that hold ``extents`` and take those; returns what is damaged. Changes
-        nothing on the disk."""
+        """Open the segments with ``extents`` and take these; return damaged ones with the reason.
+        Changes nothing on disk."""
         damaged: dict[Extent, str] = {}
         wanted = {(e.folder, e.segment) for e in extents}
-        # a file that is missing keeps its number: a manifest goes on listing it
+        # a missing file keeps its number, because a manifest still lists it
         for part, number in wanted:
             self._next_number[part] = max(self._next_number[part], number + 1)
         for key, fd in self._files(direct=self.direct):
@@ -111,22 +112,22 @@ class Disk:
         return damaged
 
     def sweep(self) -> None:
-        """Remove the segments that nobody has adopted."""
+        """Remove the segments that were not adopted."""
         for (part, number), fd in self._files():
             self.layer.close(fd)
             if (part, number) not in self._segments:
                 self.layer.unlink(self.folders.parts[part].fd, segment_name(number))
 
     def _files(self, *, direct: bool = False) -> Iterator[tuple[tuple[int, int], int]]:
-        """((part, number), descriptor) of every segment that is there, which the caller closes;
-        refuses what is not ours."""
+        """Yield ((part, number), descriptor) of every segment, for the caller to close; refuse
+        foreign files."""
         for part, folder in enumerate(self.folders.parts):
             for name in self.layer.names(folder.fd):
                 if (number := segment_number(name)) is not None:
                     yield (part, number), self.layer.open(folder.fd, name, direct=direct)
 
     def reserve(self) -> None:
-        """Make all segments that the budget allows, now."""
+        """Make all segments that the budget allows."""
         if self.capacity is None:
             raise StorageError("reserve=True needs disk=, the bytes to reserve in each directory")
         for part in range(len(self.folders.parts)):
@@ -136,7 +137,7 @@ class Disk:
     # ---------------------------------------------------------------- room
 
     def allocate(self, nbytes: int) -> Extent:
-        """Room for ``nbytes``, in the folders by turns; DiskFull if none has it."""
+        """Take room for ``nbytes``, from the folders in turn; raise ``DiskFull`` if none has it."""
         length, parts = padded(nbytes), len(self.folders.parts)
         order = [(self._next_folder + i) % parts for i in range(parts)]
         self._next_folder = (self._next_folder + 1) % parts
@@ -150,8 +151,8 @@ class Disk:
         raise self._full(length)
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
-        """Room for each, side by side where the only folder has it so; if it is not there for one,
-        none is taken."""
+        """Take room for all sizes, contiguous if a single folder has it; if there is not enough,
+        take none."""
         lengths = [padded(nbytes) for nbytes in sizes]
         if len(self.folders.parts) == 1 and (whole := self._from_existing(0, sum(lengths))):
             starts = accumulate(lengths, initial=whole.offset)
@@ -169,7 +170,7 @@ class Disk:
         return extents
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Neighbours are given back at once, as chunks of one tensor are."""
+        """Free extents, neighbors in one go, as the chunks of a tensor are."""
         begin = end = (0, 0, -1)
         for place in sorted((e.folder, e.segment, e.offset, e.length) for e in extents):
             if place[:3] != end:
@@ -202,8 +203,8 @@ class Disk:
         return sum(s.size for (folder, _), s in self._segments.items() if folder == part)
 
     def _grow(self, part: int, length: int, at_most: int | None = None) -> bool:
-        """A new segment: as large as the folder's others together, between bounds, or just large
-        enough if room is short."""
+        """Make a new segment: as large as the folder's others together, between bounds, or just
+        large enough if room is short. Return whether there was room."""
         total = self._total(part)
         wished = max(length, min(self.segment_bytes, max(total, SMALLEST_SEGMENT)))
         left = self.capacity - total if self.capacity is not None else wished
@@ -256,8 +257,8 @@ class Disk:
         view: memoryview,
         done: Callable[[Batch], None],
     ) -> None:
-        """Write what lies side by side in ``view``, as many bytes of it as ``sizes`` says; what
-        they are padded with goes to the disk, but not into the checksums."""
+        """Write contiguous chunks of ``view``, of ``sizes`` bytes each; padding is written, too,
+        but is not part of the checksums."""
 
         def written(batch: Batch) -> None:
             for extent in extents:
@@ -269,8 +270,8 @@ class Disk:
     def read(
         self, chunks: Sequence[Chunk], view: memoryview, done: Callable[[Batch], None]
     ) -> None:
-        """Fill ``view`` with chunks side by side; ``error`` is Damaged if the bytes are not those
-        once written."""
+        """Fill ``view`` with contiguous chunks; the batch's ``error`` is ``Damaged`` if a checksum
+        does not match."""
 
         def arrived(batch: Batch) -> None:
             for chunk, checksum in zip(chunks, batch.checksums, strict=True):
@@ -297,9 +298,9 @@ class Disk:
         *,
         write: bool,
     ) -> None:
-        """Chunks move in pieces, each by itself: the last chunk too has all of the engine's places
-        in the kernel. The engine makes them as it takes them: who submits would hold the
-        interpreter's lock while the disk waits."""
+        """Transfer chunks in pieces, so that the last chunk, too, uses all of the engine's requests
+        in the kernel. The engine makes the pieces as it takes them, because the submitting thread
+        would hold the interpreter's lock while the disk waits."""
         files = [self._segments[extent.folder, extent.segment].fd for extent in extents]
         pieces: list[list[Transfer]] = [[] for _ in extents]
 
@@ -310,7 +311,7 @@ class Disk:
             batch.checksums = [
                 joined([transfer.checksum or 0 for transfer in chunk]) for chunk in pieces
             ]
-            pieces.clear()  # or they and what they call would hold each other
+            pieces.clear()  # breaks the cycle of references with their callbacks
             over(batch)
 
         def made() -> Iterator[Transfer]:
@@ -335,14 +336,14 @@ class Disk:
         self.engine.submit(made())
 
     def _conclude(self) -> None:
-        """Conclude a batch on a thread of its own, for it wants the store's lock and the engine's
-        is to go on."""
+        """Conclude batches in a separate thread, because that needs the store's lock and must not
+        delay the engine's thread."""
         while over := self._over.get():
             over()
             del over
 
     def sync(self) -> None:
-        """All writes that were done before this call survive a power cut after it."""
+        """Make all writes that ended before this call survive a power cut."""
         for key, segment in list(self._segments.items()):
             if segment.unsynced:
                 segment.unsynced = False
@@ -392,33 +393,33 @@ class Disk:
 
 
 def joined(pieces: Sequence[int]) -> int:
-    """The checksum of a chunk from those of its pieces of ``PIECE`` bytes, which can be taken in
-    any order by any thread."""
+    """Compute the checksum of a chunk from those of its pieces of ``PIECE`` bytes, which any thread
+    may compute in any order."""
     return pieces[0] if len(pieces) == 1 else checksum_of(struct.pack(f"<{len(pieces)}Q", *pieces))
 
 
 class References:
-    """Places on disk that must stay as they are: listed in manifests, or not to be trusted. Guarded
-    by the store's lock."""
+    """Places on disk that must not be reused, because manifests list them or because they failed.
+    Guarded by the store's lock."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
         self.generation = 0  # of the last commit
         self.committed: set[Extent] = set()
-        self.coming: set[Extent] = set()  # of the commit under way
+        self.coming: set[Extent] = set()  # of the running commit
         self.snapshots: dict[str, set[Extent]] = {}
-        self._held: list[set[Extent]] = []  # being read by somebody who copies them
-        # damaged, or of a manifest that may or may not be there: never free in this run
+        self._held: list[set[Extent]] = []  # being read for a copy
+        # damaged, or listed in a manifest that may exist: never freed in this run
         self.lost: set[Extent] = set()
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """The current state needs these places no more; they are free if nothing else refers to
+        """Free places that the current state no longer needs, unless something else refers to
         them."""
         referenced = (self.lost, self.committed, self.coming, *self.snapshots.values(), *self._held)
         self.disk.free(set(extents).difference(*referenced))
 
     def hold(self, extents: set[Extent]) -> set[Extent]:
-        """Nobody frees these places until ``let_go``, whatever manifest goes."""
+        """Keep these places from being freed until ``let_go``."""
         self._held.append(extents)
         return extents
 
@@ -429,9 +430,8 @@ class References:
 
 @dataclass
 class Wear:
-    """Bytes that the store writes, against what a drive endures and a budget. Counted in the
-    manifest, so it goes on from run to run (what a crashed run wrote after its last commit is
-    lost)."""
+    """Bytes written by the store, to compare with a drive's endurance and a budget. The manifest
+    keeps the count from run to run (without what a crashed run wrote after its last commit)."""
 
     capacity: int  # bytes of the disks
     per_day: int | None = None  # budget
@@ -445,9 +445,9 @@ class Wear:
             and (today := self.days.get(_today(), 0)) + nbytes > self.per_day
         ):
             raise DiskFull(
-                f"the write budget of {show_bytes(self.per_day)} a day is spent "
-                f"({show_bytes(today)} written today): what was committed is intact; raise "
-                "writes_per_day=, or give more memory so that less is written",
+                f"the write budget of {show_bytes(self.per_day)} a day is used up "
+                f"({show_bytes(today)} written today): committed tensors are intact; raise "
+                "writes_per_day=, or host= so that less is written",
                 missing=today + nbytes - self.per_day,
             )
 
@@ -459,8 +459,8 @@ class Wear:
 
     @property
     def drive_writes_per_day(self) -> float:
-        """Mean over the life of the store, at least an hour; compare with the DWPD of the drive's
-        data sheet."""
+        """Mean over the life of the store, at least an hour, to compare with the DWPD of the
+        drive's data sheet."""
         return self.written / self.capacity / (max(3600.0, time.time() - self.born) / DAY)
 
 

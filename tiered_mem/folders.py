@@ -1,6 +1,6 @@
-"""The directories of a store: opened, locked, known by an identity that says which store and which
-part of it, and the small records that lie in them: identities, the manifest of the last commit, and
-one for each snapshot.
+"""Directories of a store: they are opened, locked, and have an identity, the store and the part of
+it. They contain small records: identities, the manifest of the last commit, and one for each
+snapshot.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from commpress.tiered_mem.manifest import Manifest
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-MAGIC = b"cmprsID1"  # of an identity; the last byte of a magic word is the version of what follows
+MAGIC = b"cmprsID1"  # of an identity; the last byte of a magic word is a version
 LONGEST_IDENTITY = 4096  # bytes
 MOST = 1024  # directories of a store
 HEAD = struct.Struct("<8sQQ")  # magic, length, checksum
@@ -52,7 +52,7 @@ LIMIT = 1 << 30  # bytes of a record: a manifest of some ten million chunks
 
 @dataclass(frozen=True)
 class Folder:
-    """One directory, open, and its records: msgpack between a magic word and a checksum, read with
+    """An open directory and its records: msgpack between a magic word and a checksum, read with
     limits, replaced atomically."""
 
     layer: FileLayer
@@ -61,8 +61,7 @@ class Folder:
     lock: int
 
     def store(self, name: str, magic: bytes, content: Any) -> int:
-        """When this returns, the record is on the disk under ``name``; before, whatever was there.
-        Returns bytes written."""
+        """Replace the record ``name`` on disk, atomically; return the bytes written."""
         layer, body = self.layer, msgpack.packb(content)
         if len(body) > LIMIT:
             raise ValueError(f"{name} would take {len(body)} bytes, at most {LIMIT} are read back")
@@ -80,9 +79,9 @@ class Folder:
         return HEAD.size + len(body)
 
     def load(self, name: str, magic: bytes, *, limit: int = LIMIT) -> Any:
-        """The content, or FileNotFoundError, or Damaged that says what is wrong. No memory is taken
-        for more than ``limit`` bytes, nor for more than the file has. DirectoryRefused for a
-        version that is not known."""
+        """Return the content; raise FileNotFoundError, ``Damaged`` with the reason, or
+        ``DirectoryRefused`` for an unknown version. Memory is allocated for at most ``limit``
+        bytes, and not for more than the file has."""
         layer = self.layer
         fd = layer.open(self.fd, name, write=False)
         try:
@@ -94,7 +93,8 @@ class Folder:
             found, length, checksum = HEAD.unpack(head)
             if found[:-1] != magic[:-1]:
                 raise Damaged(
-                    f"{name} begins with {found!r}, expected {magic!r}: it is not ours", file=name
+                    f"{name} begins with {found!r}, expected {magic!r}: it is no file of a store",
+                    file=name,
                 )
             if found != magic:
                 version, known = found[-1:].decode("latin1"), magic[-1:].decode()
@@ -105,8 +105,8 @@ class Folder:
             if length != size - HEAD.size or length > limit:
                 raise Damaged(
                     (
-                        f"{name} has {size - HEAD.size} bytes after its head, which promises "
-                        f"{length}, at most {limit}"
+                        f"{name} has {size - HEAD.size} bytes after its head, expected {length} as "
+                        f"in the head, at most {limit}"
                     ),
                     file=name,
                 )
@@ -129,7 +129,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a folder: the store that it belongs to, and the part of it that it is."""
+    """Identity of a folder: its store, and its part of it."""
 
     store: bytes
     part: int
@@ -144,17 +144,17 @@ class Identity:
             or type(part) is not int
             or type(count) is not int
         ):
-            raise ValueError("it is not 16 bytes and two numbers")
+            raise ValueError("expected 16 bytes and two numbers")
         if not 0 <= part < count <= MOST:
-            raise ValueError(f"it says part {part} of {count}")
+            raise ValueError(f"it has part {part} of {count}")
         return Identity(store, part, count)
 
 
 class Folders:
-    """The folders in the order of their parts; ``fresh`` if no store is here yet. The first part
-    holds the manifest.
+    """The folders in the order of their parts; ``fresh`` if there is no store yet. The first part
+    has the manifest.
 
-    Looking changes nothing but the lock: what is found is judged first, by whoever opens it.
+    Construction changes nothing but the lock: the caller checks the contents first.
     """
 
     def __init__(self, directory: Paths, layer: FileLayer) -> None:
@@ -190,17 +190,15 @@ class Folders:
         self._open = []
 
     def settle(self) -> None:
-        """Say that a store is here from now on. The first part says so last: where it does,
-        everything else was there before, a manifest too, and if that is missing later it was
-        lost."""
+        """Write the identities, by which these folders become a store. That of the first part is
+        written last, so that it proves that everything else existed, including a manifest."""
         for part, folder in reversed(list(enumerate(self.parts))):
             folder.store(IDENTITY, MAGIC, [self.store, part, len(self.parts)])
         self.fresh = False
 
     def sweep(self) -> None:
-        """Remove what an interrupted run left behind. What it renamed or removed is for good from
-        here on: we build upon what we find, in places that only what was there before still needs,
-        and a power cut must not bring that back."""
+        """Remove files left by an interrupted run, and sync its renames and removals. They must be
+        final, because this run will reuse places that only the earlier files needed."""
         for folder in self.parts:
             for name in self.layer.names(folder.fd):
                 if is_temporary(name):
@@ -211,7 +209,7 @@ class Folders:
     # ---------------------------------------------------------------- manifests
 
     def write_manifest(self, name: str, manifest: Manifest) -> int:
-        """Bytes written."""
+        """Write a manifest; return the bytes written."""
         return self.parts[0].store(name, MANIFEST_MAGIC, manifest.pack())
 
     def read_manifest(self, name: str) -> Manifest:
@@ -225,7 +223,8 @@ class Folders:
         return manifest
 
     def last_commit(self) -> Manifest:
-        """Damaged names the snapshots that are left, if it is missing or cannot be read."""
+        """Return the manifest of the last commit; if it is missing or damaged, the error lists
+        intact snapshots."""
         try:
             return self.read_manifest(MANIFEST)
         except (FileNotFoundError, Damaged) as error:
@@ -240,8 +239,8 @@ class Folders:
                 )
                 if sound
                 else (
-                    "there is no snapshot that could be restored: put the file back from a copy, "
-                    "or name another directory"
+                    "there is no snapshot to restore: restore the file from a copy, or pass "
+                    "another directory"
                 )
             )
             path = self.parts[0].path
@@ -258,7 +257,7 @@ class Folders:
                 path = self.parts[0].path / snapshot_name(name)
                 raise Damaged(
                     (
-                        f"{path}: {error}. Nothing was changed; to go on without this snapshot, "
+                        f"{path}: {error}. Nothing was changed; to continue without this snapshot, "
                         "move the file away"
                     ),
                     file=str(path),
@@ -266,8 +265,8 @@ class Folders:
         return found
 
     def restore(self, name: str) -> None:
-        """Make a snapshot the state that the store opens with, whatever became of the last commit;
-        the snapshot stays."""
+        """Make a snapshot the state with which the store opens, regardless of the last commit; the
+        snapshot stays."""
         try:
             snapshot = self.read_manifest(snapshot_name(name))
         except FileNotFoundError as error:
@@ -296,17 +295,18 @@ class Folders:
     # ---------------------------------------------------------------- identities
 
     def _refuse_foreign(self, folder: Folder) -> None:
-        """Somebody else's directory gets not even a lock."""
+        """Refuse a foreign directory, without even locking it."""
         names = self.layer.names(folder.fd)
         foreign = [n for n in names if n != LOCK and not is_temporary(n) and not holds_state(n)]
         if foreign and IDENTITY not in names:
             raise DirectoryRefused(
-                f"{folder.path} is neither empty nor a store: it holds {sorted(foreign)[0]!r}"
+                f"{folder.path} is neither empty nor a store: it contains {sorted(foreign)[0]!r}. "
+                "Pass another directory"
             )
 
     def _identify(self) -> tuple[bytes, list[Folder], bool]:
-        """The folders as a whole: a store, nothing yet, or the beginning of one, which has a first
-        manifest and not yet all identities."""
+        """Identify the folders as a whole: a store, empty ones, or the beginning of a store, which
+        has a first manifest but not yet all identities."""
         identities = [self._identity(folder) for folder in self._open]
         known = [identity for identity in identities if identity]
         if not any(identity.part == 0 for identity in known) and (begun := self._begun(identities)):
@@ -321,23 +321,23 @@ class Folders:
                 )
             if identity.count != first.count or identity.part in parts:
                 raise DirectoryRefused(
-                    f"{folder.path} says that it is part {identity.part + 1} of {identity.count} "
-                    f"of store {first.store.hex()}, which does not fit the others: was it copied? "
-                    "Name the directories of one store"
+                    f"{folder.path} is part {identity.part + 1} of {identity.count} of store "
+                    f"{first.store.hex()}, which does not fit the others, as after a copy: pass "
+                    "the directories of one store"
                 )
             parts[identity.part] = folder
         if missing := sorted(set(range(first.count)) - parts.keys()):
             raise DirectoryRefused(
-                f"store {first.store.hex()} has {first.count} directories, part {missing[0] + 1} "
-                "is missing: name all of them"
+                f"store {first.store.hex()} has {first.count} directories, but part "
+                f"{missing[0] + 1} is missing: pass all of them"
             )
         return first.store, [parts[i] for i in range(first.count)], False
 
     def _begun(
         self, identities: Sequence[Identity | None]
     ) -> tuple[bytes, list[Folder], bool] | None:
-        """Folders in which nothing was ever committed; None if that cannot be said. Damaged if
-        there is state whose identity is missing."""
+        """Return folders in which nothing was ever committed; None if that is not certain. Raise
+        ``Damaged`` if there is state without an identity."""
         store, first = b"", None
         for folder, identity in zip(self._open, identities, strict=True):
             if identity is not None:
@@ -346,8 +346,8 @@ class Folders:
             found = self._first_manifest(folder) if held == [MANIFEST] else None
             if held and not found:
                 raise Damaged(
-                    f"{folder.path} holds {held[0]!r} but no {IDENTITY!r}, so whose it is cannot "
-                    "be told: nothing was changed. Put the file back from a copy, or name another "
+                    f"{folder.path} contains {held[0]!r} but no {IDENTITY!r}, so its store is "
+                    "unknown: nothing was changed. Restore the file from a copy, or pass another "
                     "directory",
                     file=str(folder.path / IDENTITY),
                 )
@@ -361,7 +361,7 @@ class Folders:
         return store, [first, *(folder for folder in self._open if folder is not first)], True
 
     def _first_manifest(self, folder: Folder) -> bytes:
-        """The store's identity, if nothing was committed yet."""
+        """Return the store's identity, if nothing was committed yet, else b""."""
         manifest = Manifest.unpack(folder.load(MANIFEST, MANIFEST_MAGIC))
         return manifest.store if not manifest.generation and not manifest.rows else b""
 
@@ -375,7 +375,8 @@ class Folders:
 
 
 class _Forked:
-    """A child process must not go on holding the lock when its parent is gone."""
+    """Callback that closes the folders in a forked child, which must not keep the lock after its
+    parent's end."""
 
     def __init__(self, folders: Folders) -> None:
         self._folders = weakref.ref(folders)
@@ -387,7 +388,7 @@ class _Forked:
 
 @contextlib.contextmanager
 def typed() -> Iterator[None]:
-    """Errors of the operating system in ours."""
+    """Turn errors of the operating system into ``StorageError``."""
     try:
         yield
     except OSError as error:
@@ -397,10 +398,9 @@ def typed() -> Iterator[None]:
 def named(error: OSError) -> StorageError:
     if error.errno in NO_ROOM:
         return DiskFull(
-            f"no room to write the manifest: {error}. What was committed before is intact",
+            f"no room to write the manifest: {error}. The last commit is intact; free some room",
             missing=1,
         )
     return DiskFailure(
-        f"the files of the store could not be read or written: {error}. What was committed before "
-        "is intact"
+        f"the files of the store could not be read or written: {error}. The last commit is intact"
     )

@@ -1,8 +1,8 @@
-"""Every call to the operating system about files, and their names, in one place: tests put faulty
-disks and power cuts here.
+"""All calls of the operating system for files, and their names, in one place, where tests simulate
+faulty disks and power cuts.
 
 Files are opened relative to a folder's descriptor, without following symbolic links, and only if
-they are ours.
+they belong to this user.
 """
 
 import contextlib
@@ -22,24 +22,24 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# Names of the files of a store. Whatever is named otherwise is not ours: it is never written, moved
+# Names of the files of a store. Files with other names are foreign: they are never written, moved
 # or removed.
 IDENTITY, MANIFEST, LOCK = "identity", "manifest", "lock"
 TEMPORARY = ".tmp"
 SNAPSHOT = re.compile(r"snapshot-(?!.*\.tmp$)([A-Za-z0-9][A-Za-z0-9._-]{0,99})")
-PROBE = "direct" + TEMPORARY  # written once, to see what the file system takes
-SEGMENTS = 10**9  # numbers that a segment may have
+PROBE = "direct" + TEMPORARY  # written once, to test the file system
+SEGMENTS = 10**9  # limit of a segment's number
 
 _SEGMENT = re.compile(r"segment-([0-9]{6,9})")
 
 
 class FileLayer:
-    """The system's files as they are. Descriptors are integers; ``folder`` arguments are
+    """The operating system's calls for files. Descriptors are integers; ``folder`` arguments are
     descriptors of folders."""
 
     def open_folder(self, path: Path) -> int:
-        """Open a directory, made with mode 0700 if it is not there; refuse links, other owners and
-        open doors."""
+        """Open a directory, and make it with mode 0700 if it does not exist; refuse links,
+        directories of other owners, and those that others may write to."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -54,7 +54,8 @@ class FileLayer:
         if found.st_uid != os.geteuid():
             os.close(folder)
             raise DirectoryRefused(
-                f"{path} belongs to user {found.st_uid}, expected {os.geteuid()} who runs this"
+                f"{path} belongs to user {found.st_uid}, expected user {os.geteuid()}, who runs "
+                "this process"
             )
         if found.st_mode & 0o022:
             os.close(folder)
@@ -64,21 +65,21 @@ class FileLayer:
         return folder
 
     def lock(self, folder: int, path: Path) -> int:
-        """Hold the folder for this process until the returned descriptor is closed, by us or by our
-        death."""
+        """Lock the folder for this process until the returned descriptor is closed or the process
+        ends."""
         held = self.open(folder, LOCK, create=True)
         owner = os.pread(held, 200, 0).decode(errors="replace").strip()
         try:
             if owner and not owner.startswith("process "):
                 raise DirectoryRefused(
-                    f"{path} holds a file {LOCK!r} that is not ours: choose another folder"
+                    f"{path} contains a foreign file {LOCK!r}: choose another folder"
                 )
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(held)
             raise DirectoryRefused(
-                f"{path} is in use by {owner or 'a process that has not said its name'}: close "
-                "that store, or choose another folder"
+                f"{path} is in use by {owner or 'an unknown process'}: close that store, or choose "
+                "another folder"
             ) from error
         except DirectoryRefused:
             os.close(held)
@@ -120,7 +121,7 @@ class FileLayer:
             raise DirectoryRefused(
                 f"{name!r} in the store's folder is not a file of ours: remove it"
             )
-        # opening a pipe must not wait for whoever writes to it; a file's reads may
+        # opening a pipe must not wait for its writer; reads of a file may wait
         os.set_blocking(fd, True)
         return fd
 
@@ -140,7 +141,7 @@ class FileLayer:
         return os.pwritev(fd, [view], offset)
 
     def reserve(self, fd: int, size: int) -> None:
-        """Make the file ``size`` long with room on the disk for all of it."""
+        """Make the file ``size`` bytes long, with room on the disk for all of it."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)
         else:
@@ -162,7 +163,7 @@ class FileLayer:
         os.unlink(name, dir_fd=folder)
 
     def room(self, folder: int) -> int:
-        """Free bytes on the disk."""
+        """Return the free bytes of the disk."""
         found = os.fstatvfs(folder)
         return found.f_bavail * found.f_frsize
 
@@ -171,7 +172,7 @@ class FileLayer:
         return found.f_blocks * found.f_frsize
 
     def takes_direct(self, folder: int) -> bool:
-        """Look whether files of this folder can be read and written past the page cache."""
+        """Test whether files of this folder can be read and written past the page cache."""
         if not DIRECT:
             return False
         fd, page = -1, mmap.mmap(-1, PAGE)
@@ -188,7 +189,7 @@ class FileLayer:
 
 
 def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
-    """Write from the beginning of the file, however short the single writes are."""
+    """Write from the beginning of the file, repeating short writes."""
     view, done = memoryview(content), 0
     while done < len(view):
         wrote = layer.write(fd, view[done:], done)
@@ -198,8 +199,8 @@ def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
 
 
 def read_fully(layer: FileLayer, fd: int, length: int, start: int = 0) -> bytes:
-    """``length`` bytes from ``start`` on, or as many as the file has, however short the single
-    reads are."""
+    """Read ``length`` bytes from ``start`` on, or as many as the file has, repeating short
+    reads."""
     content = memoryview(bytearray(max(min(length, layer.size(fd) - start), 0)))
     done = 0
     while done < len(content) and (got := layer.read(fd, content[done:], start + done)):
@@ -212,7 +213,7 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """None if it is not the name of a segment."""
+    """Return the number in a segment's name; None if it is another name."""
     match = _SEGMENT.fullmatch(name)
     return int(match[1]) if match and name == segment_name(int(match[1])) else None
 
@@ -222,7 +223,7 @@ def snapshot_name(name: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Left behind by an interrupted run."""
+    """Return whether a file was left by an interrupted run."""
     whole = name.removesuffix(TEMPORARY)
     return name == PROBE or (
         whole != name and (whole in (IDENTITY, MANIFEST) or bool(SNAPSHOT.fullmatch(whole)))
@@ -230,5 +231,5 @@ def is_temporary(name: str) -> bool:
 
 
 def holds_state(name: str) -> bool:
-    """Tensors, or which of them there are."""
+    """Return whether a file has tensors or a list of them."""
     return name == MANIFEST or segment_number(name) is not None or bool(SNAPSHOT.fullmatch(name))

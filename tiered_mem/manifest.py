@@ -1,8 +1,8 @@
-"""Manifest, which a commit writes last: every tensor, the chunks it lies in, their checksums and
+"""Manifest, which a commit writes last: every tensor with its chunks, their checksums and
 generations.
 
-A snapshot is a second manifest under a name of its own: the chunks it lists are not written again
-while it is there.
+A snapshot is another manifest with its own name: the chunks that it lists are not overwritten while
+it exists.
 """
 
 import math
@@ -19,7 +19,7 @@ from commpress.tiered_mem.layer import MANIFEST, PAGE, SEGMENTS
 
 MAGIC = b"cmprsTS2"  # its last byte is the version
 LONGEST_NAME = 1024  # bytes of a tensor's name
-LARGEST = 1 << 62  # of any number but a checksum: sums of two still fit 64 bits
+LARGEST = 1 << 62  # of all numbers but checksums, so that sums of two fit 64 bits
 DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -54,8 +54,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``nbytes`` at the beginning of an extent, written in ``generation``, the number of the commit
-    that made it last."""
+    """The first ``nbytes`` of an extent, written in ``generation``, the number of the commit that
+    made it last."""
 
     extent: Extent
     nbytes: int
@@ -65,7 +65,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in its block."""
+    """A tensor in its block."""
 
     name: str
     start: int
@@ -79,7 +79,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ManifestRow:
-    """One block: tensors that lie side by side, and the chunks that hold them in order."""
+    """A block: contiguous tensors, and the chunks that contain them in order."""
 
     size: int
     entries: tuple[Entry, ...]
@@ -123,8 +123,8 @@ class Manifest:
 
     @staticmethod
     def unpack(content: Any, name: str = MANIFEST, *, folders: int | None = None) -> "Manifest":
-        """Read what ``pack`` made, every number checked, against the count of ``folders`` if it is
-        given; Damaged otherwise."""
+        """Parse the result of ``pack`` with a check of every number, also against the count of
+        ``folders`` if it is given; raise ``Damaged`` if a check fails."""
         try:
             store, generation, rows, written, born, days = content
             _require(type(store) is bytes and len(store) == 16, "a store is known by 16 bytes")
@@ -150,7 +150,7 @@ class Manifest:
             _require(len(set(names)) == len(names), "every tensor is listed once")
         except (TypeError, ValueError) as error:
             raise Damaged(
-                f"{name} has a checksum that fits, but not the form of this version: {error}",
+                f"{name} has a valid checksum, but not the format of this version: {error}",
                 file=name,
             ) from error
         return found
@@ -194,7 +194,7 @@ def _entry(name: Any, start: Any, nbytes: Any, dtype: Any, shape: Any) -> Entry:
 
 
 def strides_fit(shape: Iterable[int]) -> bool:
-    """An empty tensor too has strides, which are 64 bits."""
+    """Return whether strides fit 64 bits; even those of an empty tensor must."""
     return math.prod(max(n, 1) for n in shape) <= LARGEST
 
 
@@ -203,7 +203,7 @@ def _chunk(
 ) -> Chunk:
     extent = Extent(_natural(folder), _natural(segment), _natural(offset), _natural(length))
     chunk = Chunk(extent, _natural(nbytes), _natural(checksum, (1 << 64) - 1), _natural(generation))
-    # and after it others can be made
+    # leaves numbers for later segments
     _require(extent.segment < SEGMENTS // 2, "a segment has a number")
     _require(extent.offset % PAGE == 0 and extent.length % PAGE == 0, "chunks lie on pages")
     _require(0 < chunk.nbytes <= extent.length < chunk.nbytes + PAGE, "a chunk fits its extent")

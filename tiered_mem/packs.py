@@ -1,5 +1,5 @@
-"""Packs of small tensors, and blocks of large ones: where new tensors find room, and old ones give
-it back."""
+"""Packs of small tensors, and blocks of large ones: allocation for new tensors, and release of old
+ones."""
 
 import torch
 
@@ -9,19 +9,19 @@ from commpress.tiered_mem.blocks import Block, Catalog, Use, caller, entry_of
 from commpress.tiered_mem.manifest import DTYPES, Entry
 from commpress.tiered_mem.residency import Residency
 
-NEW = "\0new"  # marks a tensor that is being put; as a name of its own it would be refused
+NEW = "\0new"  # marks a tensor that is being put; no tensor's name may contain it
 
 
 class Packs:
-    """Room for tensors, in blocks of their own or in the pack that is being filled.
+    """Room for tensors, in their own blocks or in the pack that is being filled.
 
-    Methods take the store's lock themselves; those that begin with ``_`` are called with it held.
+    Methods take the store's lock themselves; those that begin with ``_`` need it.
     """
 
     def __init__(
         self, catalog: Catalog, residency: Residency, access: Access, *, below: int, nbytes: int
     ) -> None:
-        """Tensors ``below`` so many bytes are packed, in packs of ``nbytes``."""
+        """Pack tensors of less than ``below`` bytes, in packs of ``nbytes``."""
         self._catalog, self._residency, self._access = catalog, residency, access
         self.below, self._nbytes = below, nbytes
         self._pack: Block | None = None  # being filled
@@ -48,8 +48,8 @@ class Packs:
             self._drop_when_free(name)
 
     def repack(self) -> None:
-        """Move tensors out of packs that are mostly holes, when the holes are more than a fortieth
-        of all."""
+        """Move tensors out of packs that are mostly holes, if holes exceed a fortieth of all
+        bytes."""
         with self._catalog.changed:
             blocks = self._catalog.blocks.values()
             holes = {b: b.size - b.live for b in blocks if len(b.entries) and b is not self._pack}
@@ -64,8 +64,8 @@ class Packs:
             self._rewrite(name)
 
     def _at_hand(self, block: Block) -> bool:
-        """In memory, or with others that have to be read: what is overwritten as a whole need not
-        be."""
+        """Return whether to overwrite a block in place: it is in memory, or contains other tensors.
+        A block that is overwritten as a whole need not be read."""
         return (
             (block.slot is not None and not block.leaving)
             or block.size < self.below
@@ -73,8 +73,8 @@ class Packs:
         )
 
     def _put_anew(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """In place of the tensor that has its name, which is not looked at. Called without the
-        lock."""
+        """Put a tensor in a new place, without reading the one that it replaces. Must be called
+        without the lock."""
         with self._catalog.changed:
             self._catalog.admit_writer()
             block, entry = self._place(entry)
@@ -91,7 +91,7 @@ class Packs:
                 self._end_placing(block, entry)
 
     def _place(self, entry: Entry) -> tuple[Block, Entry]:
-        """Room for a new tensor in a pack or a block of its own, held as being written."""
+        """Allocate room for a new tensor in a pack or its own block, marked as being written."""
         r, small = self._residency, entry.nbytes < self.below
         while True:
             pack = self._pack
@@ -117,8 +117,8 @@ class Packs:
         return block, Entry(entry.name, start, entry.nbytes, entry.dtype, entry.shape)
 
     def _install(self, block: Block, entry: Entry) -> None:
-        """Make this the tensor of that name from now on. If it takes the place of a whole block, it
-        is that to the schedule."""
+        """Make this the tensor of its name. If it replaces a whole block, it takes over that
+        block's number, for the schedule."""
         dropped = self._drop_when_free(entry.name)
         if (
             dropped
@@ -137,8 +137,8 @@ class Packs:
         self._catalog.changed.notify_all()
 
     def _drop_when_free(self, name: str) -> Block | None:
-        """Remove a tensor, if it is there, as soon as nobody uses it and no commit needs it; the
-        block in which it was."""
+        """Remove a tensor, if it exists, as soon as it is unused and no commit needs it; return its
+        former block."""
         c = self._catalog
         while block := c.names.get(name):
             use = block.uses.get(name)
@@ -164,7 +164,7 @@ class Packs:
         self._pack = None if self._pack is block else self._pack
 
     def _rewrite(self, name: str) -> None:
-        """Move a small tensor to the pack that is being filled, unless somebody is busy with it."""
+        """Move a small tensor to the pack that is being filled, unless it is in use."""
         r = self._residency
         with self._catalog.changed:
             if (old := self._catalog.names.get(name)) is None:
@@ -182,7 +182,7 @@ class Packs:
 
 
 def _aligned(start: int, entry: Entry) -> int:
-    """The first place from ``start`` on where a tensor may begin in a pack: packed tightly if it is
-    tiny."""
+    """Return the first offset from ``start`` on at which a tensor may begin in a pack; tiny ones
+    are packed tightly."""
     unit = 64 if entry.nbytes >= 4096 else DTYPES[entry.dtype].itemsize
     return -(-start // unit) * unit

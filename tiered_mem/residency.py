@@ -1,7 +1,6 @@
 """Residency of blocks in memory: loading, flushing and making room, never beyond a tier's budget.
 
-The store's lock (``Catalog.changed``) is held whenever a method here is called, and never while
-bytes move.
+Methods here need the store's lock (``Catalog.changed``), which is never held while bytes move.
 """
 
 import threading
@@ -22,11 +21,11 @@ from commpress.units import show_bytes
 
 @dataclass
 class Crossing:
-    """Bytes copied between host memory and where a model computes: over PCIe, if that is a device.
-    On a processor, which is both, those that would be."""
+    """Bytes copied between host memory and the model's device, over PCIe; for a model on the
+    processor the bytes that a device would need."""
 
     up: int = 0  # to the model
-    down: int = 0  # and from it
+    down: int = 0  # from the model
 
 
 class Residency:
@@ -55,23 +54,23 @@ class Residency:
         self._waiting: set[object] = set()
         self.read_seconds, self.read_bytes, self.written_bytes = 0.0, 0, 0
         self.crossing = Crossing()
-        self.timeline: Timeline | None = None  # who watches
+        self.timeline: Timeline | None = None  # set by ``watch``
 
     # ---------------------------------------------------------------- room in memory
 
     def room(
         self, arena: Arena, nbytes: int, who: object, *, before: int | None = None
     ) -> Slot | None:
-        """A slot; others leave for it, and ``who`` waits. May let go of the lock. OverBudget if
-        nothing can leave.
+        """Return a slot, after evicting other blocks, for which ``who`` waits. May release the
+        lock. Raise ``OverBudget`` if nothing can be evicted.
 
-        With ``before`` it is for a hint: None instead of waiting for users, or if all others are
-        used sooner.
+        ``before`` marks a prefetch, with the accesses until its use: return None instead of waiting
+        for users, or if all others are used sooner.
         """
         if padded(nbytes) > arena.capacity:
             raise OverBudget(
                 f"{show_bytes(nbytes)} do not fit into {self._tier(arena)} memory of "
-                f"{show_bytes(arena.capacity)}: raise its budget, or cut the tensor"
+                f"{show_bytes(arena.capacity)}: raise its budget, or divide the tensor"
             )
         leaving, tried = dict[Block, None](), set[Block]()
         while (slot := arena.take(nbytes)) is None:
@@ -109,8 +108,8 @@ class Residency:
         return victim
 
     def _refuse_if_stuck(self, arena: Arena, nbytes: int, who: object) -> None:
-        """Nothing can leave. If those who hold it all wait for room themselves, nobody will let
-        go."""
+        """Raise ``OverBudget`` if all borrowers of a full tier wait for room themselves, because
+        then none will ever return a tensor."""
         holders = {
             held for b in self.resident[arena] for use in b.uses.values() for held in use.holders()
         }
@@ -127,8 +126,8 @@ class Residency:
             )
 
     def expel(self, block: Block, who: object) -> None:
-        """Have an unused block leave its tier: at once if it is clean, else after it is written or
-        copied."""
+        """Remove an unused block from its tier: at once if it is clean, else after writing or
+        copying it."""
         if block.dirty and block.arena is self.device:
             self._move(block, self.host, who)
         elif block.dirty:
@@ -138,7 +137,7 @@ class Residency:
             self.forget(block)
 
     def forget(self, block: Block) -> None:
-        """Give the memory back; the bytes on disk, if any, remain."""
+        """Free the memory; the bytes on disk, if any, remain."""
         if block.arena is not None and block.slot is not None:
             block.settle()
             del self.resident[block.arena][block]
@@ -153,7 +152,7 @@ class Residency:
         self.resident[arena][block] = None
 
     def touch(self, block: Block) -> None:
-        """Now the most recently used."""
+        """Make a block the most recently used."""
         assert block.arena is not None
         resident = self.resident[block.arena]
         del resident[block]
@@ -168,7 +167,7 @@ class Residency:
     # ---------------------------------------------------------------- moves
 
     def bring(self, block: Block, arena: Arena, who: object, *, before: int | None = None) -> bool:
-        """Begin to bring a block, that nothing moves, into a tier. May let go of the lock: look
+        """Begin to bring an unmoving block into a tier. May release the lock, so check the block
         again afterwards."""
         if block.damage:
             raise block.damage
@@ -178,7 +177,7 @@ class Residency:
         slot = self.room(self.host, block.size, who, before=before)
         if slot is None:
             return False
-        if block.slot is not None or block.moving or not block.entries:  # somebody was faster
+        if block.slot is not None or block.moving or not block.entries:  # another thread was faster
             self.host.give(slot)
             self.changed.notify_all()
             return True
@@ -186,7 +185,7 @@ class Residency:
         return True
 
     def seconds_to_read(self, size: int) -> float:
-        """Estimate it at the rate measured so far."""
+        """Estimate the seconds of a read from the rate so far."""
         return size * self.read_seconds / self.read_bytes if self.read_bytes else 0.0
 
     def _load(self, block: Block, slot: Slot) -> None:
@@ -214,10 +213,9 @@ class Residency:
             self.changed.notify_all()
 
     def flush(self, block: Block, who: object) -> None:
-        """Begin to write a dirty block, that nobody writes to and nothing moves, to new places on
-        the disk.
+        """Begin to write a dirty block without writers and moves to new places on disk.
 
-        From the device it goes through a slot in host memory; then the lock is let go of meanwhile.
+        A block on the device is copied to a slot in host memory first, without the lock.
         """
         assert block.slot is not None
         assert not block.moving
@@ -248,7 +246,7 @@ class Residency:
         )
 
     def _copy(self, block: Block, arena: Arena, who: object) -> Slot:
-        """The bytes of a block, that nobody changes, in another tier too. Lets go of the lock."""
+        """Copy the bytes of a block without writers into another tier. Releases the lock."""
         slot = self.room(arena, block.size, who)
         assert slot is not None
         assert block.arena is not None
@@ -281,7 +279,7 @@ class Residency:
             if staged is not None:
                 self.host.give(staged)
             if error is not None:
-                # the disk refused some of them: none is used again in this run
+                # the disk refused some of these places: none is used again in this run
                 self.references.lost.update(extents)
                 block.failure, block.leaving = error, False
                 moving.fail(error)
@@ -306,8 +304,8 @@ class Residency:
             self.changed.notify_all()
 
     def _move(self, block: Block, arena: Arena, who: object) -> None:
-        """Copy an unused block that nothing moves between host and device; the caller does it,
-        without the lock."""
+        """Copy an unused, unmoving block between host and device, in the calling thread, without
+        the lock."""
         assert block.slot is not None
         assert block.arena is not None
         assert not block.moving

@@ -1,10 +1,10 @@
-"""Record one training step's accesses, then know what comes next: what to read ahead, and what to
-let go.
+"""Record the accesses of one training step, to know what to read in advance and what to evict in
+the next ones.
 
-Training repeats itself. The recorded trace is taken as a circle; on it the block whose next use is
-farthest leaves (Belady's rule, which no rule can beat for blocks of one size), and a read begins
-early enough for its bytes to arrive. When a step departs from the trace, it is recorded anew, and
-until it has ended the least recently used block leaves.
+Training steps repeat. The recorded trace is treated as a circle: the block with the farthest next
+use is evicted (Belady's rule, which is optimal for blocks of one size), and a read begins early
+enough for its bytes to arrive. A step that departs from the trace is recorded again, and until its
+end the least recently used block is evicted.
 """
 
 import math
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 NEVER = math.inf
-EARLY = 1.5  # begin reads this many times earlier than their bytes need
+EARLY = 1.5  # factor by which reads begin earlier than necessary
 
 
 def next_uses(trace: Sequence[int]) -> dict[int, list[int]]:
-    """Key → the positions at which it is used."""
+    """Map each key to the positions at which it is used."""
     uses: dict[int, list[int]] = {}
     for i, key in enumerate(trace):
         uses.setdefault(key, []).append(i)
@@ -26,8 +26,8 @@ def next_uses(trace: Sequence[int]) -> dict[int, list[int]]:
 
 
 def farthest(trace: Sequence[int], rounds: int = 1) -> "Callable[[Sequence[int], int], int]":
-    """Belady's rule on ``rounds`` repetitions of a trace: (resident, oldest use first; position) →
-    who leaves."""
+    """Return Belady's rule for ``rounds`` repetitions of a trace: a function from (resident, oldest
+    use first; position) to the key to evict."""
     uses, length = next_uses(trace), len(trace)
 
     def choose(resident: Sequence[int], position: int) -> int:
@@ -41,7 +41,7 @@ def farthest(trace: Sequence[int], rounds: int = 1) -> "Callable[[Sequence[int],
 def distance(
     uses: Mapping[int, Sequence[int]], length: int, key: int, position: int, *, circle: bool = True
 ) -> float:
-    """Accesses from ``position`` (itself over) to the next use of ``key``."""
+    """Return the accesses from ``position`` (which is over) to the next use of ``key``."""
     at = uses.get(key)
     if not at:
         return NEVER
@@ -62,7 +62,8 @@ def misses(
     choose: Callable[[Sequence[int], int], int],
     rounds: int = 1,
 ) -> int:
-    """Accesses that find their block not in memory, on ``rounds`` repetitions from empty memory."""
+    """Count the accesses that do not find their block in memory, in ``rounds`` repetitions from
+    empty memory."""
     resident: dict[int, None] = {}
     used = count = 0
     for _ in range(rounds):
@@ -81,11 +82,11 @@ def misses(
 
 
 def starts(times: Sequence[float], reads: Sequence[float]) -> list[int]:
-    """Give the position, for each access, at which its read should begin, one read after another.
+    """Return, for each access, the position at which its read should begin, one read at a time.
 
-    ``times`` are those of the accesses within a step, ``reads`` the seconds each takes to read.
-    Planned backwards: a read ends before its access and before the next read must begin; positions
-    before the step (negative) are of the last one.
+    ``times``: times of the accesses within a step; ``reads``: seconds of each read. It is planned
+    backwards: a read ends before its access and before the next read must begin. Negative positions
+    are in the step before.
     """
     if not times:
         return []
@@ -101,17 +102,17 @@ def starts(times: Sequence[float], reads: Sequence[float]) -> list[int]:
 
 @dataclass
 class Schedule:
-    """Guarded by the store's lock. Keys are block numbers."""
+    """A schedule of accesses, guarded by the store's lock. Keys are block numbers."""
 
     capacity: int
     trace: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     position: int = -1  # of the last access in the trace
-    planned: bool = False  # the trace is complete and has been kept to
+    planned: bool = False  # the trace is complete, and the step follows it
     active: bool = False  # inside a step
-    departures: int = 0  # how often a step left the trace
-    stalled: float = 0.0  # seconds of waiting in this step: not part of its rhythm
+    departures: int = 0  # steps that departed from the trace
+    stalled: float = 0.0  # seconds of waiting in this step, not part of its times
     _uses: dict[int, list[int]] = field(default_factory=dict)
     _new: list[tuple[int, float]] = field(default_factory=list)
     # (begin, access), in order of begin
@@ -135,8 +136,7 @@ class Schedule:
                 self.departures += 1
 
     def end(self, read_seconds: Callable[[int], float]) -> None:
-        """The step is over. ``read_seconds(size)`` is what a read takes here, as measured so
-        far."""
+        """End the step. ``read_seconds(size)``: seconds of a read, as measured so far."""
         self.active = False
         if self.planned and self.position == len(self.trace) - 1:
             return
@@ -152,12 +152,12 @@ class Schedule:
         self.position, self._at = len(self.trace) - 1, 0
 
     def next_use(self, key: int) -> float:
-        """Accesses from now to the next use of a block; infinite if the trace does not know it."""
+        """Return the accesses from now to the next use of a block; infinite if the trace does not
+        have it."""
         return distance(self._uses, len(self.trace), key, self.position)
 
     def ahead(self) -> list[tuple[int, int]]:
-        """(key, accesses from now) of the reads that should begin now and have not been named in
-        this step."""
+        """Return (key, accesses from now) of the reads that should begin now, each once a step."""
         if not self.planned or not self.active:
             return []
         due = []
@@ -169,8 +169,8 @@ class Schedule:
         return due
 
     def _better_than_lru(self) -> bool:
-        """Blocks of unequal size can make Belady's rule worse than it should be: then keep to the
-        other one."""
+        """Return whether Belady's rule has no more misses than evicting the least recently used
+        block, which may be better for blocks of unequal size."""
         planned = misses(
             self.trace, self.sizes, self.capacity, farthest(self.trace, rounds=2), rounds=3
         )

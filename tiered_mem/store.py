@@ -1,10 +1,10 @@
-"""Named tensors that live on the fastest tier with room: device, host memory, disks.
+"""Named tensors on the fastest tier with room: device, host memory, disks.
 
 store = TieredStore.open("/nvme/run1", host="8GiB")
 store.put("moments", tensor)
-with store.borrow("moments") as moments:      # in host memory, changes are kept
+with store.borrow("moments") as moments:      # in host memory; changes are kept
     moments.mul_(0.9)
-store.commit()                                # now a power cut cannot take them
+store.commit()                                # from now on they survive a power cut
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,8 +33,8 @@ from commpress.units import parse_bytes
 
 @dataclass(frozen=True)
 class Options:
-    """``chunk_bytes``: the largest request the disk sees. ``pack_below``: smaller tensors share
-    chunks."""
+    """Sizes in a store. ``chunk_bytes``: the largest chunk on disk. ``pack_below``: smaller tensors
+    share chunks."""
 
     chunk_bytes: int = 4 << 20
     pack_below: int = 256 << 10
@@ -49,21 +49,21 @@ class Options:
                 )
         if not 0 <= self.pack_below <= self.pack_bytes <= self.chunk_bytes:
             raise InvalidArgument(
-                f"pack_below {self.pack_below} <= pack_bytes {self.pack_bytes} <= chunk_bytes "
-                f"{self.chunk_bytes} must hold"
+                f"pack_below is {self.pack_below}, pack_bytes {self.pack_bytes} and chunk_bytes "
+                f"{self.chunk_bytes}, expected pack_below <= pack_bytes <= chunk_bytes"
             )
 
 
 @dataclass(frozen=True)
 class Info:
-    """One tensor, and where its newest bytes are."""
+    """Description of one tensor, and the tier of its newest bytes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     tier: Literal["device", "host", "disk"]
-    dirty: bool  # newer in memory than on disk
+    dirty: bool  # True if newer in memory than on disk
     pinned: bool
 
 
@@ -78,8 +78,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes by tier. ``fragmentation`` is the share of the bytes taken on disk that no tensor
-    fills."""
+    """Bytes by tier. ``fragmentation``: share of the bytes taken on disk that no tensor uses."""
 
     host: int
     host_capacity: int
@@ -92,8 +91,8 @@ class Usage:
 
 
 class TieredStore:
-    """Store of named tensors, thread-safe. Made by ``open``; ``close`` it, or use it as a context.
-    Only what was committed outlives it."""
+    """Thread-safe store of named tensors. ``open`` makes it; call ``close``, or use it as a context
+    manager. Only committed state survives its end."""
 
     def __init__(
         self, catalog: Catalog, residency: Residency, folders: Folders, options: Options
@@ -130,17 +129,17 @@ class TieredStore:
 
         ``host``, ``device`` and ``disk`` (in each directory) are budgets that are never exceeded.
 
-        - ``accelerator``: where the device tier lies.
-        - ``reserve``: take the room of ``disk`` now, so that it cannot be missing later.
-        - ``engine``: what moves bytes to disks; "auto" measures.
-        - ``depth``: requests that a disk gets at once.
-        - ``direct``: go past the page cache; None: where that works.
-        - ``pin``: register host memory with CUDA; None: where this process uses CUDA already, or
-          its ``device`` budget does, since a process that has begun to cannot be forked.
-        - ``writes_per_day``: bytes, a budget that spares flash memory; what would go beyond it is
+        - ``accelerator``: device of the device tier.
+        - ``reserve``: reserve the room of ``disk`` now, so that it is available later.
+        - ``engine``: engine for transfers to disks; "auto" measures which is the fastest.
+        - ``depth``: number of requests that a disk gets at once.
+        - ``direct``: bypass the page cache; None does so if the file system supports it.
+        - ``pin``: register host memory with CUDA, after which the process cannot be forked; None
+          does so if this process uses CUDA already or has a ``device`` budget.
+        - ``writes_per_day``: budget in bytes that spares flash memory; writes beyond it are
           refused.
         - ``options``: sizes of chunks and packs.
-        - ``layer``: calls of the file system, for tests that let them fail.
+        - ``layer``: calls of the file system, for tests that simulate failures.
         """
         options, layer = options or Options(), layer or FileLayer()
         on_card = torch.device(accelerator).type == "cuda"
@@ -160,7 +159,7 @@ class TieredStore:
         opened: Disk | None = None
         try:
             with typed():
-                # Everything is read and judged before anything is removed.
+                # Everything is read and checked before anything is removed.
                 last = None if folders.fresh else folders.last_commit()
                 snapshots = {} if folders.fresh else folders.snapshots()
                 opened = _disk(folders, disk_bytes, engine, depth, direct, options)
@@ -193,19 +192,19 @@ class TieredStore:
 
     @staticmethod
     def restore(directory: Paths, snapshot: str, *, layer: FileLayer | None = None) -> None:
-        """Make a snapshot the state with which the store in ``directory``, which nobody has open,
-        opens next."""
+        """Make a snapshot the state with which the store in ``directory`` opens next; no process
+        may have it open."""
         with typed():
             folders = Folders(directory, layer or FileLayer())
             try:
                 if folders.fresh:
-                    raise InvalidArgument(f"{folders.parts[0].path} holds no store")
+                    raise InvalidArgument(f"{folders.parts[0].path} has no store")
                 folders.restore(snapshot)
             finally:
                 folders.close()
 
     def close(self) -> None:
-        """End all threads and give the directories free. Changes since the last commit are gone."""
+        """End all threads and unlock the directories. Changes since the last commit are lost."""
         background = self._access.background
         if background.closed:
             return
@@ -213,7 +212,7 @@ class TieredStore:
             background.closed = True
             self._catalog.changed.notify_all()
         background.end()
-        self._residency.disk.close()  # finishes what is under way
+        self._residency.disk.close()  # finishes running transfers
         self._residency.host.close()
         self._folders.close()
 
@@ -230,23 +229,24 @@ class TieredStore:
         return self._access.counters
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy under ``name``, in host memory for now; replaces what was there."""
+        """Store a copy under ``name``, at first in host memory; replace an earlier tensor of that
+        name."""
         self._check()
         self._packs.put(name, tensor)
 
     def borrow(self, name: str, *, on: Tier = "host", write: bool = True) -> Borrow:
-        """A context with the tensor itself, on the tier asked for; changes are kept, also when the
-        context is left by an error. One writer or many readers at a time. After the context the
-        tensor is empty. ``async with`` works too."""
+        """Return a context manager that yields the tensor itself, on the requested tier. Changes
+        are kept, even if an error leaves the context. There is one writer or any number of readers
+        at a time. After the context the tensor is empty. ``async with`` works, too."""
         return self._access.borrow(name, on, write=write)
 
     def delete(self, name: str) -> None:
-        """The disk still has it until the next commit."""
+        """Delete a tensor. The last commit on disk still has it until the next one."""
         self._check()
         self._packs.delete(name)
 
     def pin(self, name: str, *, on: Tier = "host") -> None:
-        """Bring it there, and never evict it, until ``unpin``."""
+        """Bring a tensor to a tier, and never evict it until ``unpin``."""
         self._access.acquire(name, on, write=False, who=caller(), pin=True)
         self._access.release(name, write=False, who=caller())
 
@@ -258,22 +258,23 @@ class TieredStore:
     # ---------------------------------------------------------------- moving between tiers
 
     def prefetch(self, names: str | Iterable[str]) -> Pending[int]:
-        """Begin to read tensors into host memory; the result is how many blocks were read. A hint:
-        where everything in memory is in use, it is dropped."""
+        """Begin to read tensors into host memory; the result is the number of blocks read. This is
+        a hint, ignored if everything in memory is in use."""
         return self._access.prefetch(names)
 
     def evict(self, names: str | Iterable[str]) -> Pending[None]:
-        """Write tensors to disk where they are newer in memory, and give their memory back."""
+        """Write tensors that are newer in memory to disk, and free their memory."""
         return self._access.evict(names)
 
     def flush(self, names: Iterable[str] | None = None) -> Pending[None]:
-        """Write tensors that are newer in memory, and keep them there. Not yet a commit."""
+        """Write tensors that are newer in memory to disk, and keep them in memory. It does not
+        commit them."""
         return self._access.flush(names)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step: the first is recorded, the following ones are read ahead and evicted
-        by plan."""
+        """Mark a training step: the first one is recorded, and in later ones tensors are read in
+        advance and evicted by that plan."""
         schedule = self._residency.schedule
         with self._catalog.changed:
             schedule.begin()
@@ -287,22 +288,21 @@ class TieredStore:
     # ---------------------------------------------------------------- durability
 
     def commit(self) -> int:
-        """Everything as it is at this moment survives a crash when this returns; the commit's
-        number. Waits for those who are writing; readers and later writers go on meanwhile."""
+        """Make the present state survive a crash; return the commit's number. It waits for present
+        writers, while readers and later writers continue."""
         self._check()
         self._packs.repack()
         return self._commits.commit()
 
     def commit_later(self) -> Pending[int]:
-        """``commit`` in the background. What it keeps is the state of some moment after this
-        call."""
+        """Call ``commit`` in the background. It saves the state of some moment after this call."""
         pending: Pending[int] = Pending()
         self._access.background.spawn(lambda: pending.run(self.commit))
         return pending
 
     def snapshot(self, name: str) -> int:
-        """Commit, and keep this state under ``name`` beside all later ones; only what changes costs
-        room."""
+        """Commit, and keep this state under ``name`` besides all later ones; only tensors that
+        change take room."""
         self._check()
         return self._commits.commit(snapshot=name)
 
@@ -314,13 +314,12 @@ class TieredStore:
         self._commits.drop_snapshot(name)
 
     def copy_snapshot(self, name: str, directory: Paths) -> None:
-        """Make a store of its own of a snapshot, in an empty directory; this one goes on being used
-        meanwhile."""
+        """Copy a snapshot to an empty directory as a new store; this store stays usable."""
         self._check()
         self._commits.copy_snapshot(name, directory)
 
     def verify(self) -> list[Damaged]:
-        """Read every chunk of the current state on disk; what is damaged, by tensor. Changes
+        """Read every chunk of the current state on disk; return the damage by tensor. Changes
         nothing."""
         self._check()
         return self._commits.verify()
@@ -352,8 +351,8 @@ class TieredStore:
             )
 
     def places(self, name: str) -> list[FileRange]:
-        """The places to which its bytes were last written, with what lies beside them; newer ones
-        may be in memory."""
+        """Return the places on disk to which a tensor's block was last written; newer bytes may be
+        in memory."""
         disk = self._residency.disk
         with self._catalog.changed:
             chunks = self._catalog.block(name).chunks
@@ -363,24 +362,25 @@ class TieredStore:
             ]
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes of tensors read from disk and written to it since the store was opened."""
+        """Return the bytes of tensors read from disk and written to it since the store was
+        opened."""
         return self._residency.read_bytes, self._residency.written_bytes
 
     @property
     def device(self) -> torch.device | None:
-        """The device of its device tier."""
+        """Device of the device tier, None without one."""
         arena = self._residency.device
         return None if arena is None else arena.bytes.device
 
     @property
     def crossing(self) -> Crossing:
-        """Bytes between host memory and the device; ``Offloaded`` and ``stream`` count theirs here
-        too."""
+        """Bytes between host memory and the device; ``Offloaded`` and ``stream`` add theirs
+        here."""
         return self._residency.crossing
 
     @property
     def timeline(self) -> Timeline | None:
-        """Timeline of whoever watches; see ``commpress.watch``."""
+        """Timeline on which spans are recorded; see ``commpress.watch``."""
         return self._residency.timeline
 
     @timeline.setter
@@ -414,7 +414,7 @@ class TieredStore:
 
     @property
     def pack_below(self) -> int:
-        """Bytes below which tensors share a chunk, and so come and go together."""
+        """Bytes below which tensors share a chunk and move together."""
         return self._packs.below
 
     @property
@@ -464,7 +464,7 @@ def _host(nbytes: int, disk: Disk, pin: bool) -> Arena:
 def _load(
     manifest: Manifest, snapshots: Mapping[str, Manifest], catalog: Catalog, residency: Residency
 ) -> None:
-    """The state of the last commit."""
+    """Load the state of the last commit."""
     references, wear = residency.references, residency.wear
     references.generation, references.committed = manifest.generation, manifest.extents
     references.snapshots = {name: snapshot.extents for name, snapshot in snapshots.items()}

@@ -1,12 +1,12 @@
-"""Large batches with adversarial noise (ScaLA): 1-bit LAMB on embeddings that are moved a little to
-where the loss is worse.
+"""Large batches with adversarial noise (ScaLA): 1-bit LAMB on embeddings that are perturbed to
+increase the loss.
 
     torchrun --nproc-per-node 2 examples/gallery/adversarial_lamb.py
     torchrun --nproc-per-node 2 examples/gallery/adversarial_lamb.py --radius 0          LAMB alone
 
-After a quarter of the steps every batch is seen twice: δ takes one step uphill in a ball around
-each sample's embeddings, and the model learns from the noisy loss beside the clean one. Each rank
-draws and climbs alone, so nothing more is sent.
+After a quarter of the steps every batch is used twice: δ takes one ascent step in a ball around
+each sample's embeddings, and the model learns from the noisy loss in addition to the clean one.
+Each rank computes its own noise, so no further bytes are sent.
 """
 
 import argparse
@@ -21,7 +21,7 @@ VOCABULARY, LENGTH, WIDTH, CLASSES, BATCH = 64, 12, 32, 4, 128
 
 
 class Classifier(nn.Module):
-    """Network that names the most frequent of four groups of tokens in a sequence."""
+    """Network that classifies which of four groups of tokens is the most frequent in a sequence."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def batch(generator, rows=BATCH):
 
 
 def noise(model, embedded, labels, radius, generator):
-    """One normalised step uphill from a random place, back into the ball of each sample."""
+    """Take one normalized ascent step from a random point, projected to the ball of each sample."""
     start = torch.randn(embedded.shape, generator=generator) * 1e-3
     delta = start.requires_grad_()
     (slope,) = torch.autograd.grad(model.loss(embedded.detach() + delta, labels), delta)
@@ -56,7 +56,7 @@ def noise(model, embedded, labels, radius, generator):
 
 
 def train(steps, *, radius=0.3, after=None, codec="sign", seed=0):
-    """Losses without noise, of the same batch on every rank; and the model."""
+    """Return the losses without noise, for the same batch on every rank, and the model."""
     torch.manual_seed(seed)
     model = Classifier()
     optimizer = commpress.OneBitLamb(
@@ -85,7 +85,7 @@ def train(steps, *, radius=0.3, after=None, codec="sign", seed=0):
 
 
 def worst(model, radius):
-    """Loss of the test batch with the noise that one step uphill finds."""
+    """Return the loss of the test batch with the noise of one ascent step."""
     generator = torch.Generator().manual_seed(0)
     tokens, labels = batch(generator, 512)
     embedded = model.embedded(tokens).detach()
@@ -98,7 +98,7 @@ def main():
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--radius", type=float, default=0.3, help="of the ball, 0: no noise (default 0.3)"
+        "--radius", type=float, default=0.3, help="radius of the ball, 0: no noise (default 0.3)"
     )
     parser.add_argument("--codec", default="sign")
     options = parser.parse_args()

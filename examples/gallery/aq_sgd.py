@@ -1,18 +1,18 @@
-"""AQ-SGD (Wang et al. 2022, arXiv 2206.01299): between the stages of a pipeline an activation
-travels as its change since the same sample was last seen.
+"""AQ-SGD (Wang et al. 2022, arXiv 2206.01299): the stages of a pipeline send an activation as its
+change since the last use of the same sample.
 
-    first time    m(ξ) ← a(ξ)                      as it is, on both sides of the edge
+    first time    m(ξ) ← a(ξ)                      exact, on both sides of the edge
     then          m(ξ) ← m(ξ) + Q(a(ξ) − m(ξ))     in few bits; the next stage computes with m(ξ)
     back          Q(∂f/∂m)                         quantised directly
 
-As training slows down, changes become small, and so does what quantisation leaves out: the error
-goes to zero with the steps, where that of Q(a) stays. Both sides keep a float32 copy of every
-sample's activation, so this is for fine-tuning on sets that are seen several times.
+As training converges, changes become small, and so does the quantization error: it goes to zero,
+while that of Q(a) does not. Both sides keep a float32 copy of every sample's activation, so the
+method serves fine-tuning on a data set that is read several times.
 
     torchrun --nproc-per-node 2 examples/gallery/aq_sgd.py
     torchrun --nproc-per-node 2 examples/gallery/aq_sgd.py --direct
 
-``--direct``: activations in as many bits, without differences.
+``--direct``: activations in the same number of bits, without differences.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WIDTH, SAMPLES, ROWS = 64, 128, 16
 
 
 class Edge:
-    """The edge between two ranks, as one of them sees it; ``kept``: m of every sample."""
+    """The edge between two ranks on one of them; ``kept``: m of every sample."""
 
     def __init__(self, peer: int, codec: str, gradient_codec: str, *, direct: bool) -> None:
         self.peer, self.direct, self.sent_bytes, self.error = peer, direct, 0, 0.0
@@ -56,13 +56,13 @@ class Edge:
     def receive_gradient(self, rows: int) -> torch.Tensor:
         return self._receive((rows, WIDTH), self.gradient_codec)
 
-    def _keep(self, came: torch.Tensor, samples: torch.Tensor, new: bool) -> None:
+    def _keep(self, received: torch.Tensor, samples: torch.Tensor, new: bool) -> None:
         before = 0.0 if new or self.direct else self.kept[samples]
-        self.kept[samples] = before + came
+        self.kept[samples] = before + received
         self.seen[samples] = True
 
     def _send(self, tensor, codec) -> torch.Tensor:
-        """The tensor as it arrives."""
+        """Send a tensor; return it as the receiver decodes it."""
         message = tensor.contiguous() if codec is None else encoded(tensor, codec)
         dist.send(message, self.peer)
         self.sent_bytes += message.numel() * message.element_size()
@@ -85,8 +85,8 @@ class Edge:
 def train(
     steps: int, codec: str = "int4", gradient_codec: str = "int8", *, direct: bool = False
 ) -> tuple[list[float], float, int]:
-    """Losses, the relative error of the last activation and the bytes sent, as this rank knows
-    them: losses on rank 1, errors on rank 0."""
+    """Return the losses (on rank 1), the relative error of the last activation (on rank 0) and the
+    bytes sent."""
     torch.manual_seed(0)
     x = torch.randn(SAMPLES, 8)
     y = torch.sin(x.sum(1, keepdim=True))

@@ -1,14 +1,14 @@
-"""DeMo (arXiv 2411.19870), decoupled momentum: each rank keeps momentum of its own, and sends its
-fastest components alone.
+"""DeMo (arXiv 2411.19870), decoupled momentum: each rank has its own momentum, and sends only its
+fastest components.
 
     δᵢ ← β·δᵢ + γ·gᵢ     qᵢ = the k largest of each chunk of DCT(δᵢ)     δᵢ ← δᵢ − IDCT(qᵢ)
     x ← (1 − γ·λ)·x − γ·sign(IDCT(q̄))     q̄: of each coefficient the mean over those that sent it
 
 The DCT of a chunk X is C = B·X·Bᵀ with B[k, n] = √(2/N)·cos(π·(2n + 1)·k / 2N), the first row
-divided by √2; it is orthonormal, so X = Bᵀ·C·B. Every rank decodes what all sent, adds it in the
-order of ranks, and transforms it back in float64, of which one sign is used: so parameters stay the
-same in every bit. With 32 coefficients of each 64 × 64 a step sends 0.38 bits a parameter to every
-peer (6 bytes a coefficient; 12 as published).
+divided by √2; it is orthonormal, so X = Bᵀ·C·B. Every rank decodes the messages of all, sums them
+in the order of ranks, and transforms the sum back in float64, of which only signs are used: so
+parameters stay equal bit for bit. With 32 coefficients of each 64 × 64 a step sends 0.38 bits per
+parameter to every peer (6 bytes per coefficient; 12 as published).
 
     torchrun --nproc-per-node 2 examples/gallery/demo_optimizer.py
     torchrun --nproc-per-node 2 examples/gallery/demo_optimizer.py --topk 8
@@ -30,8 +30,8 @@ import commpress
 
 
 class ChunkedCosine:
-    """The transform of a tensor seen as a matrix of shape[0] rows, a vector as one: chunk by chunk,
-    as few chunks as can be with sides up to ``longest``, all of one shape, padded with zeros."""
+    """The transform of a tensor as a matrix of shape[0] rows (one row for a vector), divided into
+    the fewest chunks with sides up to ``longest``, of equal shape, padded with zeros."""
 
     def __init__(self, shape, longest):
         self.shape = tuple(shape)
@@ -41,7 +41,7 @@ class ChunkedCosine:
         self.tall, self.wide = -(-self.rows // self.below), -(-self.columns // self.beside)
 
     def forward(self, x):
-        """[chunks, elements of one] of the coefficients."""
+        """Return the coefficients as [chunks, elements of one]."""
         padding = (
             *(0, self.beside * self.wide - self.columns),
             *(0, self.below * self.tall - self.rows),
@@ -52,7 +52,7 @@ class ChunkedCosine:
         return found.reshape(self.below * self.beside, self.tall * self.wide)
 
     def backward(self, coefficients):
-        """The tensor that has these coefficients."""
+        """Return the tensor with these coefficients."""
         chunks = coefficients.view(self.below, self.beside, self.tall, self.wide)
         chunks = basis(self.tall, chunks.dtype).T @ chunks @ basis(self.wide, chunks.dtype)
         whole = chunks.transpose(1, 2).reshape(self.below * self.tall, self.beside * self.wide)
@@ -71,11 +71,12 @@ def basis(size, dtype):
 
 
 class DeMo(torch.optim.Optimizer):
-    """Signs of shared momentum, for float32 parameters on the CPU that begin as rank 0 has them.
+    """Update float32 parameters on the CPU by signs of shared momentum; they begin with the values
+    of rank 0.
 
-    Gradients are this rank's own: do not wrap the model in DistributedDataParallel, which would
-    average them. ``decay``: β. ``topk``, ``chunk``: coefficients kept of each chunk of up to chunk
-    × chunk elements. A step whose momentum is not finite on some rank is left out on all. Each rank
+    Gradients must not be averaged: do not wrap the model in DistributedDataParallel. ``decay``: β.
+    ``topk``, ``chunk``: number of coefficients to keep of each chunk of up to chunk × chunk
+    elements. A step with momentum that is not finite on some rank is left out on all. Each rank
     saves and loads its own ``state_dict``.
     """
 
@@ -144,7 +145,7 @@ class DeMo(torch.optim.Optimizer):
         return loss
 
     def split(self):
-        """The rest of each parameter's momentum, and the bytes of what leaves. A missing gradient
+        """Return the rest of each parameter's momentum, and the bytes to send. A missing gradient
         is zero."""
         left, message = [], []
         for group, p in self.each():
@@ -160,7 +161,7 @@ class DeMo(torch.optim.Optimizer):
         return left, torch.cat([part.view(torch.uint8) for part in message])
 
     def values_and_places(self, message):
-        """Components of each parameter, from the bytes that a rank sent."""
+        """Parse the components of each parameter from a rank's bytes."""
         found, at = [], 0
         for _, p in self.each():
             shape = self.coefficients(p)[0], self.kept(p)
@@ -190,7 +191,8 @@ def network():
 
 
 def train(steps, *, demo=True, **options):
-    """Losses on data of no rank, the model, and the bits a parameter that a step sends a peer."""
+    """Return losses on test data, the model, and the bits per parameter that a step sends to a
+    peer."""
     torch.manual_seed(0)
     model, teacher = network(), network()
     draws = torch.Generator().manual_seed(1 + dist.get_rank())

@@ -1,10 +1,10 @@
 """dist-EF-SGDM (arXiv 1905.10936): SGD with Nesterov's momentum over a slow network, in one bit.
 
-    Δᵢ = Q(gᵢ + eᵢ)        Δ = Q(mean Δᵢ + s)        eᵢ, s: what Q left out
+    Δᵢ = Q(gᵢ + eᵢ)        Δ = Q(mean Δᵢ + s)        eᵢ, s: residuals
     m ← μ·m + Δ            θ ← θ − lr·(Δ + μ·m)
 
-Momentum is equal on all ranks, so only gradients travel. The class says what it holds; saving and
-loading, other numbers of ranks, newcomers and deaths come from ``commpress.Stateful``.
+Momentum is equal on all ranks, so only gradients are sent. The class lists its states;
+``commpress.Stateful`` adds saving and loading, other numbers of ranks, newcomers and deaths.
 
     torchrun --nproc-per-node 2 examples/gallery/ef_momentum.py
 """
@@ -16,7 +16,8 @@ import commpress
 
 
 class EFMomentum(commpress.Stateful, torch.optim.Optimizer):
-    """``codec`` sends gradients of at least ``min_numel`` elements, smaller ones are exact."""
+    """SGD with momentum: ``codec`` compresses gradients of at least ``min_numel`` elements, smaller
+    ones are exact."""
 
     def __init__(self, params, lr=0.1, momentum=0.9, *, codec="sign", min_numel=256, **among):
         torch.optim.Optimizer.__init__(self, params, {"lr": lr, "momentum": momentum})
@@ -56,7 +57,8 @@ class EFMomentum(commpress.Stateful, torch.optim.Optimizer):
 
 
 def solve(codec, steps=300):
-    """A quadratic whose gradients are noise for the most part; the learning rate falls to zero."""
+    """Minimize a quadratic with gradients that are mostly noise; the learning rate falls to
+    zero."""
     target, model = torch.linspace(-1, 1, 512).repeat(64, 1), torch.zeros(64, 512)
     optimizer = EFMomentum([model], codec=codec)
     torch.manual_seed(dist.get_rank())

@@ -1,20 +1,22 @@
-"""FlexSP (arXiv 2412.01523): sequences of different length in groups of different size, long ones
-on many ranks and short ones on few, at once.
+"""FlexSP (arXiv 2412.01523): sequences of different lengths in groups of different sizes, long ones
+on many ranks and short ones on few, at the same time.
 
-``divide_sequences`` cuts the ranks into groups of 1, 2, 4, … and gives each sequence to a group, so
-that the last is done as early as a greedy search finds. A sequence of n positions takes
+``divide_sequences`` divides the ranks into groups of 1, 2, 4, … and assigns each sequence to a
+group, such that the last one ends early, by a greedy search. A sequence of n positions takes
 
     (n² + linear·n + travel·n·(w − 1)/w) / w        on w ranks
 
-where ``travel`` is what it costs to send one position, in positions that could be attended to
-meanwhile. Without it one group of all ranks is best; between nodes it is not. In a group any
-sequence parallelism does; here heads are exchanged for positions (Ulysses) by ``AllToAll``.
+where ``travel`` is the cost of sending one position, as the number of positions that could be
+attended to in that time. Without it one group of all ranks is best; between nodes it is not. Any
+sequence parallelism can be used in a group; here heads are exchanged for positions (Ulysses) by
+``AllToAll``.
 
     torchrun --nproc-per-node 2 examples/gallery/flexsp.py
     torchrun --nproc-per-node 4 examples/gallery/flexsp.py
 
-prints the groups of a batch of uneven sequences, the time that its last is done against one group
-of all ranks, and trains a small model so and in one process: the losses are equal up to rounding.
+prints the groups for a batch of uneven sequences and the time of the last one, compared with one
+group of all ranks, and trains a small model in this way and in one process: the losses are equal up
+to rounding.
 """
 
 import argparse
@@ -31,11 +33,11 @@ LENGTHS, ROOM, TRAVEL = (64, 48, 32, 16), 64, 100.0
 
 
 def divide_sequences(lengths, ranks, most, *, linear=0.0, node=1, inside=0.0, between=0.0):
-    """[(ranks, numbers of sequences)] of each group, and when the last of them is done.
+    """Return [(ranks, numbers of sequences)] of each group, and the time when the last one ends.
 
-    ``most``: positions that one rank has room for, so a sequence needs length / most ranks. A
-    position's travel costs ``inside`` for groups of up to ``node`` ranks and ``between`` for larger
-    ones. Every way to cut the ranks into powers of two is tried, longest sequences first.
+    ``most``: positions for which one rank has room, so a sequence needs length / most ranks.
+    Sending a position costs ``inside`` in groups of up to ``node`` ranks and ``between`` in larger
+    ones. All partitions of the ranks into powers of two are tried, longest sequences first.
     """
     largest = 1 << ranks.bit_length() - 1
     if not lengths or max(lengths) > most * largest:
@@ -71,8 +73,8 @@ def time_of(length, width, linear=0.0, travel=0.0):
 
 
 def partitions(ranks, largest):
-    """Powers of two that add up to ``ranks``, the largest first: so groups lie at multiples of
-    their size."""
+    """Yield powers of two that add up to ``ranks``, the largest first, so that groups begin at
+    multiples of their size."""
     if ranks == 0:
         yield ()
         return
@@ -84,7 +86,7 @@ def partitions(ranks, largest):
 
 
 class SequenceGroups:
-    """An all-to-all among the ranks of every group that ``divide_sequences`` may name; made on all
+    """All-to-alls among the ranks of every group that ``divide_sequences`` may return; made on all
     ranks."""
 
     def __init__(self, codec="none"):
@@ -98,13 +100,13 @@ class SequenceGroups:
             width *= 2
 
     def mine(self, divided):
-        """This rank's group and its sequences."""
+        """Return this rank's group and its sequences."""
         return next((ranks, given) for ranks, given in divided if ranks in self.exchanges)
 
 
 def attention(q, k, v, exchange):
-    """Causal attention of [batch, own positions, heads, dim], as many positions and heads on every
-    rank of ``exchange``; None: all are here."""
+    """Compute causal attention of [batch, own positions, heads, dim], with equal numbers of
+    positions and heads on every rank of ``exchange``; None: on one rank."""
 
     def turned(x, split, join):
         """Parts along one dimension to the ranks; theirs side by side along the other."""
@@ -133,8 +135,8 @@ class Model(nn.Module):
 
 
 def train(steps, codec=None, lengths=LENGTHS):
-    """Losses of all positions, the same on every rank, and the groups; without a codec in one
-    process. The next token is the last of the three before."""
+    """Return the losses of all positions, equal on every rank, and the groups; without a codec in
+    one process. The next token is the last of the three before."""
     torch.manual_seed(0)
     model, divided = Model(), [((0,), tuple(range(len(lengths))))]
     optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
@@ -171,7 +173,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--codec", default="none", help="of all that is sent (default none)")
+    parser.add_argument("--codec", default="none", help="codec of all messages (default none)")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     commpress.init_process_group("gloo")

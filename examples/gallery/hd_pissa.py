@@ -1,14 +1,14 @@
-"""Different adapters on every rank (HD-PiSSA): each takes its own singular vectors of the weights,
-the updates are added up.
+"""Different adapters on every rank (HD-PiSSA): each has its own singular vectors of the weights,
+and their updates are summed.
 
     torchrun --nproc-per-node 4 examples/gallery/hd_pissa.py
     torchrun --nproc-per-node 4 examples/gallery/hd_pissa.py --same
 
 ``--same``: the first singular vectors on every rank, as PiSSA.
 
-Of W = U S Vᵀ rank k has A, B from the components k·r … (k + 1)·r. Each finds the steps of its A and
-B from its own data, the factors are gathered, encoded, and every rank adds all ΔB A + B ΔA to W: an
-update of rank 2·r·ranks where adapters that are alike have 2·r.
+Rank k has A, B from the components k·r … (k + 1)·r of W = U S Vᵀ. Each computes the steps of its A
+and B from its own data, the encoded factors are gathered, and every rank adds all ΔB A + B ΔA to W:
+an update of rank 2·r·ranks, while equal adapters have 2·r.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WIDTH, R, ROWS = 48, 2, 64
 
 
 class Adapter:
-    """A rank's components of one weight, and Adam's moments of them."""
+    """A rank's components of one weight, with Adam's moments."""
 
     def __init__(self, weight, slot, lr):
         u, s, v = torch.linalg.svd(weight.detach(), full_matrices=False)
@@ -36,7 +36,8 @@ class Adapter:
         self.optimizer = torch.optim.Adam([self.a, self.b], lr)
 
     def step(self):
-        """The factors of this rank's update: [[ΔB, B], [A; ΔA]], whose product is ΔB A' + B ΔA."""
+        """Return the factors of this rank's update, [[ΔB, B], [A; ΔA]], with the product ΔB A' + B
+        ΔA."""
         gradient, a, b = self.weight.grad, self.a.detach().clone(), self.b.detach().clone()
         self.a.grad, self.b.grad = b.T @ gradient, gradient @ a.T
         self.optimizer.step()
@@ -46,7 +47,7 @@ class Adapter:
 
 
 def gathered(tensor, codec):
-    """Everybody's, as everybody decodes it: the same bits on every rank."""
+    """Gather the tensors of all ranks, decoded to the same bits on every rank."""
     how, size = edge_codec(codec), dist.get_world_size()
     message = tensor.contiguous() if how is None else encoded(tensor.contiguous(), how)
     every = [torch.empty_like(message) for _ in range(size)]
@@ -60,7 +61,7 @@ def gathered(tensor, codec):
 
 
 def train(steps, codec="int8", *, same=False, lr=1e-2):
-    """Losses of all ranks' data, the model, and how far each weight is from where it began."""
+    """Return the losses of all ranks' data, the model, and the change of each weight."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)
@@ -91,7 +92,7 @@ def train(steps, codec="int8", *, same=False, lr=1e-2):
 
 
 def directions(update):
-    """Directions of a weight's update with at least a hundredth of the largest."""
+    """Count the directions of a weight's update with at least a hundredth of the largest."""
     values = torch.linalg.svdvals(update)
     return int((values > 0.01 * values[0]).sum())
 
@@ -101,7 +102,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--codec", default="int8", help="of the factors (default int8)")
+    parser.add_argument("--codec", default="int8", help="codec of the factors (default int8)")
     parser.add_argument("--same", action="store_true", help="the first components on every rank")
     options = parser.parse_args()
     commpress.init_process_group("gloo")

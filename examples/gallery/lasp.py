@@ -1,17 +1,17 @@
-"""LASP (arXiv 2404.02882): linear attention of one sequence on several ranks, whose state is passed
+"""LASP (arXiv 2404.02882): linear attention of one sequence on several ranks, which pass its state
 from rank to rank.
 
     y_t = q_t · Σ_{s ≤ t} λ^(t − s) k_s·v_sᵀ       inside a rank as a matrix, before it as one state
     before_r = λ^n · before_{r−1} + state_{r−1}     n: positions of rank r − 1
 
-A rank sends one state of heads × dim × dim numbers to the next, however long the sequence is;
-gradients come back the same way. With a codec the state is encoded at every rank, so its errors add
-up, damped by λ.
+A rank sends one state of heads × dim × dim numbers to the next, for any length of the sequence;
+gradients return on the same path. With a codec the state is encoded at every rank, so its errors
+add up, damped by λ.
 
     torchrun --nproc-per-node 2 examples/gallery/lasp.py
     torchrun --nproc-per-node 2 examples/gallery/lasp.py --length 400
 
-trains a small model on divided sequences and, beside it, whole in one process: the losses are equal
+trains a small model on divided sequences and, for comparison, in one process: the losses are equal
 up to rounding, and the bytes are the same for every length.
 """
 
@@ -27,37 +27,37 @@ from commpress.integrations.pipeline import decode_into, edge_codec, encoded
 
 
 class Chain:
-    """Ranks of a group in the order of their positions. ``codec``: of states and their gradients,
-    int8, int4, fp8, bf16, none or a registered one."""
+    """Ranks of a group in the order of their positions. ``codec``: codec of states and their
+    gradients: int8, int4, fp8, bf16, none or a registered one."""
 
     def __init__(self, codec="none", *, group=None):
         self.group, self.sent_bytes, self.codec = group, 0, edge_codec(codec)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def prefix(self, state, decay):
-        """The sum of the states of all ranks before this one, each times the ``decay`` of the ranks
-        between, which broadcasts over it."""
+        """Return the sum of the states of all ranks before this one, each times the ``decay`` of
+        the ranks in between, which is broadcast."""
         decay = torch.as_tensor(decay, dtype=state.dtype)
         return Prefix.apply(state, decay, self)
 
     def along(self, own, decay, by):
-        """The state from the rank before (``by`` = 1) or behind (−1); decay · that + ``own`` goes
-        on."""
-        came, to, source = torch.zeros_like(own), self.rank + by, self.rank - by
+        """Return the state from the rank before (``by`` = 1) or after (−1); send decay times it
+        plus ``own`` to the next one."""
+        received, to, source = torch.zeros_like(own), self.rank + by, self.rank - by
         if 0 <= source < self.size:
             if self.codec is None:
-                dist.recv(came, group=self.group, group_src=source)
+                dist.recv(received, group=self.group, group_src=source)
             else:
                 size = self.codec.size(own.numel(), own.shape[-1])
                 message = torch.empty(size, dtype=torch.uint8)
                 dist.recv(message, group=self.group, group_src=source)
-                decode_into(came, message, self.codec)
+                decode_into(received, message, self.codec)
         if 0 <= to < self.size:
-            message = (came * decay + own).contiguous()
+            message = (received * decay + own).contiguous()
             message = message if self.codec is None else encoded(message, self.codec)
             self.sent_bytes += message.nbytes
             dist.send(message, group=self.group, group_dst=to)
-        return came
+        return received
 
 
 class Prefix(torch.autograd.Function):
@@ -69,7 +69,7 @@ class Prefix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Gradients come back from the rank behind, to which the state went."""
+        """Pass gradients in the opposite direction."""
         (decay,) = ctx.saved_tensors
         return ctx.chain.along(gradient.contiguous(), decay, -1), None, None
 
@@ -80,7 +80,7 @@ WIDTH, HEADS, DIM, VOCABULARY, DECAY = 64, 6, 8, 16, 0.9
 
 
 class LinearAttention(nn.Module):
-    """``chain`` None: all positions are here."""
+    """Linear attention. ``chain`` None: this rank has all positions."""
 
     def __init__(self, chain):
         super().__init__()
@@ -101,8 +101,8 @@ class LinearAttention(nn.Module):
 
 
 def train(steps, codec=None, *, length=50):
-    """Losses of all positions, the same on every rank, and the chain; without a codec in one
-    process.
+    """Return the losses of all positions, equal on every rank, and the chain; without a codec in
+    one process.
 
     The next token is the one two before.
     """
@@ -139,7 +139,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--codec", default="none", help="of states (default none)")
+    parser.add_argument("--codec", default="none", help="codec of states (default none)")
     parser.add_argument("--length", type=int, default=50, help="positions (default 50)")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()

@@ -1,5 +1,5 @@
-"""A curriculum of sequence lengths: short sequences first, as many tokens in every step, gradients
-in one bit.
+"""A curriculum of sequence lengths: short sequences first, the same number of tokens in every step,
+gradients in one bit.
 
     torchrun --nproc-per-node 2 examples/gallery/length_curriculum.py
     torchrun --nproc-per-node 2 examples/gallery/length_curriculum.py --constant
@@ -7,8 +7,8 @@ in one bit.
 ``--constant``: full length from the start.
 
 Positions that no sequence reaches yet have gradients of zero. Their rows of the compressed gradient
-owe what one bit could not say, and that must not grow while nobody uses them: "owed" is the norm of
-what error feedback holds, beside a gradient's.
+have residuals, which must not grow while these positions are unused: "owed" is the norm of the
+residuals relative to a gradient's.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WIDTH, LAYERS, LONGEST, TOKENS = 48, 2, 64, 512
 
 
 def length_of(step, steps, *, constant=False, shortest=8):
-    """Grows by doubling over the first two thirds of the steps."""
+    """Return the length of a step, which doubles over the first two thirds of the steps."""
     if constant:
         return LONGEST
     stages = (LONGEST // shortest).bit_length()
@@ -32,7 +32,8 @@ def length_of(step, steps, *, constant=False, shortest=8):
 
 
 def train(steps, codec="sign", *, constant=False):
-    """Losses at full length now and then, the model, norms of what is owed and of a gradient."""
+    """Return losses at full length from time to time, the model, and norms of residuals and of a
+    gradient."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(GPT(width=WIDTH, layers=LAYERS, length=LONGEST))
     state = commpress.compress(ddp, codec=codec)
@@ -59,7 +60,7 @@ def train(steps, codec="sign", *, constant=False):
 
 
 def owed_of(state):
-    """Norm of this rank's residuals."""
+    """Return the norm of this rank's residuals."""
     parts = [t for t in tensors_in(state.state_dict()) if t.is_floating_point()]
     return float(torch.stack([t.float().norm() for t in parts]).norm()) if parts else 0.0
 

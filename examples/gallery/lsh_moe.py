@@ -1,19 +1,19 @@
-"""LSH-MoE (arXiv 2411.08446): of tokens that are alike and go to one expert only the mean travels,
-and each adds its own difference.
+"""LSH-MoE (arXiv 2411.08446): only the mean of similar tokens for one expert is sent, and each
+token adds its own difference.
 
     y = E(c) + (x − c)      c: the mean of the tokens of a rank that share x's expert and hashes
 
-A hash is the vertex of a cross-polytope that is nearest to the token, turned at random (two
-Walsh-Hadamard transforms with random signs before each): which of ``dims`` coordinates is largest
-in magnitude, and its sign. As many hashes are compared as keep the means within ``share``. Experts
-that shift tokens by one vector lose nothing; others lose what they are not linear in, so some
-choices of each call also travel by themselves, and ‖E(x) − E(c) − x + c‖ / ‖E(x)‖ over them is the
-``error``. Where a rank's is above ``bound`` all ranks send every token for ``retry`` calls.
+A hash is the vertex of a cross-polytope that is nearest to the token after a random rotation (two
+Walsh-Hadamard transforms with random signs before each): the index of the largest of ``dims``
+coordinates in magnitude, and its sign. Hashes are compared up to the number that keeps the means
+within ``share``. The result is exact for experts that shift tokens by one vector. For others some
+choices of each call are also sent by themselves, and ‖E(x) − E(c) − x + c‖ / ‖E(x)‖ over them is
+the ``error``. If it exceeds ``bound`` on a rank, all ranks send every token for ``retry`` calls.
 
     torchrun --nproc-per-node 2 examples/gallery/lsh_moe.py
     torchrun --nproc-per-node 2 examples/gallery/lsh_moe.py --share 0.1
 
-trains a gate and four experts on tokens around some centres: with every token sent, and with means.
+trains a gate and four experts on tokens around some centers: with every token sent, and with means.
 """
 
 import argparse
@@ -28,11 +28,12 @@ import commpress
 
 
 class LSHExchange:
-    """``commpress.ExpertExchange`` with means in place of tokens; called alike, for whole layers.
+    """Send means in place of tokens, with the call of ``ExpertExchange`` for whole layers.
 
-    - ``share``: of a rank's choices that travel at most, or one for each of its experts.
-    - ``hashes``, of ``dims`` coordinates each, are compared at most. ``seed``: of turning.
-    - ``probes``: choices of each call that travel by themselves.
+    - ``share``: largest share of a rank's choices to send, at least one for each of its experts.
+    - ``hashes``: most hashes to compare, of ``dims`` coordinates each. ``seed``: seed of the
+      rotation.
+    - ``probes``: choices of each call that are also sent by themselves.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LSHExchange:
         return expanded(made, centroids, tokens, where, topk_weights)
 
     def measure(self, made, centroids, tokens, probes):
-        """The error over probes, and with ``bound`` what all ranks do next."""
+        """Compute the error over probes, and with ``bound`` decide what all ranks do next."""
         token, alone, shared = probes
         guess, norm = made[shared] - centroids[shared] + tokens[token], made[alone].norm()
         self.error = float((guess - made[alone]).norm() / norm) if norm else 0.0
@@ -83,9 +84,9 @@ class LSHExchange:
         self.left = self.retry if self.worst > self.bound else 0
 
     def cluster(self, tokens, topk_idx):
-        """[means, 1] the expert of each; the cluster and token of each choice; [tokens, k] the
-        cluster of each choice or −1; and of probes the token, its own cluster and the one that it
-        would be in."""
+        """Return the expert of each mean, [means, 1]; cluster and token of each choice; the cluster
+        of each choice or −1, [tokens, k]; and for probes the token, its own cluster and the one in
+        which it would be."""
         known = tokens.detach().float()
         token, slot = (topk_idx >= 0).nonzero(as_tuple=True)
         expert = topk_idx[token, slot]
@@ -104,7 +105,7 @@ class LSHExchange:
         idx[place, 0] = expert
         where = torch.full_like(topk_idx, -1, dtype=torch.int64)
         where[token, slot] = place
-        home = torch.searchsorted(numbers, bucket[probed])  # where the probes would be
+        home = torch.searchsorted(numbers, bucket[probed])  # clusters in which probes would be
         there = (home < len(numbers)) & (
             numbers[home.clamp(max=len(numbers) - 1)] == bucket[probed]
         )
@@ -112,9 +113,9 @@ class LSHExchange:
         return idx, (place, token), where, probes
 
     def buckets(self, expert, codes):
-        """A number for each choice: equal for those of one expert whose first hashes are equal, as
-        many as the share allows. With the hash that would be too many, the fullest are still
-        divided."""
+        """Return a number for each choice, equal for choices of one expert with equal first hashes,
+        by the number of hashes that the share allows. The hash that would exceed it still divides
+        the largest clusters."""
         bucket, most = expert.unique(return_inverse=True)[1], int(self.share * len(expert))
         for code in codes.T:
             finer = (bucket * (2 * self.dims) + code).unique(return_inverse=True)[1]
@@ -136,14 +137,14 @@ class LSHExchange:
 
 
 def means(tokens, members, count):
-    """[clusters, width], differentiably."""
+    """Return the means, [clusters, width], differentiably."""
     place, token = members
     sums = tokens.new_zeros(count, tokens.shape[1]).index_add(0, place, tokens[token])
     return sums / torch.bincount(place, minlength=count)[:, None].to(tokens.dtype)
 
 
 def expanded(made, centroids, tokens, where, gates):
-    """Σ gates · (what was made of the choice's mean + the token − the mean), differentiably."""
+    """Return Σ gates · (result of the choice's mean + the token − the mean), differentiably."""
     weights = torch.where(where >= 0, gates, 0).to(tokens.dtype)
     changes = torch.cat([made - centroids, torch.zeros_like(tokens[:1].detach())])
     if not len(tokens):
@@ -153,14 +154,15 @@ def expanded(made, centroids, tokens, where, gates):
 
 
 def vertices(coordinates):
-    """The nearest vertex of [..., dims]: twice the place of the largest, + 1 if it is negative."""
+    """Return the nearest vertex of [..., dims]: twice the index of the largest coordinate, + 1 if
+    it is negative."""
     place = coordinates.abs().argmax(-1, keepdim=True)
     return (2 * place + (coordinates.gather(-1, place) < 0)).squeeze(-1)
 
 
 def turn(tokens, count, seed):
-    """The first ``count`` coordinates of tokens [n, width] turned at random: H D₂ H D₁ x, in as
-    many dimensions as it takes."""
+    """Return the first ``count`` coordinates of tokens [n, width] after a random rotation H D₂ H D₁
+    x in enough dimensions."""
     return tokens @ directions(tokens.shape[1], count, seed).T
 
 
@@ -174,7 +176,7 @@ def directions(width, count, seed):
 
 
 def walsh_hadamard(x):
-    """Orthonormal fast transform of [n, 2^m]."""
+    """Compute the orthonormal fast transform of [n, 2^m]."""
     size, half = x.shape[1], 1
     while half < size:
         a, b = x.view(-1, size // (2 * half), 2, half).unbind(2)
@@ -189,7 +191,7 @@ WIDTH, EXPERTS, TOKENS, K = 32, 4, 256, 2
 
 
 def train(steps, share=None, codec="none"):
-    """Losses, and the choices that travelled, as a share of all; ``share`` None: all of them."""
+    """Return the losses, and the share of choices that were sent; ``share`` None sends all."""
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     teacher, gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
@@ -226,8 +228,10 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--share", type=float, default=0.2, help="of choices (default 0.2)")
-    parser.add_argument("--codec", default="none", help="of what travels (default none)")
+    parser.add_argument(
+        "--share", type=float, default=0.2, help="share of choices to send (default 0.2)"
+    )
+    parser.add_argument("--codec", default="none", help="codec of tokens (default none)")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     commpress.init_process_group("gloo")

@@ -3,19 +3,19 @@
     z½ = τ·z + (1 − τ)·w − γ·F(w)        c = mean of Q( F_i(z½) − F_i(w) )        z ← z½ − γ·c
     with probability 1 − τ, the same coin on all ranks:  w ← z, and F(w) := exact mean of F_i(w)
 
-F_i is the gradient on this rank's data, with the sign turned for the player that maximises. w is an
-anchor whose F(w) all ranks know. Each player is a model under DDP with a hook of its own: a linear
-term −⟨z, F_i(w)⟩ beside the loss makes the hook average the differences. A codec without error
-feedback and without bias (``RandomKCodec(2, unbiased=True)``) makes it MASHA1; a biased one with
-error feedback at both ends (top-k, ``int4``, PowerSGD) MASHA2. With Q the identity and τ = 0 it is
-the extragradient method.
+F_i is the gradient on this rank's data, with the sign changed for the maximizing player. All ranks
+know F(w) of the anchor w. Each player is a model under DDP with its own hook: a linear term
+−⟨z, F_i(w)⟩ added to the loss makes the hook average the differences. An unbiased codec without
+error feedback (``RandomKCodec(2, unbiased=True)``) gives MASHA1; a biased one with error feedback
+at both ends (top-k, ``int4``, PowerSGD) MASHA2. With the identity as Q and τ = 0 it is the
+extragradient method.
 
     torchrun --nproc-per-node 2 examples/gallery/masha.py
     torchrun --nproc-per-node 2 examples/gallery/masha.py --codec int4 --tau 0.5
 
-The game is min over x, max over y of mean_i ( xᵀ·Aᵢ·y + bᵢ·x − cᵢ·y ). Descent and ascent at once
-move away from its solution; the extragradient method and MASHA approach it, MASHA with fewer bytes.
-A step that is not finite on some rank is left out on all of them.
+The game is min over x, max over y of mean_i ( xᵀ·Aᵢ·y + bᵢ·x − cᵢ·y ). Simultaneous descent and
+ascent diverge from its solution; the extragradient method and MASHA converge, MASHA with fewer
+bytes. A step that is not finite on some rank is left out on all of them.
 """
 
 import argparse
@@ -35,14 +35,15 @@ SIZE = SIDE * SIDE
 
 
 class Masha:
-    """Two players, ``minimizer`` and ``maximizer``, modules of which all parameters are trained.
+    """Train two players, the modules ``minimizer`` and ``maximizer``, with all their parameters.
 
     ``step(loss)``: the function calls the ``players``, which are these modules under DDP, and
-    returns the loss of all data of this rank. It is called once or twice in a step, at points of
-    the method's own.
+    returns the loss of all data of this rank. It is called once or twice in a step, at points
+    chosen by the method.
 
-    - ``lr``: γ, about √(1 − τ) / L for operators of Lipschitz constant L, less for coarser codecs.
-    - ``tau``: τ, the share of steps that send compressed differences alone.
+    - ``lr``: γ, about √(1 − τ) / L for operators with Lipschitz constant L, less for coarser
+      codecs.
+    - ``tau``: τ, the share of steps that send only compressed differences.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class Masha:
         )
         self.signs = torch.cat([first, -second])
         self.anchor = self.own = self.mean = None  # w, F_i(w) and F(w)
-        self.exact_bytes = 0  # of anchors, as a ring sends them
+        self.exact_bytes = 0  # of anchors, sent by a ring
 
     def step(self, loss):
-        """One step, or none where some rank's gradients are not finite; whether it was taken."""
+        """Take one step, unless some rank's gradients are not finite; return whether it was
+        taken."""
         z = self.point()
         if self.anchor is None and not self.move_anchor(loss, z):
             self.skipped += 1
@@ -86,7 +88,7 @@ class Masha:
         return True
 
     def move_anchor(self, loss, z):
-        """w ← z, unless F(z) is not finite, which every rank sees."""
+        """Set w ← z, unless F(z) is not finite, on all ranks alike."""
         own = self.operator(loss)
         mean = own.clone()
         dist.all_reduce(mean)
@@ -98,7 +100,7 @@ class Masha:
         return True
 
     def operator(self, loss, known=None):
-        """F_i where the parameters are; with ``known`` the compressed mean of F_i − known."""
+        """Return F_i at the parameters; with ``known`` the compressed mean of F_i − known."""
         for p in self.parameters:
             p.grad = None
         with contextlib.ExitStack() as stack:
@@ -119,7 +121,7 @@ class Masha:
             vector_to_parameters(z, self.parameters)
 
     def state_dict(self):
-        """This rank's state beside the weights: each rank saves and loads its own."""
+        """Return this rank's state without the weights: each rank saves and loads its own."""
         names = ("steps", "skipped", "anchor", "own", "mean")
         return {name: getattr(self, name) for name in names} | {
             "hooks": [hook.state_dict() for hook in self.hooks]
@@ -136,8 +138,8 @@ class Masha:
 
 
 def game(ranks):
-    """A, b and c of every rank, and the solution. The mean of A is well conditioned; the ranks
-    differ by much."""
+    """Return A, b and c of every rank, and the solution. The mean of A is well conditioned, but the
+    ranks differ much."""
     draw = torch.Generator().manual_seed(0)
     a = torch.randn(ranks, SIZE, SIZE, generator=draw, dtype=torch.float64) / 8
     b, c = torch.randn(2, ranks, SIZE, generator=draw, dtype=torch.float64)
@@ -158,7 +160,7 @@ class Player(nn.Module):
 
 
 def play(steps, **options):
-    """Distances to the solution, as shares of its norm, and the optimizer."""
+    """Return distances to the solution, relative to its norm, and the optimizer."""
     *parts, solution = game(dist.get_world_size())
     a, b, c = (part[dist.get_rank()] for part in parts)
 
@@ -175,7 +177,8 @@ def play(steps, **options):
 
 
 def descent_and_ascent(steps, lr):
-    """The same game without an anchor: each step turns around the solution and moves away."""
+    """Play the same game without an anchor: each step rotates around the solution and moves
+    away."""
     *parts, solution = game(dist.get_world_size())
     a, b, c = (part.mean(0) for part in parts)
     x, y = torch.zeros(2, SIZE)

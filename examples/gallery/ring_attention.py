@@ -1,21 +1,22 @@
-"""Ring attention (arXiv 2310.01889): one sequence on several ranks; keys and values go round, and
-each rank attends to them block by block with an online softmax.
+"""Ring attention (arXiv 2310.01889): one sequence on several ranks; keys and values pass around the
+ring, and each rank attends to them block by block with an online softmax.
 
     for every block  s = q·kᵀ/√d   m ← max(m, s)   l ← l·e^(m − m′) + Σ e^(s − m′)
                      o ← o·e^(m − m′) + e^(s − m′)·v                    out = o/l, lse = m + log l
     backward         D = Σ do·o    p = e^(s − lse)    ds = p·(do·vᵀ − D)/√d
-                     dq += ds·k    dk = dsᵀ·q and dv = pᵀ·do go to the rank that has k, v
+                     dq += ds·k    dk = dsᵀ·q and dv = pᵀ·do go to the rank of k, v
 
-Keys and values are encoded once, where they are, and passed on as bytes: no hop adds an error, and
-their own rank attends to what the others see. With a causal mask blocks stop at the last rank, for
-nobody behind it needs them, which halves the bytes. A block travels while the one before is
-attended to. Gradients go straight to their rank, which adds them in a fixed order.
+Keys and values are encoded once, on their own rank, and passed on as bytes: no hop adds an error,
+and their own rank attends to the decoded values, too. With a causal mask blocks stop at the last
+rank, because no earlier position needs them, which halves the bytes. A block is sent during the
+attention to the one before. Gradients are sent directly to their rank, which sums them in a fixed
+order.
 
     torchrun --nproc-per-node 2 examples/gallery/ring_attention.py
     torchrun --nproc-per-node 2 examples/gallery/ring_attention.py --codec int8
 
-trains a small model on divided sequences and, beside it, whole in one process: the losses are equal
-up to rounding, or with a codec nearly so.
+trains a small model on divided sequences and, for comparison, in one process: the losses are equal
+up to rounding, or nearly equal with a codec.
 """
 
 import argparse
@@ -31,10 +32,10 @@ from commpress.integrations.pipeline import decode_into, edge_codec, encoded
 
 class Ring:
     """Ranks of a group among which sequences are divided; this one has ``length`` positions, others
-    maybe more, fewer or none.
+    may have more, fewer or none.
 
-    ``codec``: of what is sent forward, int8, int4, fp8, bf16, none or a registered one;
-    ``gradient_codec``: of gradients.
+    ``codec``: codec of keys and values: int8, int4, fp8, bf16, none or a registered one;
+    ``gradient_codec``: codec of gradients.
     """
 
     def __init__(self, length, codec="none", *, gradient_codec=None, group=None):
@@ -48,7 +49,7 @@ class Ring:
         self.gradient_codec = edge_codec(codec if gradient_codec is None else gradient_codec)
 
     def attention(self, q, k, v, *, causal=True):
-        """Attention of all positions, of which this rank has [..., own positions, dim]."""
+        """Compute attention of all positions; this rank has [..., own positions, dim]."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.shape[-2] != self.lengths[self.rank]:
                 raise ValueError(
@@ -58,7 +59,8 @@ class Ring:
         return RingAttention.apply(q, k, v, self, causal)
 
     def begin(self, message, room, by, *, sends, receives, tag):
-        """``message`` to rank + ``by``, into ``room`` that of rank − ``by``: what to wait for."""
+        """Send ``message`` to rank + ``by`` and receive that of rank − ``by`` into ``room``; return
+        the works to wait for."""
         if by % self.size == 0:
             room.copy_(message)
             return []
@@ -72,8 +74,8 @@ class Ring:
         return works
 
     def blocks(self, k, v, causal):
-        """The keys and values of every rank that this one attends to, its own first, as (source,
-        k, v); None in place of one that it does not see."""
+        """Yield the keys and values of every rank, this one's first, as (source, k, v); None in
+        place of one that is masked."""
         held = packed((k, v), self.codec)
         for hop in range(self.size):
             source, coming = (self.rank - hop) % self.size, (self.rank - hop - 1) % self.size
@@ -160,7 +162,7 @@ def scores_of(q, keys, *, masked):
 
 
 def packed(tensors, codec):
-    """One message of several tensors, as they are without a codec."""
+    """Pack several tensors into one message, encoded if there is a codec."""
     return torch.cat(
         [
             x.contiguous().view(-1).view(torch.uint8)
@@ -214,7 +216,8 @@ class Attention(nn.Module):
 
 
 def train(steps, codec=None):
-    """Losses of all positions, the same on every rank, and the ring; with no codec in one process.
+    """Return the losses of all positions, equal on every rank, and the ring; without a codec in one
+    process.
 
     The next token is the one two before.
     """
@@ -256,7 +259,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--codec", default="none", help="of all that is sent (default none)")
+    parser.add_argument("--codec", default="none", help="codec of keys and values (default none)")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     commpress.init_process_group("gloo")

@@ -1,13 +1,13 @@
-"""Sketched SGD (Ivkin et al. 2019, arXiv 1903.04488): ranks add up small tables in place of
-gradients, and step by the largest elements that the sum of tables shows.
+"""Sketched SGD (Ivkin et al. 2019, arXiv 1903.04488): ranks sum small tables in place of gradients,
+and update by the largest elements according to the sum of tables.
 
     u ← m·u + g          v ← v + u                     on each rank
     S = Σ sketch(v)                                    one all-reduce of rows × columns floats
-    Δ = Σ v at the elements that S says are largest    one all-reduce of 2k floats, of which k stay
+    Δ = Σ v at the largest elements according to S     one all-reduce of 2k floats; k are used
     w ← w − γ·Δ/P        u, v ← 0 there                the rest of v waits: error feedback
 
-A count sketch is linear: the sum of sketches is the sketch of the sum, so a network that adds could
-add them. Each element is added to one cell of every row of the table, with a sign, and is estimated
+A count sketch is linear: the sum of sketches is the sketch of the sum, so a network that sums could
+sum them. Each element is added to one cell of every row of the table, with a sign, and is estimated
 by the median of its cells. On an ordinary network ``topk-64`` sends fewer bytes and is faster.
 
     torchrun --nproc-per-node 2 examples/gallery/sketched_sgd.py --steps 400
@@ -61,7 +61,7 @@ class SketchedSGD(torch.optim.Optimizer):
         dist.all_reduce(table)
         likely = self.sketch.estimate(table).abs().topk(self.candidates).indices
         values = self.waiting[likely]
-        dist.all_reduce(values)  # exact, so a wrong estimate costs a place and no error
+        dist.all_reduce(values)  # exact, so a wrong estimate wastes a place but adds no error
         best = values.abs().topk(self.k).indices
         chosen = likely[best]
         change = torch.zeros_like(self.waiting)
@@ -75,7 +75,8 @@ class SketchedSGD(torch.optim.Optimizer):
 
 
 def train(steps: int, k: int = 3000) -> tuple[list[float], torch.nn.Linear, float]:
-    """Losses of a regression of 90,000 weights, the model, and the share of its floats sent."""
+    """Return the losses of a regression of 90,000 weights, the model, and the share of its floats
+    that were sent."""
     torch.manual_seed(0)
     truth, model = torch.randn(300, 300) / 10, torch.nn.Linear(300, 300, bias=False)
     optimizer = SketchedSGD(model.parameters(), 0.003, momentum=0.5, k=k, columns=2000)

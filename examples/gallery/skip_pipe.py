@@ -1,14 +1,14 @@
-"""A pipeline whose micro-batches leave stages out and take them in another order (SkipPipe), one
-stage on each rank.
+"""A pipeline with micro-batches that skip stages and pass them in another order (SkipPipe), with
+one stage on each rank.
 
     torchrun --nproc-per-node 4 examples/gallery/skip_pipe.py
     torchrun --nproc-per-node 4 examples/gallery/skip_pipe.py --skip 0
 
 ``--skip 0``: every micro-batch through all stages, in order.
 
-``routes`` gives every micro-batch a way that leaves out a share of the stages between first and
-last, each as often as the others, in the order that ends first. Stages are residual blocks. The
-loss shown is that of the whole pipeline.
+``routes`` gives every micro-batch a route that skips a share of the stages between first and last,
+each stage equally often, in the order that ends first. Stages are residual blocks. The printed loss
+is that of the whole pipeline.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WIDTH, ROWS, COUNT = 16, 32, 8
 
 
 def routes(stages, count, skip):
-    """Stages of each micro-batch, and the time on each; a stage has one micro-batch at a
+    """Return the stages of each micro-batch with their times; a stage has one micro-batch at a
     time."""
     between, used, found = range(1, stages - 1), [set() for _ in range(stages)], []
     kept, often, seen = len(between) - round(skip * len(between)), Counter(), Counter()
@@ -42,17 +42,17 @@ def routes(stages, count, skip):
         best = min(times, key=lambda order: (times[order][-1], seen[order], order))
         often.update(best)
         seen[best] += 1
-        way = list(zip((0, *best, stages - 1), times[best], strict=True))
-        for stage, time in way:
+        route = list(zip((0, *best, stages - 1), times[best], strict=True))
+        for stage, time in route:
             used[stage].add(time)
-        found.append(way)
+        found.append(route)
     return found
 
 
-def slots(way, used):
-    """The earliest free time on each stage of a way."""
+def slots(route, used):
+    """Return the earliest free time on each stage of a route."""
     found = []
-    for stage in way:
+    for stage in route:
         time = found[-1] + 1 if found else 0
         while time in used[stage]:
             time += 1
@@ -61,8 +61,8 @@ def slots(way, used):
 
 
 def length(found):
-    """Slots of a forward; a backward has as many."""
-    return 1 + max(time for way in found for _, time in way)
+    """Return the slots of a forward; a backward has the same number."""
+    return 1 + max(time for route in found for _, time in route)
 
 
 class Stage(nn.Module):
@@ -81,18 +81,18 @@ class Stage(nn.Module):
 
 
 class Walk:
-    """The ways of micro-batches through this rank's stage, forward and back; messages in a
-    codec."""
+    """Forward and backward of micro-batches through this rank's stage; ``codec`` compresses
+    messages."""
 
     def __init__(self, stage, codec):
         self.stage, self.how, self.rank, self.sends = stage, edge_codec(codec), dist.get_rank(), []
 
     def step(self, ways, x, y):
-        """Mean loss on the last stage; gradients of the stage."""
+        """Return the mean loss on the last stage; compute gradients of the stage."""
         mine = sorted(
             (t, i, hop)
-            for i, way in enumerate(ways)
-            for hop, (stage, t) in enumerate(way)
+            for i, route in enumerate(ways)
+            for hop, (stage, t) in enumerate(route)
             if stage == self.rank
         )
         held, total = {}, 0.0
@@ -130,7 +130,7 @@ class Walk:
 
 
 def train(steps, *, skip=0.5, codec="int8"):
-    """Losses of the whole pipeline on data of its own, the same on every rank."""
+    """Return the losses of the whole pipeline on test data, equal on every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     stage, ways, whole, losses = (
@@ -166,7 +166,7 @@ def main():
         help="share of the stages between first and last (default 0.5)",
     )
     parser.add_argument(
-        "--codec", default="int8", help="of activations and their gradients (default int8)"
+        "--codec", default="int8", help="codec of activations and their gradients (default int8)"
     )
     options = parser.parse_args()
     commpress.init_process_group("gloo")

@@ -5,16 +5,16 @@ all positions of some heads.
     any attention, as in one process
     [batch, all positions, own heads, dim]  → all-to-all →  [batch, own positions, heads, dim]
 
-``commpress.AllToAll`` sends the rows, compressed if asked, and its gradient is the way back. Ranks
-may have different numbers of positions, or none; 7 heads on 3 ranks are 3, 2 and 2. A rank sends
-(P − 1)/P of its activations each way, so a rank's bytes fall with the number of ranks P, where ring
-attention's stay.
+``commpress.AllToAll`` sends the rows, with optional compression, and its gradient sends them back.
+Ranks may have different numbers of positions, or none; 7 heads on 3 ranks are 3, 2 and 2. A rank
+sends (P − 1)/P of its activations each way, so a rank's bytes fall with the number of ranks P,
+while ring attention's do not.
 
     torchrun --nproc-per-node 2 examples/gallery/ulysses.py
     torchrun --nproc-per-node 2 examples/gallery/ulysses.py --codec int8
 
-trains a small model on divided sequences and, beside it, whole in one process: the losses are equal
-up to rounding, or with a codec nearly so.
+trains a small model on divided sequences and, for comparison, in one process: the losses are equal
+up to rounding, or nearly equal with a codec.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import commpress
 
 class Ulysses:
     """Ranks of a group among which sequences and heads are divided; this one has ``length``
-    positions, others maybe more, fewer or none."""
+    positions, others may have more, fewer or none."""
 
     def __init__(self, length, codec="none", *, group=None):
         self.exchange = commpress.AllToAll(codec, process_group=group)
@@ -37,15 +37,15 @@ class Ulysses:
         self.divide(length)
 
     def divide(self, length):
-        """This rank has ``length`` positions from here on: the ranks tell each other."""
+        """Set this rank's number of positions to ``length``, and exchange those of all ranks."""
         self.lengths = self.exchange.counts([length] * self.size)
 
     def shares(self, heads):
-        """Heads of each rank: as even as they can be, the first ranks with one more."""
+        """Return the heads of each rank, divided evenly, with one more on the first ranks."""
         return [heads // self.size + (r < heads % self.size) for r in range(self.size)]
 
     def to_heads(self, x):
-        """[batch, own positions, heads, dim] becomes [batch, all positions, own heads, dim]."""
+        """Turn [batch, own positions, heads, dim] into [batch, all positions, own heads, dim]."""
         batch, own, heads, dim = x.shape
         if own != self.lengths[self.rank]:
             raise ValueError(f"x has {own} positions, expected {self.lengths[self.rank]}")
@@ -58,7 +58,7 @@ class Ulysses:
         return torch.cat([part.view(batch, length, mine, dim) for part, length in parts], 1)
 
     def to_positions(self, x, heads):
-        """Back again; ``heads`` are those of all ranks together."""
+        """Undo ``to_heads``; ``heads`` is the number on all ranks together."""
         batch, _, mine, dim = x.shape
         shares, own = self.shares(heads), self.lengths[self.rank]
         rows = torch.cat([part.reshape(-1, dim) for part in x.split(self.lengths, 1)])
@@ -68,7 +68,7 @@ class Ulysses:
         return torch.cat([part.view(batch, own, share, dim) for part, share in parts], 2)
 
     def attention(self, q, k, v, *, causal=True):
-        """Attention of all positions, of which this rank has [batch, own positions, heads, dim]."""
+        """Compute attention of all positions; this rank has [batch, own positions, heads, dim]."""
         heads = q.shape[2]
         q, k, v = (self.to_heads(x).transpose(1, 2) for x in (q, k, v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -96,14 +96,14 @@ class Attention(nn.Module):
 
 
 def whole(q, k, v):
-    """Attention of one process, as ``Ulysses.attention`` has it."""
+    """Compute attention in one process, like ``Ulysses.attention``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def train(steps, codec=None):
-    """Losses of all positions, the same on every rank, and the ranks; without a codec in one
-    process.
+    """Return the losses of all positions, equal on every rank, and the ranks; without a codec in
+    one process.
 
     The next token is the one two before.
     """
@@ -141,7 +141,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--codec", default="none", help="of all that is sent (default none)")
+    parser.add_argument("--codec", default="none", help="codec of all messages (default none)")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     commpress.init_process_group("gloo")

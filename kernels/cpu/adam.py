@@ -1,15 +1,15 @@
-"""The optimizers' arithmetic on CPU: one pass over memory per call, no loop over tensors in Python.
+"""The optimizers' arithmetic on CPU: one pass over memory per call, without loops over tensors in
+Python.
 
-Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line
-that is written without having been read is fetched all the same, 8 bytes instead of 4, unless it is
-stored past the caches, which calls for many elements do (``put``): ``scaled`` then moves 8,
-``apply_mean`` 20, ``accumulate`` 20, or 16 if there is no u, ``local_step`` 36, or 32 where a
-window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew: to keep
-what is divided by would be four bytes more per parameter, and one more thing that may be out of
-date.
+Note: cost of a pass. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A cache
+line that is only written is fetched, too, 8 bytes instead of 4, unless it is stored past the
+caches, as calls with many elements do (``put``): ``scaled`` then moves 8 bytes, ``apply_mean`` 20,
+``accumulate`` 20, or 16 without u, ``local_step`` 36, or 32 at the beginning of a window, and
+``square_sum`` 4. Each pass computes the root of the variance again: storing the divisor would take
+four more bytes per parameter, and it could be out of date.
 
-The loops are in ``sources.adam_loops``. Every function is that of ``kernels.adam`` with the same
-name; results do not depend on the number of threads.
+The loops are in ``sources.adam_loops``. Functions have the names and results of ``kernels.adam``;
+results do not depend on the number of threads.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from commpress.kernels.cpu.threads import split
 
 loops = Kernels("adam_loops")
 
-PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
+PAST = 1 << 22  # elements of a call from which caches would keep none of them
 
 
 def _run(kernel: Kernel, segments: Segments, *args: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Digest of everything that the bits of kernels depend on."""
+"""Hash of everything on which the bits of kernels depend."""
 
 from functools import cache
 from hashlib import blake2b
@@ -18,7 +18,7 @@ FAMILIES = (
     "openmp_loops",
     "exact_loops",
 )
-# What ``sources`` import, and who compiles.
+# Modules that ``sources`` import, and the compiler.
 _BESIDE = (
     "build.py",
     "compiled.py",
@@ -33,7 +33,7 @@ _BESIDE = (
 
 @cache
 def digest() -> str:
-    """Of the source files, whatever folder they lie in."""
+    """Return a hash of the source files, independent of their folder."""
     found = blake2b(digest_size=16)
     for path in sorted((_HERE / "sources").glob("*.py")) + [_HERE / name for name in _BESIDE]:
         text = path.read_bytes()
@@ -42,5 +42,5 @@ def digest() -> str:
 
 
 def cached_name(family: str) -> str:
-    """Of a family's bitcode in a cache."""
+    """Return the name in a cache of a family's bitcode."""
     return f"{digest()}-{LLVM}-{family}.bc"

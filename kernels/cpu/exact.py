@@ -1,4 +1,4 @@
-"""The fast path of the exact block code: the bytes of ``exact_format``, by loops of LLVM."""
+"""The fast path of the exact block code: the bytes of ``exact_format``, by compiled loops."""
 
 import threading
 
@@ -10,11 +10,12 @@ from commpress.kernels.cpu.compiled import Kernels
 
 loops = Kernels("exact_loops")
 
-_SPARE = 128  # bytes behind a code that the loops may write
+_SPARE = 128  # bytes after a code that the loops may overwrite
 
 
 class _Scratch(threading.local):
-    """Room of one thread: a fresh allocation of this size takes longer than the work."""
+    """Scratch memory of one thread, because a new allocation of this size takes longer than the
+    work."""
 
     def __init__(self) -> None:
         self.gaps = np.empty(law.BLOCK, np.uint32)
@@ -32,8 +33,8 @@ _scratch = _Scratch()
 
 
 def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> bytes:
-    """The code of ``new``, which ``decode`` makes of it and ``old``; without ``old``, of its own.
-    Unsigned integers."""
+    """Return the code of ``new``, from which ``decode`` restores it with the help of ``old``, or by
+    itself without ``old``. Blocks are unsigned integers."""
     _check(new)
     best: bytes | None = None
     limit = 1 + new.nbytes
@@ -54,8 +55,8 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
 
 
 def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) -> None:
-    """``target``, the block before, becomes the new one. Damaged where the code is none of
-    such a block: nothing is changed, but an exponent form may leave ``target`` half written.
+    """Turn ``target``, the earlier block, into the new one. Raise ``Damaged`` if the code does not
+    fit the block; ``target`` is then unchanged, or partly written by an exponent form.
     """
     _check(target)
     content = np.frombuffer(code, np.uint8)
@@ -82,7 +83,7 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
 
 
 def fold(first: bytes, second: bytes, numel: int, dtype: np.dtype, kind: int = law.PLAIN) -> bytes:
-    """One code in place of two, the second of which follows the first."""
+    """Return one code in place of two consecutive ones."""
     if first[0] == law.SAME or second[0] in (law.EXPONENTS, law.RAW):
         return second
     if second[0] == law.SAME:
@@ -99,7 +100,7 @@ def fold(first: bytes, second: bytes, numel: int, dtype: np.dtype, kind: int = l
 
 
 def _packed(count: int, limit: int) -> bytes | None:
-    """The sparse form of what a scan has found, where it is shorter than ``limit``."""
+    """Return the sparse form of a scan's result, if it is shorter than ``limit``."""
     room = _scratch.room(limit + _SPARE)
     size = loops.pack(_scratch.gaps, _scratch.differences, count, _scratch.logs, room)
     return room[:size].tobytes() if 0 < size < limit else None

@@ -1,9 +1,9 @@
 """LAMB on CPU: two passes per layer, the second while a layer that fits is still in the cache.
 
-The first pass updates what the step updates and sums squares, the second moves x. Bytes per
-parameter to and from memory, if a layer fits into a cache: ``exact`` 28, ``live`` 28, ``frozen``
-32. What the second pass finds in a cache, 8 bytes, is not free either. One thread walks a layer, so
-sums have one order. The loops are in ``sources.lamb_loops``.
+The first pass updates the states and sums squares, the second updates x. Bytes per parameter to and
+from memory, if a layer fits into a cache: ``exact`` 28, ``live`` 28, ``frozen`` 32. The second pass
+also reads 8 bytes from the cache, which are not free. One thread processes a layer, so that sums
+have a fixed order. The loops are in ``sources.lamb_loops``.
 """
 
 import numpy as np

@@ -1,12 +1,13 @@
 """PowerSGD's arithmetic on the CPU: every matrix is read from memory three times and written twice.
 
-``project`` forms M = gain · x + e and P = M·Q in one pass. ``fold`` forms Q = Mᵀ·P and what stays
-behind, M − P·Qᵀ, while a strip of columns is in cache. ``expand`` writes P·Qᵀ. Factors lie
-transposed, one row of memory per column: P as float32[rank, rows], Q as float32[rank, columns].
+``project`` computes M = gain · x + e and P = M·Q in one pass. ``fold`` computes Q = Mᵀ·P and the
+residual M − P·Qᵀ while a strip of columns is in the cache. ``expand`` writes P·Qᵀ. Factors are
+stored transposed, a row of memory for each column: P as float32[rank, rows], Q as float32[rank,
+columns].
 
-Note: bits. P̂ and P·Qᵀ are computed by every rank for itself and must agree, so ``orthonormalize``
-and ``expand`` have one order of operations and no fused multiply-add: processors of different makes
-give the same bits.
+Note: bits. Every rank computes P̂ and P·Qᵀ by itself, and results must agree, so ``orthonormalize``
+and ``expand`` have a fixed order of operations and no fused multiply-add: all processors give the
+same bits.
 """
 
 import numpy as np
@@ -20,7 +21,8 @@ loops = Kernels("low_rank_loops")
 
 
 def project(x, residual, m, p, q, matrices: Matrices, *, gain=1.0):
-    """m := gain · x + residual of every matrix, P := m·Q; not finite where m is not."""
+    """Set m := gain · x + residual and P := m·Q for every matrix; P is not finite where m is
+    not."""
     units = matrices.row_units
     split(
         loops.project,
@@ -38,8 +40,8 @@ def project(x, residual, m, p, q, matrices: Matrices, *, gain=1.0):
 
 
 def fold(m, p, q, matrices: Matrices, *, subtract=True):
-    """Q := mᵀ·P; with ``subtract`` m −= P·Qᵀ: what this rank's own part of the approximation leaves
-    behind."""
+    """Set Q := mᵀ·P; with ``subtract`` also m −= P·Qᵀ, this rank's residual of its own part of the
+    approximation."""
     units = matrices.column_units
     split(
         loops.fold,
@@ -55,7 +57,7 @@ def fold(m, p, q, matrices: Matrices, *, subtract=True):
 
 
 def expand(p, q, x, matrices: Matrices, *, gain=1.0):
-    """x := gain · P·Qᵀ at the place of every matrix."""
+    """Set x := gain · P·Qᵀ at the place of every matrix."""
     units = matrices.row_units
     split(
         loops.expand,
@@ -71,7 +73,7 @@ def expand(p, q, x, matrices: Matrices, *, gain=1.0):
 
 
 def orthonormalize_left(p, matrices: Matrices):
-    """Orthonormal columns, those that depend on earlier ones zero."""
+    """Make columns orthonormal; those that depend on earlier ones become zero."""
     split(
         loops.orthonormalize,
         len(matrices.table),
@@ -86,8 +88,8 @@ def orthonormalize_left(p, matrices: Matrices):
 
 
 def orthonormalize_right(q, matrices: Matrices, key: int):
-    """The basis of the next step: orthonormal columns, new random ones in place of those that
-    depend on earlier ones."""
+    """Make the basis of the next step: orthonormal columns, with new random ones in place of those
+    that depend on earlier ones."""
     split(
         loops.orthonormalize,
         len(matrices.table),

@@ -1,8 +1,8 @@
-"""A folder of this user's for machine code and bitcode, from one process to the next.
+"""Cache of machine code and bitcode in a folder of this user, shared between processes.
 
-What lies there is executed. So a folder counts only if it belongs to this user, or to root, and
-nobody else may write to it, and a file only if that holds for it too and its checksum does. A
-damaged file is as good as none.
+Its files are executed. So a folder is used only if it belongs to this user or to root and no other
+user may write to it, and a file only if the same holds for it and its checksum matches. A damaged
+file is ignored.
 """
 
 import contextlib
@@ -22,32 +22,31 @@ _CHECK = 32
 
 
 def folders() -> list[Path]:
-    """Folders in which files may lie: the one COMMPRESS_CACHE_DIR names, or else the user's cache,
-    or else a temporary one."""
+    """Return the possible folders in order: the one named by COMMPRESS_CACHE_DIR, or else the
+    user's cache and a temporary folder."""
     if given := os.environ.get("COMMPRESS_CACHE_DIR"):
         return [Path(given)]
     found, base = [], os.environ.get("XDG_CACHE_HOME", "")
-    with contextlib.suppress(RuntimeError):  # there need not be a home
+    with contextlib.suppress(RuntimeError):  # there may be no home folder
         found.append((Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "commpress")
-    with contextlib.suppress(OSError):  # nor a temporary folder that can be written
+    with contextlib.suppress(OSError):  # there may be no writable temporary folder
         found.append(Path(tempfile.gettempdir()) / f"commpress-{os.getuid()}")
     return found
 
 
 def load(name: str) -> bytes | None:
-    """The content of a file, from the first folder that has it whole."""
+    """Return the content of a file, from the first folder in which it is complete."""
     for folder in folders():
         with contextlib.suppress(OSError), _opened(folder) as place:
             found = _read(name, place)
             if blake2b(found[_CHECK:], digest_size=_CHECK).digest() == found[:_CHECK]:
                 return found[_CHECK:]
-            log.warning("commpress: %s is damaged: it is not used, and written anew", folder / name)
+            log.warning("commpress: %s is damaged: it is ignored and written again", folder / name)
     return None
 
 
 def store(name: str, content: bytes) -> bool:
-    """Write a file to the first folder that takes it; True if one does. Others see it whole or not
-    at all."""
+    """Write a file to the first folder that accepts it, atomically; return whether there is one."""
     for folder in folders():
         with contextlib.suppress(OSError), _made(folder) as place:
             _write(name, blake2b(content, digest_size=_CHECK).digest() + content, place)
@@ -57,7 +56,7 @@ def store(name: str, content: bytes) -> bool:
 
 
 def writable() -> Path | None:
-    """The folder that takes files, if there is one."""
+    """Return the first writable folder, if there is one."""
     for folder in folders():
         with contextlib.suppress(OSError), _made(folder):
             if os.access(folder, os.W_OK):
@@ -67,7 +66,7 @@ def writable() -> Path | None:
 
 @contextlib.contextmanager
 def lock(name: str) -> Iterator[None]:
-    """One process at a time, where there is a folder that both can write to."""
+    """Keep other processes out of the context, if there is a folder that they can write to, too."""
     with contextlib.ExitStack() as held:
         for folder in folders():
             with contextlib.suppress(OSError), _made(folder) as place:
@@ -88,7 +87,7 @@ def _opened(folder: Path) -> Iterator[int]:
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not _ours(place):
-            _say_that_others_may_write(folder)
+            _warn_of_others(folder)
             raise PermissionError(f"others may write to {folder}")
         yield place
     finally:
@@ -130,9 +129,10 @@ def _write(name: str, content: bytes, place: int) -> None:
 
 
 @cache
-def _say_that_others_may_write(folder: Path) -> None:
+def _warn_of_others(folder: Path) -> None:
     log.warning(
-        "commpress: no cache of compiled kernels in %s: it is not this user's alone to write to",
+        "commpress: %s is not used as a cache of compiled kernels, because other users may write "
+        "to it",
         folder,
     )
 
@@ -140,7 +140,7 @@ def _say_that_others_may_write(folder: Path) -> None:
 @cache
 def _warn_without_cache() -> None:
     log.warning(
-        "commpress: no folder for a cache of compiled kernels can be written (%s): every process "
-        "compiles what it uses, some 2 seconds; COMMPRESS_CACHE_DIR names another",
+        "commpress: no folder for a cache of compiled kernels is writable (%s): every process "
+        "compiles its kernels, in some 2 seconds; set COMMPRESS_CACHE_DIR to a writable folder",
         ", ".join(map(str, folders())),
     )

@@ -1,11 +1,11 @@
-"""Calls on the very threads that torch's own operations run on, through the OpenMP library that
-torch has loaded.
+"""Run calls on the threads of torch's own operations, through the OpenMP library that torch has
+loaded.
 
-Note: why not threads of ours. A worker of OpenMP goes on spinning for milliseconds after every
-operation, in case there is another, and keeps the core that a second thread of ours would run on:
-on two cores 0/1 Adam's step took 1.2 to 1.8 times as long. That worker itself is there at once. A
-whole training step of 1-bit Adam with its codec (10.8 M parameters, 512 tokens, two threads) takes
-198 ms so, 214 on threads of ours.
+Note: why not other threads. An OpenMP worker spins for milliseconds after every operation, to be
+ready for another, and occupies the core that another thread needs: on two cores 0/1 Adam's step
+took 1.2 to 1.8 times as long. The worker itself is available at once. A whole training step of
+1-bit Adam with its codec (10.8 M parameters, 512 tokens, two threads) takes 198 ms in this way, 214
+on other threads.
 """
 
 import ctypes
@@ -22,15 +22,15 @@ loops = Kernels("openmp_loops")
 
 
 class _Entry(NamedTuple):
-    parallel: Any  # runs a function once on every thread of a team, the caller among them
-    number: int  # address of the function that tells a thread its number in the team
-    team: int  # and of the one that tells how many they are
+    parallel: Any  # runs a function on every thread of a team, including the caller
+    number: int  # address of the function that returns a thread's number in the team
+    team: int  # address of the function that returns the size of the team
 
 
 @cache
 def entry() -> _Entry | None:
-    """Into torch's OpenMP; None where torch has none, or one without what GCC's programs call
-    (macOS, Windows)."""
+    """Return the entry points of torch's OpenMP; None if torch has none, or one without those of
+    GCC's programs (macOS, Windows)."""
     if sys.platform != "linux" or not torch.backends.openmp.is_available():
         return None
     everyone, torchs = None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
@@ -55,8 +55,8 @@ def entry() -> _Entry | None:
 
 
 def together(frames: Frames, team: int) -> None:
-    """Run all frames, each once, on ``team`` threads or on as many as come. None of them enters
-    Python."""
+    """Run all frames once each, on ``team`` threads or on fewer if fewer are available. None of
+    them enters Python."""
     found = entry()
     assert found is not None
     kernel = ctypes.cast(frames.function, ctypes.c_void_p).value

@@ -1,9 +1,9 @@
-"""The fast CPU path: Numba, one pass over memory, block by block in the first-level cache.
+"""The fast CPU path of codecs: one pass over memory, block by block in the first-level cache.
 
-Each call walks the blocks of a message; a block is loaded (input + residual, or the mean of P
-decoded rows), scaled, packed and stored before the next one is touched, so that a float is read
-once and a residual written once. Results are those of ``reference`` bit for bit.
-``docs/kernels.md`` says why Numba.
+Each call processes the blocks of a message; a block is loaded (input + residual, or the mean of P
+decoded rows), scaled, packed and stored before the next one, so that a float is read once and a
+residual written once. Results equal ``reference`` bit for bit. ``docs/kernels.md`` explains the
+choice of Numba.
 """
 
 import numpy as np
@@ -15,29 +15,29 @@ from commpress.kernels.pieces import Pieces
 
 loops = Kernels("row_loops")
 
-_LARGE = 1 << 20  # from here the caches will not keep a buffer until somebody reads it
+_LARGE = 1 << 20  # elements from which caches do not keep a buffer until it is read
 _NONE = np.empty(0, np.float32)
 _NO_BYTES = np.empty(0, np.uint8)
 
 
 def _floats(tensor: torch.Tensor | None) -> np.ndarray:
-    """float32 as such, bfloat16 as uint16."""
+    """Return an array of a tensor: float32 unchanged, bfloat16 as uint16."""
     if tensor is None:
         return _NONE
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _bytes(message: torch.Tensor) -> np.ndarray:
-    """All rows as one flat byte array, the gaps between rows included."""
+    """Return all rows as one flat byte array, including gaps between rows."""
     rows, width = message.shape
     return message.as_strided(((rows - 1) * message.stride(0) + width,), (1,)).numpy()
 
 
 def _mixed(pieces: Pieces) -> bool | None:
-    """None for signs and casts, for which there is a smaller kernel."""
+    """Return True, or None for signs and casts alone, which selects a smaller kernel."""
     if pieces.registered:
         raise TypeError(
-            "the codec is a registered one, which kernels do not know: take "
+            "the codec is a registered one, which these kernels do not have: call "
             "kernels.arithmetic(device, pieces)"
         )
     return None if pieces.plain else True
@@ -116,13 +116,13 @@ def encode(
     residual_scale=None,
     new_scale=None,
 ):
-    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if
-    something is not finite.
+    """Encode c = gain · x + residual into the rows of ``message``; set new_residual := c − decoded,
+    and flag := 1 if something is not finite.
 
     x float32[n] or bfloat16[n]; message uint8[rows, row_bytes], gaps between rows allowed;
-    residual, new_residual float32[pieces.residual_numel], which may be one tensor. With
+    residual, new_residual float32[pieces.residual_numel], which may be the same tensor. With
     ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy:
-    new_residual := c there, and c − scale · sgn(c) is formed when it comes back with
+    new_residual := c there, and c − scale · sgn(c) is computed when it is passed again with
     ``residual_scale``.
     """
     _encode_any(
@@ -155,10 +155,10 @@ def serve(
     residual_scale=None,
     new_scale=None,
 ):
-    """Average the P rows, add the residual and encode the one row that goes back; the mean never
-    reaches memory.
+    """Average the P rows, add the residual and encode the row to send back, without writing the
+    mean to memory.
 
-    The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
+    The sum is divided by ``divisor`` (0: by P), because a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
     _encode_any(
@@ -178,8 +178,8 @@ def serve(
 
 
 def decode(message, out, pieces, *, gain=1.0, add=False):
-    """out[n] := or += all rows; each scale is multiplied by ``gain`` before it meets a code.
-    float32 or bfloat16."""
+    """Decode all rows into out[n], or add them to it; each scale is multiplied by ``gain`` before
+    its codes. ``out`` is float32 or bfloat16."""
     rows = message.shape[0]
     past = not add and pieces.numel >= _LARGE
     split(
@@ -201,8 +201,8 @@ def decode(message, out, pieces, *, gain=1.0, add=False):
 
 
 def decode_mean(received, out, pieces, rank):
-    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order,
-    then divided by P."""
+    """Set out[pieces.shard] to the mean of the P received versions of row ``rank``, summed in rank
+    order, then divided by P."""
     split(
         loops.decode,
         pieces.blocks,

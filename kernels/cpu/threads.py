@@ -1,4 +1,4 @@
-"""Kernels that walk blocks, on as many threads as torch may use."""
+"""Run kernels over blocks on as many threads as torch may use."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -10,7 +10,7 @@ import torch
 from commpress.kernels.cpu import openmp as cpu_openmp
 from commpress.kernels.cpu.compiled import Kernel
 
-_PARALLEL_NUMEL = 1 << 19  # below this a second thread costs more than it brings
+_PARALLEL_NUMEL = 1 << 19  # elements below which a second thread costs more than it gains
 
 
 @cache
@@ -20,7 +20,7 @@ def _pool() -> ThreadPoolExecutor:
 
 def split(kernel: Kernel, blocks: int, numel: int, *args: Any) -> list[int]:
     """Run ``kernel(*args, start, stop)`` over all blocks, on as many threads as torch may use:
-    torch's, or else ours."""
+    torch's own, or those of a pool."""
     team = torch.get_num_threads()
     threads = min(team, blocks, max(numel // _PARALLEL_NUMEL, 1))
     if threads <= 1:

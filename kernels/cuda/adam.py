@@ -1,8 +1,8 @@
-"""The optimizers' arithmetic on CUDA: one launch per call for all tensors, however many there are.
+"""The optimizers' arithmetic on CUDA: one launch per call for any number of tensors.
 
-Every function is that of ``kernels.adam`` with the same name; the kernels are in ``adam.cu``. The
-table of addresses goes up once for each set of gradients, by way of pinned memory: the host waits
-only where a number is asked for.
+Functions have the names and results of ``kernels.adam``; the kernels are in ``adam.cu``. The table
+of addresses is uploaded once for each set of gradients, through pinned memory: the host waits only
+for numbers that it reads.
 """
 
 from functools import lru_cache
@@ -16,11 +16,11 @@ from commpress.kernels.cuda.modules import ADAM
 from commpress.kernels.cuda.row_codec import THREADS, TILE, Launch, address, execute
 from commpress.work import stream_of
 
-TABLES = 64  # that lie on the device, of the gradients and divisors that came last
+TABLES = 64  # tables kept on the device, for the latest gradients and divisors
 
 
 def _upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device. What a launch reads stays until its stream has done so."""
+    """Return a copy on the device, which is kept until its stream has finished with it."""
     stream = stream_of(device)
     place = 0 if stream is None else stream.cuda_stream
     return _uploaded(values.tobytes(), values.dtype.str, device, place)
@@ -41,7 +41,7 @@ def _run(
     *args: Any,
     divisors: np.ndarray | None = None,
 ) -> None:
-    """``args``: tensors, of which empty ones are none, and numbers of the exact C width."""
+    """Launch a kernel. ``args``: tensors, empty for none, and numbers of the exact C width."""
     table, device = segments.table, buffer.device
     tiles = -(-table[:, 3] // TILE)
     if not tiles.sum():

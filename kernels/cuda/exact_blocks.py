@@ -1,7 +1,7 @@
-"""The exact block code where weights lie on a device: sparse forms and hashes of blocks there, many
-in a launch, in the bytes of ``cpu.exact``.
+"""The exact block code for weights on a device: sparse forms and hashes of many blocks per launch,
+with the bytes of ``cpu.exact``.
 
-What changed too much for that form crosses to the host as it is, and is coded there.
+Blocks that changed too much for that form are copied to the host and coded there.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from commpress.kernels.cuda.modules import EXACT
 from commpress.kernels.cuda.row_codec import THREADS, Launch, address, execute
 from commpress.kernels.exact_format import SAME
 
-SHORTEST = 1025  # bytes of a block that ``hashes`` takes: shorter ones have other rules
+SHORTEST = 1025  # fewest bytes for ``hashes``: xxh3 hashes shorter blocks differently
 _SECRET = bytes.fromhex(  # of xxh3
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -25,7 +25,8 @@ _SECRET = bytes.fromhex(  # of xxh3
 
 
 def encode(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> list[bytes | None]:
-    """The codes of blocks of integers; None for one whose sparse form has more than 3/5 of it."""
+    """Return the codes of blocks of integers; None for a block with a sparse form of more than 3/5
+    of its size."""
     device, itemsize = new[0].device, new[0].itemsize
     most = max(block.numel() for block in new) * itemsize * 3 // 5
     room = 8 * (-(-most // 8) + 1)
@@ -47,8 +48,8 @@ def _kept(length: int) -> int:
 
 
 def decode(codes: Sequence[bytes], targets: Sequence[torch.Tensor]) -> None:
-    """Add the differences of sparse forms to blocks. Damaged, and the block is as it was, where a
-    code is none of it; the others have theirs."""
+    """Add the differences of sparse forms to blocks. Raise ``Damaged`` if a code does not fit its
+    block, which is then unchanged; the others are decoded."""
     device, lengths = targets[0].device, [len(code) for code in codes]
     content = torch.frombuffer(bytearray(b"".join(codes)), dtype=torch.uint8).to(device)
     ends = np.cumsum(lengths)
@@ -61,7 +62,7 @@ def decode(codes: Sequence[bytes], targets: Sequence[torch.Tensor]) -> None:
 
 
 def hashes(blocks: Sequence[torch.Tensor], seeds: Sequence[int]) -> list[int]:
-    """``checksum_of`` each block, of ``SHORTEST`` bytes or more from a multiple of 8 on."""
+    """Return ``checksum_of`` each block, of at least ``SHORTEST`` bytes at a multiple of 8."""
     device, itemsize = blocks[0].device, blocks[0].itemsize
     found = torch.empty(len(blocks), dtype=torch.int64, device=device)
     args = np.int32(itemsize), address(_secret(device)), address(found)
@@ -83,7 +84,7 @@ def _launch(
     words: Sequence[int],
     *args: np.generic,
 ) -> None:
-    """One thread block for each block; ``table`` in exact.cu."""
+    """Launch a kernel with one thread block for each block; ``table`` is described in exact.cu."""
     lines = zip(old, new, codes, words, strict=True)
     table = [(a.data_ptr(), b.data_ptr(), b.numel(), code, word) for a, b, code, word in lines]
     device = new[0].device

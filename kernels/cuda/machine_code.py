@@ -1,10 +1,10 @@
 """Machine code of the CUDA kernels, made by NVRTC without a GPU: when a wheel is built, or by a
 developer.
 
-    python -m commpress.kernels.cuda.machine_code FOLDER [ARCHITECTURE ...]    80 90 100 unless told
+    python -m commpress.kernels.cuda.machine_code FOLDER [ARCHITECTURE ...]    default: 80 90 100
 
-NVRTC comes from a wheel, ``pip install "nvidia-cuda-nvrtc-cu12>=12.8"``; what CUDA 12 has made,
-drivers of CUDA 13 load too.
+NVRTC comes from a wheel, ``pip install "nvidia-cuda-nvrtc-cu12>=12.8"``; drivers of CUDA 13 load
+its output, too.
 """
 
 import sys
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from commpress.kernels.cuda import modules, nvrtc
 
-# A100, H100 and H200, B200; a card runs code of its own major version
+# A100, H100 and H200, B200; a GPU runs code of its own major version
 ARCHITECTURES = (80, 90, 100)
 
 
@@ -25,7 +25,7 @@ def build(folder: Path, architectures: tuple[int, ...] = ARCHITECTURES) -> list[
 
     def compiled(each: tuple[int, int]) -> Path:
         family, architecture = each
-        # as CuPy compiles
+        # CuPy's options
         added = ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
         path = folder / modules.cubin(family, architecture).relative_to(modules.FOLDER)
         path.parent.mkdir(parents=True, exist_ok=True)

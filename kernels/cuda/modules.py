@@ -1,10 +1,9 @@
-"""Modules of CUDA kernels: their source, one for each family of kinds, and their machine code where
-a package ships it.
+"""Modules of CUDA kernels: their source, one module for each family of kinds, and their machine
+code if the package has it.
 
-A package may hold machine code (``machine_code.py``) for the architectures that were asked for when
-it was built. A process whose device has none of its own compiles the source, with CuPy, which keeps
-the result on disk: one process of a user's at a time, so that the others of a node find what the
-first has compiled.
+A package may include machine code (``machine_code.py``) for architectures requested at its build.
+For other devices CuPy compiles the source and caches the result on disk, in one process of a user
+at a time, so that the other processes of a node find the result of the first.
 """
 
 import logging
@@ -20,7 +19,7 @@ from commpress.kernels.reference import BITS, LOG, SIGN_L1, SIGN_RMS
 ADAM, EXACT = (
     LOG + 1,
     LOG + 2,
-)  # the optimizers' passes and the exact code have families of their own
+)  # families of the optimizers' passes and of the exact code
 FAMILIES = (*range(SIGN_L1, LOG + 1), ADAM, EXACT)
 FOLDER = Path(__file__).parent / "cubins"
 log = logging.getLogger("commpress")
@@ -28,7 +27,7 @@ log = logging.getLogger("commpress")
 
 @cache
 def source(family: int) -> str:
-    """The CUDA source of the module of ``family``, to be compiled with ``options``."""
+    """Return the CUDA source of the module of ``family``, to be compiled with ``options``."""
     meaning = "headers" if family >= BITS else "codes"
     names = [
         "arithmetic.cu",
@@ -57,20 +56,19 @@ def options(family: int) -> tuple[str, ...]:
 
 @cache
 def digest(family: int) -> str:
-    """Of everything that the bits of a family's kernels depend on."""
+    """Return a hash of everything on which the bits of a family's kernels depend."""
     return blake2b(
         "\n".join((source(family), *options(family))).encode(), digest_size=16
     ).hexdigest()
 
 
 def cubin(family: int, architecture: int) -> Path:
-    """The file in which machine code of a family is shipped for an architecture, as 90 for
-    sm_90."""
+    """Return the file with machine code of a family for an architecture, such as 90 for sm_90."""
     return FOLDER / f"sm_{architecture}" / f"{family}-{digest(family)}.cubin"
 
 
 def shipped(family: int, architecture: int) -> Path | None:
-    """Machine code of a family that an architecture runs: its own, or that of an older one of the
+    """Return the file with machine code of a family for an architecture, or for an older one of the
     same major version."""
     for older in range(architecture, architecture // 10 * 10 - 1, -1):
         if cubin(family, older).is_file():
@@ -79,7 +77,8 @@ def shipped(family: int, architecture: int) -> Path | None:
 
 
 def load(cupy: Any, family: int) -> Any:
-    """The module of a family for CuPy's current device, compiled only if nobody has done it."""
+    """Return the module of a family for CuPy's current device, compiling it only if it was not
+    compiled before."""
     architecture = int(cupy.cuda.Device().compute_capability)
     if (path := shipped(family, architecture)) is not None:
         ready = cupy.RawModule(path=str(path))
@@ -87,7 +86,7 @@ def load(cupy: Any, family: int) -> Any:
             ready.compile()
         except cupy.cuda.driver.CUDADriverError as error:
             log.warning(
-                "commpress: the driver does not take %s, so it is compiled here: %s",
+                "commpress: the driver does not load %s, so it is compiled here: %s",
                 path.name,
                 error,
             )

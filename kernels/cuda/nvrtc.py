@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler from its wheel, through ctypes: compiling CUDA source takes neither a
+"""NVIDIA's run-time compiler from its wheel, through ctypes: compiling CUDA source needs neither a
 GPU nor a driver."""
 
 import ctypes
@@ -12,7 +12,7 @@ WHEELS = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
 
 @cache
 def loaded() -> ctypes.CDLL | None:
-    """The compiler's library, if one of its wheels is installed."""
+    """Return the compiler's library, if one of its wheels is installed."""
     for wheel in WHEELS:
         try:
             files = distribution(wheel).files or []
@@ -25,7 +25,7 @@ def loaded() -> ctypes.CDLL | None:
 
 
 def architectures() -> list[int]:
-    """Architectures that the compiler can compile for, as 90 for sm_90."""
+    """Return the architectures for which it can compile, such as 90 for sm_90."""
     count = ctypes.c_int()
     _call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
     values = (ctypes.c_int * count.value)()
@@ -34,8 +34,8 @@ def architectures() -> list[int]:
 
 
 def compile_source(source: str, options: tuple[str, ...]) -> tuple[str, bytes]:
-    """PTX and machine code; a RuntimeError with the compiler's log if it does not compile or
-    warns."""
+    """Return PTX and machine code; raise ``RuntimeError`` with the compiler's log after errors or
+    warnings."""
     program = ctypes.c_void_p()
     _call(
         "nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"commpress.cu", 0, None, None
@@ -43,9 +43,9 @@ def compile_source(source: str, options: tuple[str, ...]) -> tuple[str, bytes]:
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = _library().nvrtcCompileProgram(program, len(options), arguments)
-        said = _output(program, "ProgramLog").rstrip(b"\0").decode()
-        if status or "warning" in said:
-            raise RuntimeError(f"NVRTC with {' '.join(options)} says:\n{said}")
+        output = _output(program, "ProgramLog").rstrip(b"\0").decode()
+        if status or "warning" in output:
+            raise RuntimeError(f"NVRTC with {' '.join(options)} reports:\n{output}")
         return _output(program, "PTX").rstrip(b"\0").decode(), _output(program, "CUBIN")
     finally:
         _call("nvrtcDestroyProgram", ctypes.byref(program))

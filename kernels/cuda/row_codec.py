@@ -1,15 +1,15 @@
-"""The CUDA path: the names, arguments and bytes of ``cpu``, on torch's current stream.
+"""The CUDA path of codecs: names, arguments and bytes of ``cpu.row_codec``, on torch's current
+stream.
 
-Each function is a *plan*: the launches it takes, as data. ``execute`` hands a launch to CuPy, with
-the module of the kind's family (``modules``); the tests execute the same plans on the CPU. Tensors
+Each function is a *plan*, a generator of launches as data. ``execute`` passes a launch to CuPy,
+with the module of the kind's family (``modules``); tests execute the same plans on the CPU. Tensors
 are passed as addresses: nothing is copied, the host never waits, and any length, alignment and row
-stride will do.
+stride is allowed.
 
-Pieces of one family share a launch. Its table of pieces lies on the device, uploaded once per
-table. One scale per row takes a second launch; the two meet in a workspace of one word per 2048
-elements, which comes from torch's caching allocator: after the first call of its size that costs no
-call to the driver, and because the allocator reuses memory in stream order, calls on several
-streams never share it.
+Pieces of one family share a launch. Their table is on the device, uploaded once per table. One
+scale per row needs a second launch; the two exchange partial sums in a workspace of one word per
+2048 elements from torch's caching allocator: only the first call of its size calls the driver, and
+because the allocator reuses memory in stream order, calls on several streams never share it.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,17 +36,17 @@ from commpress.kernels.pieces import (
 from commpress.kernels.reference import BITS, CHUNK, SIGN_RMS, row_header_bytes
 
 THREADS, FINISH_THREADS = 256, 1024
-# elements per thread block; of blocks with a header always TILE
+# elements per thread block; always TILE for blocks with a header
 TILE, DECODE_TILE = CHUNK, 2 * CHUNK
-ROW_SCALE = 62  # as log2 of a block: element >> 62 = 0, every element meets the row's only scale
-EVERY_ROW = -1  # as rank: the rows of the grid are the rows of the pieces
+ROW_SCALE = 62  # log2 of a block for one scale per row: element >> 62 is always 0
+EVERY_ROW = -1  # rank: the rows of the grid are the rows of the pieces
 Arguments = ParamSpec("Arguments")
 Scalars = tuple[np.generic, ...]
 
 
 class Launch(NamedTuple):
-    """One kernel of the module of ``family`` on a one-dimensional grid; arguments are scalars of
-    the exact C width."""
+    """Launch of a kernel of the module of ``family`` on a one-dimensional grid; arguments are
+    scalars of the exact C width."""
 
     kernel: str
     family: int
@@ -57,8 +57,7 @@ class Launch(NamedTuple):
 
 
 class Addressed(NamedTuple):
-    """A stream of torch before 2.10, which has an address, in the protocol by which CuPy asks for
-    one."""
+    """A stream of torch before 2.10 with the protocol by which CuPy gets a stream's address."""
 
     stream: torch.cuda.Stream
 
@@ -91,11 +90,11 @@ def _kernel(family: int, name: str, device: int) -> Any:
 
 
 def execute(launch: Launch) -> None:
-    """Enqueue on torch's current stream of the device that holds the tensors."""
+    """Enqueue a launch on torch's current stream of the device of the tensors."""
     if launch.device.type != "cuda":
         raise InvalidArgument(
-            f"the CUDA path got tensors on {launch.device}: use commpress.kernels.cpu.row_codec "
-            "for them"
+            f"tensors are on {launch.device}, expected a CUDA device: use "
+            "commpress.kernels.cpu.row_codec for them"
         )
     cuda, device = _cupy().cuda, launch.device.index
     stream = torch.cuda.current_stream(device)
@@ -112,8 +111,8 @@ def execute(launch: Launch) -> None:
 
 
 def _executed(plan: Callable[Arguments, Iterator[Launch]]) -> Callable[Arguments, None]:
-    """The function that executes a plan. What the plan allocates lives until its last launch is
-    enqueued."""
+    """Return the function that executes a plan. Memory allocated by the plan is kept until its last
+    launch is enqueued."""
 
     @wraps(plan)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
@@ -128,16 +127,16 @@ def _executed(plan: Callable[Arguments, Iterator[Launch]]) -> Callable[Arguments
 
 
 class Group(NamedTuple):
-    """The pieces that one launch takes: those of one family, apart those with one scale per row."""
+    """Pieces of one launch: those of one family, separate for one scale per row."""
 
     family: int
     row_scale: bool
     columns: torch.Tensor  # int64[13, lines] on the device, rows as named in tiles.cu
-    tiles: int  # of one row of all lines
+    tiles: int  # tiles of one row of all lines
     decode_tiles: int
 
     def table(self, rows: int, rank: int, *, decode: bool = False) -> Scalars:
-        """The arguments that become a ``Table`` in tiles.cu."""
+        """Return the arguments that become a ``Table`` in tiles.cu."""
         tiles = self.decode_tiles if decode else self.tiles
         return (
             address(self.columns),
@@ -154,8 +153,8 @@ def _groups(pieces: Pieces, device: torch.device) -> list[Group]:
 
 @cache
 def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
-    """The table in the order of tiles.cu. Keyed by content, never dropped: a launch on any stream
-    may still read it."""
+    """Return the table in the order of tiles.cu. It is cached by content and never freed, because a
+    launch on any stream may still read it."""
     table = np.frombuffer(table_bytes, np.int64).reshape(-1, 10)
     row_scale = (table[:, BLOCK] == 0) & (table[:, KIND] <= SIGN_RMS)
     families, groups = table[:, KIND] & 255, []
@@ -212,7 +211,7 @@ def _check_message(message: torch.Tensor, pieces: Pieces) -> None:
 
 
 def _check_floats(device: torch.device, **floats: tuple[torch.Tensor | None, int]) -> None:
-    """Each is absent or has at least that many elements, in one run of memory on ``device``."""
+    """Check that each tensor is absent or has enough contiguous float32 elements on ``device``."""
     for name, (tensor, numel) in floats.items():
         if tensor is None:
             continue
@@ -223,7 +222,7 @@ def _check_floats(device: torch.device, **floats: tuple[torch.Tensor | None, int
             )
         if tensor.device != device:
             raise InvalidArgument(
-                f"{name} is on {tensor.device}, the rest on {device}: move it there"
+                f"{name} is on {tensor.device}, but the message is on {device}: move it there"
             )
 
 
@@ -249,8 +248,8 @@ def _encode_any(
     residual_scale: torch.Tensor | None,
     new_scale: torch.Tensor | None,
 ) -> Iterator[Launch]:
-    """The launches of ``encode`` and ``serve``: they differ in the names of kernels and in which
-    rows there are."""
+    """Yield the launches of ``encode`` or ``serve``, which differ in the names of kernels and in
+    the rows."""
     rows, device = message.shape[0], message.device
     if flag.device != device or flag.dtype != torch.uint8:
         raise InvalidArgument(
@@ -293,8 +292,8 @@ def _encode_any(
 def _settle(
     group: Group, value: torch.Tensor, scale: torch.Tensor, rows: int, rank: int, *, whole: bool
 ) -> Launch:
-    """``whole``: also the padding of rows, whose number of elements nobody knows without the
-    rank."""
+    """Make the launch of ``settle``. ``whole``: include the padding of rows, because the number of
+    their elements is not known without the rank."""
     args = (address(value), address(scale), *group.table(rows, rank), np.int32(whole))
     return Launch("settle", group.family, rows * group.tiles, THREADS, args, value.device)
 
@@ -313,11 +312,11 @@ def encode(
     residual_scale: torch.Tensor | None = None,
     new_scale: torch.Tensor | None = None,
 ) -> Iterator[Launch]:
-    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if
-    something is not finite.
+    """Encode c = gain · x + residual into the rows of ``message``; set new_residual := c − decoded,
+    and flag := 1 if something is not finite.
 
     With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy:
-    new_residual := c there, and c − scale · sgn(c) is formed when it comes back with
+    new_residual := c there, and c − scale · sgn(c) is computed when it is passed again with
     ``residual_scale``.
     """
     scales = len(pieces.table) * message.shape[0]
@@ -362,10 +361,10 @@ def serve(
     residual_scale: torch.Tensor | None = None,
     new_scale: torch.Tensor | None = None,
 ) -> Iterator[Launch]:
-    """Average the P rows, add the residual and encode the one row that goes back; the mean never
-    reaches memory.
+    """Average the P rows, add the residual and encode the row to send back, without writing the
+    mean to memory.
 
-    The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
+    The sum is divided by ``divisor`` (0: by P), because a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
     scales = len(pieces.table)
@@ -404,7 +403,8 @@ def decode(
     gain: float = 1.0,
     add: bool = False,
 ) -> Iterator[Launch]:
-    """out := or += all rows; each scale is multiplied by ``gain`` before it meets a code."""
+    """Decode all rows into ``out``, or add them to it; each scale is multiplied by ``gain`` before
+    its codes."""
     rows = message.shape[0]
     _check_message(message, pieces)
     _check_floats(message.device, out=(out, _buffer_numel(pieces)))
@@ -431,8 +431,8 @@ def decode(
 def decode_mean(
     received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int
 ) -> Iterator[Launch]:
-    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order,
-    then divided by P."""
+    """Set out[pieces.shard] to the mean of the P received versions of row ``rank``, summed in rank
+    order, then divided by P."""
     _check_message(received, pieces)
     _check_floats(received.device, out=(out, pieces.shard))
     for group in _groups(pieces, received.device):

@@ -584,7 +584,7 @@ def refusals(folder):
         )
 
     given = arguments(folder, max_steps=1)
-    with pytest.raises(InvalidArgument, match="codec=, and the optimizer is OneBitAdam"):
+    with pytest.raises(InvalidArgument, match="codec=, but the optimizer is OneBitAdam"):
         Trainer(
             model(),
             given,

@@ -86,7 +86,7 @@ def test_a_folder_that_others_may_write_to_is_never_used(cache, caplog, mode):
     with caplog.at_level(logging.WARNING, "commpress"):
         assert object_cache.load("a") is None
         assert not object_cache.store("b", b"code")
-    assert "not this user's alone" in caplog.text
+    assert "other users may write" in caplog.text
     assert not (cache / "b").exists()
 
 

@@ -272,7 +272,7 @@ def test_a_snapshot_is_copied_out_while_the_store_is_used(tmp_path):
         try:
             for i in range(3):
                 store.copy_snapshot("s", tmp_path / f"copy{i}")
-            with pytest.raises(InvalidArgument, match="holds a store already"):
+            with pytest.raises(InvalidArgument, match="already has a store"):
                 store.copy_snapshot("s", tmp_path / "copy0")
             with pytest.raises(InvalidArgument, match="no snapshot 'z'"):
                 store.copy_snapshot("z", tmp_path / "z")

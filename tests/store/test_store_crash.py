@@ -178,10 +178,10 @@ def test_a_disk_that_fails_for_a_while(tmp_path, engine):
             assert tensor.sum() == 200_000
             tensor += 1
         layer.failing = "sync"
-        with pytest.raises(DiskFailure, match="Nothing can be committed any more"):
+        with pytest.raises(DiskFailure, match="The store cannot commit any more"):
             store.commit()
         layer.failing = ""
-        with pytest.raises(DiskFailure, match="Nothing can be committed any more"):
+        with pytest.raises(DiskFailure, match="The store cannot commit any more"):
             store.commit()
     with (
         TieredStore.open(tmp_path, host="2MiB", engine=engine) as store,

@@ -13,10 +13,10 @@ from small_store import open_store, read
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda s: s.put("", torch.ones(1)), "expected a text of 1 to"),
+        (lambda s: s.put("", torch.ones(1)), "expected text of 1 to"),
         (lambda s: s.put("a\0", torch.ones(1)), "character 0"),
         (lambda s: s.put("\ud800", torch.ones(1)), "surrogate"),
-        (lambda s: s.put("x" * 2000, torch.ones(1)), "expected a text of 1 to"),
+        (lambda s: s.put("x" * 2000, torch.ones(1)), "expected text of 1 to"),
         (lambda s: s.put("x", torch.ones(2).to_sparse()), "sparse"),
         (lambda s: s.put("x", torch.ones(2, device="meta")), "meta"),
         (lambda s: s.borrow("no").__enter__(), "no tensor 'no'"),

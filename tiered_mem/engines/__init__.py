@@ -1,5 +1,5 @@
-"""Ways to read and write files in the background, behind one interface; ``choose`` measures which
-is best here."""
+"""Engines that read and write files in the background, behind one interface; ``choose`` measures
+which is the fastest here."""
 
 from commpress.tiered_mem.engines.selection import NAMES, available, choose, start
 from commpress.tiered_mem.engines.transfer import PIECE, DiskEngine, Transfer

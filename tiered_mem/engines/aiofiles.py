@@ -1,5 +1,5 @@
-"""aiofiles: positional reads and writes as coroutines on its thread pool. For systems where nothing
-else works."""
+"""aiofiles: positional reads and writes as coroutines on its thread pool, for systems on which no
+other engine works."""
 
 import asyncio
 import threading

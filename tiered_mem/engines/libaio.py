@@ -1,6 +1,6 @@
-"""The kernel's older asynchronous interface through the ``libaio`` package. Fast only on files
-opened past the page cache; on many file systems ``submit`` does the whole transfer, which is why
-one thread does nothing but submit."""
+"""The kernel's older asynchronous interface through the ``libaio`` package. It is fast only on
+files opened past the page cache; on many file systems ``submit`` does the whole transfer, so one
+thread only submits."""
 
 import queue
 import threading
@@ -11,14 +11,14 @@ from os import strerror
 from commpress.errors import MissingPackage
 from commpress.tiered_mem.engines.transfer import Transfer
 
-# threads for checksums and callbacks, beside the one that submits and the one that waits for the
+# threads for checksums and callbacks, besides the submitter and the reaper, which waits for the
 # kernel
 FINISHERS = 2
 
 
 class LibaioEngine:
-    """A transfer passes a finisher if it is written, the submitter, the kernel, the reaper, and
-    again a finisher.
+    """Pass a transfer to a finisher if it is a write, then the submitter, the kernel, the reaper,
+    and a finisher again.
 
     At most ``depth`` transfers are in the kernel: ``_slots`` counts free places there.
     """
@@ -35,8 +35,8 @@ class LibaioEngine:
         except OSError as error:  # the shared library
             raise MissingPackage(
                 f"the package libaio does not find its shared library ({error}): apt-get install "
-                "libaio1 (libaio1t64 on newer systems), dnf install libaio; the engines 'threads' "
-                "and 'io_uring' need nothing"
+                "libaio1 (libaio1t64 on newer systems), dnf install libaio, or use the engine "
+                "'threads' or 'io_uring', which need no package"
             ) from error
         self.depth = depth
         self._libaio, self._context = libaio, libaio.AIOContext(depth + 1)
@@ -51,7 +51,7 @@ class LibaioEngine:
         )
 
     def register(self, memory: memoryview) -> None:
-        """Nothing to gain here."""
+        """Do nothing: registered memory has no advantage here."""
         return
 
     def submit(self, transfers: Iterable[Transfer]) -> None:
@@ -64,7 +64,7 @@ class LibaioEngine:
     def close(self) -> None:
         self._ready.put(None)
         self._submitter.join()
-        for _ in range(self.depth):  # nothing is left in the kernel
+        for _ in range(self.depth):  # wait until the kernel has no transfer
             self._slots.acquire()
         self._stopped = True
         self._reaper.join()
@@ -90,7 +90,7 @@ class LibaioEngine:
             del transfer
 
     def _enqueue(self, transfer: Transfer) -> None:
-        """Hand a transfer's rest to the kernel."""
+        """Pass the rest of a transfer to the kernel."""
         try:
             mode = (
                 self._libaio.AIOBLOCK_MODE_WRITE
@@ -125,7 +125,7 @@ class LibaioEngine:
             if transfer.advance(result):
                 self._over(transfer, None)
             else:
-                self._enqueue(transfer)  # a short one keeps its place
+                self._enqueue(transfer)  # a short transfer keeps its slot
         except OSError as error:
             self._over(transfer, error)
 

@@ -1,5 +1,5 @@
-"""Selection of an engine: those that work here, and the fastest on this disk, measured and not
-assumed."""
+"""Selection of an engine: find those that work here, and measure which is the fastest on this
+disk."""
 
 import contextlib
 import mmap
@@ -15,10 +15,10 @@ from commpress.tiered_mem.engines.transfer import DiskEngine, transfer_all
 from commpress.tiered_mem.engines.uring import UringEngine
 from commpress.tiered_mem.layer import FileLayer
 
-# of equally fast ones the first: it takes least of the processor
+# in order of processor time: the first of equally fast ones is chosen
 NAMES = ("io_uring", "threads", "libaio", "aiofiles")
 PROBE = "probe.tmp"
-NEAR = 0.9  # of the fastest counts as equal
+NEAR = 0.9  # share of the fastest rate that counts as equally fast
 
 
 def start(name: str, layer: FileLayer, depth: int = 4) -> DiskEngine:
@@ -35,7 +35,7 @@ def start(name: str, layer: FileLayer, depth: int = 4) -> DiskEngine:
 
 
 def available(layer: FileLayer) -> dict[str, str]:
-    """Engine → '' if it works here, else what is missing and the cure."""
+    """Map each engine to '' if it works here, else to what is missing and the cure."""
     found = {}
     for name in NAMES:
         try:
@@ -51,20 +51,20 @@ def available(layer: FileLayer) -> dict[str, str]:
 def choose(
     layer: FileLayer, folder: int, *, direct: bool, depth: int = 4, seconds: float = 1.0
 ) -> tuple[str, dict[str, float]]:
-    """The best engine's name and, for each, bytes per second: the slower of writing and reading,
-    with checksums."""
+    """Return the best engine, and for each engine bytes per second, the slower of writing and
+    reading with checksums."""
     candidates = [name for name, missing in available(layer).items() if not missing]
-    if not direct:  # buffered files: the kernel's queues only add a thread
+    if not direct:  # for buffered files the kernel's queues only add a thread
         candidates = [name for name in candidates if name in ("threads", "aiofiles")]
     size = 16 << 20
     fd = layer.open(folder, PROBE, create=True, direct=direct)
     memory = mmap.mmap(-1, size)
-    memory[:] = np.random.default_rng(0).bytes(size)  # some disks compress
+    memory[:] = np.random.default_rng(0).bytes(size)  # random, because some disks compress
     try:
         layer.reserve(fd, size)
         speed = dict.fromkeys(candidates, 0.0)
         rounds = 3
-        for _ in range(rounds):  # in turns: a machine's moods hit all
+        for _ in range(rounds):  # in turns, so that load from elsewhere affects all alike
             for name in candidates:
                 engine = start(name, layer, depth)
                 try:
@@ -82,7 +82,7 @@ def choose(
 
 
 def _rate(engine: DiskEngine, fd: int, memory: mmap.mmap, write: bool, seconds: float) -> float:
-    """Bytes per second of transfers as the store's, as many at once as the engine's depth."""
+    """Return bytes per second of transfers like the store's, with the engine's depth."""
     view, moved, begin = memoryview(memory), 0, perf_counter()
     while moved == 0 or perf_counter() - begin < seconds:
         transfer_all(engine, fd, [(0, view)], write=write, hashed=True)

@@ -1,5 +1,5 @@
-"""Threads that call preadv and pwritev, which let other threads run: the simplest engine, and as
-fast as any."""
+"""Threads that call preadv and pwritev, which release the interpreter's lock: the simplest engine,
+and as fast as any."""
 
 import queue
 import threading

@@ -1,13 +1,13 @@
-"""Priority of a thread that works for microseconds, often, over those that compute for
+"""Priority for a thread that often works for microseconds, over threads that compute for
 milliseconds.
 
-Note: why. Woken on a core where something else computes, it would wait for the end of that one's
-time slice, 3 ms, and the disk with it, even while another core has nothing to do. Linux from 6.12
-on lets a thread ask for shorter slices. Who has the right to raises its priority too, as audio
-servers do; few containers have it.
+Note: why. When such a thread wakes on a core where another computes, it waits for the end of that
+one's time slice of 3 ms, and the disk waits, too, even if another core is idle. Linux 6.12 and
+later let a thread request shorter slices. With the necessary right, which few containers have, the
+thread's priority is raised, too, as in audio servers.
 
-Gain: 3, 5 and 9 % of the step of an optimizer on disk, in three runs; nothing for transfers beside
-which nobody computes.
+Gain: 3, 5 and 9 % of the step of an optimizer on disk, in three runs; none for transfers without
+computation at the same time.
 """
 
 import ctypes
@@ -16,16 +16,16 @@ import platform
 import struct
 import sys
 
-SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # and the next number asks
-# size, policy, flags, niceness, priority, ns of a slice, and two that are not ours
+SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # getattr is the next number
+# size, policy, flags, niceness, priority, ns of a slice, and two unused fields
 ATTRIBUTES = "<IIQiIQQQ"
-SLICE = 100_000  # ns, the least there is
+SLICE = 100_000  # ns, the smallest possible
 NICER = 10
 
 
 def raise_own() -> bool:
-    """Raise the calling thread's priority; whether the kernel took any of it. Older ones ignore it,
-    a sandbox may refuse."""
+    """Raise the calling thread's priority; return whether the kernel accepted any part. Older
+    kernels ignore it, and a sandbox may refuse."""
     number = SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
@@ -43,8 +43,8 @@ def raise_own() -> bool:
 
 
 def own() -> tuple[int, bool]:
-    """Ask the kernel about the calling thread: its niceness, and whether its slices are as short as
-    ``raise_own`` asks."""
+    """Return the calling thread's niceness, and whether its time slices are as short as
+    ``raise_own`` requests."""
     number = SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return 0, False

@@ -1,5 +1,5 @@
-"""Transfers between memory and files, and the engines that take them and say of each, once and from
-a thread of their own, how it ended."""
+"""Transfers between memory and files, and the interface of engines, which report the end of each
+transfer once, from their own thread."""
 
 import errno
 import threading
@@ -9,17 +9,17 @@ from typing import Protocol
 from commpress.checksum import checksum_of
 from commpress.tiered_mem.layer import PAGE
 
-# bytes of a chunk that are moved and hashed at once: the processor's cache still has them
+# bytes of a chunk that are moved and hashed at once, while the processor's cache has them
 PIECE = 1 << 20
 
 
 class Transfer:
-    """Bytes between memory and a file, and the checksum of the first ``hashed`` of them as they lie
-    in memory.
+    """A transfer between memory and a file, with the checksum of its first ``hashed`` bytes in
+    memory.
 
-    An engine takes the checksum just before bytes are written and just after they were read, while
-    the processor's cache has them, then calls ``done`` with None or the error. ``done`` does not
-    run in the thread that submitted.
+    An engine computes the checksum just before bytes are written or just after they were read,
+    while the processor's cache has them, then calls ``done`` with None or the error, in another
+    thread than the submitting one.
     """
 
     __slots__ = ("checksum", "done", "fd", "hashed", "moved", "offset", "view", "write")
@@ -44,8 +44,8 @@ class Transfer:
         return self.view[self.moved :] if self.moved else self.view
 
     def advance(self, count: int) -> bool:
-        """After the system moved ``count`` bytes: whether all are there. What is short goes on from
-        an aligned place."""
+        """Record that the system has moved ``count`` bytes; return whether that was all. A short
+        transfer continues at an aligned position."""
         if count == 0:
             if self.write:
                 raise OSError(errno.ENOSPC, "the system wrote nothing")
@@ -55,7 +55,7 @@ class Transfer:
         return self.moved == len(self.view)
 
     def hash(self) -> None:
-        """Take the checksum, unless it is there already."""
+        """Compute the checksum, unless it was computed before."""
         if self.checksum is None:
             self.checksum = checksum_of(self.view[: self.hashed]) if self.hashed else 0
 
@@ -67,10 +67,10 @@ class DiskEngine(Protocol):
     def submit(self, transfers: Iterable[Transfer]) -> None: ...
 
     def register(self, memory: memoryview) -> None:
-        """Transfers will come from this memory: pin it in the kernel where that pays."""
+        """Prepare for transfers from this memory, by pinning it in the kernel if that pays."""
 
     def close(self) -> None:
-        """Finish what was submitted, then end all threads."""
+        """Finish submitted transfers, then end all threads."""
 
 
 def transfer_all(
@@ -81,8 +81,8 @@ def transfer_all(
     write: bool,
     hashed: bool = False,
 ) -> None:
-    """Move every (offset, memory), as the store does in transfers of ``PIECE`` bytes, and wait;
-    raises the first error."""
+    """Transfer every (offset, memory) in pieces of ``PIECE`` bytes, like the store, and wait; raise
+    the first error."""
     parts = [
         (at + i, view[i : i + PIECE]) for at, view in pieces for i in range(0, len(view), PIECE)
     ]

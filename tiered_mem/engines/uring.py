@@ -1,17 +1,17 @@
-"""io_uring by its three system calls through ctypes: nothing to install.
+"""io_uring by its three system calls through ctypes, without a package to install.
 
-One thread does everything: it keeps ``depth`` requests in the kernel, and takes the checksums of
-what comes next while they are under way. Where the kernel is busy, transfers that are neighbours go
-as one request: fewer calls, wake-ups and interrupts for as many bytes, 2 to 6 % of the step of an
-optimizer on disk in four runs (nothing where nobody computes). Threads that hand the interpreter's
-lock to each other for every transfer would cost more than they gain.
+One thread does everything: it keeps ``depth`` requests in the kernel, and computes checksums of the
+next transfers in the meantime. While the kernel is busy, neighboring transfers are combined into
+one request, which saves calls, wake-ups and interrupts: 2 to 6 % of the step of an optimizer on
+disk in four runs (nothing without computation at the same time). Several threads, which would pass
+the interpreter's lock to each other for every transfer, would cost more than they gain.
 
-Note: why not the ``liburing`` wheel. Its current release ends the process with SIGILL on calls that
-its own help shows, and it was no faster. The ring is shared memory of a simple layout: two heads,
-two tails, an array each.
+Note: why not the ``liburing`` wheel. Its current release ends the process with SIGILL on calls from
+its own help, and it was no faster. The ring is shared memory with a simple layout: two heads, two
+tails, an array for each.
 
-Order of memory: every index we publish is followed, and every index we read is preceded, by a
-system call on the ring.
+Order of memory accesses: a system call on the ring follows every index that is published here, and
+precedes every index that is read.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ GETEVENTS, SINGLE_MMAP, REGISTER_BUFFERS, SQES = 1, 1, 0, 0x10000000
 SQE = struct.Struct("<BBHiQQIIQHHI16x")
 CQE = struct.Struct("<QiI")  # user, result, flags
 LARGEST = 1 << 30  # bytes of one registered buffer, the kernel's limit
-# bytes of transfers that go together, at most: of more, the cache loses what was hashed before it
-# goes
+# largest combined request in bytes: with more, the cache would lose hashed bytes before they are
+# written
 REQUEST = 2 << 20
-LOOK = 64  # transfers that are looked at before their turn
-BELL = 0  # the user of the read that waits for new transfers
+LOOK = 64  # transfers examined before their turn
+BELL = 0  # user field of the read that waits for new transfers
 
 
 class UringEngine:
@@ -50,11 +50,11 @@ class UringEngine:
         self.depth = depth
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._open_ring(1 << depth.bit_length())
-        self._memory: tuple[int, int] | None = None  # address and length of what is registered
+        self._memory: tuple[int, int] | None = None  # address and length of the registered memory
         self._waiting: deque[Iterator[Transfer]] = deque()
-        # the first of those that wait, which have been looked at
+        # the first waiting transfers, already examined
         self._line: deque[Transfer] = deque()
-        self._run: list[Transfer] = []  # the next request
+        self._run: list[Transfer] = []  # transfers of the next request
         self._under_way: dict[int, list[Transfer]] = {}
         self._count = 0
         self._closing = self._listening = False
@@ -70,7 +70,7 @@ class UringEngine:
         try:
             self._call(REGISTER, self._ring, REGISTER_BUFFERS, vectors, len(pieces))
             self._memory = start, len(memory)
-        # a limit on locked memory: the kernel pins page by page for every transfer instead
+        # over the limit of locked memory: the kernel then pins pages for every transfer
         except OSError:
             self._memory = None
 
@@ -96,7 +96,7 @@ class UringEngine:
         ended: list[tuple[Transfer, BaseException | None]] = []
         while True:
             ended += self._fill()
-            while ended:  # while the kernel moves the next ones
+            while ended:  # while the kernel processes the next ones
                 self._conclude(*ended.pop(0))
             self._listening = len(self._under_way) < self.depth
             self._prepare()
@@ -108,14 +108,14 @@ class UringEngine:
             ended = self._completed()
 
     def _prepare(self) -> None:
-        """Take the checksums of what is written next while the kernel has enough to do."""
+        """Compute the checksums of the next write while the kernel is busy."""
         if not self._listening:
             _hash(self._next())
 
     def _hash_ahead(self) -> bool:
-        """While the kernel reads: take the checksum of one more that will be written, for which the
-        disk would wait otherwise. Whether there was one. Not while it writes: the cache loses what
-        is hashed long before it goes."""
+        """Compute the checksum of one later write while the kernel reads, so that the disk need not
+        wait for it; return whether there was one. Not while it writes, because the cache would lose
+        bytes that are hashed long before they are written."""
         if self._listening or any(run[0].write for run in self._under_way.values()):
             return False
         while len(self._line) < LOOK and (transfer := self._taken()):
@@ -126,8 +126,8 @@ class UringEngine:
         return first is not None
 
     def _next(self) -> list[Transfer]:
-        """The next request, which waits until ``_fill`` takes it: neighbours, if the kernel is
-        busy; otherwise one transfer, for the kernel to have all its places used soon."""
+        """Return the next request, which stays until ``_fill`` takes it: neighbors, if the kernel
+        is busy; otherwise one transfer, to fill the kernel's queue soon."""
         if not self._run:
             room = REQUEST if len(self._under_way) >= max(self.depth - 1, 1) else 0
             while (transfer := self._look()) and (
@@ -138,7 +138,7 @@ class UringEngine:
         return self._run
 
     def _look(self) -> Transfer | None:
-        """The first of those that wait, which it goes on doing."""
+        """Return the first waiting transfer without removing it."""
         if not self._line and (transfer := self._taken()):
             self._line.append(transfer)
         return self._line[0] if self._line else None
@@ -151,7 +151,7 @@ class UringEngine:
         return None
 
     def _fill(self) -> list[tuple[Transfer, BaseException | None]]:
-        """Have the kernel busy; what could not be begun."""
+        """Fill the kernel's queue; return transfers that it refused."""
         refused: list[tuple[Transfer, BaseException | None]] = []
         while len(self._under_way) < self.depth and (run := self._next()):
             self._run = []
@@ -160,7 +160,7 @@ class UringEngine:
         return refused
 
     def _completed(self) -> list[tuple[Transfer, BaseException | None]]:
-        """Transfers that have ended, well or not; short requests go on."""
+        """Return ended transfers with their errors; short requests continue."""
         ended: list[tuple[Transfer, BaseException | None]] = []
         for user, result in list(self._entries()):
             if user == BELL:
@@ -172,9 +172,8 @@ class UringEngine:
     def _after(
         self, run: list[Transfer], result: int
     ) -> list[tuple[Transfer, BaseException | None]]:
-        """Conclude from the end of a request: its transfers have ended, or go on. Each of several
-        begins again by itself after an error, so that only those have it whose bytes are
-        concerned."""
+        """Handle the end of a request, whose transfers have ended or continue. After an error of
+        several transfers each begins again by itself, so that only the affected ones fail."""
         if result < 0 and len(run) > 1:
             return [end for transfer in run for end in self._begin([transfer])]
         ended: list[tuple[Transfer, BaseException | None]] = []
@@ -201,7 +200,8 @@ class UringEngine:
     # ---------------------------------------------------------------- the ring
 
     def _begin(self, run: list[Transfer]) -> list[tuple[Transfer, BaseException | None]]:
-        """One request for neighbours; all of them, with the error, if the kernel refuses it."""
+        """Submit one request for neighbors; return all of them with the error if the kernel refuses
+        it."""
         first, nbytes = run[0], sum(len(transfer.rest) for transfer in run)
         address, opcode, index = _address(first.rest), WRITE if first.write else READ, 0
         if (
@@ -223,7 +223,7 @@ class UringEngine:
         return []
 
     def _listen(self) -> None:
-        """The kernel waits for ``submit`` too."""
+        """Let the kernel wait for ``submit``, too."""
         self._push(
             SQE.pack(
                 READ, 0, 0, self._bell, 0, _address(memoryview(self._rung)), 8, 0, BELL, 0, 0, 0
@@ -280,7 +280,7 @@ class UringEngine:
         )
 
     def _call(self, number: int, *arguments: object) -> int:
-        """A system call, repeated when a signal interrupts it."""
+        """Make a system call, and repeat it when a signal interrupts it."""
         while True:
             result = self._libc.syscall(ctypes.c_long(number), *map(_as_c, arguments))
             if result >= 0:
@@ -304,8 +304,8 @@ def _hash(run: list[Transfer]) -> None:
 
 
 def _joins(last: Transfer, transfer: Transfer, room: int) -> bool:
-    """True if a transfer continues the last one of a request that has ``room`` for more, in the
-    file and in memory."""
+    """Return whether a transfer continues the last one of a request, in the file and in memory, and
+    fits into its ``room``."""
     return (
         len(transfer.view) <= room
         and (transfer.fd, transfer.write, transfer.offset)
